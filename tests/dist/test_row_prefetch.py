@@ -1,5 +1,6 @@
 """Rows that come early: weights and losses stay those of the plain loop, bit for bit."""
 
+import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchrec.distributed.fbgemm_qcomm_codec import CommType
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import LossModel, largest_gap, make_stream, snapshot
-from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec
-from tests.support.parity import Cell, make_optimizer
+from tests.support.loops import LossModel, largest_gap, local_loss, make_stream, shard, snapshot
+from tests.support.models import MIXED, SEQUENCE_TABLES, BagModel, ModelSpec, TableSpec
+from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.prefetching import STEPS, Counts, compare, drain, run, sharded
 from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
@@ -24,6 +27,8 @@ from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import DirectUpdater
 from torchrec_2dsp.shard.row_exchange import kernel as row_kernel
+from torchrec_2dsp.shard.row_exchange.journey import RowJourney
+from torchrec_2dsp.shard.row_exchange.requests import RowRequests
 
 pytestmark = pytest.mark.dealt_file
 
@@ -258,3 +263,67 @@ def test_a_pipeline_says_where_no_rows_can_come_early(ranks4: RankPool) -> None:
         for said in (replicated, pooled):
             once = ["no rows can travel beside computing: n"] if rank == 0 else []
             assert [one[:38] for one in said] == once
+
+
+ONE_GROUP_ROWS = Cell(tdsp.Mesh2D(1, 4), exchange="row")
+SEEN = {
+    (RowJourney, "send_late"): "late rows leave",
+    (RowRequests, "forward"): "ids of a later batch leave",
+    (RowJourney, "send_gradients"): "row gradients leave",
+    (RowJourney, "receive_gradients"): "row gradients are waited for",
+}
+
+
+class ScaledModel(LossModel):
+    """What is computed before the lookup has its gradient after it, as a bottom MLP has."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__(spec)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = self.scale * 2
+        scores = BagModel.forward(self, features) * scale
+        return local_loss(scores), scores.detach()
+
+
+def events_of_a_step(rank: int, world_size: int) -> list[str]:
+    torch.manual_seed(0)
+    parallel = shard(ONE_GROUP_ROWS, make_sharder(ONE_GROUP_ROWS), ScaledModel(ONE_GROUP_ROWS.spec))
+    pipeline: Any = tdsp.TrainPipelineRowPrefetch(parallel, make_optimizer(parallel), rank_device())
+    stream = iter([step[rank] for step in make_stream(ONE_GROUP_ROWS, STEPS)])
+    for _ in range(2):
+        pipeline.progress(stream)
+    events: list[str] = []
+    (scale,) = (one for name, one in parallel.named_parameters() if name.endswith("scale"))
+    scale.register_hook(lambda grad: events.append("dense gradients are there"))
+    with pytest.MonkeyPatch.context() as patch:
+        for (kind, name), what in SEEN.items():
+            patch.setattr(kind, name, _noting(getattr(kind, name), what, events))
+        pipeline.progress(stream)
+    # With several kernels, each event comes once for each.
+    return [event for event, _ in itertools.groupby(events)]
+
+
+def _noting(method: Any, what: str, events: list[str]) -> Any:
+    def noting(*arguments: Any, **named: Any) -> Any:
+        events.append(what)
+        return method(*arguments, **named)
+
+    return noting
+
+
+def test_late_rows_leave_first_and_row_gradients_are_waited_for_last(ranks4: RankPool) -> None:
+    assert (
+        ranks4.run(events_of_a_step)
+        == [
+            [
+                "late rows leave",
+                "ids of a later batch leave",
+                "row gradients leave",
+                "dense gradients are there",
+                "row gradients are waited for",
+            ]
+        ]
+        * 4
+    )

@@ -1,4 +1,10 @@
-"""Row gradients of one rank as tensors: summed by row and applied to a TBE. No process groups."""
+"""Row gradients of one rank as tensors: summed by row (`gradients`), applied to a TBE (`update`).
+
+    a lookup's output gradient   [bags, dim]   -> one gradient per distinct row   [rows, dim]
+                                               -> one fused update, as the kernel's own backward
+
+No process groups: `replicas` merges these gradients over ranks.
+"""
 
 from torchrec_2dsp._compat.upstream_names import require_upstream
 

@@ -1,4 +1,8 @@
-"""`LookupRows` turns the gradient of a lookup's output into one gradient per distinct row."""
+"""Row gradients: `LookupRows` turns an output's gradient into one gradient per distinct row.
+
+A TBE's tables of one dimension form a block, whose rows are numbered through. A row's number in its
+block is its *key*: one sort over keys replaces one per table.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,31 +27,30 @@ class Block:
     """These tables' numbers in the TBE, in the order of their features."""
 
     bases: tuple[int, ...]
-    """For each table, the key of its first row."""
 
     num_rows: int
     """Rows of all tables together."""
 
     @property
     def key_dtype(self) -> torch.dtype:
-        """The smallest integer type, int32 or int64, that every key fits into."""
+        """Return the smallest integer type, int32 or int64, that holds every key."""
         return torch.int32 if self.num_rows <= _MAX_INT32 else torch.int64
 
     def feature_bases(self, shape: TbeShape, device: torch.device) -> torch.Tensor:
-        """For each feature of the block, the key of its table's first row."""
+        """Return the key of the first row of each feature's table."""
         base_of = dict(zip(self.tables, self.bases, strict=True))
         bases = [base_of[shape.feature_tables[feature]] for feature in self.features]
         return torch.tensor(bases, device=device)
 
     def rows_of(self, keys: torch.Tensor) -> list[torch.Tensor]:
-        """The row numbers in each table that ascending ``keys`` stand for."""
+        """Return the row numbers of ascending ``keys``, by table."""
         bounds = torch.tensor([*self.bases[1:]], dtype=torch.int64, device=keys.device)
         parts = keys.tensor_split(torch.searchsorted(keys, bounds).tolist())
         return [part - base for part, base in zip(parts, self.bases, strict=True)]
 
 
 def blocks_of(shape: TbeShape) -> tuple[Block, ...]:
-    """The blocks of a TBE; most TBEs have one.
+    """Return a TBE's blocks; most TBEs have one.
 
     Example:
         >>> from torchrec_2dsp._compat.fbgemm import TbeShape
@@ -74,7 +77,7 @@ def blocks_of(shape: TbeShape) -> tuple[Block, ...]:
 
 @dataclass(frozen=True)
 class BlockGradients:
-    """The gradients of the touched rows of a block."""
+    """Gradients of a block's touched rows."""
 
     keys: torch.Tensor
     """The rows' keys, ascending and distinct, int64 `[n]`."""
@@ -84,14 +87,14 @@ class BlockGradients:
 
 
 def added_up(parts: Sequence[BlockGradients]) -> BlockGradients:
-    """The sums of the gradients that several backwards have for the rows of a block."""
+    """Sum the gradients of several backwards by row."""
     rows = RowSum(torch.cat([part.keys for part in parts]))
     return BlockGradients(rows.keys, rows.of(torch.cat([part.grads for part in parts])))
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """The gradients of the touched rows of a TBE."""
+    """Gradients of a TBE's touched rows."""
 
     blocks: tuple[BlockGradients, ...]
     """One entry per block of the TBE."""
@@ -101,7 +104,7 @@ class RowGradients:
 
     @property
     def num_rows(self) -> int:
-        """How many rows were touched, in all tables."""
+        """The number of touched rows, in all tables."""
         return sum(block.keys.numel() for block in self.blocks)
 
 
@@ -114,14 +117,13 @@ class Lookup:
     offsets: torch.Tensor
     """Bag boundaries in ``ids``: features x batch + 1."""
     weights: torch.Tensor | None
-    """Per-sample weights, if any."""
 
 
 class RowSum:
-    """Sums contributions by row; the contributions are sorted by row once, for all sums.
+    """Sums contributions by row; they are sorted by row once, for all sums.
 
-    The contributions of a row are added in the order in which they are given. In the order of the
-    batch, that equals FBGEMM's fused backward bit for bit (unweighted sums, one feature per table).
+    A row's contributions are added in the given order. In the batch's order, that equals FBGEMM's
+    fused backward bit for bit (unweighted sums, one feature per table).
     """
 
     def __init__(
@@ -130,13 +132,6 @@ class RowSum:
         sources: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
     ) -> None:
-        """
-        Args:
-            keys: the row of each contribution, in any order.
-            sources: the row of the argument of `of` that holds each contribution; by default, the
-                i-th row holds the i-th contribution.
-            weights: a factor for each contribution, if any.
-        """
         ascending, order = keys.sort(stable=True)
         self.keys, counts = torch.unique_consecutive(ascending, return_counts=True)
         """The keys of the distinct rows, ascending."""
@@ -146,20 +141,20 @@ class RowSum:
         self._weights = None if weights is None else weights.index_select(0, order)
 
     def places(self) -> torch.Tensor:
-        """For each contribution, in the order given, the index of its row in ``keys``."""
+        """Return the index of each contribution's row in ``keys``, in the given order."""
         rows = torch.arange(self.keys.numel(), device=self.keys.device)
         places = torch.empty_like(self._order)
         places[self._order] = rows.repeat_interleave(self._counts, output_size=places.numel())
         return places
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of all tensors until ``stream`` has used it."""
+        """Keep the tensors alive for ``stream``."""
         for tensor in vars(self).values():
             if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(stream)  # pyright: ignore[reportArgumentType]
 
     def of(self, contributions: torch.Tensor) -> torch.Tensor:
-        """The sum of each distinct row's contributions, `[n, dim]`."""
+        """Return the sum of each distinct row's contributions, `[n, dim]`."""
         if self.keys.numel() == 0:
             return contributions.new_empty((0, contributions.shape[1]))
         # An embedding bag over the contributions gathers and adds without materialising them; each
@@ -174,33 +169,21 @@ class RowSum:
 
 
 class LookupRows:
-    """The rows that a lookup touches, which are known before their gradients."""
+    """The rows that a lookup touches, known before their gradients."""
 
     def __init__(self, shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> None:
-        """
-        Args:
-            shape: the tables and features.
-            blocks: the blocks of these tables.
-            lookup: the inputs of the lookup.
-        """
         self._shape = shape
         self._blocks = tuple(blocks)
         self.sums = tuple(
             _sum_by_row(shape, block, occurrences)
             for block, occurrences in zip(blocks, _by_block(shape, blocks, lookup), strict=True)
         )
-        """For each block, the touched rows, and which contributions add up to their gradients."""
+        """Each block's touched rows, with the contributions to their gradients."""
 
     def gradients(
         self, grad_output: torch.Tensor, max_gradient: float | None
     ) -> list[BlockGradients]:
-        """The row gradients of each block, summed from the gradient of the output.
-
-        Args:
-            grad_output: the gradient of the TBE's output, `[batch, sum of dims]`, or
-                `[ids, dim]` for a sequence lookup.
-            max_gradient: clip ``grad_output`` to this bound first.
-        """
+        """Return each block's row gradients, clipped to ``max_gradient``."""
         grad_output = grad_output.float()
         if max_gradient is not None:
             grad_output = grad_output.clamp(-max_gradient, max_gradient)
@@ -210,7 +193,7 @@ class LookupRows:
         ]
 
     def _contributions(self, block: Block, grad_output: torch.Tensor) -> torch.Tensor:
-        """A contribution per bag, `[batch x features, dim]`; in a sequence per id, `[ids, dim]`."""
+        """Return a contribution per bag, `[batch x features, dim]`, or per id, `[ids, dim]`."""
         if len(self._blocks) > 1:
             dims = [self._shape.table_dims[table] for table in self._shape.feature_tables]
             columns = grad_output.split(dims, dim=1)
@@ -220,7 +203,7 @@ class LookupRows:
 
 @dataclass(frozen=True)
 class _Occurrences:
-    """The ids that the features of a block look up, feature by feature."""
+    """The ids that a block's features look up, feature by feature."""
 
     ids: torch.Tensor
     """Row numbers in their tables, int64."""
@@ -253,7 +236,7 @@ def _by_block(shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> list[
 
 
 def _sum_by_row(shape: TbeShape, block: Block, occurrences: _Occurrences) -> RowSum:
-    """The sum that gives a block's row gradients from the contributions of the output."""
+    """Return the sum that turns the output's contributions into a block's row gradients."""
     ids, lengths, weights = occurrences.ids, occurrences.lengths, occurrences.weights
     num_ids = ids.numel()
     bases = block.feature_bases(shape, ids.device)

@@ -1,4 +1,4 @@
-"""`RowUpdater`: apply row gradients once, through the TBE's own fused optimizer."""
+"""Updates of rows: by the TBE's own fused optimizer, or by rules on tensors that equal it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +43,9 @@ class RowUpdater:
     """Applies `RowGradients` to a TBE, as its fused backward would have.
 
     A forward over the distinct rows, one row per bag, and a backward with each row's gradient equal
-    the fused update bit for bit, for every optimizer that sees a row's summed gradient (FBGEMM's
-    exact optimizers). Each feature has as many bags as the one with the most rows; where most bags
-    would be empty, rows are looked up as a sequence instead, whose kernel rounds differently.
+    the fused update bit for bit, for FBGEMM's exact optimizers. Each feature has as many bags as
+    the one with the most rows; where most bags would be empty, rows are looked up as a sequence,
+    whose kernel rounds differently.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
@@ -55,11 +55,11 @@ class RowUpdater:
 
     @property
     def num_tables(self) -> int:
-        """How many tables the kernel holds."""
+        """The number of tables in the kernel."""
         return self._shape.num_tables
 
     def apply(self, gradients: RowGradients) -> None:
-        """Run one fused update with ``gradients``, as of the step of their lookup."""
+        """Run one fused update with ``gradients``, as of their lookup's step."""
         if gradients.num_rows == 0:
             return
         features = self._by_feature(gradients)
@@ -80,7 +80,7 @@ class RowUpdater:
             self._tbe(ids, offsets.to(ids.device)).backward(grad_output)
 
     def _by_feature(self, gradients: RowGradients) -> list["_FeatureRows"]:
-        """The rows of each feature: the first one of a table has all its rows, the others none."""
+        """Return each feature's rows; a table's first feature has all its rows."""
         carried: dict[int, _FeatureRows] = {}
         for block, block_gradients in zip(self._blocks, gradients.blocks, strict=True):
             rows = block.rows_of(block_gradients.keys)
@@ -105,12 +105,12 @@ class _FeatureRows(NamedTuple):
 
 
 def _as_sequence(features: list[_FeatureRows]) -> torch.Tensor:
-    """Offsets with one bag per feature: a sequence has one output row per id."""
+    """Return offsets with one bag per feature; a sequence has one output row per id."""
     return torch.tensor([0, *(feature.rows.numel() for feature in features)]).cumsum(0)
 
 
 def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets with one row per bag and empty bags at the end, and the gradient of the bags."""
+    """Return offsets with one row per bag and empty bags at the end, and the bags' gradient."""
     sizes = torch.tensor([feature.rows.numel() for feature in features])
     batch_size = int(sizes.max())
     ends = torch.arange(1, batch_size + 1).minimum(sizes[:, None])
@@ -130,11 +130,6 @@ class DirectLookup:
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
-        """
-        Args:
-            tbe: the kernel.
-            rule: the update rule of the kernel's optimizer.
-        """
         self._tbe = tbe
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
@@ -143,16 +138,16 @@ class DirectLookup:
         self._anchor = torch.zeros(1, requires_grad=True)
 
     def lookup(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The output of ``run``, an unweighted forward of the kernel; its backward pass updates."""
+        """Run an unweighted forward of the kernel, whose backward pass updates."""
         output: torch.Tensor = _DirectLookup.apply(self._anchor, self, run)  # pyright: ignore[reportAssignmentType]
         return output
 
     def step(self) -> OptimizerStep:
-        """The kernel's current learning rate and iteration."""
+        """Return the kernel's current learning rate and iteration."""
         return OptimizerStep(learning_rate_of(self._tbe), iteration_of(self._tbe))
 
     def latest(self) -> tuple[Lookup, OptimizerStep]:
-        """The inputs of the kernel's latest forward, with the learning rate and iteration."""
+        """Return the inputs, learning rate and iteration of the latest forward."""
         return Lookup(*last_lookup(self._tbe), None), self.step()
 
     def update(self, lookup: Lookup, step: OptimizerStep, grad_output: torch.Tensor) -> None:
@@ -162,13 +157,7 @@ class DirectLookup:
         self._updater.apply(RowGradients(tuple(gradients), step))
 
     def update_rows(self, keys: torch.Tensor, grads: torch.Tensor, step: OptimizerStep) -> None:
-        """Update rows of a kernel with one block.
-
-        Args:
-            keys: the row of each gradient; a row's gradients are added in this order.
-            grads: `[gradients, dim]`, not yet clipped.
-            step: the learning rate and iteration at the lookup.
-        """
+        """Update rows of a kernel with one block."""
         bound, grads = max_gradient(self._tbe), grads.float()
         rows = RowSum(keys)
         summed = rows.of(grads if bound is None else grads.clamp(-bound, bound))
@@ -203,7 +192,7 @@ the kernels' time, because a kernel sorts once more and looks every row up first
 
 
 def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
-    """The rule that can replace a kernel's own update; `None` where none can.
+    """Return the rule that can replace a kernel's own update; `None` where none can.
 
     GPU kernels are fast already, quantised rows aren't floating-point numbers, and an optimizer
     with more states than the rule takes computes something else.
@@ -217,17 +206,12 @@ def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
 
 
 class DirectUpdater:
-    """Applies `RowGradients` to the weights and the optimizer state of a TBE.
+    """Applies `RowGradients` to a TBE's weights and optimizer state.
 
     Nothing else may change these rows meanwhile, and they may not be cached elsewhere.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
-        """
-        Args:
-            tbe: the kernel, whose optimizer has the states that the rule needs.
-            rule: the update rule.
-        """
         self._tbe = tbe
         self._rule = rule
         tables = [
@@ -237,12 +221,11 @@ class DirectUpdater:
             )
         ]
         self.num_tables = len(tables)
-        """How many tables the kernel holds."""
         self._runs = [runs_of(block, tables) for block in blocks_of(tbe_shape(tbe))]
 
     @torch.no_grad()
     def apply(self, gradients: RowGradients) -> None:
-        """Update once with ``gradients``, at the learning rate of their lookup."""
+        """Update once with ``gradients``, at their lookup's learning rate."""
         lr, eps = gradients.step.learning_rate, eps_of(self._tbe)
         for runs, block in zip(self._runs, gradients.blocks, strict=True):
             keys = block.keys.long()
@@ -271,7 +254,7 @@ def _subtract(weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class TableRun:
-    """Tables that are adjacent in memory, as one table, so that one torch call covers them all."""
+    """Tables that are adjacent in memory, as one table for one torch call."""
 
     first_key: int
     """The key of the first row."""
@@ -280,12 +263,7 @@ class TableRun:
 
 
 def runs_of(block: Block, tables: Sequence[tuple[torch.Tensor, ...]]) -> list[TableRun]:
-    """The tables of a block, in its order, in as few runs as their memory allows.
-
-    Args:
-        block: a block of a TBE.
-        tables: the tensors of each table of the TBE, in the same order for every table.
-    """
+    """Return a block's tables, in its order, in as few runs as their memory allows."""
     runs: list[TableRun] = []
     for table, first_key in zip(block.tables, block.bases, strict=True):
         tensors = tables[table]
@@ -298,7 +276,7 @@ def runs_of(block: Block, tables: Sequence[tuple[torch.Tensor, ...]]) -> list[Ta
 
 
 def read_rows(runs: Sequence[TableRun], keys: torch.Tensor) -> torch.Tensor:
-    """The rows with these ``keys``, read from the first tensor of each run."""
+    """Return the rows with these ``keys`` from each run's first tensor."""
     if len(runs) == 1:
         return runs[0].tensors[0].index_select(0, keys)
     rows = runs[0].tensors[0].new_empty((keys.numel(), runs[0].tensors[0].shape[1]))

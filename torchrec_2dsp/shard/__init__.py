@@ -1,8 +1,25 @@
-"""Running a plan: sharders, sharded modules and their kernels.
+"""Runs a plan: sharders, sharded modules, and the kernels that train their tables.
 
-`sharders` turn a plan into sharded modules, which are TorchRec's (`embedding_bag`, `embedding`) and
-a list of stages (`tables`, `stages`). Row exchange, hot rows, the exchange of non-empty bags and
-prefetched rows have a folder each; `batch` has what is done with any batch.
+A sharded module is TorchRec's, with a list of stages around its exchanges. In the order in which a
+batch meets them:
+
+    sharders          a `Plan2D` becomes sharded modules (`optimizers`, `initial_tables`)
+    sharded_modules   bags and sequences; `parted` joins modules of several meshes
+    tables, stages    the stages, their order, and their notes on a batch
+    batch             form and ids of a batch are checked (`variable_batch_sizes`)
+    hot_sets          hot ids leave the batch for the replicas in `hot_rows`
+    shardings         TorchRec's exchanges, or ours: `row_exchange`, `nonempty` (`codecs`)
+    kernels           FBGEMM's kernels, whose backward can be captured
+    replica_sync      copies stay equal over the mesh; `row_prefetch` sends rows early
+
+A table of 6 rows with two copies, on a mesh of two groups of two ranks:
+
+    rank 0   rows 0-2       rank 1   rows 3-5       group 0
+    rank 2   rows 0-2       rank 3   rows 3-5       group 1
+    ids and rows travel between 0 and 1, and between 2 and 3; row gradients, between 0 and 2, and
+    between 1 and 3; gradients of hot rows, which every rank has, between all
+
+Searching for a plan is the job of `planner`, exchanging gradients of replicas that of `replicas`.
 """
 
 from torchrec_2dsp._compat.upstream_names import require_upstream

@@ -1,4 +1,9 @@
-"""`IdCheck`: ids that no row has are found before anything travels."""
+"""Checks of a batch before its ids travel: form, ids and batch sizes, alike on all ranks.
+
+TorchRec takes the order of features from the first batch, and ranks exchange numbers of their own
+batch's types. It checks neither again: features in another order would be looked up in the wrong
+tables, and other types would end processes.
+"""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -18,7 +23,7 @@ from torchrec_2dsp.shard.variable_batch_sizes import distinct_bags
 
 
 class BadIds(enum.Enum):
-    """What is done with an id that its table has no row for."""
+    """What to do with an id that its table has no row for."""
 
     RAISE = "raise"
     """All ranks raise the same `InputError`, before the batch is looked up."""
@@ -31,7 +36,7 @@ class BadIds(enum.Enum):
 
     @classmethod
     def of(cls, value: "BadIds | str") -> "BadIds":
-        """A member, or the error that names those that there are."""
+        """Return a member, or raise an error that names all members."""
         try:
             return cls(value)
         except ValueError as error:
@@ -40,14 +45,9 @@ class BadIds(enum.Enum):
 
 
 class IdCheck:
-    """Looks at the ids of each batch."""
+    """Checks the ids of each batch."""
 
     def __init__(self, configs: Sequence[Any], policy: BadIds) -> None:
-        """
-        Args:
-            configs: the tables that the batches look up.
-            policy: what to do with bad ids.
-        """
         self._policy = policy
         self._tables: dict[str, tuple[str, int]] = {}
         for config in configs:
@@ -63,12 +63,7 @@ class IdCheck:
     def __call__(
         self, features: KeyedJaggedTensor, error: InputError | None = None
     ) -> tuple[KeyedJaggedTensor, InputError | None]:
-        """The features without bad ids, and what all ranks have to raise.
-
-        Args:
-            features: a batch, left as it is.
-            error: what has been found wrong with it already.
-        """
+        """Return the features without bad ids, and the error that all ranks have to raise."""
         values = features.values()
         limits = self._limits(features)
         is_bad = (values >= limits) | ((values < 0) & (limits < _NO_LIMIT))
@@ -87,11 +82,11 @@ class IdCheck:
 
     @property
     def features(self) -> Iterable[str]:
-        """The features that look up tables."""
+        """Return the features that look up tables."""
         return self._tables.keys()
 
     def _limits(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """For each id, how many rows its table has."""
+        """Return the number of rows of each id's table."""
         device = features.values().device
         keys = features.keys()
         tables = [self._tables.get(key) for key in keys]
@@ -117,7 +112,6 @@ class IdCheck:
 
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
-"""For features that look up no table."""
 
 
 def _without(features: KeyedJaggedTensor, is_bad: torch.Tensor) -> KeyedJaggedTensor:
@@ -151,7 +145,7 @@ _ID_TYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class NumberTypes:
-    """The types of a batch's numbers."""
+    """A batch's number types."""
 
     ids: torch.dtype
     lengths: torch.dtype
@@ -160,7 +154,7 @@ class NumberTypes:
 
     @classmethod
     def of(cls, batch: KeyedJaggedTensor) -> "NumberTypes":
-        """The types of a batch; other types of ids, which are refused, count as int32."""
+        """Return a batch's types; other id types, which are refused, count as int32."""
         weights = batch.weights_or_none()
         return cls(
             ids=torch.int64 if batch.values().dtype == torch.int64 else torch.int32,
@@ -169,7 +163,7 @@ class NumberTypes:
         )
 
     def joined(self, other: "NumberTypes") -> "NumberTypes":
-        """The types that hold the numbers of both; weights if one of them has some."""
+        """Return the types that hold the numbers of both; weights if either has some."""
         both_weights = self.weights or other.weights
         if self.weights is not None and other.weights is not None:
             both_weights = torch.promote_types(self.weights, other.weights)
@@ -186,13 +180,6 @@ class BatchForm:
     def __init__(
         self, features: Iterable[str], group: dist.ProcessGroup, *, is_weighted: bool
     ) -> None:
-        """
-        Args:
-            features: that the module looks up.
-            group: all ranks.
-            is_weighted: whether the tables take weights; if not, weights are ignored, as by
-                TorchRec's unsharded modules.
-        """
         self._needed = frozenset(features)
         self._is_weighted = is_weighted
         self._group = group
@@ -202,14 +189,10 @@ class BatchForm:
     def fit(
         self, batch: KeyedJaggedTensor, error: InputError | None = None
     ) -> tuple[KeyedJaggedTensor, InputError | None]:
-        """The batch in the form of the first one, and what is wrong with it, if anything.
+        """Return the batch in the form of the first one, and what is wrong with it, if anything.
 
         A batch that can't be right is replaced by one without ids, so that the other ranks, which
-        wait for its ids, learn of the error.
-
-        Args:
-            batch: left as it is.
-            error: what has been found wrong with it already.
+        wait for its ids, learn about the error.
 
         Collectives:
             For the first batch, a gather of its number types from all ranks.
@@ -294,9 +277,9 @@ class BatchForm:
         return None
 
     def _usable(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The batch in contiguous memory, and without weights that nobody takes.
+        """Return the batch in contiguous memory, and without needless weights.
 
-        FBGEMM's kernels don't look at strides.
+        FBGEMM's kernels ignore strides. TorchRec's unsharded modules ignore needless weights.
         """
         weights = batch.weights_or_none()
         tensors = [batch.values(), batch.lengths(), *([] if weights is None else [weights])]
@@ -352,27 +335,21 @@ class BatchForm:
 
 
 def features_of(configs: Sequence[Any]) -> list[str]:
-    """The features that look up tables, table by table."""
+    """Return the features that look up tables, table by table."""
     return [feature for config in configs for feature in config.feature_names]
 
 
 class OneBatchSize(Stage):
-    """Makes batches whose features have batch sizes of their own ordinary batches of distinct bags,
-    and gives each sample its bags at the output."""
+    """Turns batches with a batch size per feature into ordinary batches, and back at the output."""
 
     def __init__(self, configs: Sequence[Any], pack_size: int) -> None:
-        """
-        Args:
-            configs: the tables that the batches look up.
-            pack_size: how many numbers the codecs encode together; 1 if each by itself.
-        """
         self._features = frozenset(features_of(configs))
         self._pack_size = pack_size
 
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor
     ) -> KeyedJaggedTensor:
-        """The distinct bags of a batch."""
+        """Return the batch's distinct bags."""
         bags = distinct_bags(features, self._features)
         notes.bags_of_samples, notes.error = bags.of_samples, bags.error
         if self._pack_size > 1 and features.variable_stride_per_key():
@@ -384,7 +361,7 @@ class OneBatchSize(Stage):
         return bags.features
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """The bags, or the sequences, of each sample."""
+        """Give each sample its bags, or sequences."""
         if notes.bags_of_samples is None:
             return output
         if isinstance(output, KeyedTensor):
@@ -393,18 +370,11 @@ class OneBatchSize(Stage):
 
 
 class BatchCheck(Stage):
-    """Looks at the form of each batch, then at its ids."""
+    """Checks each batch's form, then its ids."""
 
     def __init__(
         self, configs: Sequence[Any], policy: BadIds, alarm: Alarm, is_weighted: bool
     ) -> None:
-        """
-        Args:
-            configs: the tables that the batches look up.
-            is_weighted: whether the tables take weights.
-            policy: what to do with ids that no row has.
-            alarm: of all ranks.
-        """
         self.ids = IdCheck(configs, policy)
         """Finds ids that no row has."""
         self._form = BatchForm(features_of(configs), alarm.group, is_weighted=is_weighted)
@@ -413,7 +383,7 @@ class BatchCheck(Stage):
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor
     ) -> KeyedJaggedTensor:
-        """The batch as it is looked up.
+        """Return the batch as it will be looked up.
 
         Collectives:
             That of `Alarm.check`, waited for before the lookup; for the first batch that of
@@ -425,7 +395,7 @@ class BatchCheck(Stage):
         return features
 
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Raise, on all ranks, what is wrong with the batch of one of them."""
+        """Raise, on all ranks, what is wrong with one rank's batch."""
         if notes.check is not None:
             with record_function("## check ids ##"):
                 notes.check.wait()

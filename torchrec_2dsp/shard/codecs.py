@@ -1,4 +1,4 @@
-"""The codecs that a plan asks for, where TorchRec looks codecs up."""
+"""The codecs of a plan or a user under TorchRec's names, and the exchange of encoded bags."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +32,6 @@ _OPERATIONS = (
     CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
     CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
 )
-"""What TorchRec's shardings look codecs up by."""
 
 _SUMMED = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
 """Types of which the output exchange adds parts of bags."""
@@ -41,15 +40,10 @@ _SUMMED = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID
 def codecs_registry(
     kind: TableType, sharding_infos: Sequence[Any], registry: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """The codecs of a sharding by TorchRec's names: what the plan says, or else what the user gave.
+    """Return a sharding's codecs by TorchRec's names: the plan's, or else the user's.
 
-    Shards of different width travel in one tensor, so each scale is for as many columns as divide
-    them all.
-
-    Args:
-        kind: the type of the sharding.
-        sharding_infos: TorchRec's description of its tables.
-        registry: the user's.
+    Shards of different width travel in one tensor, so each scale covers as many columns as divide
+    all widths.
     """
     if kind.transport is Transport.FP32:
         _check_packing(kind, sharding_infos, pack_size(registry))
@@ -62,8 +56,18 @@ def codecs_registry(
 def pack_size(registry: dict[str, Any] | None) -> int:
     """Return how many numbers the user's codecs encode together, as TorchRec's INT8 does."""
     pairs = (registry or {}).values()
-    contexts = [codec.create_context() for pair in pairs for codec in (pair.forward, pair.backward)]
-    return max((context.row_dim for context in contexts if context is not None), default=1)
+    return max(
+        (_pack_size(codec) for pair in pairs for codec in (pair.forward, pair.backward)), default=1
+    )
+
+
+def _pack_size(codec: Any) -> int:
+    context = codec.create_context()
+    try:
+        codec.calc_quantized_size(1, context)
+    except (AssertionError, RuntimeError):
+        return context.row_dim
+    return 1
 
 
 def _widths(sharding_infos: Sequence[Any]) -> list[int]:
@@ -72,7 +76,7 @@ def _widths(sharding_infos: Sequence[Any]) -> list[int]:
 
 
 def _check_packing(kind: TableType, sharding_infos: Sequence[Any], size: int) -> None:
-    """Refuse codecs that TorchRec's exchange of the type fails with."""
+    """Refuse codecs with which TorchRec's exchange of the type fails."""
     if size == 1:
         return
     table = sharding_infos[0].embedding_config
@@ -93,12 +97,7 @@ def _check_packing(kind: TableType, sharding_infos: Sequence[Any], size: int) ->
 def codecs_by_dim(
     kind: TableType, registry: dict[str, Any] | None
 ) -> Callable[[int], QuantizedCommCodecs | None]:
-    """What tells the codecs of rows by their dimension: what the plan says, or what the user gave.
-
-    Args:
-        kind: the type of the sharding.
-        registry: the user's.
-    """
+    """Return a function from a row's dimension to its codecs: the plan's, or else the user's."""
     if kind.transport is not Transport.FP32:
         return lambda dim: stock_codecs(kind.transport, dim)
     of_user = (registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
@@ -109,14 +108,14 @@ class UnevenReduceScatter(PooledEmbeddingsReduceScatter):
     """TorchRec's output exchange of row-wise tables, also for uneven batches on gloo.
 
     TorchRec's backward of an uneven reduce-scatter needs an uneven all-gather, which only NCCL
-    has. No backend adds encoded rows. So parts of bags are sent to whom they are for, and added
-    there. All else takes TorchRec's own path.
+    has, and no backend adds encoded rows. So bag parts are sent to their ranks and added there.
+    Everything else takes TorchRec's own path.
     """
 
     def forward(
         self, local_embs: torch.Tensor, input_splits: list[int] | None = None
     ) -> PooledEmbeddingsAwaitable:
-        """The sum over ranks of their partial bags, each rank getting its own batch."""
+        """Sum partial bags over ranks; each rank gets its own batch."""
         group, codecs = parts_of_reduce_scatter(self)
         num_ranks = dist.get_world_size(group)
         is_even = input_splits is None or len(set(input_splits)) == 1
@@ -171,5 +170,5 @@ class _ReduceScatterRagged(torch.autograd.Function):
 
 
 def _width(dim: int, codec: QuantizedCommCodec[Any] | None) -> int:
-    """How many numbers travel for each row of ``dim``; TorchRec's codecs keep them one for one."""
+    """Return how many numbers travel per row; TorchRec's codecs keep them one for one."""
     return codec.calc_quantized_size(dim) if isinstance(codec, StockCodec) else dim

@@ -1,4 +1,9 @@
-"""The replicas of hot rows: small tables of a TBE of their own."""
+"""Hot rows: a replica on every rank beside TorchRec's own (cold) path.
+
+Cold shards keep their full row space, with a *home* for every hot row. Hot ids leave the features
+before TorchRec distributes them, and are looked up in the local replica. Their gradients are merged
+over all ranks. Before the state is read, replicas are written home, so state dicts are TorchRec's.
+"""
 
 import math
 from collections import defaultdict
@@ -33,30 +38,24 @@ from torchrec_2dsp.shard.stages import BatchNotes, Stage
 
 @dataclass(frozen=True)
 class HotSlice:
-    """The hot rows of one column shard of a table.
+    """The hot rows of one column shard.
 
-    A table that is sharded by columns keeps one row-wise moment per column shard, so its
-    replicas are split alike.
+    A column-wise table keeps one row-wise moment per column shard, so its replicas are split alike.
     """
 
     table: str
-    """The table's name."""
     num_rows: int
-    """How many hot rows there is room for."""
     column: int
-    """The first column."""
     num_columns: int
-    """How many columns."""
     features: tuple[str, ...]
-    """The features that look the table up."""
     is_sequence: bool
-    """Whether they get a row for each id, and not a sum for each bag."""
+    """Whether they get a row per id instead of a sum per bag."""
 
 
 def hot_slices(
     configs: Sequence[BaseEmbeddingConfig], tables: Mapping[str, ParameterSharding2D]
 ) -> list[HotSlice]:
-    """The column shards of all tables with a hot set, in the order of the module's tables."""
+    """Return the column shards of all tables with a hot set, in the module's order."""
     slices = []
     for config in configs:
         table = tables[config.name]
@@ -80,7 +79,7 @@ def hot_slices(
 
 
 class HotTbe:
-    """Replicas of slices that share an optimizer and a data type, in one fused kernel."""
+    """Holds replicas that share an optimizer and a data type, in one fused kernel."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class HotTbe:
         """The kernel, and the gradients that wait for their merge."""
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Weight and optimizer state of each slice, by name, as views."""
+        """Return each slice's weight and optimizer state, by name, as views."""
         tbe = self.capture.tbe
         return [
             {"weight": weight, **state}
@@ -133,7 +132,7 @@ class HotTbe:
         ]
 
     def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
-        """The hot rows of each feature, columns joined: summed by bag, or one for each id."""
+        """Look up each feature's hot rows, columns joined: summed by bag, or one per id."""
         looked_up = [(hot, name) for hot in self.slices for name in hot.features]
         hot_features = [batch.features[name] for _, name in looked_up]
         ids = torch.cat([feature.slots for feature in hot_features])
@@ -176,17 +175,6 @@ class HotRows(Stage):
         device: torch.device,
         complete_state: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            configs: the module's tables.
-            tables: the `ParameterSharding2D` of each table, by name.
-            fused_params: the optimizer of each table, in the user's units.
-            kernels: this rank's kernels, the homes.
-            groups: the communicators.
-            sync: how copies stay equal; a `GradientSync` says how hot gradients travel, too.
-            device: where the replicas live.
-            complete_state: brings the module's state up to date, hot rows included.
-        """
         self._complete_state = complete_state
         self._groups = groups
         self._kernels = list(kernels)
@@ -207,13 +195,12 @@ class HotRows(Stage):
             )
         ]
         self.sets = HotSets(configs, tables, device)
-        """Which rows they are."""
         # Until they are read from home, the replicas hold nothing.
         self._stale = True
         self._dirty = False
 
     def action(self) -> GradientSyncAction:
-        """What keeps the replicas equal: their gradients, merged over all ranks."""
+        """Return the sync action that merges the replicas' gradients over all ranks."""
         alarm, peers = self._groups.alarm, self._groups.hot_rows
         copies = [
             CopiedShard(f"{hot.table} (hot rows)", 0, tuple(tensors.values()))
@@ -232,12 +219,12 @@ class HotRows(Stage):
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor
     ) -> KeyedJaggedTensor:
-        """The batch without hot ids."""
+        """Return the batch without hot ids."""
         cold, notes.hot = self.sets.split(features)
         return cold
 
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Let the replicas hold the rows that were hot when the batch was split.
+        """Load the rows that were hot when the batch was split.
 
         Collectives:
             Those of a complete state, if the replicas hold others, as after a refresh.
@@ -246,7 +233,7 @@ class HotRows(Stage):
             self._hold(notes.hot.ids)
 
     def before_accumulating(self) -> None:
-        """Let the replicas hold the rows of a refresh now; later the state can't be completed.
+        """Load a refresh's rows now; later the state can't be completed.
 
         Collectives:
             Those of `before_lookup`.
@@ -260,8 +247,7 @@ class HotRows(Stage):
             self.after_write()
 
     def while_rows_travel(self, notes: BatchNotes) -> None:
-        """Look up the hot rows of each feature: `[batch, dim]` of bags, `[ids, dim]` of
-        sequences."""
+        """Look up each feature's hot rows: `[batch, dim]` for bags, `[ids, dim]` for sequences."""
         if notes.hot is None:
             return
         self.sets.looked_up(notes.hot)
@@ -269,20 +255,20 @@ class HotRows(Stage):
             notes.hot_output |= tbe.lookup(notes.hot)
 
     def before_backward(self, notes: BatchNotes) -> None:
-        """Hold what the lookup read; the state may have been read, and other batches looked up."""
+        """Load the rows that the lookup read; meanwhile others may have been loaded."""
         self.before_lookup(notes)
 
     def after_write(self) -> None:
-        """The homes have been overwritten: replicas are read again before their next use."""
+        """Read the replicas from their homes again before their next use."""
         self._stale, self._dirty = True, False
 
     def kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-        """The kernels that hold the replicas."""
+        """Return the kernels that hold the replicas."""
         return [tbe.capture.tbe for tbe in self._tbes]
 
     @torch.no_grad()
     def before_read(self) -> None:
-        """Copy the replicas into the shards of this rank, if they are newer."""
+        """Copy the replicas into this rank's shards, if they are newer."""
         if not self._dirty:
             return
         for replica, home, slots, rows in self._homes():
@@ -293,7 +279,7 @@ class HotRows(Stage):
 
     @torch.no_grad()
     def before_use(self) -> None:
-        """Fill the replicas from the shards of this rank's group, if those are newer.
+        """Fill the replicas from the sharding group's shards, if those are newer.
 
         Collectives:
             One all-reduce per weight and state of each hot table on the "shard" axis: owners
@@ -315,7 +301,7 @@ class HotRows(Stage):
         self._stale = self._dirty = False
 
     def _homes(self) -> Iterator[tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]]:
-        """Per hot slice and home shard on this rank: both sides, slots and rows."""
+        """Yield replica, home, slots and rows of each hot slice on this rank."""
         shards = [shard for kernel in self._kernels for shard in kernel.shards()]
         for tbe in self._tbes:
             for hot, replica in zip(tbe.slices, tbe.tensors(), strict=True):
@@ -328,7 +314,7 @@ class HotRows(Stage):
                     yield replica, shard.tensors, slots, ids[slots] - shard.row
 
     def _home_learning_rate(self, slices: Sequence[HotSlice]) -> float:
-        """The tables' learning rate as far as this rank knows it: NaN without a shard."""
+        """Return the tables' learning rate on this rank; NaN without a shard."""
         tables = {hot.table for hot in slices}
         rates = {
             kernel.user_learning_rate
@@ -351,7 +337,7 @@ def _by_kernel(
     configs: Sequence[BaseEmbeddingConfig],
     fused_params: Mapping[str, dict[str, Any]],
 ) -> list[tuple[tuple[dict[str, Any], Any], list[HotSlice]]]:
-    """Slices that one TBE can hold: equal optimizer, data type and, in sequences, width."""
+    """Group slices by TBE: equal optimizer, data type and, for sequences, width."""
     data_types = {config.name: config.data_type for config in configs}
     grouped: dict[str, list[HotSlice]] = defaultdict(list)
     for hot in slices:

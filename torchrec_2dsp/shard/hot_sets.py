@@ -1,4 +1,4 @@
-"""Take hot ids out of a batch's features. Pure tensor work."""
+"""Hot sets of a module's tables, and the hot ids that they take out of a batch."""
 
 import weakref
 from collections import deque
@@ -16,21 +16,20 @@ from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 
 @dataclass(frozen=True)
 class HotFeature:
-    """The hot ids of one feature in one batch."""
+    """One feature's hot ids in one batch."""
 
     slots: torch.Tensor
     """Positions in the table's hot set, in the order of the batch."""
     lengths: torch.Tensor
     """Hot ids per bag."""
     weights: torch.Tensor | None
-    """Per-sample weights of the hot ids."""
     is_hot: torch.Tensor
     """Whether each id of the batch is hot, in the order of the batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class HotIds:
-    """The hot rows of a module at one time; they may be others later."""
+    """A module's hot rows at one time."""
 
     by_table: Mapping[str, torch.Tensor]
     """Row ids, ascending; a row's position is its slot."""
@@ -40,15 +39,15 @@ class HotIds:
 
 @dataclass(frozen=True)
 class HotBatch:
-    """What a batch looks up in the replicas."""
+    """A batch's lookups in the replicas."""
 
     features: dict[str, HotFeature]
     """The hot ids of each feature, by its name."""
     ids: HotIds
-    """What was hot when the batch was split."""
+    """The rows that were hot when the batch was split."""
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive for ``stream`` (pipelines hand batches between streams)."""
+        """Keep the tensors alive for ``stream``; pipelines hand batches between streams."""
         for feature in self.features.values():
             for tensor in (feature.slots, feature.lengths, feature.weights, feature.is_hot):
                 if tensor is not None:
@@ -57,15 +56,7 @@ class HotBatch:
 
 @torch.no_grad()
 def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJaggedTensor, HotBatch]:
-    """Separate hot from cold ids.
-
-    Args:
-        features: a batch, left as it is.
-        ids: what is hot.
-
-    Returns:
-        A batch with the same keys and bags without the hot ids, and the hot ids.
-    """
+    """Split a batch into one with the same keys and bags without hot ids, and the hot ids."""
     keys, batch_size = features.keys(), features.stride()
     hot_ids = ids.by_feature
     values, weights = features.values(), features.weights_or_none()
@@ -104,33 +95,33 @@ def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJagge
 
 
 def _positions(ids: torch.Tensor, hot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each id stands in the sorted ``hot``, and whether it does."""
+    """Return each id's position in the sorted ``hot``, and whether it is hot."""
     slots = torch.searchsorted(hot, ids).clamp_(max=hot.numel() - 1)
     return slots, hot[slots] == ids
 
 
 def count_per_bag(flags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """How many of a bag's ids are flagged."""
+    """Count the flagged ids in each bag."""
     running = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
     return running[offsets.long()].diff()
 
 
 @dataclass(frozen=True)
 class _HotTable:
-    """A table that has room for hot rows."""
+    """A table with room for hot rows."""
 
     features: tuple[str, ...]
     num_rows: int
     num_slots: int
-    """How many hot rows the plan has given it room for."""
+    """The room that the plan has given it."""
     hot_set: HotSet
 
 
 class HotSets:
-    """The hot sets of a module's tables: what new batches go by, and what the replicas hold.
+    """A module's hot sets: those that new batches use, and those that the replicas hold.
 
-    The two differ after a refresh, until the first batch that went by the new sets is looked up;
-    and again when one is looked up that went by the old ones, as pipelines have it.
+    The two differ after a refresh, until a batch with the new sets is looked up, and again when a
+    pipeline looks up a batch that was split before.
     """
 
     def __init__(
@@ -139,12 +130,6 @@ class HotSets:
         tables: Mapping[str, ParameterSharding2D],
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            configs: the module's tables.
-            tables: their plan.
-            device: of the batches.
-        """
         self._device = device
         self._tables = {
             config.name: _HotTable(
@@ -154,34 +139,31 @@ class HotSets:
             if (hot_set := tables[config.name].hot_set) is not None
         }
         self.newest = self._ids()
-        """What new batches go by."""
         self.held = self.newest
-        """What the replicas hold."""
         self._before_newest: deque[HotIds] = deque()
-        """What the next batches go by, one each, before others go by the newest sets."""
+        """The sets that the next batches use, one each, before others use the newest sets."""
         self._waiting: list[weakref.ref[HotBatch]] = []
         """Batches that were split and not looked up yet, as pipelines have them."""
 
     @property
     def by_table(self) -> dict[str, HotSet]:
-        """What new batches go by."""
+        """The sets that new batches use."""
         return {name: table.hot_set for name, table in self._tables.items()}
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
-        """``features`` without hot ids, and the hot ids."""
+        """Split a batch into cold features and hot ids."""
         ids = self._before_newest.popleft() if self._before_newest else self.newest
         cold, batch = split_hot_rows(features, ids)
         self._waiting = [*self._still_waiting(), weakref.ref(batch)]
         return cold, batch
 
     def looked_up(self, batch: HotBatch) -> None:
-        """A batch waits no longer."""
+        """Note that a batch no longer waits."""
         self._waiting = [other for other in self._still_waiting() if other() is not batch]
 
     @property
     def older(self) -> list[dict[str, HotSet]]:
-        """The sets that batches go by which aren't looked up yet, up to the last of these that
-        doesn't go by the newest sets."""
+        """The sets of waiting batches, up to the last one without the newest sets."""
         batches = [other() for other in self._still_waiting()]
         ids = [batch.ids for batch in batches if batch is not None] + list(self._before_newest)
         while ids and ids[-1] is self.newest:
@@ -191,7 +173,7 @@ class HotSets:
         ]
 
     def put_before_newest(self, older: Sequence[Mapping[str, HotSet]]) -> None:
-        """Let the next batches go by older sets, one each: those that were `older` at a save."""
+        """Let the next batches use older sets, one each: those that were `older` at a save."""
         for hot_sets in older:
             self.check(hot_sets)
         self._before_newest = deque(self._ids({**self.by_table, **sets}) for sets in older)
@@ -212,7 +194,7 @@ class HotSets:
                 )
 
     def renew(self, hot_sets: Mapping[str, HotSet]) -> None:
-        """Let new batches go by these sets; tables that aren't named keep theirs."""
+        """Let new batches use these sets; unnamed tables keep theirs."""
         self.check(hot_sets)
         for name, hot_set in hot_sets.items():
             self._tables[name] = replace(self._tables[name], hot_set=hot_set)

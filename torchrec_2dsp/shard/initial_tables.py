@@ -21,28 +21,21 @@ seeding takes no time."""
 
 
 def checked_seed(seed: int | None) -> int | None:
-    """Itself, or `ConfigError`."""
+    """Return the seed, or raise `ConfigError`."""
     if seed is not None and (type(seed) is not int or seed < 0):
         raise ConfigError(f"init_seed={seed!r} is no seed; use 0 or more, or leave it out")
     return seed
 
 
 def configs_of(module: Any) -> list[Any]:
-    """The configs of the tables of an unsharded module."""
+    """Return an unsharded module's table configs."""
     is_bags = hasattr(module, "embedding_bag_configs")
     return module.embedding_bag_configs() if is_bags else module.embedding_configs()
 
 
 @torch.no_grad()
 def draw_tables_(module: Any, configs: list[Any], seed: int) -> None:
-    """Draw the tables of a sharded module, in place, as far as this rank holds them.
-
-    Args:
-        module: one of this package's sharded modules, just made.
-        configs: of its tables. ``init_fn`` gets blocks of up to `BLOCK_ROWS` rows of float32 on the
-            CPU, so that a value doesn't depend on the device.
-        seed: of all tables.
-    """
+    """Draw this rank's part of a sharded module's tables, in place."""
     by_name = {config.name: config for config in configs}
     # Rows that are spread over owners are written by their numbers.
     module.tables.complete_state()
@@ -59,12 +52,7 @@ def draw_tables_(module: Any, configs: list[Any], seed: int) -> None:
 
 @torch.no_grad()
 def draw_whole_tables_(model: nn.Module, seed: int) -> None:
-    """Draw the tables of a model that isn't sharded, in place, as `draw_tables_` draws their parts.
-
-    Args:
-        model: some of its modules may be collections of embeddings.
-        seed: of all tables.
-    """
+    """Draw an unsharded model's tables in place, like `draw_tables_`."""
     with torch.random.fork_rng(devices=[]):
         for module in model.modules():
             if not isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
@@ -77,15 +65,7 @@ def draw_whole_tables_(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def draw_part_(part: torch.Tensor, config: Any, seed: int, row: int, column: int) -> None:
-    """Draw a part of a table, in place. The generator of the CPU is seeded by it.
-
-    Args:
-        part: the rows from ``row`` on, and of them the columns from ``column`` on.
-        config: the table's.
-        seed: of all tables.
-        row: the first row of the part.
-        column: its first column.
-    """
+    """Draw a table's part from ``row`` and ``column`` on, in place."""
     num_rows, num_columns = part.shape
     end = row + num_rows
     for first in range(row - row % BLOCK_ROWS, end, BLOCK_ROWS):
@@ -97,12 +77,7 @@ def draw_part_(part: torch.Tensor, config: Any, seed: int, row: int, column: int
 
 
 def drawn_block(config: Any, seed: int, number: int) -> torch.Tensor:
-    """The initial values of one block of a table. The generator of the CPU is seeded by it.
-
-    Args:
-        config: the table's.
-        seed: of all tables.
-        number: the place of the block in the table.
+    """Return the initial values of one block of a table. Seeds the CPU's generator.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig

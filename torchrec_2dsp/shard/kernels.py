@@ -46,7 +46,7 @@ MOMENT_SCALE = "moment_scale"
 
 
 class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
-    """TorchRec's fused optimizer with a moment scale: it shows and takes the user's units."""
+    """TorchRec's fused optimizer with a moment scale, in the user's units."""
 
     def __init__(
         self,
@@ -91,27 +91,24 @@ class TableShard:
     """One shard of a table on this rank."""
 
     table: str
-    """The table's name."""
     row: int
-    """The first row."""
     column: int
-    """The first column."""
     tensors: dict[str, torch.Tensor]
     """``"weight"`` and the optimizer state, by name, as views."""
 
     @property
     def num_rows(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return self.tensors["weight"].shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where it lives."""
+        """The device that holds the shard."""
         return self.tensors["weight"].device
 
 
 class _CapturingKernel:
-    """What both kernels add: the moment scale, and a lookup whose backward is captured."""
+    """Adds to both kernels the moment scale, and a lookup whose backward is captured."""
 
     def _init_capture(self, pg: dist.ProcessGroup | None, user_params: dict[str, Any]) -> None:
         self.moment_scale = float(user_params.get(MOMENT_SCALE, 1.0))
@@ -131,10 +128,7 @@ class _CapturingKernel:
             replace_optimizer(kernel, scaled)
 
     def capture_rows(self, peers: Peers | None, codec: RowCodec) -> RowCapture:
-        """From now on backwards are captured, for a merge over ``peers``, or for this rank alone.
-
-        Otherwise they update at once, as in TorchRec.
-        """
+        """Capture backwards from now on, to merge them over ``peers``, if any."""
         tables = [table.name for table in self.table_configs]
         self._capture = RowCapture(self.tbe, tables, peers=peers, codec=codec)
         return self._capture
@@ -146,11 +140,11 @@ class _CapturingKernel:
 
     @property
     def table_configs(self) -> list[ShardedEmbeddingTable]:
-        """The configs of the table shards, in the order of the lookup."""
+        """The table shards' configs, in the lookup's order."""
         return cast("Kernel", self).config.embedding_tables
 
     def shards(self) -> list["TableShard"]:
-        """The table shards that the kernel holds."""
+        """Return the kernel's table shards."""
         tbe = self.tbe
         tensors = zip(tbe.split_embedding_weights(), optimizer_states(tbe), strict=True)
         shards = []
@@ -181,7 +175,7 @@ class _CapturingKernel:
         return output
 
     def _updating(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The output of ``run``, a forward of the kernel, whose backward updates at once."""
+        """Run a forward of the kernel whose backward updates at once."""
         output = run()
         if self._update_watchers and output.requires_grad:
             counts = write_counts(self.tbe)
@@ -198,7 +192,7 @@ class _CapturingKernel:
         return output
 
     def _zeros(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """What shards without rows give, which FBGEMM's CPU kernels don't look up."""
+        """Return the output of shards without rows, which FBGEMM's CPU kernels don't look up."""
         shape = tbe_shape(self.tbe)
         dims = [shape.table_dims[table] for table in shape.feature_tables]
         size = (0, dims[0]) if shape.is_sequence else (features.stride(), sum(dims))
@@ -206,8 +200,7 @@ class _CapturingKernel:
         return torch.zeros(size, device=features.device(), requires_grad=needs_grad)
 
     def tell_updates(self, watcher: Callable[[Callable[[], list[torch.Tensor]]], None]) -> None:
-        """Call ``watcher`` before each backward that updates this kernel at once, with a function
-        that gives the rows that it updates, table by table."""
+        """Call ``watcher`` before each immediate update, with a function that returns its rows."""
         self._update_watchers.append(watcher)
 
     def _announce_update(self, output: torch.Tensor, features: KeyedJaggedTensor) -> None:
@@ -246,7 +239,7 @@ class EmbeddingBagKernel(_CapturingKernel, BatchedFusedEmbeddingBag):
         self._init_capture(pg, config.fused_params or {})
 
     def forward(self, features: KeyedJaggedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One output row per bag."""
+        """Return one row per bag."""
         return self._lookup(
             lambda: BatchedFusedEmbeddingBag.forward(self, features, *args, **kwargs), features
         )
@@ -265,7 +258,7 @@ class EmbeddingKernel(_CapturingKernel, BatchedFusedEmbedding):
         self._init_capture(pg, config.fused_params or {})
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """One output row per id."""
+        """Return one row per id."""
         return self._lookup(lambda: BatchedFusedEmbedding.forward(self, features), features)
 
 
@@ -273,7 +266,7 @@ Kernel = EmbeddingBagKernel | EmbeddingKernel
 
 
 def _kernel_config(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
-    """``config`` with fused parameters that FBGEMM knows, in FBGEMM's units."""
+    """Return ``config`` with fused parameters that FBGEMM knows, in FBGEMM's units."""
     params = dict(config.fused_params or {})
     scale = params.pop(MOMENT_SCALE, 1.0)
     if scale != 1.0:
@@ -283,11 +276,10 @@ def _kernel_config(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
 
 
 def _with_grids_of_one_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
-    """``config`` as TorchRec's fused optimizer should see it: with grids that it knows as such.
+    """Return ``config`` such that TorchRec's fused optimizer recognises grids.
 
-    It takes a shard for one of a grid if it has neither all columns nor all rows of its table. Of a
-    table with one row, one shard of each column block has all rows, and its row-wise moments would
-    be numbered as those of column-wise tables, otherwise than on the ranks without rows.
+    It takes a shard for a grid's if it has neither all columns nor all rows. With one row, one
+    shard per column block has all rows, and would number its moments unlike ranks without rows.
     """
     tables = []
     for table in config.embedding_tables:
@@ -328,16 +320,7 @@ def pooled_lookup(
     sharding_type: ShardingType | None,
     kind: type[Pooled],
 ) -> Pooled:
-    """What looks up the bags of a sharding on this rank.
-
-    Args:
-        facts: of the sharding.
-        device: of the tables, if not that of the sharding.
-        feature_processor: TorchRec's, if any.
-        sharding_type: how TorchRec's own `create_lookup` names the type to the lookup, which
-            decides whether the kernel averages a bag or leaves that to the output.
-        kind: the class of the lookup.
-    """
+    """Make the lookup of a sharding's bags on this rank."""
     return kind(
         grouped_configs=facts.configs,
         pg=facts.group,
@@ -349,12 +332,7 @@ def pooled_lookup(
 
 
 def sequence_lookup(facts: ShardingFacts, device: torch.device | None) -> SequenceLookup:
-    """What looks up the sequences of a sharding on this rank.
-
-    Args:
-        facts: of the sharding.
-        device: of the tables, if not that of the sharding.
-    """
+    """Make the lookup of a sharding's sequences on this rank."""
     return SequenceLookup(
         grouped_configs=facts.configs,
         pg=facts.group,
@@ -364,7 +342,7 @@ def sequence_lookup(facts: ShardingFacts, device: torch.device | None) -> Sequen
 
 
 def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[Kernel]:
-    """The fused kernels of a sharded module's lookups.
+    """Yield the lookups' fused kernels.
 
     TorchRec keeps lookups in plain lists, where `modules()` doesn't find them.
     """

@@ -1,7 +1,8 @@
-"""Pooled exchange of non-empty bags, first step: which bags of a batch have ids, and where.
+"""Pooled exchange of non-empty bags: TorchRec's sharding types, without the zeros.
 
-A bag without ids sums up to nothing, and both ends know how many ids it has: the rank that sends
-them, and the owner that gets them. So neither tells the other which sums it leaves out.
+TorchRec sends a vector for every bag, even without ids: a sample may have no value, or only hot
+ones. Here such bags are zeros at both ends, which know the bags' lengths. So neither end announces
+what it leaves out. Pooling, shards and their order stay TorchRec's.
 """
 
 from collections.abc import Sequence
@@ -39,29 +40,25 @@ class Channel:
 
     dim: int
     features: tuple[tuple[int, ...], ...]
-    """For each owner, the places of these features among its own."""
+    """These features' positions in each owner's features."""
     is_summed: bool
-    """Whether all owners have parts of the same bags; or each has bags of its own."""
+    """Whether all owners have parts of the same bags."""
 
     @property
     def num_features(self) -> int:
-        """How many features of the output travel in this channel."""
+        """The number of output features in this channel."""
         return len(self.features[0]) if self.is_summed else sum(map(len, self.features))
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """For each owner, where its first feature is in the output."""
+        """The position of each owner's first feature in the output."""
         if self.is_summed:
             return (0,) * len(self.features)
         return tuple(sum(map(len, self.features[:owner])) for owner in range(len(self.features)))
 
 
 def channels_of(dims: Sequence[Sequence[int]], *, is_summed: bool) -> tuple[Channel, ...]:
-    """The channels of a sharding.
-
-    Args:
-        dims: of each owner's features.
-        is_summed: see `Channel`.
+    """Return a sharding's channels.
 
     Example:
         >>> from torchrec_2dsp.shard.nonempty import channels_of
@@ -85,16 +82,15 @@ def channels_of(dims: Sequence[Sequence[int]], *, is_summed: bool) -> tuple[Chan
 
 @dataclass(frozen=True)
 class FilledBags:
-    """The local samples' bags that have ids, owner by owner, in a channel."""
+    """The local samples' bags with ids in a channel, owner by owner."""
 
     counts: list[int]
-    """How many come from each owner."""
     places: torch.Tensor
-    """Where each belongs in the output, which stands sample by sample."""
+    """Their positions in the output, which is sorted by sample."""
     num_bags: int
-    """How many bags the output has, empty ones included."""
+    """The number of bags in the output, including empty ones."""
     sums: RowSum | None
-    """How parts of the same bag are added; `None` if each comes whole."""
+    """The sums over parts of the same bag; `None` if each comes whole."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -118,25 +114,20 @@ class NonEmptyContext(EmbeddingShardingContext):
 
 
 class FilledBagsFinder:
-    """Finds which bags of a batch have ids, when TorchRec exchanges the ids."""
+    """Finds a batch's bags with ids, when TorchRec exchanges the ids."""
 
     def __init__(self, channels: Sequence[Channel], num_features: Sequence[int]) -> None:
-        """
-        Args:
-            channels: the channels of the sharding.
-            num_features: how many features each owner has.
-        """
         self._channels = tuple(channels)
         self._num_features = list(num_features)
         self._filled: list[FilledBags] = []
 
     def listen(self, exchange: KJTAllToAll) -> None:
-        """Look at all that goes through an exchange whose features stand owner by owner."""
+        """Inspect all features that pass through an exchange, which are sorted by owner."""
         # A hook, because TorchRec's pipelines replace `forward` by one that fuses exchanges.
         exchange.register_forward_pre_hook(lambda _, arguments: self._look_at(arguments[0]))
 
     def widened_context(self, context: EmbeddingShardingContext) -> NonEmptyContext:
-        """The context of the batch that was exchanged last, with its filled bags."""
+        """Add the filled bags to the context of the batch that was exchanged last."""
         filled, self._filled = self._filled, []
         return widened(context, NonEmptyContext, {"filled": filled})
 
@@ -147,12 +138,7 @@ class FilledBagsFinder:
 
 
 def _find(channel: Channel, lengths: Sequence[torch.Tensor]) -> FilledBags:
-    """The bags of a channel that have ids.
-
-    Args:
-        channel: which features.
-        lengths: of all bags, by owner `[features, batch]`.
-    """
+    """Return a channel's bags with ids."""
     places = []
     batch_size = lengths[0].shape[1]
     for base, features, of_owner in zip(channel.bases, channel.features, lengths, strict=True):
@@ -168,12 +154,7 @@ def _find(channel: Channel, lengths: Sequence[torch.Tensor]) -> FilledBags:
 
 
 def filled_bags(lengths: torch.Tensor, features: Sequence[int]) -> torch.Tensor:
-    """Whether bags have ids, in the order in which they travel: `[batch, features]`.
-
-    Args:
-        lengths: `[all features, batch]`.
-        features: some of the features.
-    """
+    """Flag bags with ids, in the order in which they travel: `[batch, features]`."""
     is_all = len(features) == len(lengths)
     chosen_lengths = lengths if is_all else lengths[list(features)]
     return chosen_lengths.t() > 0
@@ -185,7 +166,7 @@ NonEmptySharding = TwPooledEmbeddingSharding | CwPooledEmbeddingSharding | RwPoo
 
 @dataclass(frozen=True)
 class OwnedBags:
-    """What a rank's shards make of all ranks' samples."""
+    """A rank's pooled shards for all ranks' samples."""
 
     pooled: torch.Tensor
     """`[samples, columns of all features]`."""
@@ -197,7 +178,7 @@ class NonEmptyLookup(PooledLookup):
     """A lookup that tells which bags had ids."""
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedBags:  # type: ignore[override]
-        """The bags of one batch of all ranks."""
+        """Return the bags of one batch of all ranks."""
         pooled = super().forward(sparse_features)
         num_features = len(sparse_features.keys())
         return OwnedBags(
@@ -206,7 +187,7 @@ class NonEmptyLookup(PooledLookup):
 
 
 class NonEmptyExchange(nn.Module):
-    """TorchRec's output exchange, of bags with ids only."""
+    """TorchRec's output exchange, for bags with ids only."""
 
     def __init__(
         self,
@@ -217,15 +198,6 @@ class NonEmptyExchange(nn.Module):
         codecs: Any,
         callbacks: Sequence[Any],
     ) -> None:
-        """
-        Args:
-            dims: of each owner's features.
-            channels: the same by dimension.
-            group: the owners.
-            device: of the bags.
-            codecs: for quantised communication, by TorchRec's names, if any.
-            callbacks: what TorchRec does with the output.
-        """
         super().__init__()
         self._rank = group.rank()
         self._dims = [list(of_owner) for of_owner in dims]
@@ -236,7 +208,7 @@ class NonEmptyExchange(nn.Module):
         )
 
     def forward(self, owned: OwnedBags, sharding_ctx: NonEmptyContext) -> "ExchangedBags":
-        """Start to exchange.
+        """Start the exchange.
 
         Collectives:
             One all-to-all for each dimension, waited for by what is returned; one more in the
@@ -262,8 +234,10 @@ class NonEmptyExchange(nn.Module):
         return bags
 
     def _bags(self, owned: OwnedBags, channel: Channel) -> torch.Tensor:
-        """A channel's bags, sample by sample: `[bags, dim]`. Where there are none they hang on the
-        pooled tensor as well, so that all ranks have a backward."""
+        """Return a channel's bags, sample by sample: `[bags, dim]`.
+
+        Even without bags they depend on the pooled tensor, so that all ranks have a backward.
+        """
         own_features = channel.features[self._rank]
         pooled = owned.pooled
         if len(own_features) != len(owned.lengths):
@@ -275,7 +249,7 @@ class NonEmptyExchange(nn.Module):
 
 
 class ExchangedBags(Awaitable[torch.Tensor]):
-    """Bags that come, and zeros where none do: `[batch, columns of all features]`."""
+    """Bags in flight, and zeros for empty ones: `[batch, columns of all features]`."""
 
     def __init__(
         self,
@@ -310,7 +284,7 @@ class ExchangedBags(Awaitable[torch.Tensor]):
 
 
 class _Taken(torch.autograd.Function):
-    """Some of the bags. In the backward the others get no gradient."""
+    """Selects bags; in the backward the others get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, bags: torch.Tensor, is_taken: torch.Tensor) -> torch.Tensor:
@@ -326,7 +300,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """Bags put where they belong; parts of one bag added in the order of owners."""
+    """Puts bags into place, and adds parts of one bag in the order of owners."""
 
     @staticmethod
     def forward(ctx: Any, come: torch.Tensor, filled: FilledBags) -> torch.Tensor:
@@ -342,15 +316,9 @@ class _Put(torch.autograd.Function):
 
 
 class NonEmptyBags:
-    """What a sharding makes that exchanges non-empty bags: its finder of them, and its exchange."""
+    """Makes a sharding's parts: the finder of non-empty bags and their exchange."""
 
     def __init__(self, facts: ShardingFacts, codecs: Any, *, is_summed: bool) -> None:
-        """
-        Args:
-            facts: of the sharding.
-            codecs: how bags look on the wire, if not as they are.
-            is_summed: whether owners have parts of the same bags, see `Channel`.
-        """
         self._facts, self._codecs, self._is_summed = facts, codecs, is_summed
         self._dims = [
             [dim for config in configs for dim in config.embedding_dims()]
@@ -361,28 +329,18 @@ class NonEmptyBags:
 
     @classmethod
     def of(cls, sharding: NonEmptySharding, *, is_summed: bool) -> "NonEmptyBags":
-        """The parts of a sharding.
-
-        Args:
-            sharding: the sharding, just made.
-            is_summed: see `Channel`.
-        """
+        """Make the parts of a sharding."""
         registry = sharding.qcomm_codecs_registry or {}
         codecs = registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
         return cls(facts_of(sharding), codecs, is_summed=is_summed)
 
     def heard(self, input_dist: Any) -> Any:
-        """TorchRec's input exchange, whose ids are looked at on their way."""
+        """Return TorchRec's input exchange, after registering the finder with it."""
         self._finder.listen(id_exchange_of(input_dist))
         return input_dist
 
     def output_dist(self, device: torch.device | None, stock: Any) -> NonEmptyExchange:
-        """What exchanges the bags, in place of TorchRec's output exchange.
-
-        Args:
-            device: of the bags.
-            stock: TorchRec's output exchange, which knows the order of columns.
-        """
+        """Make the exchange that replaces TorchRec's output exchange."""
         callbacks = callbacks_of(stock) if isinstance(stock, TwPooledEmbeddingDist) else ()
         return NonEmptyExchange(
             self._dims,
@@ -394,10 +352,10 @@ class NonEmptyBags:
         )
 
     def lookup(self, device: torch.device | None, feature_processor: Any) -> NonEmptyLookup:
-        """What looks up this rank's shards."""
+        """Make the lookup of this rank's shards."""
         kind = ShardingType.ROW_WISE if self._is_summed else None
         return pooled_lookup(self._facts, device, feature_processor, kind, NonEmptyLookup)
 
     def widened_context(self, context: EmbeddingShardingContext) -> NonEmptyContext:
-        """The context of the batch whose ids were sent last, with its filled bags."""
+        """Add the filled bags to the context of the batch whose ids were sent last."""
         return self._finder.widened_context(context)

@@ -1,4 +1,4 @@
-"""From the user's optimizer to fused parameters: ours, FBGEMM's and per-parameter ones."""
+"""Fused parameters from the user's optimizer: ours, FBGEMM's or one per parameter."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +36,6 @@ ON_CPU = frozenset(
         EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
     }
 )
-"""What FBGEMM's CPU kernel can run."""
 
 _IGNORED_ON_CPU = ("weight_decay", "max_norm")
 
@@ -87,7 +86,7 @@ FROM_ROW_GRADIENTS = frozenset(
 def stock_params(
     optimizer: Optimizer | None, fused_params: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Fused parameters in the user's units, without what FBGEMM doesn't know."""
+    """Return fused parameters in the user's units, without those unknown to FBGEMM."""
     if optimizer is None:
         return fused_params
     if not isinstance(optimizer, Optimizer):
@@ -118,7 +117,7 @@ def stock_params(
 def sorted_out(
     first: Optimizer | dict[str, Any] | None, fused_params: dict[str, Any] | None
 ) -> tuple[Optimizer | None, dict[str, Any] | None]:
-    """Optimizer and fused parameters, where the latter may come first, as TorchRec takes them."""
+    """Return optimizer and fused parameters; the latter may come first, as in TorchRec."""
     if not isinstance(first, dict):
         return first, fused_params
     if fused_params is not None:
@@ -131,7 +130,7 @@ def sorted_out(
 def params_for_plan(
     params: dict[str, Any] | None, optimizer: Optimizer | None, plan: ModulePlan2D
 ) -> dict[str, Any]:
-    """A sharder's fused parameters, with what follows from the plan."""
+    """Return a sharder's fused parameters, completed by the plan."""
     params = dict(params or {})
     if isinstance(optimizer, MomentScaledRowWiseAdaGrad):
         scale = optimizer.moment_scale
@@ -145,7 +144,7 @@ def params_for_plan(
 
 
 def keeps_exact_copies(plan: ModulePlan2D) -> bool:
-    """Whether some rows have copies that equal updates keep equal."""
+    """Return whether equal updates keep copies of some rows equal."""
     exact_groups = isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1
     return exact_groups or any(table.hot_set is not None for _, table in plan.tables())
 
@@ -221,7 +220,7 @@ def _names(optimizers: frozenset[EmbOptimType]) -> str:
 
 
 def _resolved(scale: float | FromMesh, plan: ModulePlan2D) -> float:
-    """The moment scale under the plan's mesh and sync config."""
+    """Return the moment scale under the plan's mesh and sync config."""
     if isinstance(plan.sync, GradientSync):
         if not isinstance(scale, FromMesh) and scale != 1.0:
             raise ConfigError(
@@ -236,10 +235,9 @@ def _resolved(scale: float | FromMesh, plan: ModulePlan2D) -> float:
 def stock_optimizer_classes(
     module: nn.Module, plan: ModulePlan2D, optimizer: Optimizer | None = None
 ) -> Iterator[None]:
-    """Show TorchRec the class it knows for parameters that carry our optimizer class.
+    """Show TorchRec a class that it knows for parameters with our optimizer class.
 
-    Tables whose moment scale is their own carry it meanwhile, as an optimizer of their own.
-    TorchRec also edits the parameters' optimizer arguments in place; all is put back.
+    TorchRec also edits the parameters' optimizer arguments in place; everything is restored.
     """
     saved: list[tuple[nn.Parameter, InBackwardOptimizers | None]] = []
     own = _scaled_by_table(module, plan, optimizer)
@@ -275,7 +273,7 @@ def stock_optimizer_classes(
 def _scaled_by_table(
     module: nn.Module, plan: ModulePlan2D, optimizer: Optimizer | None
 ) -> dict[str, InBackwardOptimizers]:
-    """What gives each parameter the moment scale of its table; empty if all have the same."""
+    """Return optimizers with their table's moment scale, by parameter."""
     if not isinstance(optimizer, MomentScaledRowWiseAdaGrad):
         return {}
     scales = optimizer.moment_scale
@@ -303,5 +301,5 @@ def _scaled_by_table(
 
 
 def table_of(parameter: str) -> str:
-    """The table of a parameter of an embedding module, such as ``embedding_bags.t0.weight``."""
+    """Return the table of a parameter such as ``embedding_bags.t0.weight``."""
     return parameter.split(".")[-2]

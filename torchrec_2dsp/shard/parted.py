@@ -1,7 +1,7 @@
-"""Modules some of whose tables have one copy in the world, and others one in each group.
+"""Modules with tables of several meshes: some have one copy in the world, others one per group.
 
-A sharded module of TorchRec knows one set of ranks. So there is one for each mesh of the plan, and
-a `PartedModule` that shows them as one: with all tables under their names, and one output.
+A sharded module of TorchRec knows one set of ranks. So each mesh of the plan has one, and a
+`PartedModule` shows them as one, with all tables under their names and one output.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,47 +30,41 @@ from torchrec_2dsp.shard.stages import BatchNotes
 from torchrec_2dsp.shard.tables import Tables2D
 
 Output = KeyedTensor | dict[str, JaggedTensor]
-"""What a sharded module returns: a `KeyedTensor` of bags, or a `JaggedTensor` for each sequence."""
+"""A sharded module's output: a `KeyedTensor` of bags, or a `JaggedTensor` per sequence."""
 ShardedModule2D = ShardedEmbeddingBagCollection2D | ShardedEmbeddingCollection2D
-"""The sharded modules of this package."""
 
 
 class SomeTables:
-    """An unsharded module as if it had some of its tables only; the parameters are its own."""
+    """Shows some tables of an unsharded module, with their own parameters."""
 
     def __init__(self, module: Any, configs: Sequence[BaseEmbeddingConfig]) -> None:
-        """
-        Args:
-            module: an `EmbeddingBagCollection` or an `EmbeddingCollection`.
-            configs: of the tables that show.
-        """
         self._module = module
         self._configs: list[Any] = list(configs)
         self._names = {config.name for config in configs}
 
     def embedding_bag_configs(self) -> list[Any]:
-        """The configs of an `EmbeddingBagCollection`, as far as they show."""
+        """Return the shown configs of an `EmbeddingBagCollection`."""
         return self._configs
 
     def embedding_configs(self) -> list[Any]:
-        """The configs of an `EmbeddingCollection`, as far as they show."""
+        """Return the shown configs of an `EmbeddingCollection`."""
         return self._configs
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The names of outputs, as if there were no other tables."""
+        """Return the names of outputs, as if there were no other tables."""
         return get_embedding_names_by_table(self._configs)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of these tables, by name."""
+        """Yield the shown tables' parameters, by name."""
         named = self._module.named_parameters()
         return ((name, parameter) for name, parameter in named if self._has(name))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of these tables."""
+        """Yield the shown tables' parameters."""
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The state of these tables."""
+        """Return the shown tables' state."""
         state = self._module.state_dict()
         return {key: value for key, value in state.items() if self._has(key)}
 
@@ -83,7 +77,7 @@ class SomeTables:
 
 @dataclass
 class PartContexts(Multistreamable):
-    """What the parts of a module know of a batch."""
+    """A batch's context in each part of a module."""
 
     of_parts: list[Any]
     """The context of each part, in their order."""
@@ -95,36 +89,31 @@ class PartContexts(Multistreamable):
 
 
 class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizerModule):
-    """Sharded modules of several meshes, as one.
+    """Shows the sharded modules of several meshes as one.
 
-    Parts aren't submodules, as TorchRec's lookups aren't: names and pipelines see one module.
+    Parts aren't submodules, like TorchRec's lookups: names and pipelines see one module.
     """
 
     def __init__(
         self, configs: Sequence[BaseEmbeddingConfig], parts: Sequence[ShardedModule2D]
     ) -> None:
-        """
-        Args:
-            configs: of all tables.
-            parts: a sharded module for each mesh, which all ranks give in the same order.
-        """
         super().__init__(cast(Any, parts[0]).qcomm_codecs_registry)
         self._parts: list[Any] = list(parts)
         self._names = [_names_in(configs, part) for part in self._parts]
 
     @property
     def parts(self) -> list[ShardedModule2D]:
-        """The sharded modules, each with the tables of a mesh."""
+        """The sharded modules, each with one mesh's tables."""
         return list(self._parts)
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
-        """The type of the unsharded module, which all parts share."""
+        """The unsharded module's type, which all parts share."""
         return self._parts[0].unsharded_module_type
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """The fused optimizer of all tables."""
+        """All tables' fused optimizer."""
         return CombinedOptimizer([part.fused_optimizer for part in self._parts])
 
     def train(self, mode: bool = True) -> "PartedModule":
@@ -134,7 +123,7 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         return super().train(mode)
 
     def create_context(self) -> PartContexts:
-        """A context of each part."""
+        """Make a context for each part."""
         return PartContexts([part.create_context() for part in self._parts])
 
     def input_dist(
@@ -145,19 +134,19 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         return KJTListSplitsAwaitable(exchanges, ctx)
 
     def compute(self, ctx: PartContexts, dist_input: Any) -> list[Any]:
-        """What the parts look up."""
+        """Look up in all parts."""
         inputs = zip(self._with(ctx), dist_input, strict=True)
         return [part.compute(part_ctx, ids) for (part, part_ctx), ids in inputs]
 
     def output_dist(self, ctx: PartContexts, output: Any) -> LazyAwaitable[Output]:
-        """One output of what the parts looked up."""
+        """Join the parts' outputs."""
         outputs = zip(self._with(ctx), output, strict=True)
         return _Joined(
             [part.output_dist(part_ctx, rows) for (part, part_ctx), rows in outputs], self._names
         )
 
     def compute_and_output_dist(self, ctx: PartContexts, input: Any) -> LazyAwaitable[Output]:
-        """One output of all parts; what one looked up travels while the next one looks up."""
+        """Look up part by part; rows travel while the next part looks up."""
         inputs = zip(self._with(ctx), input, strict=True)
         return _Joined(
             [part.compute_and_output_dist(part_ctx, ids) for (part, part_ctx), ids in inputs],
@@ -167,26 +156,26 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all parts."""
+        """Yield all parts' parameters."""
         for part in self._parts:
             yield from part.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of all parts."""
+        """Yield all parts' buffers."""
         for part in self._parts:
             yield from part.named_buffers(prefix, recurse, remove_duplicate)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """The names of all parameters that are sharded."""
+        """Yield all sharded parameters' names."""
         for part in self._parts:
             yield from part.sharded_parameter_names(prefix)
 
     def state_dict(  # type: ignore[override]
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The tables of all parts, under the names of the unsharded module."""
+        """Return all parts' tables, under the unsharded module's names."""
         for part in self._parts:
             destination = part.state_dict(
                 destination=destination, prefix=prefix, keep_vars=keep_vars
@@ -217,35 +206,27 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
 
 
 def sharded_tables(model: nn.Module) -> list[Tables2D]:
-    """The sharded tables of a model, in its order: one `Tables2D` for each mesh of each module."""
+    """Return a model's sharded tables, in its order: one `Tables2D` per mesh and module."""
     return [part.tables for module in model.modules() for part in _parts_of(module)]
 
 
 def groups_of(model: nn.Module) -> MeshGroups | None:
-    """The communicators of a model's sharded modules; `None` if none is of this package."""
+    """Return the communicators of a model's sharded modules; `None` without one of this package."""
     return next((tables.groups for tables in sharded_tables(model)), None)
 
 
 @dataclass(frozen=True)
 class PrefetchedBatch:
-    """One batch of one part, as a pipeline that prefetches rows sees it."""
+    """One batch of one part, for a pipeline that prefetches rows."""
 
     tables: Tables2D
-    """The tables that the batch looks up."""
     notes: BatchNotes
-    """What is known of the batch."""
     arrived: Any = None
-    """What the input exchange of the batch gave, if the pipeline has waited for it."""
+    """The result of the batch's input exchange, if the pipeline has waited for it."""
 
 
 def prefetched_batches(module: Any, ctx: Any, arrived: Any = None) -> list[PrefetchedBatch]:
-    """A batch of a sharded module, part by part.
-
-    Args:
-        module: any module; one that isn't of this package has no parts.
-        ctx: what the module's ``create_context`` gave for the batch.
-        arrived: what the module's input exchange gave, if that is known.
-    """
+    """Split a sharded module's batch into its parts; other modules have none."""
     if isinstance(module, PartedModule):
         arrived = [None] * len(module.parts) if arrived is None else arrived
         parts = zip(module.parts, ctx.of_parts, arrived, strict=True)
@@ -261,7 +242,7 @@ def _parts_of(module: nn.Module) -> list[ShardedModule2D]:
 
 
 class _Joined(LazyAwaitable[Output]):
-    """The outputs of all parts, under the names that they have without parts."""
+    """Joins all parts' outputs, under the names that they have without parts."""
 
     def __init__(
         self, outputs: list[LazyAwaitable[Any]], names: Sequence[Mapping[str, str]]
@@ -286,7 +267,7 @@ class _Joined(LazyAwaitable[Output]):
 
 
 def _names_in(configs: Sequence[Any], part: Any) -> dict[str, str]:
-    """What a part's outputs are called beside those of the other parts.
+    """Map a part's output names to those beside the other parts.
 
     A feature that looks up several tables carries a table's name in each of its outputs.
     """

@@ -1,4 +1,4 @@
-"""`Replication`: how a sharded module is repeated over the groups of a mesh."""
+"""`ReplicaSync`: keeps a sharded module's copies equal over the groups of a mesh."""
 
 import logging
 import math
@@ -44,14 +44,11 @@ class Replication:
     """How a sharded module is repeated."""
 
     groups: MeshGroups
-    """The communicators of the mesh."""
     sync: SyncConfig
-    """How the replicas stay equal."""
     always_capture: bool = False
     """Capture and apply rows even with one group, where the fused backward would do, and with its
     bits."""
     bad_ids: BadIds = BadIds.RAISE
-    """What is done with ids that no row has."""
     tables_beside: tuple[Any, ...] = ()
     """The configs of all tables of the unsharded module, where this module runs some of them: a
     feature may look up others as well, and is held to the smallest one."""
@@ -60,31 +57,30 @@ class Replication:
 
     @property
     def captures(self) -> bool:
-        """Whether rows are captured even where nobody else has them."""
+        """Whether rows are captured even without replicas."""
         return self.always_capture or self.accumulates
 
     @property
     def may_delay(self) -> bool:
-        """Whether updates may be late; not where nothing but accumulation captures rows, which
-        trains what a kernel does."""
+        """Whether updates may be late; not if only accumulation captures rows."""
         return self.groups.mesh.num_groups > 1 or self.always_capture
 
     @property
     def can_accumulate(self) -> bool:
-        """Whether updates wait for a sync, so that it can make one of several backwards'."""
+        """Whether updates wait for a sync, which can merge those of several backwards."""
         has_replicas = self.groups.mesh.num_groups > 1
         return self.captures or (has_replicas and isinstance(self.sync, GradientSync))
 
     @property
     def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
-        """What applies captured rows."""
+        """The class that applies captured rows."""
         return RowUpdater if self.always_capture else quickest_updater
 
 
 def averages(
     kernels: Sequence[Kernel], sync: WeightSync, groups: MeshGroups
 ) -> list[WeightSyncAction]:
-    """The sync actions of these kernels, which tell them what they update."""
+    """Return the kernels' sync actions, and let the kernels announce their updates to them."""
     if sync.moments_policy is None:
         return [_average(kernels, sync, sync.policy, groups, lambda name: True)]
     for kernel in kernels:
@@ -107,7 +103,7 @@ def _average(
     groups: MeshGroups,
     is_synced: Callable[[str], bool],
 ) -> WeightSyncAction:
-    """The action for some of each shard's tensors."""
+    """Return the action for some of each shard's tensors."""
     num_peers, peers = groups.mesh.num_groups, groups.replica_peers
     by_kernel = [
         [synced_shard(shard, is_synced, num_peers, sync) for shard in kernel.shards()]
@@ -129,7 +125,7 @@ def _average(
 def copied_shards(
     kernels: Sequence[Kernel], is_synced: Callable[[str], bool] = lambda name: True
 ) -> list[CopiedShard]:
-    """The shards of these kernels, with those of their tensors that are equal after a sync."""
+    """Return the kernels' shards, with the tensors that are equal after a sync."""
     return [
         CopiedShard(
             shard.table,
@@ -148,14 +144,7 @@ def copied_shards(
 def synced_shard(
     shard: TableShard, is_synced: Callable[[str], bool], num_peers: int, sync: WeightSync
 ) -> SyncedShard:
-    """What an average needs to know of a shard.
-
-    Args:
-        shard: of this rank.
-        is_synced: which of its tensors are averaged, by name.
-        num_peers: how many copies it has.
-        sync: how changed rows travel, and how many may.
-    """
+    """Describe a shard to an average."""
     names = [name for name in shard.tensors if name not in UNSYNCED_STATES and is_synced(name)]
     tensors = [shard.tensors[name] for name in names]
     rules = tuple(state_rule_for(name, shard.table) for name in names)
@@ -183,10 +172,10 @@ def _codec_of(tensor: torch.Tensor, transport: Transport, table: str) -> RowCode
 
 
 class SyncedOptimizer(CombinedOptimizer):
-    """TorchRec's combined optimizer, in front of which a sync point stands.
+    """TorchRec's combined optimizer behind a sync point.
 
-    Updates that were captured keep the learning rate of their lookup, whatever a step hands to the
-    kernels meanwhile. Other changes come after them, and whoever reads the state sees it complete.
+    Captured updates keep their lookup's learning rate, whatever a step hands to the kernels
+    meanwhile. Other changes come after them, and a reader sees the complete state.
     """
 
     def __init__(
@@ -199,15 +188,6 @@ class SyncedOptimizer(CombinedOptimizer):
         after_load: Callable[[], None],
         beside: Sequence[SplitTableBatchedEmbeddingBagsCodegen] = (),
     ) -> None:
-        """
-        Args:
-            stock: the optimizer to wrap.
-            after_backward: called by a step, before the kernels get their learning rate.
-            before_change: applies what is pending.
-            before_read: the same, and completes the state that a reader sees.
-            after_load: the state has been overwritten.
-            beside: kernels that follow those of ``stock``.
-        """
         self._after_backward = after_backward
         self._before_change = before_change
         self._before_read = before_read
@@ -216,12 +196,12 @@ class SyncedOptimizer(CombinedOptimizer):
         super().__init__(list(stock.optimizers))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Sync what is due, then TorchRec's, which sets the kernels' learning rate."""
+        """Sync what is due, then hand the learning rate to the kernels."""
         self._after_backward()
         super().zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:
-        """Sync what is due, then TorchRec's, which sets the kernels' learning rate."""
+        """Sync what is due, then hand the learning rate to the kernels."""
         self._after_backward()
         super().step(closure)
 
@@ -232,7 +212,7 @@ class SyncedOptimizer(CombinedOptimizer):
         return super().state
 
     def post_load_state_dict(self) -> None:
-        """Called by TorchRec after it has loaded a state dict."""
+        """Note that TorchRec has loaded a state dict."""
         super().post_load_state_dict()
         self._after_load()
 
@@ -255,7 +235,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaSync(Stage):
-    """The sync point of a sharded module, and its copies on the replica peers."""
+    """A sharded module's sync point, and its copies on the replica peers."""
 
     def __init__(
         self,
@@ -265,29 +245,18 @@ class ReplicaSync(Stage):
         actions_beside: Sequence[SyncAction],
         broadcast: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            kernels: this rank's kernels.
-            plan: the plan of the module.
-            replication: how the module is repeated.
-            actions_beside: what is synced besides the replicas.
-            broadcast: gives every sharding group the tables of the first one.
-        """
         self.sync_point = SyncPoint(
             [*replica_actions(kernels, plan, replication), *actions_beside],
             can_hold=replication.can_accumulate,
         )
-        """Where this module's replicas are made equal."""
+        """The point where this module's replicas are made equal."""
         self._kernels = list(kernels)
         self._groups: MeshGroups = replication.groups
         self._broadcast = broadcast
         self._has_looked_up = False
 
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Sync what is due; before the first lookup, make sure that replicas start equal.
-
-        An evaluation sees equal replicas, whatever the policy.
-        """
+        """Sync what is due; before the first lookup, make replicas start equal."""
         self.reach(SyncReason.LOOKUP if notes.is_training else SyncReason.READ)
         if not self._has_looked_up:
             self._has_looked_up = True
@@ -310,7 +279,7 @@ class ReplicaSync(Stage):
 
     @torch.no_grad()
     def broadcast_shards(self) -> None:
-        """Give the replica peers the shards of the first sharding group.
+        """Send the first sharding group's shards to its replica peers.
 
         Collectives:
             One broadcast per table shard and state tensor on the "replicate" axis.
@@ -330,7 +299,7 @@ class ReplicaSync(Stage):
         return any(not torch.equal(peer, peers[0]) for peer in peers)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Weights and optimizer state of this rank's shards, as views."""
+        """Return weights and optimizer state of this rank's shards, as views."""
         return [
             tensor
             for kernel in self._kernels
@@ -342,13 +311,7 @@ class ReplicaSync(Stage):
 def replica_actions(
     kernels: Sequence[Kernel], plan: ModulePlan2D, replication: Replication
 ) -> list[SyncAction]:
-    """What keeps copies equal; the same on all ranks, also on those that hold no table.
-
-    Args:
-        kernels: this rank's kernels, whose backwards are captured where updates wait for a sync.
-        plan: the plan of the module.
-        replication: how the module is repeated.
-    """
+    """Return the actions that keep copies equal; the same on all ranks, with tables or without."""
     data_parallel = ShardingType.DATA_PARALLEL.value
     if all(base_type(table.sharding_type) == data_parallel for _, table in plan.tables()):
         return []

@@ -1,4 +1,4 @@
-"""`RowPrefetch`: the rows of a batch that come before its step, as a pipeline asks for them."""
+"""`RowPrefetch`: sends rows before their step, for a pipeline that announces its batches."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
@@ -8,39 +8,38 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
 from torchrec_2dsp.shard.hot_sets import HotIds
-from torchrec_2dsp.shard.row_exchange.exchange import RowContext, RowFetch, SequenceRowContext
+from torchrec_2dsp.shard.row_exchange.exchange import RowContext, RowFetch
 from torchrec_2dsp.shard.row_exchange.journey import RowJourney
 from torchrec_2dsp.shard.row_exchange.kernel import RowLookup
 from torchrec_2dsp.shard.stages import BatchNotes, Output, Stage
 
 _LABEL = "## rows beside computing ##"
 _FINISH_LABEL = "## finish row gradients ##"
-"""In profiles."""
 
 
 class LaggingGradients:
-    """A sync action: updates of rows that the next batch doesn't need, still to be done."""
+    """A sync action that finishes lagging updates, whose rows the next batch doesn't need."""
 
     def __init__(self) -> None:
         self._journeys: list[RowJourney] = []
 
     @property
     def pending(self) -> bool:
-        """Whether updates are still to be done."""
+        """Whether some updates lag."""
         return bool(self._journeys)
 
     def backward_seen(self) -> None:
-        """Do nothing: journeys tell by `expect` which gradients a backward leaves behind."""
+        """Do nothing: journeys announce lagging gradients by `expect`."""
 
     def accumulate(self) -> None:
-        """Do nothing: where updates can be accumulated, none lags."""
+        """Do nothing: no update lags where updates accumulate."""
 
     def expect(self, journey: RowJourney) -> None:
-        """Take note that a journey has gradients that lag."""
+        """Note that a journey has lagging gradients."""
         self._journeys.append(journey)
 
     def finish(self, but: Collection[RowJourney] = ()) -> None:
-        """Do the updates, except those of the journeys in ``but``.
+        """Apply the updates, except those of the journeys in ``but``.
 
         Collectives:
             Those of `RowJourney.finish`.
@@ -51,7 +50,7 @@ class LaggingGradients:
         self._journeys = [journey for journey in self._journeys if journey in but]
 
     def reach(self, reason: SyncReason) -> SyncReport:
-        """Let whoever reads the tables see all updates.
+        """Apply all updates before a reader sees the tables.
 
         Collectives:
             Those of `RowJourney.finish`, before a read.
@@ -61,15 +60,15 @@ class LaggingGradients:
         return SyncReport()
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Return nothing: which gradients lag follows from the batches."""
+        """Return nothing: the batches determine which gradients lag."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Take over nothing, as `state_dict` has nothing to give."""
+        """Do nothing, like `state_dict`."""
 
 
 class RowPrefetch(Stage):
-    """Lets rows of the next batch come early, and gradients of the running one lag."""
+    """Prefetches the next batch's rows, and lets gradients of the running batch lag."""
 
     def __init__(
         self,
@@ -78,14 +77,6 @@ class RowPrefetch(Stage):
         updates_at_once: bool,
         before_use: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            exchanges: the lookup and the output exchange of each sharding; `None` for shardings
-                without row exchange.
-            updates_at_once: whether a backward updates the tables by itself, as it does where
-                nobody else has copies of their rows.
-            before_use: puts all rows of the module where lookups find them.
-        """
         self._exchanges = list(exchanges)
         self._before_use = before_use
         self.can_send_early = updates_at_once and any(self._exchanges)
@@ -102,16 +93,9 @@ class RowPrefetch(Stage):
         running: BatchNotes,
         running_arrived: Sequence[KeyedJaggedTensor],
     ) -> None:
-        """Tell the ranks which rows of a batch may come early. Call it on all ranks.
+        """Tell all ranks which rows of a batch may come early. Call it on all ranks.
 
-        Nothing happens where that isn't known: rows that replicas change as well, or rows that are
-        hot for one of the batches only.
-
-        Args:
-            notes: of the batch.
-            arrived: what the batch's input exchange gave, sharding by sharding.
-            running: the notes of the only batch that will be trained before.
-            running_arrived: what the input exchange of that batch gave.
+        Does nothing if replicas change rows, too, or if rows are hot for only one of the batches.
 
         Collectives:
             For each kernel with row exchange, those of `RowFetch.journeys`.
@@ -127,8 +111,8 @@ class RowPrefetch(Stage):
             if exchange is None:
                 continue
             lookup, fetch = exchange
-            row_context = cast(RowContext | SequenceRowContext, context)
-            row_context_before = cast(RowContext | SequenceRowContext, before)
+            row_context = cast(RowContext, context)
+            row_context_before = cast(RowContext, before)
             row_context.journeys = fetch.journeys(
                 lookup,
                 ids,
@@ -140,12 +124,7 @@ class RowPrefetch(Stage):
             row_context.before = row_context_before.journeys
 
     def let_follow(self, notes: BatchNotes, follower: BatchNotes) -> None:
-        """Let the early rows of a batch travel behind the rows of another one.
-
-        Args:
-            notes: of the batch that is looked up next.
-            follower: the notes of the batch after it, announced.
-        """
+        """Send a batch's early rows behind another batch's rows."""
         notes.prefetch.follower = follower
 
     def drop(self, notes: BatchNotes) -> None:
@@ -154,12 +133,9 @@ class RowPrefetch(Stage):
             context.journeys, context.before = [], []
 
     def send_late(self, notes: BatchNotes) -> None:
-        """Let the late rows of the batch that is looked up next set out. Call it on all ranks.
+        """Send the late rows of the batch that is looked up next. Call it on all ranks.
 
-        A lookup does so by itself; before it, rows travel while something else is done.
-
-        Args:
-            notes: of the batch.
+        A lookup does so by itself; called before it, rows travel while something else is computed.
 
         Collectives:
             Those of `RowJourney.send_late`, and of the updates that it waits for; and if the state
@@ -178,14 +154,14 @@ class RowPrefetch(Stage):
             journey.send_late()
 
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Do the updates that the lookup waits for."""
+        """Apply the updates that the lookup waits for."""
         self._num_lookups += 1
         self._finish_updates(notes, self._num_lookups)
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Let early rows of the next batch set out, and gradients of the one before.
+        """Send the next batch's early rows, and lagging gradients of the batch before.
 
-        The rows of this batch have come, so that the others don't delay them.
+        This batch's rows have come, so the others don't delay them.
         """
         prefetch, follower = notes.prefetch, notes.prefetch.follower
         lagging = [journey for context in _row_contexts(notes) for journey in context.before]
@@ -204,11 +180,11 @@ class RowPrefetch(Stage):
         return output
 
     def after_write(self) -> None:
-        """Rows that came early may be others now."""
+        """Note that rows that came early may have changed."""
         self._num_writes += 1
 
     def _finish_updates(self, notes: BatchNotes, lookup: int) -> None:
-        """Do the updates that a lookup waits for, and forget rows that may be others."""
+        """Apply the updates that a lookup waits for, and forget rows that may have changed."""
         if (notes.prefetch.loads_seen, notes.prefetch.due) != (self._num_writes, lookup):
             # Weights were loaded since, or another batch was looked up: all has to come again.
             self.drop(notes)
@@ -222,6 +198,5 @@ def _hot_ids(notes: BatchNotes) -> HotIds | None:
     return None if notes.hot is None else notes.hot.ids
 
 
-def _row_contexts(notes: BatchNotes) -> list[RowContext | SequenceRowContext]:
-    kinds = (RowContext, SequenceRowContext)
-    return [context for context in notes.shardings if isinstance(context, kinds)]
+def _row_contexts(notes: BatchNotes) -> list[RowContext]:
+    return [context for context in notes.shardings if isinstance(context, RowContext)]

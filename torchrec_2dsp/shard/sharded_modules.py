@@ -1,4 +1,8 @@
-"""`ShowsBaseTypes`: a sharded module shows its plan with TorchRec's own sharding types."""
+"""The sharded modules: TorchRec's, for bags and for sequences, with this package's stages.
+
+Bags and sequences differ in how hot rows join the output, and in nothing else: bags are added, and
+averaged where TorchRec can't; the rows of sequences return to their ids' positions.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,17 +26,17 @@ from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.codecs import codecs_registry
 from torchrec_2dsp.shard.hot_sets import HotFeature
 from torchrec_2dsp.shard.replica_sync import Replication
-from torchrec_2dsp.shard.shardings import pooled_sharding, sequence_sharding
+from torchrec_2dsp.shard.shardings import sharding_class
 from torchrec_2dsp.shard.stages import BagContext, BatchNotes, Output, SequenceContext, Stage
 from torchrec_2dsp.shard.tables import Tables2D
 
 
 class ShowsBaseTypes:
-    """A sharded module whose tables are sorted by types that TorchRec's state dicts don't know."""
+    """Shows a sharded module's plan with TorchRec's own sharding types."""
 
     @property
     def module_sharding_plan(self) -> Any:
-        """What TorchRec makes state dicts by; it knows its own sharding types only."""
+        """The plan from which TorchRec makes state dicts."""
         return self._module_sharding_plan
 
     @module_sharding_plan.setter
@@ -60,13 +64,6 @@ class ShardedEmbeddingBagCollection2D(ShowsBaseTypes, ShardedEmbeddingBagCollect
     def __init__(
         self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
     ) -> None:
-        """
-        Args:
-            module: the unsharded collection.
-            plan: of its tables, as this rank runs it.
-            replication: how the collection is repeated.
-            stock: the other arguments of TorchRec's class.
-        """
         configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
         averaged = _averaged_here(configs, plan)
         summing = cast(EmbeddingBagCollection, _Summing(module, averaged))
@@ -74,7 +71,6 @@ class ShardedEmbeddingBagCollection2D(ShowsBaseTypes, ShardedEmbeddingBagCollect
         device = stock["device"] or torch.device("cpu")
         outputs = JoinBags(_outputs_of(configs, averaged))
         self.tables = Tables2D(self, module, configs, plan, replication, device, outputs)
-        """What this package adds."""
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -85,9 +81,9 @@ class ShardedEmbeddingBagCollection2D(ShowsBaseTypes, ShardedEmbeddingBagCollect
         permute_embeddings: bool = False,
         qcomm_codecs_registry: dict[str, Any] | None = None,
     ) -> Any:
-        """TorchRec's sharding of the type, with the plugin's kernels."""
+        """Make a sharding with the plugin's kernels."""
         kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
-        sharding = pooled_sharding(kind)
+        sharding = sharding_class(kind, is_sequence=False)
         if sharding is None:
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
@@ -99,23 +95,22 @@ class ShardedEmbeddingBagCollection2D(ShowsBaseTypes, ShardedEmbeddingBagCollect
         return sharding(sharding_infos, env, device, qcomm_codecs_registry=registry, **extra)
 
     def create_context(self) -> BagContext:
-        """TorchRec's context of a batch, with a place for the stages' notes."""
+        """Make a batch's context."""
         return BagContext()
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Let the stages see the batch, then distribute its ids as TorchRec does."""
+        """Let the stages see the batch, then distribute its ids."""
         return self.tables.send_ids(ctx, features, super().input_dist)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Look up as TorchRec does, and what the stages look up beside it."""
+        """Look up rows, in the tables and in the stages."""
         return self.tables.look_up(ctx, input, super().compute_and_output_dist)
 
 
 def _averaged_here(configs: Iterable[EmbeddingBagConfig], plan: ModulePlan2D) -> set[str]:
-    """The tables that TorchRec sums and this package averages.
+    """Return the tables that TorchRec sums and this package averages.
 
-    TorchRec averages by the ids it sees, which lack the hot ones: so tables with hot rows belong
-    to them, too.
+    These include tables with hot rows: TorchRec averages by the ids it sees, which lack hot ones.
     """
     tables = dict(plan.tables())
     return {
@@ -134,7 +129,7 @@ def _without_transport(table: ParameterSharding2D) -> TableType:
 
 
 def _outputs_of(configs: Sequence[EmbeddingBagConfig], tables: set[str]) -> dict[str, str]:
-    """The outputs of some tables: the feature of each, by the output's name."""
+    """Return the feature of each of some tables' outputs, by the output's name."""
     names = get_embedding_names_by_table(list(configs))
     return {
         output: feature
@@ -169,19 +164,11 @@ class ShardedEmbeddingCollection2D(ShowsBaseTypes, ColumnWiseSequences):  # pyri
     def __init__(
         self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
     ) -> None:
-        """
-        Args:
-            module: the unsharded collection.
-            plan: of its tables, as this rank runs it.
-            replication: how the collection is repeated.
-            stock: the other arguments of TorchRec's class.
-        """
         super().__init__(module, plan, **stock)
         configs = module.embedding_configs()
         device = stock["device"] or torch.device("cpu")
         self.order_column_shards(configs, self.module_sharding_plan)
         self.tables = Tables2D(self, module, configs, plan, replication, device, JoinSequences())
-        """What this package adds."""
 
     @classmethod
     def create_embedding_sharding(
@@ -192,9 +179,9 @@ class ShardedEmbeddingCollection2D(ShowsBaseTypes, ColumnWiseSequences):  # pyri
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, Any] | None = None,
     ) -> Any:
-        """TorchRec's sharding of the type, with the plugin's kernels."""
+        """Make a sharding with the plugin's kernels."""
         kind = TableType.of_name(sharding_type)
-        sharding = sequence_sharding(kind)
+        sharding = sharding_class(kind, is_sequence=True)
         if sharding is None:
             return super().create_embedding_sharding(
                 sharding_type, sharding_infos, env, device, qcomm_codecs_registry
@@ -207,38 +194,33 @@ class ShardedEmbeddingCollection2D(ShowsBaseTypes, ColumnWiseSequences):  # pyri
         )
 
     def is_column_wise(self, sharding_type: str) -> bool:
-        """Whether tables of this type have shards of some of the columns, however they travel."""
+        """Return whether such tables have shards of some columns."""
         return TableType.of_name(sharding_type).base is ShardingType.COLUMN_WISE
 
     def create_context(self) -> SequenceContext:
-        """TorchRec's context of a batch, with a place for the stages' notes."""
+        """Make a batch's context."""
         return SequenceContext()
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Let the stages see the batch, then distribute its ids as TorchRec does."""
+        """Let the stages see the batch, then distribute its ids."""
         return self.tables.send_ids(ctx, features, super().input_dist)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Look up as TorchRec does, and what the stages look up beside it."""
+        """Look up rows, in the tables and in the stages."""
         return self.tables.look_up(ctx, input, super().compute_and_output_dist)
 
 
 class JoinBags(Stage):
-    """Adds the hot rows to the sums of TorchRec, then averages what is left to this package."""
+    """Adds hot rows to TorchRec's sums, and averages where TorchRec can't."""
 
     def __init__(self, averaged_outputs: Mapping[str, str]) -> None:
-        """
-        Args:
-            averaged_outputs: the feature of each output that is averaged here, by the output's
-                name.
-        """
         self._averaged_outputs = dict(averaged_outputs)
         self.needs_keyed_jagged = bool(averaged_outputs)
 
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor
     ) -> KeyedJaggedTensor:
-        """Note how many ids the bags have that are averaged here, hot ids included."""
+        """Note the lengths of bags that are averaged here, hot ids included."""
         if self._averaged_outputs:
             lengths = features.lengths().view(len(features.keys()), features.stride())
             by_feature = dict(zip(features.keys(), lengths, strict=True))
@@ -248,7 +230,7 @@ class JoinBags(Stage):
         return features
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """The complete bags."""
+        """Return the complete bags."""
         if not (notes.hot_output or notes.bag_lengths):
             return output
         hot_output, notes.hot_output = notes.hot_output, {}
@@ -269,10 +251,10 @@ class JoinBags(Stage):
 
 
 class JoinSequences(Stage):
-    """Puts hot rows and cold rows in the order of the batch's ids."""
+    """Puts hot and cold rows into the order of the batch's ids."""
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """The complete sequences."""
+        """Return the complete sequences."""
         if notes.hot is None:
             return output
         hot_output, notes.hot_output = notes.hot_output, {}
@@ -291,7 +273,7 @@ class JoinSequences(Stage):
 
 
 def feature_of(output_name: str) -> str:
-    """The feature of an output; one that looks up several tables carries a table's name in each.
+    """Return an output's feature; one that looks up several tables has ``@table`` in each name.
 
     Example:
         >>> from torchrec_2dsp.shard.sharded_modules import feature_of
@@ -304,14 +286,7 @@ def feature_of(output_name: str) -> str:
 def _joined(
     cold: JaggedTensor, hot_rows: torch.Tensor, hot: HotFeature, hot_ids: torch.Tensor
 ) -> JaggedTensor:
-    """The rows of all ids of a feature.
-
-    Args:
-        cold: the rows of the cold ids, as TorchRec looked them up.
-        hot_rows: the rows of the hot ids, as the replicas gave them.
-        hot: which of the feature's ids are hot.
-        hot_ids: the row id of each slot of the hot set.
-    """
+    """Return the rows of all of a feature's ids."""
     order = _order(hot.is_hot)
     ids = cold.weights_or_none()  # Where the module is asked for indices.
     if ids is not None:
@@ -324,5 +299,5 @@ def _joined(
 
 
 def _order(is_hot: torch.Tensor) -> torch.Tensor:
-    """For each id, where its row stands in the cold ones followed by the hot ones."""
+    """Return each id's position in the cold rows followed by the hot ones."""
     return torch.cat([(~is_hot).nonzero(), is_hot.nonzero()]).squeeze(1).argsort()

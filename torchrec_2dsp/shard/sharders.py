@@ -1,4 +1,4 @@
-"""What sharders of a `Plan2D` do, and the one for bags; `sequence_sharder` has the other."""
+"""The sharders, which turn a `Plan2D` into sharded modules: one for bags, one for sequences."""
 
 import logging
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ class _Part(NamedTuple):
 
 
 class Sharder2D(BaseEmbeddingSharder[Any]):
-    """What both sharders do: agree over the ranks, then shard for this rank's group."""
+    """The base of both sharders: agrees over the ranks, then shards for this rank's group."""
 
     always_capture = False
     """Take the exact path even where one group needs none; for tests and measurements."""
@@ -122,7 +122,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
     def _part(
         self, module: Any, configs: list[Any], plan: ModulePlan2D, device: torch.device
     ) -> "_Part":
-        """The tables of one mesh, if their optimizers can run there."""
+        """Return the tables of one mesh, after checking their optimizers."""
         part: Any = module
         if len(plan) < len(configs):
             part = SomeTables(module, [config for config in configs if config.name in plan])
@@ -177,7 +177,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
     def _facts(
         self, path: str, plan: ModulePlan2D, fused_params: list[dict[str, Any]]
     ) -> dict[str, str]:
-        """What must be equal on all ranks."""
+        """Return what must be equal on all ranks."""
         return {
             "the plan": to_json(Plan2D({path: plan}, mesh=plan.mesh, sync=plan.sync)),
             "the sharder's optimizer": repr(
@@ -230,7 +230,8 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         init_seed: int | None = None,
         accumulates: bool = False,
     ) -> None:
-        """
+        """Choose the optimizer, and the treatment of weights and ids.
+
         Args:
             optimizer: the fused optimizer, ours or FBGEMM's; alternatively give it in
                 ``fused_params`` or by ``apply_optimizer_in_backward``, as in TorchRec. A dict is
@@ -253,7 +254,7 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         self._init_2d(optimizer, keep_weights, bad_ids, init_seed, accumulates)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """All of TorchRec's types, on every device."""
+        """Return all of TorchRec's types, on every device."""
         return [kind.value for kind in ShardingType]
 
     def shard(  # type: ignore[override]  # where tables are of several meshes
@@ -264,7 +265,7 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection2D | PartedModule:
-        """Called by `DistributedModelParallel`; ``env`` is replaced by the plan's mesh.
+        """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
 
         Collectives:
             An agreement of all ranks on the arguments, then process groups and broadcasts.
@@ -275,18 +276,16 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection2D]:
-        """What `shard` returns."""
+        """The type that `shard` returns."""
         return ShardedEmbeddingBagCollection2D
 
 
 def sequence_sharding_types(
     sharder: EmbeddingCollectionSharder, compute_device_type: str
 ) -> list[str]:
-    """TorchRec's types for sequences that work: on a CPU, FBGEMM's data-parallel lookup gives bags.
+    """Return TorchRec's types for sequences that work on the device.
 
-    Args:
-        sharder: TorchRec's, or one that is based on it.
-        compute_device_type: what ranks compute on.
+    On a CPU, FBGEMM's data-parallel lookup returns bags.
     """
     kinds = EmbeddingCollectionSharder.sharding_types(sharder, compute_device_type)
     is_on_cpu = compute_device_type == "cpu"
@@ -307,7 +306,8 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         init_seed: int | None = None,
         accumulates: bool = False,
     ) -> None:
-        """
+        """Choose the optimizer, and the treatment of ids.
+
         Args:
             optimizer: as in `EmbeddingBagCollectionSharder2D`.
             qcomm_codecs_registry: quantised communication, as in TorchRec.
@@ -328,7 +328,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         self._init_2d(optimizer, False, bad_ids, init_seed, accumulates)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec's types for sequences; none is looked up data parallel on a CPU."""
+        """Return TorchRec's types for sequences; none is looked up data parallel on a CPU."""
         return sequence_sharding_types(self, compute_device_type)
 
     def shard(  # type: ignore[override]  # where tables are of several meshes
@@ -339,7 +339,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection2D | PartedModule:
-        """Called by `DistributedModelParallel`; ``env`` is replaced by the plan's mesh.
+        """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
 
         Collectives:
             An agreement of all ranks on the arguments, then process groups and broadcasts.
@@ -353,12 +353,12 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingCollection2D]:
-        """What `shard` returns."""
+        """The type that `shard` returns."""
         return ShardedEmbeddingCollection2D
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """One sharder for each kind of module, each with TorchRec's defaults.
+    """Return one sharder per kind of module, with TorchRec's defaults.
 
     TorchRec's function of this name has sharders for more kinds, which this package doesn't run.
 

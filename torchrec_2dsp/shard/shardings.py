@@ -1,12 +1,12 @@
 """TorchRec's shardings with the plugin's kernels and exchanges.
 
-Each class overrides factory methods of TorchRec's and nothing else: what looks rows up, and where
-another exchange runs, what sends ids and outputs.
+Each class overrides TorchRec's factory methods and nothing else: those of lookups, and where
+another exchange runs, those that send ids and outputs.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, cast
 
 import torch
 from torchrec.distributed.types import ShardingType
@@ -23,13 +23,10 @@ from torchrec_2dsp._compat.torchrec import (
     CwSequenceEmbeddingSharding,
     EmbeddingSharding,
     EmbeddingShardingContext,
-    GridPooledEmbeddingDist,
     GridPooledEmbeddingSharding,
-    RwPooledEmbeddingDist,
     RwPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
     TwPooledEmbeddingSharding,
-    TwRwPooledEmbeddingDist,
     TwRwPooledEmbeddingSharding,
     TwSequenceEmbeddingSharding,
 )
@@ -43,221 +40,171 @@ from torchrec_2dsp.shard.row_exchange.exchange import RowExchange
 Device = torch.device | None
 
 
-@runtime_checkable
-class NotesBatches(Protocol):
-    """A sharding whose output exchange has to know something of a batch that TorchRec forgets."""
-
-    def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
-        """The context of the batch whose ids were sent last, widened by what was noted of it."""
-        ...
-
-
 def widen_contexts(contexts: list[Any], shardings: Sequence[Any]) -> None:
-    """Put wider contexts of a batch in the place of TorchRec's, for shardings that know more of it.
-
-    TorchRec hands them to the output exchanges, which learn so what the input exchanges did.
-
-    Args:
-        contexts: TorchRec's, one for each sharding; changed in place.
-        shardings: in the same order.
-    """
+    """Replace a batch's contexts by those that tell output exchanges what input exchanges did."""
     for index, sharding in enumerate(shardings):
-        if isinstance(sharding, NotesBatches):
+        if isinstance(sharding, _NonEmpty | _ExchangesRows):
             contexts[index] = sharding.widened_context(contexts[index])
 
 
-class TwPooled(TwPooledEmbeddingSharding):
-    """Table-wise bags."""
+class _LooksUpBags(EmbeddingSharding[Any, Any, Any, Any]):
+    """A sharding of bags over the plugin's kernels."""
+
+    averages_as: ClassVar[ShardingType | None] = None
+    """The type's name for TorchRec's kernel, which leaves averages of some types to the output."""
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> BaseEmbeddingLookup:
-        """What looks up this rank's shards."""
-        return pooled_lookup(facts_of(self), device, feature_processor, None, PooledLookup)
+        """Make the lookup of this rank's shards."""
+        facts = facts_of(cast(Any, self))
+        return pooled_lookup(facts, device, feature_processor, self.averages_as, PooledLookup)
 
 
-class CwPooled(CwPooledEmbeddingSharding):
-    """Column-wise and table-column-wise bags."""
+class _LooksUpSequences(EmbeddingSharding[Any, Any, Any, Any]):
+    """A sharding of sequences over the plugin's kernels."""
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> BaseEmbeddingLookup:
-        """What looks up this rank's shards."""
-        return pooled_lookup(facts_of(self), device, feature_processor, None, PooledLookup)
+        """Make the lookup of this rank's shards."""
+        return sequence_lookup(facts_of(cast(Any, self)), device)
 
 
-class RwPooled(RwPooledEmbeddingSharding):
+class _ReducesInNode(_LooksUpBags):
+    """Bags of tables that are row-wise in a node."""
+
+    averages_as = ShardingType.TABLE_ROW_WISE
+
+    def create_output_dist(self, device: Device = None) -> BaseEmbeddingDist:
+        """Make TorchRec's output exchange, fit for uneven batches."""
+        output_dist = super().create_output_dist(device)
+        replace_reduce_scatter_in_node(cast(Any, output_dist), UnevenReduceScatter)
+        return output_dist
+
+
+class _Rows(_LooksUpBags):
     """Row-wise bags."""
 
-    def create_lookup(
-        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
-    ) -> BaseEmbeddingLookup:
-        """What looks up this rank's shards."""
-        kind = ShardingType.ROW_WISE
-        return pooled_lookup(facts_of(self), device, feature_processor, kind, PooledLookup)
+    averages_as = ShardingType.ROW_WISE
 
     def create_output_dist(self, device: Device = None) -> BaseEmbeddingDist:
-        """Stock, but for uneven batches."""
+        """Make TorchRec's output exchange, fit for uneven batches."""
         output_dist = super().create_output_dist(device)
-        assert isinstance(output_dist, RwPooledEmbeddingDist)
-        replace_reduce_scatter(output_dist, UnevenReduceScatter)
+        replace_reduce_scatter(cast(Any, output_dist), UnevenReduceScatter)
         return output_dist
 
 
-class TwRwPooled(TwRwPooledEmbeddingSharding):
+class TwPooled(_LooksUpBags, TwPooledEmbeddingSharding):
+    """Table-wise bags."""
+
+
+class CwPooled(_LooksUpBags, CwPooledEmbeddingSharding):
+    """Column-wise and table-column-wise bags."""
+
+
+class RwPooled(_Rows, RwPooledEmbeddingSharding):
+    """Row-wise bags."""
+
+
+class TwRwPooled(_ReducesInNode, TwRwPooledEmbeddingSharding):
     """Table-row-wise bags: row-wise inside a node."""
 
-    def create_lookup(
-        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
-    ) -> BaseEmbeddingLookup:
-        """What looks up this rank's shards."""
-        kind = ShardingType.TABLE_ROW_WISE
-        return pooled_lookup(facts_of(self), device, feature_processor, kind, PooledLookup)
 
-    def create_output_dist(self, device: Device = None) -> BaseEmbeddingDist:
-        """Stock, but for uneven batches."""
-        output_dist = super().create_output_dist(device)
-        assert isinstance(output_dist, TwRwPooledEmbeddingDist)
-        replace_reduce_scatter_in_node(output_dist, UnevenReduceScatter)
-        return output_dist
-
-
-class GridPooled(GridPooledEmbeddingSharding):
+class GridPooled(_ReducesInNode, GridPooledEmbeddingSharding):
     """Grid-sharded bags: row-wise inside a node, column-wise over nodes."""
 
-    def create_lookup(
-        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
-    ) -> BaseEmbeddingLookup:
-        """What looks up this rank's shards."""
-        kind = ShardingType.TABLE_ROW_WISE
-        return pooled_lookup(facts_of(self), device, feature_processor, kind, PooledLookup)
 
-    def create_output_dist(self, device: Device = None) -> BaseEmbeddingDist:
-        """Stock, but for uneven batches."""
-        output_dist = super().create_output_dist(device)
-        assert isinstance(output_dist, GridPooledEmbeddingDist)
-        replace_reduce_scatter_in_node(output_dist, UnevenReduceScatter)
-        return output_dist
+class TwSequence(_LooksUpSequences, TwSequenceEmbeddingSharding):
+    """Table-wise sequences."""
+
+
+class CwSequence(_LooksUpSequences, CwSequenceEmbeddingSharding):
+    """Column-wise sequences."""
+
+
+class RwSequence(_LooksUpSequences, RwSequenceEmbeddingSharding):
+    """Row-wise sequences."""
 
 
 class _NonEmpty(EmbeddingSharding[Any, Any, Any, Any]):
-    """Bags of which those without ids don't travel."""
+    """A sharding that sends no bags without ids."""
 
-    bags: NonEmptyBags
-    """What finds and exchanges them; each subclass makes its own."""
+    is_summed: ClassVar[bool] = False
+    """Whether owners have parts of the same bags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bags = NonEmptyBags.of(cast(Any, self), is_summed=self.is_summed)
+        """Finds and exchanges the bags."""
 
     def create_input_dist(self, device: Device = None) -> Any:
-        """TorchRec's, at which it is noted which bags have ids."""
+        """Make TorchRec's input exchange, and note which bags have ids."""
         return self.bags.heard(super().create_input_dist(device))
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> Any:
-        """What looks up this rank's shards."""
+        """Make the lookup of this rank's shards."""
         return self.bags.lookup(device, feature_processor)
 
     def create_output_dist(self, device: Device = None) -> Any:
-        """What exchanges the bags."""
+        """Make the exchange of bags with ids."""
         return self.bags.output_dist(device, super().create_output_dist(device))
 
     def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
-        """See `NotesBatches`."""
+        """Add the bags that will come to the context of the batch whose ids were sent last."""
         return self.bags.widened_context(context)
 
 
 class NonEmptyTw(_NonEmpty, TwPooledEmbeddingSharding):
     """Table-wise bags."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.bags = NonEmptyBags.of(self, is_summed=False)
-
 
 class NonEmptyCw(_NonEmpty, CwPooledEmbeddingSharding):
     """Column-wise and table-column-wise bags."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.bags = NonEmptyBags.of(self, is_summed=False)
 
 
 class NonEmptyRw(_NonEmpty, RwPooledEmbeddingSharding):
     """Row-wise bags: an owner sends its part of a bag if it has any of its rows."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.bags = NonEmptyBags.of(self, is_summed=True)
+    is_summed = True
 
 
 class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
     """Row-wise tables, each distinct row of which travels once."""
 
-    rows: RowExchange
-    """What asks for rows and fetches them; each subclass makes its own."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        (sharding_infos,) = args[:1] or (kwargs["sharding_infos"],)
+        self.rows = RowExchange.of(cast(Any, self), sharding_infos)
+        """Requests and fetches rows."""
 
     def create_input_dist(self, device: Device = None) -> Any:
-        """What asks for rows."""
+        """Make the requests for rows."""
         return self.rows.input_dist(device)
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> Any:
-        """What looks up the rows of this rank's shards."""
+        """Make the lookup of this rank's rows."""
         return self.rows.lookup(device)
 
     def create_output_dist(self, device: Device = None) -> Any:
-        """What fetches rows."""
+        """Make the fetch of rows."""
         return self.rows.output_dist(device)
 
     def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
-        """See `NotesBatches`."""
+        """Add the rows that will come to the context of the batch whose ids were sent last."""
         return self.rows.widened_context(context)
 
 
 class RowExchangePooled(_ExchangesRows, RwPooledEmbeddingSharding):
     """Bags whose rows are exchanged."""
 
-    def __init__(self, sharding_infos: list[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(sharding_infos, *args, **kwargs)
-        self.rows = RowExchange.of(self, sharding_infos)
-
 
 class RowExchangeSequence(_ExchangesRows, RwSequenceEmbeddingSharding):
     """Sequences whose rows are exchanged."""
-
-    def __init__(self, sharding_infos: list[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(sharding_infos, *args, **kwargs)
-        self.rows = RowExchange.of(self, sharding_infos)
-
-
-class TwSequence(TwSequenceEmbeddingSharding):
-    """Table-wise sequences."""
-
-    def create_lookup(
-        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
-    ) -> BaseEmbeddingLookup:
-        """What looks up this rank's shards."""
-        return sequence_lookup(facts_of(self), device)
-
-
-class CwSequence(CwSequenceEmbeddingSharding):
-    """Column-wise sequences."""
-
-    def create_lookup(
-        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
-    ) -> BaseEmbeddingLookup:
-        """What looks up this rank's shards."""
-        return sequence_lookup(facts_of(self), device)
-
-
-class RwSequence(RwSequenceEmbeddingSharding):
-    """Row-wise sequences."""
-
-    def create_lookup(
-        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
-    ) -> BaseEmbeddingLookup:
-        """What looks up this rank's shards."""
-        return sequence_lookup(facts_of(self), device)
 
 
 _POOLED: dict[TableType, Any] = {
@@ -284,11 +231,7 @@ _SEQUENCE: dict[TableType, Any] = {
 """The shardings of sequences by type; data parallel is stock."""
 
 
-def pooled_sharding(kind: TableType) -> Any:
-    """The class of a sharding of bags, whatever their transport; `None` where it is TorchRec's."""
-    return _POOLED.get(replace(kind, transport=Transport.FP32))
-
-
-def sequence_sharding(kind: TableType) -> Any:
-    """The class of a sharding of sequences; `None` where it is TorchRec's."""
-    return _SEQUENCE.get(replace(kind, transport=Transport.FP32))
+def sharding_class(kind: TableType, *, is_sequence: bool) -> Any:
+    """Return the class of a sharding, whatever its transport; `None` where it is TorchRec's."""
+    classes = _SEQUENCE if is_sequence else _POOLED
+    return classes.get(replace(kind, transport=Transport.FP32))

@@ -1,4 +1,19 @@
-"""What is known of one batch on its way through a sharded module, in one typed place."""
+"""Stages, which do this package's work in a sharded module, and their notes on a batch.
+
+A sharded module has an ordered list of stages (`Tables2D.stages`). TorchRec distributes ids, looks
+up and distributes rows; in between it calls the hooks that each stage overrides:
+
+    before_ids_travel    in order     the batch, as it will be distributed
+    before_lookup        in order     prepares rows for reading
+    while_rows_travel    in order     local lookups meanwhile
+    on_output            backwards    the module's output
+    before_backward      in order
+
+Tables are in one of two states, in which training or a reader of the state finds its rows:
+
+    before_use           in order     rows are put where lookups and updates find them
+    before_read          backwards    all updates are done, and rows are where state dicts show them
+    after_write          in order     weights were written otherwise than by training"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,6 +23,7 @@ import torch
 from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext
 from torchrec_2dsp.comms.alarm import Check
@@ -18,10 +34,10 @@ from torchrec_2dsp.shard.variable_batch_sizes import BagsOfSamples
 
 @dataclass
 class PrefetchNotes:
-    """What the prefetch of a batch's rows depends on."""
+    """The conditions of a batch's row prefetch."""
 
     loads_seen: int = 0
-    """How often weights had been written by hand when the batch was announced."""
+    """The number of writes by hand when the batch was announced."""
     due: int = 0
     """The number of the module's lookup that the batch has to be; rows that came early are right
     for that lookup only."""
@@ -31,16 +47,15 @@ class PrefetchNotes:
 
 @dataclass
 class BatchNotes:
-    """What the stages of a module note of a batch; each stage has a field of its own."""
+    """The stages' notes on a batch; each stage has fields of its own."""
 
     is_training: bool = False
     """Whether the lookup will have a backward that trains."""
     error: InputError | None = None
-    """What is wrong with the batch of this rank."""
     check: Check | None = None
-    """Whether the batches of all ranks are right, on its way."""
+    """The check of all ranks' batches, in flight."""
     bags_of_samples: BagsOfSamples | None = None
-    """Which bags each sample has, where features have batch sizes of their own."""
+    """Each sample's bags, if features have batch sizes of their own."""
     bag_lengths: dict[str, torch.Tensor] = field(default_factory=dict)
     """The ids per bag of each output that this package averages, not TorchRec."""
     hot: HotBatch | None = None
@@ -48,7 +63,6 @@ class BatchNotes:
     hot_output: dict[str, torch.Tensor] = field(default_factory=dict)
     """The rows of the hot ids, by feature, as the replicas gave them."""
     prefetch: PrefetchNotes = field(default_factory=PrefetchNotes)
-    """What the prefetch of rows depends on."""
     shardings: list[EmbeddingShardingContext | None] = field(default_factory=list)
     """TorchRec's contexts, one for each sharding of the module; row exchange and non-empty bags
     have contexts of their own, which know what will come."""
@@ -66,33 +80,29 @@ class BatchNotes:
 
 
 @dataclass
-class BagContext(EmbeddingBagCollectionContext):
-    """TorchRec's context of a batch in an `EmbeddingBagCollection`, with this package's notes."""
+class _NotedContext(Multistreamable):
+    """A batch's context with this package's notes."""
 
     notes: BatchNotes = field(default_factory=BatchNotes)
-    """What the stages note."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
-        super().record_stream(stream)
+        super().record_stream(stream)  # type: ignore[safe-super]
         self.notes.record_stream(stream)
 
 
 @dataclass
-class SequenceContext(EmbeddingCollectionContext):
-    """TorchRec's context of a batch in an `EmbeddingCollection`, with this package's notes."""
+class BagContext(_NotedContext, EmbeddingBagCollectionContext):
+    """TorchRec's context of a batch in an `EmbeddingBagCollection`, with notes."""
 
-    notes: BatchNotes = field(default_factory=BatchNotes)
-    """What the stages note."""
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive for ``stream``."""
-        super().record_stream(stream)
-        self.notes.record_stream(stream)
+@dataclass
+class SequenceContext(_NotedContext, EmbeddingCollectionContext):
+    """TorchRec's context of a batch in an `EmbeddingCollection`, with notes."""
 
 
 Output = KeyedTensor | Mapping[str, JaggedTensor]
-"""What a sharded module returns: a `KeyedTensor` of bags, or a `JaggedTensor` for each sequence."""
+"""A sharded module's output: a `KeyedTensor` of bags, or a `JaggedTensor` per sequence."""
 
 
 class Stage:
@@ -104,29 +114,24 @@ class Stage:
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor
     ) -> KeyedJaggedTensor:
-        """The batch as the next stage, and TorchRec after the last one, will see it.
-
-        Args:
-            notes: of the batch; the stage writes into its own fields.
-            features: the batch, left as it is.
-        """
+        """Return the batch as the next stage, and TorchRec after the last one, will see it."""
         return features
 
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Do what has to be done before the rows of a batch are read."""
+        """Prepare a batch's rows for reading."""
 
     def before_accumulating(self) -> None:
         """Do what needs a complete state, before backwards wait for others of their step."""
 
     def while_rows_travel(self, notes: BatchNotes) -> None:
-        """Do what can be done on this rank while TorchRec's output exchange runs."""
+        """Compute on this rank while TorchRec's output exchange runs."""
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """The module's output, as the previous stage, or the user, will see it."""
+        """Return the module's output as the previous stage, or the user, will see it."""
         return output
 
     def before_backward(self, notes: BatchNotes) -> None:
-        """Do what has to be done before the gradients of a batch reach any kernel."""
+        """Prepare for a batch's gradients, before they reach any kernel."""
 
     def before_use(self) -> None:
         """Put rows where lookups and updates find them; the state may have been read or loaded."""
@@ -135,4 +140,4 @@ class Stage:
         """Bring weights and optimizer state up to date, before they are read or written."""
 
     def after_write(self) -> None:
-        """Take note that weights or optimizer state were written by hand, or from a checkpoint."""
+        """Note that weights or optimizer state were written by hand, or from a checkpoint."""

@@ -1,4 +1,4 @@
-"""`Tables2D`: what this package adds to a sharded module of TorchRec, stage by stage."""
+"""`Tables2D`: the stages around a sharded module of TorchRec, and the state of its tables."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -50,7 +50,7 @@ Context = TypeVar("Context", BagContext, SequenceContext)
 
 
 class Tables2D:
-    """The tables of a sharded module, repeated over the groups of a mesh."""
+    """A sharded module's tables, repeated over the groups of a mesh."""
 
     def __init__(
         self,
@@ -62,20 +62,8 @@ class Tables2D:
         device: torch.device,
         outputs: Stage,
     ) -> None:
-        """
-        Args:
-            module: the sharded module of TorchRec, just made.
-            unsharded: what it was made from.
-            configs: the configs of its tables.
-            plan: of the module, as this rank runs it.
-            replication: how it is repeated.
-            device: of the tables.
-            outputs: the stage that joins outputs, for bags or for sequences.
-        """
         self.module = module
-        """The sharded module of TorchRec."""
         self.groups: MeshGroups = replication.groups
-        """The communicators of the mesh."""
         self.table_names = sorted(plan)
         """The names of the tables, in one order on all ranks."""
         self._kernels = list(kernels_of(lookups_of(module)))
@@ -93,7 +81,6 @@ class Tables2D:
             self.complete_state,
         )
         self.hot_sets: HotSets = hot_rows.sets
-        """Which rows are hot."""
         self.hot_rows = hot_rows if self.hot_sets.by_table else None
         """The replicas of hot rows, if there are some."""
         self.prefetch = RowPrefetch(
@@ -101,7 +88,6 @@ class Tables2D:
             updates_at_once=self.groups.mesh.num_groups == 1 and not replication.captures,
             before_use=self._before_use,
         )
-        """How rows come before their step."""
         self._replicas = ReplicaSync(
             self._kernels,
             plan,
@@ -119,17 +105,17 @@ class Tables2D:
             self._replicas,
             self.prefetch,
         ]
-        """What is done beside TorchRec, in this order; see `Stage`."""
+        """The work beside TorchRec, in this order; see `Stage`."""
         self._needs_keyed_jagged = any(stage.needs_keyed_jagged for stage in self.stages)
         self._watch_state()
 
     def keep_weights(self, unsharded: Any) -> None:
-        """Take over the weights of the unsharded module, if it has some."""
+        """Take over the unsharded module's weights, if it has some."""
         if torch.device(unsharded.device).type != "meta":
             self.module.load_state_dict(unsharded.state_dict(), strict=False)
 
     def _watch_state(self) -> None:
-        """Let whoever reads or writes the state of the module find it complete."""
+        """Complete the module's state for every reader and writer."""
         wrap_optimizer(
             self.module,
             lambda optimizer: SyncedOptimizer(
@@ -147,12 +133,12 @@ class Tables2D:
 
     @property
     def sync_point(self) -> SyncPoint:
-        """Where the replicas are made equal."""
+        """The point where replicas are made equal."""
         return self._replicas.sync_point
 
     @property
     def num_bad_ids(self) -> int:
-        """Ids of this rank so far that their tables had no rows for, see `BadIds`."""
+        """This rank's number of bad ids so far, see `BadIds`."""
         return self._batch_check.ids.num_bad
 
     @num_bad_ids.setter
@@ -160,20 +146,15 @@ class Tables2D:
         self._batch_check.ids.num_bad = count
 
     def kernels(self) -> list[Kernel]:
-        """The fused kernels of this rank, without those of hot rows."""
+        """Return this rank's fused kernels, without those of hot rows."""
         return list(self._kernels)
 
     def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-        """FBGEMM's part of all fused kernels of this rank, also of those for hot rows."""
+        """Return FBGEMM's part of this rank's fused kernels, including those of hot rows."""
         return [kernel.tbe for kernel in self._kernels] + self._hot_tbes()
 
     def send_ids(self, ctx: Context, features: Any, send: Callable[[Context, Any], Any]) -> Any:
-        """Let each stage see the batch, then distribute its ids.
-
-        Args:
-            ctx: of the batch.
-            features: the batch.
-            send: TorchRec's own ``input_dist``.
+        """Let each stage see the batch, then distribute its ids by ``send``.
 
         Collectives:
             Those of the stages, then those of TorchRec.
@@ -193,12 +174,7 @@ class Tables2D:
         return notes.asked
 
     def look_up(self, ctx: Context, arrived: Any, look_up: Callable[[Context, Any], Any]) -> Any:
-        """Look up what a batch needs; rows of different origin travel side by side.
-
-        Args:
-            ctx: of the batch.
-            arrived: what all ranks ask this one for.
-            look_up: TorchRec's own ``compute_and_output_dist``.
+        """Look up a batch by ``look_up`` and in the stages; all rows travel side by side.
 
         Collectives:
             Those of the stages, and those of TorchRec.
@@ -237,12 +213,10 @@ class Tables2D:
 
     @torch.no_grad()
     def broadcast_replicas(self) -> None:
-        """Give every sharding group the tables and the optimizer state of the first one.
+        """Send tables and optimizer state from the first sharding group to the others.
 
-        The sharder does it, because ranks that start from different seeds would otherwise
-        train different tables. Weights written between construction and the first lookup
-        (``model.apply(init_weights)``) are compared and broadcast again then; call it yourself
-        when you write weights later.
+        The sharder calls it, because ranks with different seeds would train different tables.
+        Weights written before the first lookup are broadcast then; call it after writing later.
 
         Collectives:
             One broadcast per table shard and state tensor on the "replicate" axis, one per
@@ -260,10 +234,7 @@ class Tables2D:
         self._after_write()
 
     def _watch_backward(self, notes: BatchNotes, output: Output) -> None:
-        """Be told when the output gets its gradient, before any kernel does.
-
-        Every rank has an output, also one that holds no table.
-        """
+        """Run `_backward_begins` when the output, which every rank has, gets its gradient."""
         parts = [output] if isinstance(output, KeyedTensor) else output.values()
         for part in parts:
             values = part.values()
@@ -303,7 +274,7 @@ def _pack_size(module: Module, plan: ModulePlan2D) -> int:
 
 
 def _row_exchanges(module: Module) -> list[tuple[RowLookup, RowFetch] | None]:
-    """The lookup and the output exchange of each sharding that exchanges rows, else `None`."""
+    """Return the lookup and the output exchange of each sharding with row exchange, else `None`."""
     pairs = zip(lookups_of(module), output_dists_of(module), strict=True)
     return [
         (cast(RowLookup, lookup), output_dist) if isinstance(output_dist, RowFetch) else None
@@ -312,18 +283,11 @@ def _row_exchanges(module: Module) -> list[tuple[RowLookup, RowFetch] | None]:
 
 
 def completed_input(notes: BatchNotes, arrived: Any) -> Any:
-    """What the input exchange of a batch gives, with contexts that know all batch sizes.
+    """Return the input exchange's result, with contexts that know all batch sizes.
 
-    A pipeline that is attached again starts the exchange of its next batch once more, in a context
-    of its own, and then looks up what the first exchange gave. Nobody waits for the second one, so
-    its context lacks the sizes of the other ranks' batches, which TorchRec takes for equal sizes.
-
-    Args:
-        notes: of the batch.
-        arrived: what the pipeline has for the lookup.
-
-    Returns:
-        ``arrived`` where the context is complete, else the same ids from the second exchange.
+    A pipeline that is attached again starts its next batch's exchange twice, and looks up the
+    result of the first one. Nobody waits for the second one, so its context lacks the other ranks'
+    batch sizes, which TorchRec takes for equal sizes.
 
     Collectives:
         The rest of the second exchange, on all ranks alike, if there was one.
@@ -338,10 +302,7 @@ def completed_input(notes: BatchNotes, arrived: Any) -> Any:
 
 
 def progress_of(tables: Tables2D) -> dict[str, Any]:
-    """What this rank's share of a module counts, while nothing is pending.
-
-    The numbers belong to the plan and the rank: another plan has other kernels.
-    """
+    """Return what this rank's share of a module counts; only the same plan and rank can use it."""
     return {
         "actions": tables.sync_point.state_dict(),
         "iterations": [iteration_of(tbe) for tbe in tables.tbes()],
@@ -360,7 +321,7 @@ def restore_progress(tables: Tables2D, progress: dict[str, Any]) -> None:
 
 
 def max_iteration(tables: Tables2D) -> int:
-    """How many forwards the kernel that has seen most of them has counted."""
+    """Return the largest number of forwards that a kernel has counted."""
     return max((iteration_of(tbe) for tbe in tables.tbes()), default=0)
 
 

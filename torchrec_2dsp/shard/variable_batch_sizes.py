@@ -19,10 +19,10 @@ from torchrec_2dsp.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class BagsOfSamples:
-    """Which bag of each feature a sample has."""
+    """Maps samples to each feature's bags."""
 
     rows: Mapping[str, int]
-    """Where each feature stands in ``indices``."""
+    """Each feature's row in ``indices``."""
     indices: torch.Tensor
     """Numbers of bags, `[features, samples]`."""
 
@@ -31,11 +31,7 @@ class BagsOfSamples:
         self.indices.record_stream(stream)  # pyright: ignore[reportArgumentType]
 
     def pooled(self, bags: KeyedTensor) -> KeyedTensor:
-        """The output of an embedding bag collection: each sample's bags, side by side.
-
-        Args:
-            bags: the distinct bags, one a row.
-        """
+        """Return each sample's bags, side by side."""
         dims = bags.length_per_key()
         columns = bags.values().split(dims, dim=1)
         samples = [
@@ -47,11 +43,7 @@ class BagsOfSamples:
         )
 
     def sequences(self, bags: Mapping[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """The output of an embedding collection: each sample's sequences.
-
-        Args:
-            bags: the distinct ones, by name.
-        """
+        """Return each sample's sequences."""
         return {name: _select(rows, self._of(name)) for name, rows in bags.items()}
 
     def _of(self, name: str) -> torch.Tensor:
@@ -66,18 +58,13 @@ class DistinctBags:
     features: KeyedJaggedTensor
     """The bags; none where the batch can't be right."""
     of_samples: BagsOfSamples | None
-    """Which of them each sample has; `None` if each sample has its own, as in ordinary batches."""
+    """Each sample's bags; `None` in ordinary batches."""
     error: InputError | None = None
-    """Why the batch can't be right."""
 
 
 @torch.no_grad()
 def distinct_bags(features: KeyedJaggedTensor, needed: Iterable[str]) -> DistinctBags:
-    """The bags of a batch, and how its samples come by them.
-
-    Args:
-        features: a batch, left as it is. An ordinary one is returned itself.
-        needed: the features that will be looked up.
+    """Return a batch's bags, and the samples' bag numbers; an ordinary batch is returned itself.
 
     Example:
         >>> import torch
@@ -127,7 +114,7 @@ def distinct_bags(features: KeyedJaggedTensor, needed: Iterable[str]) -> Distinc
 
 
 def _error(features: KeyedJaggedTensor, needed: Iterable[str]) -> InputError | None:
-    """What is wrong with the sizes of a batch, or with the bags that its samples have."""
+    """Return what is wrong with a batch's sizes, or with its samples' bags."""
     sizes = dict(zip(features.keys(), features.stride_per_key(), strict=True))
     num_lengths = features.lengths().numel()
     if sum(sizes.values()) != num_lengths:
@@ -170,7 +157,7 @@ def _error(features: KeyedJaggedTensor, needed: Iterable[str]) -> InputError | N
 
 
 def _select(rows: JaggedTensor, bags: torch.Tensor) -> JaggedTensor:
-    """The sequences with these numbers, one after another."""
+    """Return the sequences with these numbers, one after another."""
     ends = rows.lengths().cumsum(0)
     starts = (ends - rows.lengths()).index_select(0, bags)
     lengths = rows.lengths().index_select(0, bags)

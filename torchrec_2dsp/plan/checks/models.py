@@ -72,7 +72,7 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         torchrec_2dsp.errors.UnsupportedError: module '' has one collection under two names, ...
     """
     chosen = None if paths is None else set(paths)
-    sharded = {
+    sharded: dict[nn.Module, str] = {
         module: path
         for path, module in model.named_modules()
         if isinstance(module, COLLECTIONS) and (chosen is None or path in chosen)

@@ -1,4 +1,4 @@
-"""Where rows lie in their shards: by owner to train, by number to be read.
+"""The two arrangements of rows in their shards: by owner to train, by number to be read.
 
 With `RowOwners.HASH` the owner of a row isn't the rank in whose shard TorchRec's state dicts show
 it. While a model trains, each owner's rows lie in its shard; before the state is read or written
@@ -20,7 +20,6 @@ from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.stages import Stage
 
 _LABEL = "## arrange rows ##"
-"""In profiles."""
 
 _BUFFER_BYTES = 64 * 2**20
 """Rows move some columns at a time, so that a large shard isn't there twice."""
@@ -28,12 +27,11 @@ _BUFFER_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class SpreadShard:
-    """The shard of a table whose rows are spread over their owners."""
+    """A shard of a table whose rows are spread over their owners."""
 
     shard: TableShard
-    """On this rank."""
     spread: RowSpread
-    """How the rows of the table are spread over owners."""
+    """The spread of the table's rows over owners."""
     rows_per_owner: int
     """The last owners may have fewer."""
 
@@ -45,13 +43,12 @@ class _Side:
     order: torch.Tensor
     """Places in the shard, ordered by the rank at the other end, then by row number."""
     counts: list[int]
-    """How many, by that rank."""
 
 
 def arrangement_of(
     plan: ModulePlan2D, kernels: Sequence[Kernel], owners: dist.ProcessGroup
 ) -> "RowArrangement | None":
-    """The arrangement of a module's tables, `None` if all are in blocks."""
+    """Return the arrangement of a module's tables, `None` if all are in blocks."""
     shards = {shard.table: shard for kernel in kernels for shard in kernel.shards()}
     spread = []
     for name, table in plan.tables():
@@ -63,20 +60,15 @@ def arrangement_of(
 
 
 class RowArrangement(Stage):
-    """Moves the rows of a module's spread tables between the two arrangements."""
+    """Moves rows of a module's spread tables between the two arrangements."""
 
     def __init__(self, shards: Sequence[SpreadShard], group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            shards: in the same order on all ranks, arranged by number.
-            group: the owners.
-        """
         self._shards = list(shards)
         self._group = group
         self._is_by_owner = False
 
     def before_use(self) -> None:
-        """Let every row lie with its owner.
+        """Move every row to its owner.
 
         Collectives:
             All-to-alls on the group, unless that is so: of the tables and their optimizer state.
@@ -85,7 +77,7 @@ class RowArrangement(Stage):
             self._move()
 
     def before_read(self) -> None:
-        """Let every row lie where state dicts show it.
+        """Move every row to where state dicts show it.
 
         Collectives:
             All-to-alls on the group, unless that is so: of the tables and their optimizer state.
@@ -108,7 +100,7 @@ class RowArrangement(Stage):
         self._is_by_owner = not self._is_by_owner
 
     def _sides(self, spread_shard: SpreadShard) -> tuple[_Side, _Side]:
-        """What lies in the shard by owner, and by number."""
+        """Return the shard's contents by owner, and by number."""
         shard, num_ranks = spread_shard.shard, dist.get_world_size(self._group)
         numbers = torch.arange(shard.row, shard.row + shard.num_rows, device=shard.device)
         rows = spread_shard.spread.rows(numbers)
@@ -132,7 +124,7 @@ class RowArrangement(Stage):
 
 
 def _in_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Some columns at a time, as views."""
+    """Yield some columns at a time, as views."""
     if tensor.dim() == 1:
         yield tensor
         return

@@ -1,4 +1,8 @@
-"""What row exchange knows of a batch, beside what TorchRec keeps."""
+"""`RowExchange`: a sharding's parts, among them the fetch of rows, and a batch's context.
+
+TorchRec's row-wise sharding sends partial sums of every bag to every sample's rank. Here owners
+look up the requested rows, rows travel to the ranks that asked, and are pooled there. In the
+backward, one gradient per distinct row returns to its owner."""
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,12 +35,11 @@ from torchrec_2dsp.shard.row_exchange.requests import HostHandover, Requested, R
 
 @dataclass(kw_only=True)
 class RowContext(EmbeddingShardingContext):
-    """TorchRec's context of a batch in one sharding of bags, with the rows that it needs."""
+    """TorchRec's context of a batch in one sharding, with the rows that it needs."""
 
     requested: Requested
-    """What the owners have been asked for."""
     journeys: list[RowJourney] = field(default_factory=list)
-    """How rows come, block by block, if some come early."""
+    """The rows' journeys, block by block, if some come early."""
     before: list[RowJourney] = field(default_factory=list)
     """The journeys of the batch before, whose gradients may lag behind the lookup of this one."""
 
@@ -47,38 +50,20 @@ class RowContext(EmbeddingShardingContext):
 
 
 @dataclass(kw_only=True)
-class SequenceRowContext(SequenceShardingContext):
-    """TorchRec's context of a batch in one sharding of sequences, with the rows that it needs."""
-
-    requested: Requested
-    """What the owners have been asked for."""
-    journeys: list[RowJourney] = field(default_factory=list)
-    """How rows come, block by block, if some come early."""
-    before: list[RowJourney] = field(default_factory=list)
-    """The journeys of the batch before, whose gradients may lag behind the lookup of this one."""
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive for ``stream``."""
-        super().record_stream(stream)
-        self.requested.record_stream(stream)
+class SequenceRowContext(RowContext, SequenceShardingContext):
+    """The same, of sequences."""
 
 
-def with_rows(
-    context: EmbeddingShardingContext, requested: Requested
-) -> RowContext | SequenceRowContext:
-    """TorchRec's context of a batch, with what has been asked for it.
-
-    Args:
-        context: TorchRec's, left as it is.
-        requested: what the batch needs.
-    """
-    if isinstance(context, SequenceShardingContext):
-        return widened(context, SequenceRowContext, {"requested": requested})
-    return widened(context, RowContext, {"requested": requested})
+def with_rows(context: EmbeddingShardingContext, requested: Requested) -> RowContext:
+    """Add a batch's requested rows to TorchRec's context."""
+    is_sequence = isinstance(context, SequenceShardingContext)
+    return widened(
+        context, SequenceRowContext if is_sequence else RowContext, {"requested": requested}
+    )
 
 
 class RowFetch(nn.Module):
-    """TorchRec's output exchange of a row-exchange sharding: rows to the ranks that need them."""
+    """TorchRec's output exchange of a row-exchange sharding: sends rows to ranks that need them."""
 
     def __init__(
         self,
@@ -87,13 +72,6 @@ class RowFetch(nn.Module):
         device: torch.device,
         codecs: Sequence[QuantizedCommCodecs | None],
     ) -> None:
-        """
-        Args:
-            blocks: kernel by kernel.
-            owners: the ranks that have a part of the tables.
-            device: of the rows.
-            codecs: how the rows of each block look on the wire, if not as they are.
-        """
         super().__init__()
         asking = owners.everyone if owners.across is None else owners.across
         self._asking = asking
@@ -106,10 +84,8 @@ class RowFetch(nn.Module):
         )
         self._in_host = owners.in_host and HostHandover(owners.in_host, device)
 
-    def forward(
-        self, owned: OwnedRows, sharding_ctx: RowContext | SequenceRowContext
-    ) -> "PooledRows":
-        """Start to fetch.
+    def forward(self, owned: OwnedRows, sharding_ctx: RowContext) -> "PooledRows":
+        """Start the fetch.
 
         Collectives:
             One all-to-all for each block, waited for by what is returned; one more in the
@@ -138,21 +114,12 @@ class RowFetch(nn.Module):
         asked_ids: KeyedJaggedTensor,
         requested: Requested,
         running: KeyedJaggedTensor,
-        running_ctx: RowContext | SequenceRowContext,
+        running_ctx: RowContext,
         expect: Callable[[RowJourney], None],
     ) -> list[RowJourney]:
-        """Let rows of a batch come early, and gradients of the batch before it lag.
+        """Let a batch's rows come early, and gradients of the batch before it lag.
 
-        Args:
-            lookup: of this rank's shards.
-            asked_ids: what it is asked for.
-            requested: what this rank has asked for.
-            running: what it is asked for by the batch that will be trained first.
-            running_ctx: of that batch.
-            expect: told which journeys have gradients that lag, once they do.
-
-        Returns:
-            A journey for each block; none on a rank that exchanges with no other.
+        Returns a journey per block; none on a rank that exchanges with no other.
 
         Collectives:
             Those of `RowJourney` and of `RowJourney.let_lag`, for each block.
@@ -176,8 +143,7 @@ class RowFetch(nn.Module):
 
 
 class PooledRows(Awaitable[torch.Tensor]):
-    """Rows that are fetched, then summed by bag: `[batch, columns of all features]`; those of
-    sequences are spread: `[ids, dim]`."""
+    """Fetched rows, then summed by bag, `[batch, columns]`, or spread, `[ids, dim]`."""
 
     def __init__(
         self,
@@ -204,7 +170,7 @@ class PooledRows(Awaitable[torch.Tensor]):
 
 
 class RowExchange:
-    """What a sharding with row exchange makes: its requests, its lookup and its fetch."""
+    """Makes the requests, the lookup and the fetch of a sharding with row exchange."""
 
     def __init__(
         self,
@@ -214,13 +180,6 @@ class RowExchange:
         *,
         per_host: bool,
     ) -> None:
-        """
-        Args:
-            facts: of the sharding, whose kernels have tables of one dimension each.
-            spread: the tables whose rows are spread over their owners.
-            codecs: how rows of a dimension look on the wire, if not as they are.
-            per_host: whether the ranks of a host ask together.
-        """
         self._facts = facts
         self._codecs = [codecs(config.embedding_tables[0].local_cols) for config in facts.configs]
         self._blocks = [RowBlock.of(config, spread) for config in facts.configs]
@@ -238,12 +197,7 @@ class RowExchange:
         sharding: RwPooledEmbeddingSharding | RwSequenceEmbeddingSharding,
         sharding_infos: list[Any],
     ) -> "RowExchange":
-        """The parts of a sharding, whose tables are regrouped for it.
-
-        Args:
-            sharding: the sharding, just made.
-            sharding_infos: TorchRec's description of its tables.
-        """
+        """Make the parts of a sharding, after regrouping its tables."""
         kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
         spread = {
             info.embedding_config.name
@@ -257,16 +211,16 @@ class RowExchange:
         return cls(facts_of(sharding), spread, codecs, per_host=per_host)
 
     def input_dist(self, device: torch.device | None) -> RowRequests:
-        """What asks for rows, as TorchRec's input exchange."""
+        """Make the requests, which serve as TorchRec's input exchange."""
         self._requests = RowRequests(self._blocks, self._owners, device or self._facts.device)
         return self._requests
 
     def output_dist(self, device: torch.device | None) -> RowFetch:
-        """What fetches rows, as TorchRec's output exchange."""
+        """Make the fetch, which serves as TorchRec's output exchange."""
         return RowFetch(self._blocks, self._owners, device or self._facts.device, self._codecs)
 
     def lookup(self, device: torch.device | None) -> RowLookup:
-        """What looks up the rows of this rank's shards."""
+        """Make the lookup of this rank's rows."""
         return RowLookup(
             grouped_configs=[config_by_row(config) for config in self._facts.configs],
             pg=self._facts.group,
@@ -274,8 +228,8 @@ class RowExchange:
             env=self._facts.env,
         )
 
-    def widened_context(self, context: EmbeddingShardingContext) -> RowContext | SequenceRowContext:
-        """The context of the batch that was asked for last, with its rows."""
+    def widened_context(self, context: EmbeddingShardingContext) -> RowContext:
+        """Add requested rows to the context of the batch whose requests were sent last."""
         assert self._requests is not None
         assert self._requests.requested is not None
         requested, self._requests.requested = self._requests.requested, None
@@ -283,7 +237,7 @@ class RowExchange:
 
 
 def _by_dim(groups: Sequence[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:
-    """Configs of these tables, with one dimension to a group."""
+    """Regroup tables into configs of one dimension each."""
     by_dim = []
     for group in groups:
         for dim in dict.fromkeys(table.local_cols for table in group.embedding_tables):

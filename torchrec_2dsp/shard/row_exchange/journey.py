@@ -1,4 +1,4 @@
-"""`Halves`: which of the rows that travel go first, told by their owners to who wants them."""
+"""`RowJourney`: rows of a batch on their way, some early and some late, and their gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,17 +20,15 @@ class Half:
     """Some of a batch's rows, as both ends see them."""
 
     asked_at: torch.Tensor
-    """Which of the rows that this rank is asked for, rank by rank."""
+    """The positions in the rows that this rank is asked for, rank by rank."""
     num_asked: list[int]
-    """How many these are, by rank."""
     wanted_at: torch.Tensor
-    """Which of the rows that this rank wants, owner by owner."""
+    """The positions in the rows that this rank wants, owner by owner."""
     num_wanted: list[int]
-    """How many these are, by owner."""
 
 
 class Halves:
-    """Two halves of what travels between each two ranks."""
+    """Splits the traffic between each two ranks into two halves."""
 
     def __init__(
         self,
@@ -39,12 +37,7 @@ class Halves:
         num_wanted: Sequence[int],
         group: dist.ProcessGroup,
     ) -> None:
-        """
-        Args:
-            is_second: of the rows that this rank is asked for, rank by rank.
-            num_asked: how many these are, by rank.
-            num_wanted: how many rows this rank wants, by owner.
-            group: the ranks.
+        """Tell the other end of each row which half it is in.
 
         Collectives:
             One all-to-all with a byte for each row, not waited for.
@@ -64,7 +57,7 @@ class Halves:
         self._known: tuple[Half, Half] | None = None
 
     def wait(self) -> tuple[Half, Half]:
-        """The first and the second half."""
+        """Return the first and the second half."""
         if self._known is None:
             assert self._work is not None
             self._work.wait()
@@ -84,7 +77,7 @@ def _positions(flags: torch.Tensor) -> torch.Tensor:
 
 
 def _counts(*ends: tuple[torch.Tensor, list[int]]) -> list[tuple[list[int], list[int]]]:
-    """For each end, by rank, how many are in the first half, and how many in the second."""
+    """Count each end's rows in the first half and in the second, by rank."""
     # All at once: on a GPU this waits for the device.
     sums = torch.stack(
         [torch.stack([part.sum() for part in flags.split(sizes)]) for flags, sizes in ends]
@@ -97,18 +90,17 @@ def _counts(*ends: tuple[torch.Tensor, list[int]]) -> list[tuple[list[int], list
 
 @dataclass(frozen=True)
 class AskedRows:
-    """The rows of a kernel that the ranks want for a batch."""
+    """A kernel's rows that ranks want for a batch."""
 
     numbers: torch.Tensor
     """The numbers of the rows in the kernel, rank by rank."""
     order: torch.Tensor
-    """Where each stands in the kernel's lookup, which goes table by table."""
+    """Their positions in the kernel's lookup, which is sorted by table."""
     counts: list[int]
-    """How many each rank gets."""
 
     @classmethod
     def of(cls, kernel: RowKernel, ids: KeyedJaggedTensor) -> "AskedRows":
-        """What a kernel is asked for: a key for each table, a bag for each rank."""
+        """Return what a kernel is asked for: a key per table, a bag per rank."""
         lengths = ids.lengths().view(len(ids.keys()), -1)
         num_tables, num_ranks = lengths.shape
         ranks = torch.arange(num_ranks, device=lengths.device).repeat(num_tables)
@@ -118,8 +110,7 @@ class AskedRows:
 
 
 class RowJourney:
-    """The rows of one kernel and one batch, from their owners to who wants them, and the gradients
-    on the way back."""
+    """Carries one kernel's rows of a batch from their owners, and the gradients back."""
 
     def __init__(
         self,
@@ -130,14 +121,7 @@ class RowJourney:
         wire: RowWire,
         expect: "Callable[[RowJourney], None]",
     ) -> None:
-        """
-        Args:
-            kernel: of this rank as an owner.
-            asked_rows: what it is asked for.
-            changed: the rows that are still to be updated, for batches before this one.
-            num_wanted: how many rows this rank wants from each owner.
-            wire: between them.
-            expect: called in the backward if gradients lag, for which `finish` has to be called.
+        """Tell the ranks which rows come early.
 
         Collectives:
             That of `Halves`.
@@ -162,10 +146,7 @@ class RowJourney:
         return self._asked.numbers
 
     def let_lag(self, needed: torch.Tensor) -> None:
-        """Let gradients wait whose rows the next batch doesn't need. Call it before the lookup.
-
-        Args:
-            needed: by the next batch.
+        """Let gradients lag whose rows the next batch doesn't need. Call it before the lookup.
 
         Collectives:
             That of `Halves`, unless only FBGEMM can update the kernel, all rows at once.
@@ -177,7 +158,7 @@ class RowJourney:
             )
 
     def send_early(self) -> None:
-        """Let the rows go that nothing changes any more.
+        """Send the rows that no update changes any more.
 
         Collectives:
             One all-to-all of rows, not waited for.
@@ -188,8 +169,7 @@ class RowJourney:
         self.has_begun = True
 
     def send_late(self) -> None:
-        """Let the other rows go, now that all of them are updated. Call it before the model's
-        forward, if there is something to do meanwhile.
+        """Send the other rows, now that all are updated.
 
         Collectives:
             One all-to-all of rows, not waited for.
@@ -204,13 +184,7 @@ class RowJourney:
             self._leaving = _Leaving.apply(torch.zeros(1, requires_grad=True), self)
 
     def fetch(self, owned: torch.Tensor) -> Awaitable[torch.Tensor]:
-        """The rows of the batch.
-
-        Args:
-            owned: what the kernel looked up for it.
-
-        Returns:
-            All rows, owner by owner. Its gradient updates the kernels.
+        """Return all rows of the batch, owner by owner; their gradient updates the kernels.
 
         Collectives:
             That of `send_late`, if it hasn't been called, and one all-to-all of gradients in the
@@ -234,7 +208,7 @@ class RowJourney:
         return rows
 
     def send_gradients(self, grad: torch.Tensor) -> None:
-        """Send the gradients that owners need before the next batch; one came for each row."""
+        """Send the gradients that owners need before the next batch, one per row."""
         if self._lagging is None:
             self._urgent = self._wire.start_gradients(grad, self._num_wanted, self._asked.counts)
             return
@@ -244,7 +218,7 @@ class RowJourney:
         self._expect(self)
 
     def receive_gradients(self) -> torch.Tensor | None:
-        """Wait for them, and update the kernel, or give what its own backward is to do."""
+        """Wait for gradients, and update the kernel, or return them for its own backward."""
         assert self._urgent is not None
         grads = self._divided(self._urgent.wait())
         self._urgent = None
@@ -255,7 +229,7 @@ class RowJourney:
         return None
 
     def send_lagging(self) -> None:
-        """Let the other gradients go.
+        """Send the other gradients.
 
         Collectives:
             One all-to-all of gradients, not waited for; nothing before the backward.

@@ -21,28 +21,21 @@ from torchrec_2dsp.shard.kernels import EmbeddingKernel
 
 
 class RowKernel(EmbeddingKernel):
-    """Lookups of rows; how updates are rounded is nobody's but row exchange's.
-
-    Its rows are numbered through, table by table.
-    """
+    """Looks up numbered rows; only row exchange rounds its updates."""
 
     def row_numbers(self, ids_by_table: KeyedJaggedTensor) -> torch.Tensor:
-        """The numbers of the rows that are asked for, in the order of the lookup.
-
-        Args:
-            ids_by_table: row ids in the local shards, with a key for each table.
-        """
+        """Return the requested rows' numbers, in the lookup's order."""
         ids = ids_by_table.values()
         num_tables = len(ids_by_table.keys())
         per_table = ids_by_table.lengths().view(num_tables, -1).sum(dim=1)
         return ids + self._first_rows.repeat_interleave(per_table, output_size=ids.numel())
 
     def read_rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Rows as they are now, without a gradient, in the type of the lookup."""
+        """Return the current rows, without a gradient, in the lookup's type."""
         return read_rows(self._runs, numbers).detach().to(output_dtype(self.tbe))
 
     def is_among(self, numbers: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """Which rows are among others."""
+        """Return which rows are among others."""
         flags = self._flags
         flags[others] = True
         is_among = flags[numbers]
@@ -51,24 +44,17 @@ class RowKernel(EmbeddingKernel):
 
     @property
     def updates_by_row(self) -> bool:
-        """Whether rows can be updated otherwise than by the kernel's own backward, some first and
-        some later; the same on all ranks."""
+        """Whether updates may run outside of the kernel's backward; alike on all ranks."""
         return self._direct is not None
 
     def step(self) -> OptimizerStep | None:
-        """Where the schedule stands, if rows are updated by it."""
+        """Return the schedule's current step, if rows are updated by it."""
         return None if self._direct is None else self._direct.step()
 
     def update_rows(
         self, numbers: torch.Tensor, grads: torch.Tensor, step: OptimizerStep | None
     ) -> None:
-        """Apply gradients, if `updates_by_row`.
-
-        Args:
-            numbers: the row of each gradient; those of a row are added in this order.
-            grads: `[gradients, dim]`.
-            step: that of the lookup.
-        """
+        """Apply gradients as of ``step``; a row's are added in this order."""
         assert self._direct is not None
         assert step is not None
         if numbers.numel():
@@ -99,7 +85,7 @@ class RowKernel(EmbeddingKernel):
     @cached_property
     @torch.inference_mode(mode=False)
     def _flags(self) -> torch.Tensor:
-        """One for each row, all false between calls; it saves sorting."""
+        """One flag per row, false between calls; it saves sorting."""
         num_rows = sum(table.local_rows for table in self.table_configs)
         return torch.zeros(num_rows, dtype=torch.bool, device=self.tbe.current_device)
 
@@ -108,19 +94,18 @@ class RowKernel(EmbeddingKernel):
 
 
 class OwnedRows(list[torch.Tensor]):
-    """The rows that ranks have asked this one for, block by block: `[rows, dim]`, table by table,
-    in a table rank by rank."""
+    """The requested rows, block by block: `[rows, dim]`, by table, then by rank."""
 
     counts: list[torch.Tensor]
-    """How many rows of each table each rank gets, block by block: `[tables, ranks]`."""
+    """The number of rows per table and rank, block by block: `[tables, ranks]`."""
 
     def view(self, *shape: int) -> "OwnedRows":
-        """Itself: TorchRec's sequences are tensors that are put into shape here."""
+        """Return itself: here TorchRec shapes its sequences, which are tensors."""
         return self
 
 
 class RowLookup(GroupedEmbeddingsLookup):
-    """Looks up the rows that other ranks ask for, one output row for each."""
+    """Looks up the rows that other ranks ask for."""
 
     def _create_embedding_kernel(
         self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
@@ -128,7 +113,7 @@ class RowLookup(GroupedEmbeddingsLookup):
         return RowKernel(config, pg, device)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedRows:  # type: ignore[override]
-        """The rows of one batch of all ranks."""
+        """Return the rows of one batch of all ranks."""
         parts = self.parts(sparse_features)
         owned = OwnedRows(kernel(ids) for kernel, ids in parts)
         owned.counts = [ids.lengths().view(len(ids.keys()), -1) for _, ids in parts]
@@ -137,13 +122,13 @@ class RowLookup(GroupedEmbeddingsLookup):
     def parts(
         self, sparse_features: KeyedJaggedTensor
     ) -> list[tuple[RowKernel, KeyedJaggedTensor]]:
-        """The kernels, and what each is asked for."""
+        """Return the kernels with their requests."""
         kernels, num_features = parts_of_lookup(self)
         return list(zip(cast(Any, kernels), sparse_features.split(num_features), strict=True))
 
 
 def config_by_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
-    """The config of a kernel that looks up rows: unweighted, with one feature for each table."""
+    """Return a kernel's config for looking up rows: unweighted, one feature per table."""
     tables = [
         replace(table, feature_names=[table.name], embedding_names=[table.name], is_weighted=False)
         for table in config.embedding_tables

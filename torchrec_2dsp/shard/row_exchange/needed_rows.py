@@ -21,29 +21,23 @@ _MAX_INT32 = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class RowBlock:
-    """The tables of one kernel, cut into blocks of rows, one for each owner."""
+    """One kernel's tables, cut into blocks of rows, one per owner."""
 
     tables: tuple[str, ...]
-    """The names of the tables."""
     features: tuple[str, ...]
-    """What looks them up, table by table."""
+    """The tables' features, table by table."""
     feature_tables: tuple[int, ...]
     """The table of each feature."""
     rows_per_owner: tuple[int, ...]
-    """For each table; the last owners may have fewer."""
+    """The number of rows per owner, by table; the last owners may have fewer."""
     spreads: tuple[RowSpread | None, ...]
-    """For each table, how its rows are spread over owners; `None` for blocks."""
+    """Each table's spread over owners; `None` for blocks."""
     pooling: str
     """"SUM", "MEAN", or "NONE" for a sequence."""
 
     @classmethod
     def of(cls, config: GroupedEmbeddingConfig, is_spread: Container[str]) -> "RowBlock":
-        """The block of a kernel, of any rank.
-
-        Args:
-            config: of the kernel.
-            is_spread: tables whose rows are spread over owners.
-        """
+        """Return a kernel's block, on any rank."""
         tables = config.embedding_tables
         metadata = [table.global_metadata for table in tables]
         return cls(
@@ -71,13 +65,13 @@ class RowBlock:
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """For each table, the first key of an owner's rows, counted from the owner's first one."""
+        """Each table's first key, counted from its owner's first key."""
         return tuple(sum(self.rows_per_owner[:table]) for table in range(len(self.tables)))
 
 
 @dataclass(frozen=True)
 class Bags:
-    """Which occurrences are summed, sample by sample, so that sums are a `KeyedTensor`'s rows."""
+    """The occurrences that are summed, sample by sample, like rows of a `KeyedTensor`."""
 
     num_features: int
     lengths: torch.Tensor
@@ -88,21 +82,21 @@ class Bags:
 
 @dataclass(frozen=True)
 class NeededRows:
-    """What the local batch needs of one block, once it has come: its distinct rows, by owner."""
+    """The distinct rows that the local batch needs from one block, by owner."""
 
     sums: RowSum
     """The rows, and how they get their gradients."""
     places: torch.Tensor
-    """For each occurrence, which of the rows it is: in bags bag by bag, else as in the batch."""
+    """Each occurrence's row: in bags bag by bag, else as in the batch."""
     counts: torch.Tensor
-    """How many rows come from each owner, for each table: `[owners, tables]`."""
+    """The number of rows from each owner and table: `[owners, tables]`."""
     bags: Bags | None
     """`None` for a sequence."""
     first_owner: int = 0
     """The one that counts begin with, in the order of keys."""
 
     def of_place(self, place: int, num_places: int) -> "NeededRows":
-        """These rows, counted only for the owners with a place, which has all of them."""
+        """Return these rows, counted only for owners at this place, which has all of them."""
         counts = self.counts.view(num_places, -1, self.counts.shape[1])[place]
         return replace(self, counts=counts, first_owner=place * counts.shape[0])
 
@@ -118,23 +112,15 @@ class NeededRows:
 
 
 class RowNumbering:
-    """The keys of a block's rows.
+    """Numbers a block's rows by keys.
 
-    Owners stand in the order of their places on their hosts: first all that are the first of
-    their host, then all that are the second. So the rows of one place are neighbours, and in them
-    those of one host.
+    Owners are sorted by their place on their hosts: first all hosts' first ranks, then all second
+    ones. So the rows of one place are neighbours, and in them those of one host.
     """
 
     def __init__(
         self, block: RowBlock, num_owners: int, ranks_per_host: int, device: torch.device
     ) -> None:
-        """
-        Args:
-            block: the tables.
-            num_owners: ranks that have a part of each.
-            ranks_per_host: how many of them share a host; if that doesn't matter, all of them.
-            device: of the batches.
-        """
         self._block = block
         self._num_owners = num_owners
         bases = torch.tensor(block.bases, device=device)
@@ -162,7 +148,7 @@ class RowNumbering:
         """The place of each owner in the order of keys, `None` if that is their own order."""
 
     def find(self, features: KeyedJaggedTensor) -> NeededRows:
-        """The distinct rows of the block's features."""
+        """Return the distinct rows of the block's features."""
         lengths = features.lengths().view(len(self._block.features), features.stride())
         keys = self._keys(features.values().long(), lengths.sum(dim=1))
         keys = keys.to(self._bounds.dtype)
@@ -172,12 +158,12 @@ class RowNumbering:
         return NeededRows(sums, places, self._counts(sums), bags)
 
     def distinct(self, keys: torch.Tensor) -> NeededRows:
-        """The distinct rows of a sequence of keys."""
+        """Return the distinct rows of a sequence of keys."""
         sums = RowSum(keys.to(self._bounds.dtype))
         return NeededRows(sums, sums.places(), self._counts(sums), bags=None)
 
     def ids(self, needed: NeededRows) -> torch.Tensor:
-        """The numbers of distinct rows in their owners' shards."""
+        """Return distinct rows' numbers in their owners' shards."""
         keys, counts = needed.sums.keys, needed.counts.reshape(-1)
         starts = self._starts[needed.first_owner * needed.counts.shape[1] :][: counts.numel()]
         return (keys - starts.repeat_interleave(counts, output_size=keys.numel())).int()
@@ -203,14 +189,7 @@ class RowNumbering:
 def _in_bags(
     keys: torch.Tensor, features: KeyedJaggedTensor, lengths: torch.Tensor, pooling: str
 ) -> tuple[RowSum, torch.Tensor, Bags]:
-    """How rows get gradients from bags, and bags their sums from rows.
-
-    Args:
-        keys: of the occurrences, feature by feature.
-        features: the batch.
-        lengths: of the bags, `[features, batch]`.
-        pooling: "SUM" or "MEAN".
-    """
+    """Return the sums by row, each occurrence's row, and the bags."""
     num_ids, (num_features, batch_size) = keys.numel(), lengths.shape
     per_bag = lengths.reshape(-1)
     weights = features.weights_or_none()
@@ -230,7 +209,7 @@ def _in_bags(
 
 
 def part_by_part(lists: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Lists that are cut into equally many parts: the first part of each, then the second, ...
+    """Join lists that are cut into equally many parts: all first parts, then all second ones, ...
 
     Example:
         >>> import torch
@@ -249,13 +228,8 @@ def part_by_part(lists: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) 
 def pool_rows(rows: torch.Tensor, needed: NeededRows) -> torch.Tensor:
     """Give every occurrence its row, and sum the bags.
 
-    Args:
-        rows: the distinct rows that the batch needs, `[rows, dim]`.
-        needed: which occurrence is which row.
-
-    Returns:
-        For bags `[batch, features x dim]`, for a sequence `[ids, dim]`. The backward adds up one
-        gradient for each row.
+    Returns `[batch, features x dim]` for bags, `[ids, dim]` for a sequence. The backward adds up
+    one gradient per row.
     """
     pooled: torch.Tensor = _Pooled.apply(rows, needed)  # pyright: ignore[reportAssignmentType]
     if needed.bags is None:

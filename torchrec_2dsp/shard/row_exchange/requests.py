@@ -1,8 +1,8 @@
-"""Row exchange between hosts: a row that several ranks of a host need crosses once.
+"""`RowRequests`: a rank asks owners for its batch's distinct rows.
 
-Owners with the same place on their hosts are asked by the rank with that place: the ranks of a host
-first ask *it*, it asks the owners for each distinct row, and hands the rows on. Gradients take the
-same way back and are added where rows were handed on.
+Where a group spans hosts, a row that several ranks of a host need crosses once. The rank with an
+owner's place on its own host asks that owner: the host's ranks first ask *it*, it asks for each
+distinct row, and hands the rows on. Gradients return the same way and are added there.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,14 @@ from torchrec_2dsp.shard.row_exchange.needed_rows import (
 
 @dataclass(frozen=True)
 class HostRows:
-    """What the ranks of a host need from the owners that have this rank's place on their hosts."""
+    """Rows that a host's ranks need from the owners with this rank's place on their hosts."""
 
     needed: NeededRows
     """The distinct rows; the occurrences are what was asked for, rank by rank. Its counts are of
     those owners, host by host."""
     given: torch.Tensor
-    """How many rows each rank of the host gets from this one."""
     num_given: tuple[int, ...]
-    """How many rows each rank of the host gets from this one, known on the CPU."""
     num_taken: tuple[int, ...]
-    """How many rows each rank of the host gives to this one."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -47,22 +44,14 @@ class HostRows:
 
 
 class HostRequests:
-    """The first half of a request for rows, inside the host."""
+    """Collects requests for rows inside a host, before they leave it."""
 
     def __init__(self, numberings: Sequence[RowNumbering], host: dist.ProcessGroup) -> None:
-        """
-        Args:
-            numberings: of the blocks.
-            host: the ranks of this host, by place.
-        """
         self._numberings = tuple(numberings)
         self._host = host
 
     def collect(self, needed: Sequence[NeededRows]) -> list[HostRows]:
         """Ask for the rows that each block needs.
-
-        Args:
-            needed: by this rank.
 
         Collectives:
             Two all-to-alls on the host, waited for: how many keys come, and the keys.
@@ -90,16 +79,7 @@ class HostRequests:
     def _exchange(
         self, keys: list[torch.Tensor], sent: list[list[int]], received: list[list[int]]
     ) -> Sequence[torch.Tensor]:
-        """Keys, block by block, to the ranks of their places.
-
-        Args:
-            keys: by block, in them by place.
-            sent: how many, by place, then by block.
-            received: how many come, by rank, then by block.
-
-        Returns:
-            By block, what each rank has sent.
-        """
+        """Send keys to the ranks at their places; return those received, by block."""
         outgoing = part_by_part(keys, list(zip(*sent, strict=True)))
         incoming = outgoing.new_empty(sum(map(sum, received)))
         sizes = [[sum(of_rank) for of_rank in counts] for counts in (received, sent)]
@@ -109,9 +89,9 @@ class HostRequests:
 
 
 class HostHandover(nn.Module):
-    """The second half of the answer: rows that have come to the host, to the ranks that need them.
+    """Hands rows that have come to a host to the ranks that need them.
 
-    Gradients come back the same way, and are added by row.
+    Gradients return the same way, and are added by row.
     """
 
     def __init__(self, host: dist.ProcessGroup, device: torch.device) -> None:
@@ -120,10 +100,6 @@ class HostHandover(nn.Module):
 
     def forward(self, rows: torch.Tensor, of_host: HostRows) -> Awaitable[torch.Tensor]:
         """Start to hand rows on.
-
-        Args:
-            rows: the distinct ones, as owners have sent them.
-            of_host: who needs which.
 
         Collectives:
             One all-to-all on the host, waited for by what is returned; one more in the backward.
@@ -138,21 +114,19 @@ class HostHandover(nn.Module):
 
 
 _LABEL = "## request rows ##"
-"""In profiles."""
 
 
 @dataclass(frozen=True)
 class Requested:
-    """What has been asked for a batch, block by block."""
+    """A batch's requests, block by block."""
 
     needed: list[NeededRows]
-    """What this rank needs."""
     of_host: list[HostRows] | None
-    """What the ranks of this host need, if they ask together."""
+    """The rows that this host's ranks need, if they ask together."""
 
     @property
     def from_owners(self) -> list[NeededRows]:
-        """What this rank has asked owners for."""
+        """The rows that this rank has asked owners for."""
         return self.needed if self.of_host is None else [rows.needed for rows in self.of_host]
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -162,16 +136,9 @@ class Requested:
 
 
 class RowRequests(nn.Module):
-    """TorchRec's input exchange of a row-exchange sharding: distinct rows, to their owners."""
+    """TorchRec's input exchange of a row-exchange sharding: sends distinct ids to row owners."""
 
     def __init__(self, blocks: Sequence[RowBlock], owners: Peers, device: torch.device) -> None:
-        """
-        Args:
-            blocks: kernel by kernel.
-            owners: the ranks that have a part of the tables; layered if ranks of a host are to
-                ask together.
-            device: of the batches.
-        """
         super().__init__()
         self._sizes = [len(block.features) for block in blocks]
         num_owners = dist.get_world_size(owners.everyone)
@@ -188,14 +155,9 @@ class RowRequests(nn.Module):
         row-wise tables keeps the order of ids in the same way."""
 
     def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Ask for the rows of a batch.
+        """Ask for a batch's rows.
 
-        Args:
-            features: those of the blocks, in their order.
-
-        Returns:
-            What all ranks ask this one for: a key for each table, a bag for each rank, in it the
-            ids of rows in the local shard.
+        Returns all ranks' requests to this one: a key per table, a bag per rank, with local ids.
 
         Collectives:
             Those of TorchRec's input exchange, for one sample with all rows; before them two on

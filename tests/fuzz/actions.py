@@ -20,6 +20,8 @@ EVENTS = (
     "lr",
     "reordered",
     "flush",
+    "peek",
+    "abandon",
 )
 """What a case may have between two steps:
 
@@ -32,7 +34,9 @@ EVENTS = (
 - ``lr``: the learning rate is halved;
 - ``reordered``: a plain loop evaluates a batch whose features come in another order on the last
   rank; it may be refused on all ranks instead;
-- ``flush``: the call of wrappers whose dense gradients come late, if there is such a one.
+- ``flush``: the call of wrappers whose dense gradients come late, if there is such a one;
+- ``peek``: a batch is looked up in training mode without gradients;
+- ``abandon``: a batch is looked up with gradients, but no backward follows.
 """
 
 _EXTRA, _REFUSED, _ACCUMULATED = 100, 200, 300
@@ -82,7 +86,7 @@ def actions_of(case: Case) -> list[Action]:
                 batch += 1
             elif kind == "reordered" and case.loop != "plain":
                 continue
-            elif kind in ("detach", "detach_eval", "reordered"):
+            elif kind in ("detach", "detach_eval", "reordered", "peek", "abandon"):
                 actions.append(Action(kind, _EXTRA + index, hot))
             else:
                 hot += kind == "refresh_hot" and case.wrapper == "2d"

@@ -103,6 +103,8 @@ def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False)
             frequencies = torch.arange(1, rows + 1).float().pow(-case.skew)
             ids = torch.multinomial(frequencies, max(1, count), True, generator=generator)[:count]
             weights = torch.rand(count, generator=generator) + 0.5
+            if case.form == "expanded":
+                weights = torch.full((1,), 0.5).expand(count)
             if has_bad_ids(case, number) or is_refused:
                 ids = _with_bad_ids(ids, rows, generator)
             features[place, feature] = Lookups(ids, lengths, weights)

@@ -32,6 +32,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import Case, DenseCase, TableCase, table_name
 from tests.fuzz.model import FuzzModel, initial_state
+from tests.fuzz.refusals import REFUSALS
 from tests.fuzz.state import EPS, LR, OUTER_LR, OUTER_MOMENTUM, initial_dense
 from tests.support.rank_device import copied, rank_device
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -174,7 +175,7 @@ def make_plan(case: Case) -> tdsp.Plan2D:
     """The plan, written by hand."""
     node_size = case.mesh.node_group_size(case.local_world_size)
     modules = {
-        f"m{number}": EmbeddingModuleShardingPlan(
+        (_first_path(case) if number == 0 else f"m{number}"): EmbeddingModuleShardingPlan(
             {
                 table_name(number, index): _sharding(table, case.size, node_size)
                 for index, table in enumerate(module.tables)
@@ -197,6 +198,10 @@ def make_plan(case: Case) -> tdsp.Plan2D:
     return plan
 
 
+def _first_path(case: Case) -> str:
+    return REFUSALS[case.refused].path if case.refused else "m0"
+
+
 def make_sharders(case: Case) -> list[Any]:
     """One for each kind of module."""
     known: dict[str, Any] = {"bad_ids": case.bad_ids, "accumulates": case.accumulated > 1}
@@ -210,6 +215,9 @@ def make_sharders(case: Case) -> list[Any]:
     else:
         known["optimizer"] = _FUSED[case.optimizer]
         known["fused_params"] = {"learning_rate": LR, "eps": EPS}
+    if case.refused:
+        more = dict(REFUSALS[case.refused].fused_params)
+        known["fused_params"] = known.get("fused_params", {}) | more
     return [
         tdsp.EmbeddingBagCollectionSharder2D(**known),
         tdsp.EmbeddingCollectionSharder2D(**known),
@@ -228,6 +236,8 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
     # Once the model is wrapped, a rank may have parts of them.
     model.over.load_state_dict(initial_dense(case))
     model.over.to(rank_device())
+    if case.refused:
+        REFUSALS[case.refused].change(model)
     parallel = wrapper(
         model,
         device=rank_device(),

@@ -183,6 +183,16 @@ class Case:
     dense: DenseCase = PLAIN_DENSE
     wrapper: str = "2d"
     """`ModelParallel2D`, or ``"stock"`` for TorchRec's `DistributedModelParallel`."""
+    refused: str = ""
+    """What is wrong with the case, one of `tests.fuzz.refusals.REFUSALS`: all ranks must refuse it
+    by one error."""
+    form: str = "plain"
+    """How the batch's tensors lie in memory, one of `tests.fuzz.model.FORMS`."""
+    stray_weights: bool = False
+    """Whether batches carry weights for modules that aren't weighted, which must ignore them."""
+    zero_grad: str = "before"
+    """When a plain loop resets gradients: ``"before"`` the forward, ``"after"`` the step, or before
+    the forward to ``"zeros"`` instead of `None`."""
     loop: str = "plain"
     """``"plain"``, or one of the pipelines ``"sparse_dist"`` and ``"row_prefetch"``."""
     sync_call: str = "before"

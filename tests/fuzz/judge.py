@@ -4,14 +4,16 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tests.fuzz.actions import actions_of, batches_of
+from tests.fuzz.batches import local_batch
 from tests.fuzz.case import Case
 from tests.fuzz.oracle import Expected, expect
+from tests.fuzz.refusals import REFUSALS as REFUSALS_OF_KINDS
 from tests.fuzz.seen import Piece, RankReport, Seen
 from tests.fuzz.state import initial_dense, initial_tables
 from tests.fuzz.tolerance import BASE, Applied, RoundedExactly, Tolerances
@@ -132,6 +134,8 @@ class Counts:
     chosen: int = 0
     """Elements of dense gradients that ranks chose to send, where they didn't send all."""
     refused_batches: int = 0
+    refused_kinds: int = 0
+    """Cases that all ranks had to refuse, and did."""
     synced_rows: int = 0
     rounded: int = 0
     """Numbers that were rounded on their way, compared with an oracle that rounds alike."""
@@ -157,6 +161,8 @@ class Verdict:
 
 def judge(case: Case, reports: list[RankReport]) -> Verdict:
     """The verdict on what the ranks did."""
+    if case.refused:
+        return _judge_refusal(case, reports)
     if any(report.outcome != "returned" for report in reports):
         return _failed(reports)
     seen = [report.seen for report in reports if report.seen is not None]
@@ -172,6 +178,27 @@ def judge(case: Case, reports: list[RankReport]) -> Verdict:
         return Verdict("finding", difference.kind, difference.text, comparison.counts)
     comparison.counts.synced_rows = sum(of_rank.num_synced_rows for of_rank in seen)
     return Verdict("ok", counts=comparison.counts)
+
+
+def _judge_refusal(case: Case, reports: list[RankReport]) -> Verdict:
+    """Judge a case that all ranks had to refuse by one error."""
+    wanted = REFUSALS_OF_KINDS[case.refused].errors
+    first = reports[0]
+    alike = {(report.outcome, report.error, report.message) for report in reports}
+    if len(alike) == 1 and first.is_ours and first.error in wanted:
+        return Verdict("ok", counts=Counts(refused_kinds=1))
+    if {report.outcome for report in reports} == {"returned"}:
+        if case.refused == "nan" and _has_no_ids(case):
+            return Verdict("ok")
+        return Verdict("finding", f"{case.refused} wasn't refused")
+    verdict = _failed(reports)
+    return replace(verdict, outcome="finding", kind=f"{case.refused}: {verdict.kind}")
+
+
+def _has_no_ids(case: Case) -> bool:
+    """Tell whether the last rank's last batch has no ids, and so no row gradients."""
+    batch = local_batch(case, case.steps - 1, case.world_size - 1)
+    return not any(lookups.ids.numel() for lookups in batch.sent.values())
 
 
 def _failed(reports: list[RankReport]) -> Verdict:

@@ -66,6 +66,20 @@ def input_of(case: Case, module: int) -> str:
     return "weighted_ids" if case.modules[module].kind == "weighted" else "ids"
 
 
+FORMS = ("plain", "column", "cut", "offsets", "expanded", "int32")
+"""How a batch's tensors lie in memory: whole, a column of a matrix, a part of a longer tensor, with
+offsets in place of lengths, with weights expanded from one number, or with int32 lengths."""
+
+
+def formed(values: torch.Tensor, form: str) -> torch.Tensor:
+    """Return equal values that lie in memory as a form says."""
+    if form == "column":
+        return torch.stack([values, values.flip(0)], dim=1)[:, 0]
+    if form == "cut":
+        return torch.cat([values[:1], values, values[:1]])[len(values[:1]) :][: len(values)]
+    return values
+
+
 def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Batch:
     """TorchRec's form of a rank's batch, if need be with its features in reversed order."""
     parts: dict[str, list[tuple[int, int]]] = {}
@@ -75,19 +89,34 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
     for name, in_order in parts.items():
         features = in_order[::-1] if is_reversed else in_order
         lookups = [local.sent[key] for key in features]
-        names, sizes = [feature_name(*key) for key in features], {}
+        names, sizes = [feature_name(*key) for key in features], dict[str, Any]()
         if local.shared:
             bags = [local.shared[key] for key in features]
             sizes = {
                 "stride_per_key_per_rank": [[part.lengths.numel()] for part in lookups],
                 "inverse_indices": (names, torch.stack([part.of_samples for part in bags])),
             }
-        is_weighted = any(case.modules[module].kind == "weighted" for module, _ in features)
+        is_weighted = case.stray_weights or any(
+            case.modules[module].kind == "weighted" for module, _ in features
+        )
+        if case.refused == "no_weights" and name == "m0":
+            is_weighted = False
+        weights = torch.cat([part.weights for part in lookups]) if is_weighted else None
+        if weights is not None:
+            # A copy of one number, with nothing of ours behind it in memory.
+            is_expanded = case.form == "expanded" and len(weights)
+            weights = weights[:1].clone().expand(len(weights)) if is_expanded else weights
+            weights = formed(weights, case.form)
+        lengths = torch.cat([part.lengths for part in lookups])
+        if case.form == "offsets":
+            sizes["offsets"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        else:
+            is_short = case.form == "int32"
+            sizes["lengths"] = formed(lengths.int() if is_short else lengths, case.form)
         inputs[name] = KeyedJaggedTensor(
             keys=names,
-            values=torch.cat([part.ids for part in lookups]),
-            lengths=torch.cat([part.lengths for part in lookups]),
-            weights=torch.cat([part.weights for part in lookups]) if is_weighted else None,
+            values=formed(torch.cat([part.ids for part in lookups]), case.form),
+            weights=weights,
             **sizes,
         )
     return Batch(local.targets, uses_shortcut=local.uses_shortcut, **inputs)

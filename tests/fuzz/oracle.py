@@ -243,8 +243,11 @@ class _Simulation:
         for index, action in enumerate(actions_of(self._case)):
             if action.kind in ("train", "detach"):
                 self._train(index, action, expected)
-            elif action.kind in ("evaluate", "detach_eval", "reordered"):
-                self._read_all()
+            elif action.kind in ("evaluate", "detach_eval", "reordered", "peek", "abandon"):
+                if action.kind == "abandon":
+                    self._before_lookup()
+                else:
+                    self._read_all()
                 self._look_up_all(index, action, expected, action.batch)
             elif action.kind == "lr":
                 self._lr /= 2
@@ -308,10 +311,13 @@ class _Simulation:
             looked_up.append((batch, net_pass, errors.clamp(-1, 1) / self._world))
         return looked_up
 
-    def _train(self, index: int, action: Action, expected: Expected) -> None:
+    def _before_lookup(self) -> None:
         for part in self._parts:
             part.before_lookup()
         self._dense.before_lookup()
+
+    def _train(self, index: int, action: Action, expected: Expected) -> None:
+        self._before_lookup()
         totals = {
             name: torch.zeros(self._world, *state.weights[0].shape, dtype=self._noise.dtype)
             for name, state in self._states.items()

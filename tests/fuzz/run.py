@@ -181,6 +181,9 @@ class _Run:
         if action.kind in ("evaluate", "detach_eval"):
             with self._evaluating(), torch.no_grad():
                 _, outputs = self._parallel(batch)
+        elif action.kind in ("peek", "abandon"):
+            with torch.set_grad_enabled(action.kind == "abandon"):
+                _, outputs = self._parallel(batch)
         else:
             outputs = self._train(action)
         if self._pipeline is not None and action.kind == "detach_eval":
@@ -191,18 +194,28 @@ class _Run:
     def _train(self, action: Action) -> torch.Tensor:
         """A step of a plain loop; what the model gives for its last batch."""
         has_sync = isinstance(self._parallel, tdsp.ModelParallel2D)
-        self._optimizer.zero_grad()
+        if self._case.zero_grad != "after":
+            self._optimizer.zero_grad(set_to_none=self._case.zero_grad == "before")
         batches = [self._batch(action, number) for number in batches_of(self._case, action)]
         outputs = torch.zeros(0)
         for batch in batches if len(batches) == 1 else tdsp.accumulate(self._parallel, batches):
             loss, outputs = self._parallel(batch)
+            if self._is_poisoned(action):
+                loss = loss * torch.nan
             (loss / len(batches)).backward()
         if has_sync and self._case.sync_call == "before":
             self._parallel.sync()
         self._optimizer.step()
         if has_sync and self._case.sync_call == "after":
             self._parallel.sync()
+        if self._case.zero_grad == "after":
+            self._optimizer.zero_grad()
         return outputs
+
+    def _is_poisoned(self, action: Action) -> bool:
+        """Tell whether this rank's loss becomes NaN: the last rank's in the last step."""
+        is_last = action.batch == self._case.steps - 1
+        return self._case.refused == "nan" and is_last and self._rank == self._case.world_size - 1
 
     def _batch(self, action: Action, number: int | None = None) -> Batch:
         is_refused = action.kind == "refuse"

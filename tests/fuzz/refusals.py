@@ -1,0 +1,152 @@
+"""Kinds of models, arguments and batches that all ranks must refuse by one error.
+
+Where TorchRec itself trains something else without a word, the package is right or refuses. Each
+entry of `REFUSALS` makes one such thing of a case that is otherwise right.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+
+from tests.fuzz.case import Case
+
+BUILD_ERRORS = ("ConfigError", "PlanError", "UnsupportedError")
+
+
+def _unchanged(model: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Something that must be refused."""
+
+    applies: Callable[[Case], bool]
+    """Tell whether a case can have it."""
+    change: Callable[[Any], None] = _unchanged
+    """Change the model in place; its first module is ``m0``."""
+    path: str = "m0"
+    """Where the plan finds the first module afterwards."""
+    fused_params: tuple[tuple[str, Any], ...] = ()
+    """More parameters for the sharders."""
+    errors: tuple[str, ...] = BUILD_ERRORS
+
+
+def _is_bags(case: Case) -> bool:
+    return case.modules[0].kind == "bags"
+
+
+def _is_plain(case: Case) -> bool:
+    return case.loop == "plain" and case.dense.kind == "ddp" and not case.events
+
+
+def _has_replicas(case: Case) -> bool:
+    """Tell whether row gradients of every rank reach a replica peer in the step they come from."""
+    tables = case.modules[0].tables
+    is_exact = case.sync.kind == "gradient" and case.sync.delay == 0 and case.groups > 1
+    are_replicated = all(not t.once and t.sharding != "data_parallel" for t in tables)
+    return is_exact and are_replicated and not case.has_bad_ids
+
+
+def _manage_collisions(model: Any) -> None:
+    module = model.m0
+    is_bags = isinstance(module, EmbeddingBagCollection)
+    configs = module.embedding_bag_configs() if is_bags else module.embedding_configs()
+    remaps: dict[str, Any] = {
+        config.name: MCHManagedCollisionModule(
+            zch_size=config.num_embeddings,
+            device=torch.device("cpu"),
+            eviction_interval=1,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+        )
+        for config in configs
+    }
+    collection = ManagedCollisionCollection(remaps, list(configs))
+    wrap = (
+        ManagedCollisionEmbeddingBagCollection if is_bags else ManagedCollisionEmbeddingCollection
+    )
+    model.m0 = wrap(module, collection)
+
+
+def _process_features(model: Any) -> None:
+    configs = model.m0.embedding_bag_configs()
+    module = EmbeddingBagCollection(configs, is_weighted=True, device=torch.device("meta"))
+    lengths = {name: 9 for config in configs for name in config.feature_names}
+    processor = PositionWeightedModuleCollection(lengths, device=torch.device("cpu"))
+    model.m0 = FeatureProcessedEmbeddingBagCollection(module, processor)
+
+
+def _fuse(model: Any) -> None:
+    configs = model.m0.embedding_bag_configs()
+    model.m0 = FusedEmbeddingBagCollection(
+        configs, torch.optim.SGD, {"lr": 0.1}, device=torch.device("meta")
+    )
+
+
+def _name_twice(model: Any) -> None:
+    model.second = model.m0
+
+
+def _freeze(model: Any) -> None:
+    next(model.m0.parameters()).requires_grad_(False)
+
+
+def _tie(model: Any) -> None:
+    first, second = list(_tables_of(model.m0).values())[:2]
+    second.weight = first.weight
+
+
+def _tables_of(module: nn.Module) -> Any:
+    return module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
+
+
+def _has_equal_tables(case: Case) -> bool:
+    first, *others = case.modules[0].tables
+    return bool(others) and all(
+        (first.rows, first.dim, first.dtype) == (t.rows, t.dim, t.dtype) for t in others[:1]
+    )
+
+
+REFUSALS: dict[str, Refusal] = {
+    "managed_collisions": Refusal(
+        applies=lambda case: case.modules[0].kind != "weighted",
+        change=_manage_collisions,
+        path="m0._embedding_module",
+    ),
+    "feature_processors": Refusal(
+        applies=_is_bags, change=_process_features, path="m0._embedding_bag_collection"
+    ),
+    "fused_module": Refusal(applies=_is_bags, change=_fuse),
+    "two_names": Refusal(applies=lambda case: True, change=_name_twice),
+    "frozen_table": Refusal(applies=lambda case: True, change=_freeze),
+    "tied_tables": Refusal(applies=_has_equal_tables, change=_tie),
+    "momentum": Refusal(
+        applies=lambda case: case.optimizer == "sgd", fused_params=(("momentum", 0.9),)
+    ),
+    "no_weights": Refusal(
+        applies=lambda case: (
+            _is_plain(case) and case.modules[0].kind == "weighted" and not case.joined
+        ),
+        errors=("InputError",),
+    ),
+    "nan": Refusal(
+        applies=lambda case: _is_plain(case) and _has_replicas(case), errors=("SyncError",)
+    ),
+}
+"""By name. With ``"nan"``, the last rank's last loss isn't a number."""

@@ -132,7 +132,10 @@ REFUSALS: dict[str, Refusal] = {
     "feature_processors": Refusal(
         applies=_is_bags, change=_process_features, path="m0._embedding_bag_collection"
     ),
-    "fused_module": Refusal(applies=_is_bags, change=_fuse),
+    # Stock TorchRec misses the sharder of a planned module by itself, in its own words.
+    "fused_module": Refusal(
+        applies=lambda case: _is_bags(case) and case.wrapper == "2d", change=_fuse
+    ),
     "two_names": Refusal(applies=lambda case: True, change=_name_twice),
     "frozen_table": Refusal(applies=lambda case: True, change=_freeze),
     "tied_tables": Refusal(applies=_has_equal_tables, change=_tie),

@@ -90,6 +90,7 @@ def table_config(*files: Path, **keys: Any) -> TableConfig:
     if is_parquet:
         features[1].pop("separator")
     tree = {
+        "prepared": str(files[0].parent / "prepared"),
         "files": [str(file) for file in files],
         "label": "label",
         "dense": [{"column": "number"}],

@@ -23,9 +23,7 @@ from tests.support.logs import (
 )
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.logs.blocks import LogBlock
-from torchrec_2dsp.programs.data.logs.parquet_source import ParquetSource
-from torchrec_2dsp.programs.data.logs.text_source import TextSource
+from torchrec_2dsp.programs.data.logs.source import LogPiece, LogReader
 
 ENDINGS = ("csv", "csv.gz", "parquet")
 WORLD_SIZES = (1, 2, 4)
@@ -218,15 +216,13 @@ def test_a_resumed_stream_leaves_out_blocks_before_it(
     files, _ = write_files(tmp_path, [400], ending)
     data = table_config(*files).dataset()
     read: list[int] = []
-    for kind in (TextSource, ParquetSource):
+    original = LogReader.read
 
-        def noted(
-            source: Any, block: LogBlock, *arguments: Any, original: Any = kind.read
-        ) -> pa.Table:
-            read.append(block.first_row)
-            return original(source, block, *arguments)
+    def noted(reader: LogReader, piece: LogPiece, *arguments: Any) -> pa.Table:
+        read.append(piece.block.first_row)
+        return original(reader, piece, *arguments)
 
-        monkeypatch.setattr(kind, "read", noted)
+    monkeypatch.setattr(LogReader, "read", noted)
     batch = next(data.batches(Split.TRAIN, global_batch_size=20, rank=1, world_size=2, start=15))
     assert numbers_of([batch]) == list(range(310, 320))
     assert 300 < min(read) + 10 <= max(read) + 10 < 330

@@ -24,6 +24,7 @@ from tests.support.real_logs import REAL_LOGS
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.logs.encoder import Moments
 from torchrec_2dsp.programs.data.logs.ids import (
     collision_rate,
     hash_texts,
@@ -31,7 +32,6 @@ from torchrec_2dsp.programs.data.logs.ids import (
     texts_of,
     values_behind,
 )
-from torchrec_2dsp.programs.data.logs.prepared import Moments
 from torchrec_2dsp.programs.data.logs.sections import AvazuConfig, CriteoConfig, TableConfig
 
 HEADS = REAL_LOGS / "criteo_avazu_head"

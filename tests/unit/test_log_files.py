@@ -1,13 +1,18 @@
 """Files of logs: malformed lines, wrong files, and what is remembered of files."""
 
 import gzip
+import json
 import os
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather, orc
 
 from tests.support.logs import (
     content_of,
@@ -18,10 +23,13 @@ from tests.support.logs import (
     table_config,
     write_log,
 )
+from tests.support.slices import patient
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.logs import text_source
+from torchrec_2dsp.programs.data.logs import conversion, text
+from torchrec_2dsp.programs.data.logs.conversion import ConvertedFile
 from torchrec_2dsp.programs.data.logs.files import list_files
+from torchrec_2dsp.programs.data.logs.text import TextParser
 
 ROWS = make_rows(40)
 BAD_LINES = {
@@ -110,9 +118,8 @@ def test_malformed_lines_are_held_out_with_their_stand_ins(tmp_path: Path) -> No
 def test_a_block_without_a_readable_line_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "log.csv"
     file.write_text("label,number,user,tags\n" + "1\n" * 9)
-    data = table_config(file, malformed_limit=9).dataset()
     with pytest.raises(InputError, match=r"none of the lines 2 to 10 of .*log.csv can be read"):
-        list(global_batches(data, global_batch_size=1, world_size=1))
+        table_config(file, malformed_limit=9).dataset()
 
 
 def test_quotes_and_returns_that_belong_there(tmp_path: Path) -> None:
@@ -180,7 +187,7 @@ def other_schema(tmp_path: Path) -> list[Path]:
         ),
         (
             lambda folder: [written(folder / "a.csv.gz", b"no gzip")],
-            "a.csv.gz can't be read: .*gzip.*; check the path",
+            "a.csv.gz can't be read: zlib inflate failed: .*; check the path",
         ),
         (
             lambda folder: [
@@ -253,44 +260,205 @@ def test_columns_that_are_named_by_the_config(tmp_path: Path) -> None:
         table_config(tmp_path / "a.csv", columns=columns[:3]).dataset()
 
 
-def test_rows_are_counted_once_until_a_file_changes(
+def noted_conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the names of files go whose parts are converted."""
+    names: list[str] = []
+    original = ConvertedFile.convert
+
+    def noted(source: ConvertedFile, part: int, advance: Any) -> None:
+        names.append(Path(source.file).name)
+        original(source, part, advance)
+
+    monkeypatch.setattr(ConvertedFile, "convert", noted)
+    return names
+
+
+def test_files_are_converted_once_until_they_or_the_settings_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = []
-    original = text_source.index_lines
-
-    def noted(file: str, offset: int, block_bytes: int) -> Any:
-        counted.append(Path(file).name)
-        return original(file, offset, block_bytes)
-
-    monkeypatch.setattr(text_source, "index_lines", noted)
-    files = [write_log(tmp_path / "a.csv", ROWS), write_log(tmp_path / "b.csv", ROWS)]
-    keys = {"prepared": str(tmp_path / "prepared")}
+    names = noted_conversions(monkeypatch)
+    files = [write_log(tmp_path / "a.csv", ROWS), write_log(tmp_path / "b.csv.gz", ROWS)]
     for _ in range(2):
-        assert table_config(*files, **keys).dataset().num_rows(Split.TRAIN) == 80
-    assert counted == ["a.csv", "b.csv"]
+        assert table_config(*files).dataset().num_rows(Split.TRAIN) == 80
+    assert names == ["a.csv", "b.csv.gz"]
     write_log(files[1], ROWS[:30])
-    assert table_config(*files, **keys).dataset().num_rows(Split.TRAIN) == 70
-    assert counted == ["a.csv", "b.csv", "b.csv"]
-    (tmp_path / "prepared" / "row_counts.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"row_counts.json can't be read: .*; delete it"):
+    assert table_config(*files).dataset().num_rows(Split.TRAIN) == 70
+    assert names == ["a.csv", "b.csv.gz", "b.csv.gz"]
+    for keys in ({"block_bytes": 50}, {"dense": []}, {"quote": ""}):
+        names.clear()
         table_config(*files, **keys).dataset()
+        assert names == ["a.csv", "b.csv.gz"]
 
 
-def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
+def test_counts_of_a_split_are_remembered(tmp_path: Path) -> None:
     file = write_log(tmp_path / "a.csv", ROWS)
-    data = table_config(file).dataset()
-    write_log(file, ROWS[:5])
-    with pytest.raises(ConfigError, match="it has become shorter since it was opened"):
-        list(data.batches(Split.TRAIN, global_batch_size=40, rank=0, world_size=1))
+    held_out = {"by": "hash", "column": "user", "share": 0.5}
+    data = table_config(file, held_out=held_out).dataset()
+    counts = tmp_path / "prepared" / "row_counts.json"
+    content = counts.read_text()
+    again = table_config(file, held_out=held_out).dataset()
+    assert again.num_rows(Split.EVAL) == data.num_rows(Split.EVAL) > 0
+    assert counts.read_text() == content
+    counts.write_text("{")
+    with pytest.raises(ConfigError, match=r"row_counts.json can't be read: .*; delete it"):
+        table_config(file, held_out=held_out).dataset()
+
+
+def test_a_conversion_that_is_interrupted_leaves_nothing_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_log(tmp_path / "a.csv", ROWS)
+    original, num_parsed = TextParser.parse, []
+
+    def failing(parser: TextParser, data: bytes) -> Any:
+        num_parsed.append(1)
+        if len(num_parsed) == 3:
+            raise KeyboardInterrupt
+        return original(parser, data)
+
+    monkeypatch.setattr(TextParser, "parse", failing)
+    with pytest.raises(KeyboardInterrupt):
+        table_config(file).dataset()
+    assert list(tmp_path.rglob("prepared/logs/*/*")) == []
+    (batch,) = global_batches(table_config(file).dataset(), global_batch_size=40, world_size=1)
+    assert numbers_of(batch) == list(range(40))
+
+
+def test_a_file_that_changes_while_it_is_converted_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_log(tmp_path / "a.csv", ROWS)
+    original = TextParser.parse
+
+    def changing(parser: TextParser, data: bytes) -> Any:
+        os.utime(file, (0, 0))
+        return original(parser, data)
+
+    monkeypatch.setattr(TextParser, "parse", changing)
+    with pytest.raises(ConfigError, match=r"a.csv has changed while it was converted; start again"):
+        table_config(file).dataset()
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = write_log(tmp_path / "a.csv", ROWS)
+    folder = written(tmp_path / "prepared", b"a file")
+    with pytest.raises(ConfigError, match=r"prepared: .* can't be written: Not a directory; give"):
+        table_config(file, prepared=str(folder)).dataset()
+
+
+@pytest.mark.parametrize("part_bytes", [1, 250, 10**6])
+def test_ranks_share_the_parts_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """Parts are cut where the blocks of the whole file are cut, and reports name the same lines."""
+    monkeypatch.setattr(conversion, "_PART_BYTES", part_bytes)
+    file = damaged_log(tmp_path / "log.csv")
+    config = table_config(file, malformed_limit=len(BAD_LINES), shuffled_blocks=3, rest="pad")
+    names = noted_conversions(monkeypatch)
+    shown: list[tuple[str, int, int]] = []
+    for rank in range(3):
+        config.convert(rank, 3, lambda *progress: shown.append(progress))
+    data = config.dataset()
+    assert names == ["log.csv"] * len(names)
+    assert (len(names) >= 3) == (part_bytes < 1000)
+    assert all(what == f"converting {file}" for what, _, _ in shown)
+    assert shown[-1][1] <= shown[-1][2] + 250
+    batches = [content_of(part) for part in global_batches(data, global_batch_size=8, world_size=2)]
+    monkeypatch.setattr(conversion, "_PART_BYTES", 10**9)
+    whole = table_config(
+        file,
+        malformed_limit=len(BAD_LINES),
+        shuffled_blocks=3,
+        rest="pad",
+        prepared=str(tmp_path / "other"),
+    ).dataset()
+    expected = [
+        content_of(part) for part in global_batches(whole, global_batch_size=8, world_size=2)
+    ]
+    assert batches == expected
+    assert data.malformed.examples == whole.malformed.examples
+
+
+def test_without_a_folder_files_are_converted_among_temporary_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    file = write_log(tmp_path / "a.csv", ROWS)
+    assert table_config(file, prepared="").dataset().num_rows(Split.TRAIN) == 40
+    assert list(tmp_path.glob("temporary/torchrec_2dsp_*/logs/a.csv-*/0000.parquet"))
+
+
+def test_a_long_first_line_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path / "a.csv", b"x" * 30_000_000)
+    start = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"a.csv:1: the line has more than 4194304 bytes; is it"):
+        table_config(file).dataset()
+    assert time.perf_counter() - start < patient(2)
+    file = written(tmp_path / "b.csv", b"x" * 200_000 + b",y")
+    with pytest.raises(ConfigError, match=r"b.csv:1: field larger than field limit .*; is it a te"):
+        table_config(file).dataset()
+    file = written(tmp_path / "c.csv", b"label,number,user,tags\n" + b"1" * 400)
+    monkeypatch.setattr(text, "_MAX_LINE_BYTES", 300)
+    with pytest.raises(ConfigError, match=r"c.csv has 300 bytes without a line end"):
+        table_config(file).dataset()
+
+
+@pytest.mark.parametrize("ending", ["orc", "feather", "jsonl", "jsonl.gz"])
+def test_other_formats_give_the_batches_of_parquet(tmp_path: Path, ending: str) -> None:
+    expected = table_config(write_log(tmp_path / "a.parquet", ROWS), block_rows=7).dataset()
+    table = pq.read_table(tmp_path / "a.parquet")
+    file = tmp_path / f"b.{ending}"
+    if ending == "orc":
+        orc.write_table(table, file)
+    elif ending == "feather":
+        feather.write_feather(table, file)
+    else:
+        content = "".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()
+        file.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    keys: dict[str, Any] = {"block_rows": 7}
+    features = [{"name": "user", "num_rows": 50}, {"name": "tags", "num_rows": 30}]
+    data = table_config(file, features=features, **keys).dataset()
+    contents = [
+        [content_of(part) for part in global_batches(opened, global_batch_size=8, world_size=2)]
+        for opened in (expected, data)
+    ]
+    assert contents[0] == contents[1]
+    with pytest.raises(ConfigError, match=r"has no column 'none'; it has label, number, user"):
+        table_config(file, features=[{"name": "none", "num_rows": 9}]).dataset()
+    damaged = written(tmp_path / f"c.{ending}", b"{nothing of the kind")
+    with pytest.raises((ConfigError, InputError), match=rf"c.{ending} "):
+        table_config(damaged, features=features).dataset()
+
+
+@pytest.mark.parametrize("scheme", ["memory://", "file://"])
+def test_logs_on_other_file_systems(tmp_path: Path, scheme: str) -> None:
+    folder = f"{scheme}{tmp_path}/day"
+    system, _ = fsspec.core.url_to_fs(folder)
+    system.makedirs(f"{tmp_path}/day", exist_ok=True)
+    for number, name in enumerate(["a_9.csv", "a_10.csv.gz", "b.parquet"]):
+        local = write_log(tmp_path / name, ROWS[10 * number : 10 * number + 10])
+        with system.open(f"{tmp_path}/day/{name}", "wb") as remote:
+            remote.write(local.read_bytes())
+    files = [f"{folder}/a_*", f"{folder}/b.parquet"]
+    features = [{"name": "user", "num_rows": 50}]
+    keys = {"features": features, "prepared": str(tmp_path / "prepared")}
+    data = table_config(tmp_path / "a_9.csv", files=files, **keys).dataset()
+    (batch,) = global_batches(data, global_batch_size=30, world_size=2)
+    assert numbers_of(batch) == list(range(30))
+    with pytest.raises(ConfigError, match=r"files: nothing is named '.*://.*/none_.*'; check"):
+        table_config(tmp_path / "x.csv", files=[f"{folder}/none_*"], **keys).dataset()
+    with pytest.raises(ConfigError, match=r"files: none://x can't be opened: .*none"):
+        table_config(tmp_path / "x.csv", files=["none://x"], **keys).dataset()
 
 
 def test_lines_that_a_quote_joins_are_an_error(tmp_path: Path) -> None:
     lines = ["label,number,user,tags", *["1,0,ann,t1"] * 3, '1,0,a"b,"t1', *["1,0,ann,t1"] * 3]
     file = written(tmp_path / "a.csv", "\n".join(lines).encode())
-    data = table_config(file, block_bytes=1000).dataset()
     message = r"the lines 2 to 7 of .*a.csv can't be told apart: 6 lines were read as 4 rows; close"
     with pytest.raises(InputError, match=message):
-        list(global_batches(data, global_batch_size=1, world_size=1))
+        table_config(file, block_bytes=1000).dataset()
     data = table_config(file, quote="").dataset()
     assert len(list(global_batches(data, global_batch_size=1, world_size=1))) == 7

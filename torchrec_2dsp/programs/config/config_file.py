@@ -171,6 +171,8 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
 
 
 def _beside(folder: Path, path: str) -> str:
+    if "://" in path:
+        return path
     return os.path.normpath(folder / os.path.expanduser(path))
 
 

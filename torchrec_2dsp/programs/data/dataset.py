@@ -1,8 +1,9 @@
-"""`Dataset`: what a training program is told of its data, wherever the data comes from."""
+"""`Dataset`: the batches that a training program reads, wherever the data comes from."""
 
 import enum
-from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 from torchrec.datasets.utils import Batch
@@ -30,7 +31,7 @@ class DatasetFeature(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """How many different ids there are."""
+        """The number of different ids."""
         ...
 
     @property
@@ -49,7 +50,7 @@ class BatchShape(Protocol):
 
     @property
     def num_dense(self) -> int:
-        """How many dense features there are."""
+        """The number of dense features."""
         ...
 
 
@@ -61,16 +62,13 @@ class Dataset(BatchShape, Protocol):
     """
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """How many global batches there are to train on, those of all epochs together.
-
-        `None` if they never end.
-        """
+        """Return the number of global batches in all epochs together; `None` if they never end."""
         ...
 
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:
-        """This rank's part of the global batches of a split, from number ``start`` on.
+        """Read this rank's part of a split's global batches, from number ``start`` on.
 
         Args:
             split: which samples.
@@ -83,6 +81,8 @@ class Dataset(BatchShape, Protocol):
         ...
 
 
+Progress = Callable[[str, int, int], None]
+"""A function that is told what is going on, how much of it was done, and of how much."""
 Opened = TypeVar("Opened", bound=Dataset, covariant=True)
 
 
@@ -90,34 +90,65 @@ class DataSection(Protocol[Opened]):
     """A section ``[data]`` of a config."""
 
     def dataset(self) -> Opened:
-        """The batches that the section describes."""
+        """Open the data."""
         ...
 
 
-def open_together(section: DataSection[Opened], group: dist.ProcessGroup) -> Opened:
-    """The batches that a section describes, on every rank.
+@runtime_checkable
+class LogSection(Protocol[Opened]):
+    """A section ``[data]`` of a log in files."""
 
-    Rank 0 opens them first, so that a pass over the files is made once where the section keeps what
-    the pass finds.
+    def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
+        """Convert a rank's share of the files that have to be."""
+        ...
+
+    def dataset(self, progress: Progress | None = None) -> Opened:
+        """Open the log."""
+        ...
+
+
+def open_together(
+    section: DataSection[Opened], group: dist.ProcessGroup, progress: Progress | None = None
+) -> Opened:
+    """Open the data that a section describes, on every rank.
+
+    All ranks convert their share of a log's files, then those of each host do what isn't there yet,
+    which is nothing where hosts share the folder. Rank 0 opens the log first, so that a pass over
+    it is made once where the section keeps what the pass finds.
 
     Args:
         section: equal on all ranks.
         group: all ranks.
+        progress: called while files are converted and passed over.
 
     Raises:
         TwoDError: a rank can't open the files, or they differ between ranks; all ranks raise it.
 
     Collectives:
-        Two all-gathers of objects.
+        Two all-gathers of objects; four where the data is a log.
     """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if isinstance(section, LogSection):
+        with agreeing(group):
+            section.convert(rank, world_size, progress)
+        with agreeing(group):
+            local_rank = int(os.environ.get("LOCAL_RANK", rank))
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            section.convert(local_rank, local_size, progress)
     opened = None
     with agreeing(group):
-        if dist.get_rank(group) == 0:
-            opened = section.dataset()
+        if rank == 0:
+            opened = _opened(section, progress)
     with agreeing(group) as facts:
         if opened is None:
-            opened = section.dataset()
+            opened = _opened(section, None)
         features = [f"{feature.name}: {feature.num_rows} rows" for feature in opened.features]
         facts["the log"] = "\n".join(features)
     assert opened is not None
     return opened
+
+
+def _opened(section: DataSection[Opened], progress: Progress | None) -> Opened:
+    if isinstance(section, LogSection):
+        return section.dataset(progress)
+    return section.dataset()

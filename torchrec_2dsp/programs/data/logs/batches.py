@@ -16,7 +16,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.draws import uniforms
 from torchrec_2dsp.programs.data.logs.config import Rest
 from torchrec_2dsp.programs.data.logs.encoder import Encoder, Samples, join
-from torchrec_2dsp.programs.data.logs.selection import LogPiece, Selection
+from torchrec_2dsp.programs.data.logs.source import LogPiece, LogReader
 
 
 def check_batch(global_batch_size: int, rank: int, world_size: int, start: int) -> None:
@@ -55,17 +55,17 @@ class EpochPlan:
 
     @property
     def num_batches(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches in an epoch."""
         num_batches, rest = divmod(self.num_rows, self.global_batch_size)
         return num_batches + (self.rest == "pad" and rest > 0)
 
     @property
     def num_samples(self) -> int:
-        """How many samples the batches of an epoch have."""
+        """The number of samples in an epoch's batches."""
         return self.num_batches * self.global_batch_size
 
     def place(self, batch: int) -> tuple[int, int]:
-        """The epoch of a batch, and the batch's number in it."""
+        """Return a batch's epoch, and its number in it."""
         return divmod(batch, self.num_batches)
 
     def check(self, what: str) -> None:
@@ -85,7 +85,7 @@ class EpochPlan:
     def own(
         self, start: int, stop: int, rank: int, world_size: int, first_batch: int
     ) -> NDArray[np.int64]:
-        """The positions of ``start..stop-1`` that belong to a rank, from a batch on."""
+        """Return the positions of ``start..stop-1`` that belong to a rank, from a batch on."""
         positions = np.arange(
             max(start, first_batch * self.global_batch_size), min(stop, self.num_samples)
         )
@@ -96,7 +96,7 @@ class EpochPlan:
 def windows(
     pieces: Sequence[LogPiece], *, epoch: int, shuffled_blocks: int, seed: int
 ) -> list[tuple[LogPiece, ...]]:
-    """The order in which an epoch reads pieces; those of one window are read together.
+    """Return the order in which an epoch reads pieces; those of one window are read together.
 
     Without shuffling, each piece is a window. With it, the units of the log come in a random order,
     and as many pieces as ``shuffled_blocks`` make a window. It depends on nothing but the
@@ -117,7 +117,7 @@ def windows(
 
 
 def row_order(num_rows: int, *, epoch: int, window: int, seed: int) -> NDArray[np.int64]:
-    """The random order of the rows of a window."""
+    """Return the random order of a window's rows."""
     draws = uniforms(seed, epoch, window, np.arange(num_rows))
     return np.argsort(draws, kind="stable")
 
@@ -125,8 +125,8 @@ def row_order(num_rows: int, *, epoch: int, window: int, seed: int) -> NDArray[n
 def placed(
     order: Sequence[tuple[LogPiece, ...]], num_samples: int
 ) -> Iterator[tuple[int, int, tuple[LogPiece, ...]]]:
-    """The windows of an epoch with their numbers and first positions, again from the first one on
-    where the last batch has to be filled."""
+    """Number an epoch's windows and place their first rows, again from the first window on where
+    the last batch has to be filled."""
     start = 0
     for number, window in cycle(enumerate(order)):
         if start >= num_samples:
@@ -139,8 +139,11 @@ def placed(
 class PartReader:
     """Reads the rows that belong to a rank, and makes batches of them."""
 
-    selection: Selection
+    pieces: Sequence[LogPiece]
     """The rows of the split."""
+
+    reader: LogReader
+    """The reader of the rows."""
 
     encoder: Encoder
     """What makes samples of rows."""
@@ -164,7 +167,7 @@ class PartReader:
     """Another seed is another order, if rows are mixed."""
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """The batches from number ``start`` on."""
+        """Make the batches from number ``start`` on."""
         size = self.plan.global_batch_size // self.world_size
         keys = [feature.name for feature in self.encoder.features]
         first_epoch, first_batch = self.plan.place(start)
@@ -184,9 +187,9 @@ class PartReader:
             first_batch = 0
 
     def _epoch(self, epoch: int, first_batch: int) -> Iterator[Samples]:
-        """The rank's samples of an epoch in their order, from a batch on."""
+        """Read the rank's samples of an epoch in their order, from a batch on."""
         order = windows(
-            self.selection.pieces,
+            self.pieces,
             epoch=epoch,
             shuffled_blocks=self.shuffled_blocks,
             seed=self.seed,
@@ -203,7 +206,7 @@ class PartReader:
             yield self._rows(window, rows)
 
     def _rows(self, window: Sequence[LogPiece], rows: NDArray[np.int64]) -> Samples:
-        """The samples of some rows of a window, in the order of the rows."""
+        """Read some rows of a window, in the order of ``rows``."""
         order = np.argsort(rows, kind="stable") if self.shuffled_blocks else None
         ascending = rows if order is None else rows[order]
         ends = np.cumsum([piece.num_rows for piece in window])
@@ -213,9 +216,7 @@ class PartReader:
             if bound > first:
                 inside = ascending[first:bound] - (end - piece.num_rows)
                 all_of_it = len(inside) == piece.num_rows
-                table = self.selection.read(
-                    piece, self.encoder.columns, None if all_of_it else inside
-                )
+                table = self.reader.read(piece, None if all_of_it else inside)
                 parts.append(self.encoder.encode(table))
             first = bound
         samples = join(parts)
@@ -291,12 +292,12 @@ class BatchStream(Iterator[Batch]):
 
     @property
     def num_rows(self) -> int:
-        """How many rows were made into batches."""
+        """The number of rows that were made into batches."""
         return self._shared.num_rows
 
     @property
     def rows_per_s(self) -> float:
-        """Rows per second of making batches, waiting for those who use them left out."""
+        """Rows per second of making batches, without the time in which nobody took them."""
         return self._shared.num_rows / self._shared.busy_s if self._shared.busy_s else 0.0
 
     def __next__(self) -> Batch:
@@ -334,7 +335,7 @@ class BatchStream(Iterator[Batch]):
 def _timed(
     batches: Callable[[], Iterator[Batch]], count: Callable[[Batch], int], shared: _Shared
 ) -> Iterator[Batch]:
-    """The batches; what making them takes is noted."""
+    """Yield the batches, and note how long making them takes."""
     start = time.perf_counter()
     for batch in batches():
         shared.busy_s += time.perf_counter() - start

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from torchrec_2dsp.programs.config.config_file import PathBesideConfig, PathsBesideConfig
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.logs.ids import NUM_RESERVED
-from torchrec_2dsp.programs.data.logs.sources import FileFormat
+from torchrec_2dsp.programs.data.logs.text import FileLayout
 
 Rest = Literal["drop", "pad"]
 Encoding = Literal["hash", "vocabulary", "hour", "weekday"]
@@ -52,8 +52,10 @@ class SparseColumn(Section):
     mean_ids: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """About how many values a row has, for planning."""
 
-    time_format: Literal["unix", "yymmddhh"] = "unix"
-    """How a time is written: as seconds since 1970, or as digits such as 14102100."""
+    time_format: str = "unix"
+    """How a time is written: "unix", as seconds since 1970; "yymmddhh", as digits such as 14102100;
+    "iso", as in 2014-10-21T00:30Z; or a pattern of strptime, such as "%d/%b/%Y:%H:%M". A file's
+    timestamps need none."""
 
     @property
     def source(self) -> str:
@@ -86,7 +88,17 @@ class SparseColumn(Section):
                 f"feature {self.name!r}: encoding={self.encoding!r} has one id and knows its rows; "
                 "leave out separator, max_ids and num_rows"
             )
+        _check_time_format(f"feature {self.name!r}: ", self.time_format, "unix", "yymmddhh", "iso")
         return self
+
+
+def _check_time_format(where: str, time_format: str, *names: str) -> None:
+    if time_format not in names and "%" not in time_format:
+        choices = ", ".join(map(repr, names))
+        raise ValueError(
+            f"{where}time_format={time_format!r} is no form; use {choices}, or a pattern of "
+            "strptime, such as '%Y-%m-%d %H:%M'"
+        )
 
 
 class DenseColumn(Section):
@@ -155,7 +167,7 @@ class HeldOut(Section):
 
     @property
     def words(self) -> str:
-        """The choice in words.
+        """A description of the choice.
 
         Example:
             >>> from torchrec_2dsp.programs.data.logs.config import HeldOut
@@ -183,8 +195,9 @@ class LogConfig(Section):
 
     files: PathsBesideConfig = Field(min_length=1)
     """The files to train on, in their order: paths and patterns such as ``"day_*.gz"``, whose files
-    are sorted by name, ``day_9`` before ``day_10``. A name that ends in ``.parquet`` is a Parquet
-    file, one that ends in ``.gz`` a compressed text file, and any other a text file."""
+    are sorted by name, ``day_9`` before ``day_10``; also ``s3://``, ``gs://``, ``hdfs://`` and all
+    else that pyarrow or fsspec opens. The name's end says what it is: ``.parquet``, ``.orc``,
+    ``.feather``, ``.jsonl``, compressed (``.gz``, ``.bz2``, ``.zst``), or else a text file."""
 
     held_out: HeldOut = HeldOut()
     """The rows that are held out for evaluation."""
@@ -207,7 +220,7 @@ class LogConfig(Section):
     """About how many bytes of a text file are read together."""
 
     block_rows: int = Field(default=2**15, ge=1)
-    """The most rows of a Parquet file that are read together."""
+    """The most rows of another file that are read together."""
 
     num_ahead: int = Field(default=4, ge=0)
     """How many batches a thread makes ahead of time; 0 for none, and no thread."""
@@ -217,8 +230,8 @@ class LogConfig(Section):
     batch is taken by the line before it."""
 
     prepared: PathBesideConfig = ""
-    """The folder of what a pass over the files finds: counts of rows, vocabularies, measured
-    scales. Empty to count rows anew each time."""
+    """The folder of files that were converted to Parquet, vocabularies, measured scales, and counts
+    of rows. Empty for converted files alone, in a folder among the machine's temporary files."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -228,7 +241,7 @@ class LogConfig(Section):
 
 
 class TableLayout(LogConfig):
-    """A log of rows with a label, as CSV, TSV or Parquet."""
+    """A log of rows with a label, as text, Parquet, ORC, Feather or JSON lines."""
 
     label: str = Field(min_length=1)
     """The column of the label, a number from 0 to 1."""
@@ -267,9 +280,9 @@ class TableLayout(LogConfig):
         return self
 
     @property
-    def layout(self) -> FileFormat:
-        """How the files are read."""
-        return FileFormat(
+    def layout(self) -> FileLayout:
+        """The way the files are read."""
+        return FileLayout(
             names=self.columns,
             delimiter=self.delimiter,
             quote=self.quote,
@@ -292,6 +305,10 @@ class InteractionsLayout(Section):
 
     time: str = "timestamp:float"
     """The column that orders the items of a user. Those of one time keep the order of the log."""
+
+    time_format: str = "unix"
+    """How a time is written: "unix", as a number; "iso"; or a pattern of strptime. Timestamps of a
+    file need none."""
 
     feature: str = Field(default="item", min_length=1)
     """The name of the items' feature in the batch."""
@@ -331,8 +348,28 @@ class InteractionsLayout(Section):
     num_ahead: int = Field(default=4, ge=0)
     """How many batches a thread makes ahead of time; 0 for none, and no thread."""
 
+    prepared: PathBesideConfig = ""
+    """The folder of files that were converted to Parquet. Empty for one among the machine's
+    temporary files."""
+
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         if not self.is_shuffled:
             self.refuse_unread(["seed"], "is for is_shuffled=true; set it, or leave seed out")
         return self
+
+    @model_validator(mode="after")
+    def _check_time(self) -> Self:
+        _check_time_format("", self.time_format, "unix", "iso")
+        return self
+
+    @property
+    def layout(self) -> FileLayout:
+        """The way the files are read."""
+        return FileLayout(
+            names=self.columns,
+            delimiter=self.delimiter,
+            quote=self.quote,
+            block_bytes=2**24,
+            block_rows=2**18,
+        )

@@ -1,7 +1,10 @@
-"""Encode rows of a log as samples, and cut samples into batches."""
+"""Encode rows of a log as samples, by vocabularies and scales that a pass over the rows finds."""
 
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -11,17 +14,32 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.programs.data.logs.blocks import ColumnKind
+from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.programs.data.dataset import Progress
 from torchrec_2dsp.programs.data.logs.config import DenseColumn, SparseColumn
+from torchrec_2dsp.programs.data.logs.files import write_prepared
 from torchrec_2dsp.programs.data.logs.ids import (
     MISSING,
     MISSING_ROW,
+    NUM_RESERVED,
+    ValueCounter,
     Vocabulary,
+    encoded_texts,
     hash_texts,
+    read_vocabulary,
     rows_of,
     texts_of,
+    times_of,
+    write_vocabulary,
 )
-from torchrec_2dsp.programs.data.logs.text_parser import label_numbers
+from torchrec_2dsp.programs.data.logs.source import Selection
+from torchrec_2dsp.programs.data.logs.text import ColumnKind, LogColumn, label_numbers
+
+_SECONDS_PER_HOUR, _SECONDS_PER_DAY = 3600, 86400
+_FIRST_DAY = 3
+"""The weekday of 1970-01-01, a Thursday, counted from Monday."""
+_CENTURY = 2000
+_SCALES = "scales.json"
 
 
 @dataclass(frozen=True)
@@ -35,7 +53,7 @@ class FeatureIds:
     """How many ids each sample has; `None` if each has one."""
 
     def part(self, start: int, stop: int) -> "FeatureIds":
-        """The bags of some samples in a row."""
+        """Return consecutive samples' bags."""
         if self.lengths is None:
             return FeatureIds(self.ids[start:stop], None)
         before = int(self.lengths[:start].sum())
@@ -43,7 +61,7 @@ class FeatureIds:
         return FeatureIds(self.ids[before : before + inside], self.lengths[start:stop])
 
     def ordered(self, order: NDArray[np.int64]) -> "FeatureIds":
-        """The bags of the samples with these numbers, in their order."""
+        """Return the bags of the samples with these numbers, in their order."""
         if self.lengths is None:
             return FeatureIds(self.ids[order], None)
         starts = (np.cumsum(self.lengths) - self.lengths)[order]
@@ -55,7 +73,7 @@ class FeatureIds:
 
 @dataclass(frozen=True)
 class Samples:
-    """Some encoded rows."""
+    """Encoded rows, as arrays that are cut and joined until they are batches."""
 
     dense: NDArray[np.float32]
     """The dense features, ``[samples, features]``."""
@@ -70,23 +88,19 @@ class Samples:
         return len(self.labels)
 
     def part(self, start: int, stop: int) -> "Samples":
-        """Some samples in a row."""
+        """Return consecutive samples."""
         if (start, stop) == (0, len(self)):
             return self
         bags = tuple(bags.part(start, stop) for bags in self.bags)
         return Samples(self.dense[start:stop], self.labels[start:stop], bags)
 
     def ordered(self, order: NDArray[np.int64]) -> "Samples":
-        """The samples with these numbers, in their order."""
+        """Return the samples with these numbers, in their order."""
         bags = tuple(bags.ordered(order) for bags in self.bags)
         return Samples(self.dense[order], self.labels[order], bags)
 
     def batch(self, keys: Sequence[str]) -> Batch:
-        """The samples as TorchRec's batch.
-
-        Args:
-            keys: the names of the features, in their order.
-        """
+        """Return the samples as TorchRec's batch, with these names of the features."""
         lengths = np.ones((len(self.bags), len(self)), dtype=np.int32)
         for row, bags in zip(lengths, self.bags, strict=True):
             if bags.lengths is not None:
@@ -102,7 +116,7 @@ class Samples:
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """Samples one after another; there is at least one part."""
+    """Join samples one after another; there is at least one part."""
     if len(parts) == 1:
         return parts[0]
     return Samples(
@@ -116,12 +130,6 @@ def _join(bags: Sequence[FeatureIds]) -> FeatureIds:
     ids = np.concatenate([part.ids for part in bags])
     lengths = [part.lengths for part in bags if part.lengths is not None]
     return FeatureIds(ids, np.concatenate(lengths) if lengths else None)
-
-
-_SECONDS_PER_HOUR, _SECONDS_PER_DAY = 3600, 86400
-_FIRST_DAY = 3
-"""The weekday of 1970-01-01, a Thursday, counted from Monday."""
-_CENTURY = 2000
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,7 @@ class Encoder:
         """The features of the samples."""
 
     def encode(self, table: pa.Table) -> Samples:
-        """The samples of some rows."""
+        """Encode some rows."""
         dense = np.empty((table.num_rows, len(self._dense)), dtype=np.float32)
         for number, column in enumerate(self._dense):
             values = transformed(table[column.column], column)
@@ -192,16 +200,18 @@ class Encoder:
         return Samples(dense, labels, tuple(self._bags(table, column) for column in self._features))
 
     def _bags(self, table: pa.Table, feature: SparseColumn) -> FeatureIds:
+        column = table[feature.source]
         if feature.is_time:
-            return FeatureIds(time_rows(table[feature.source], feature), None)
-        texts = texts_of(table[feature.source], feature.separator, feature.max_ids)
-        if feature.encoding == "vocabulary":
-            return FeatureIds(self._vocabularies[feature.name].rows(texts.values), texts.lengths)
-        hashes = hash_texts(texts.values)
-        rows = rows_of(hashes, feature.num_rows - 1)
-        # Missing values have hash 0, and with it row 0.
-        rows += hashes != MISSING
-        return FeatureIds(rows, texts.lengths)
+            return FeatureIds(time_rows(column, feature), None)
+
+        def rows(values: pa.BinaryArray) -> NDArray[np.int64]:
+            if feature.encoding == "vocabulary":
+                return self._vocabularies[feature.name].rows(values)
+            hashes = hash_texts(values)
+            # Missing values have hash 0, and with it row 0.
+            return rows_of(hashes, feature.num_rows - 1) + (hashes != MISSING)
+
+        return FeatureIds(*encoded_texts(column, rows, feature.separator, feature.max_ids))
 
     def _num_rows(self, feature: SparseColumn) -> int:
         if feature.encoding == "vocabulary":
@@ -211,20 +221,30 @@ class Encoder:
 
 def columns_of(
     label: str, dense: Sequence[DenseColumn], features: Sequence[SparseColumn]
-) -> dict[str, ColumnKind]:
-    """The columns that are read, and what they are for."""
-    columns = {column.column: ColumnKind.NUMBER for column in dense}
+) -> dict[str, LogColumn]:
+    """Return the columns that are read, and what they are for."""
+    columns = {column.column: LogColumn(ColumnKind.NUMBER) for column in dense}
     for feature in features:
-        kind = ColumnKind.INTEGER if feature.is_time else ColumnKind.TEXT
+        column = LogColumn(ColumnKind.TEXT)
+        if feature.is_time:
+            is_number = feature.time_format in ("unix", "yymmddhh")
+            kind = ColumnKind.INTEGER if is_number else ColumnKind.WRITTEN_TIME
+            column = LogColumn(kind, "" if is_number else feature.time_format)
+        other = columns.setdefault(feature.source, column)
+        if other.time_format != column.time_format:
+            raise ConfigError(
+                f"column {feature.source!r} is a time ({column.time_format or other.time_format}) "
+                "for one feature, and something else for another; give all one time_format"
+            )
         # Integers are numbers as well as texts, so they serve several features.
-        if columns.setdefault(feature.source, kind) is not kind:
-            columns[feature.source] = ColumnKind.INTEGER
-    columns[label] = ColumnKind.LABEL
+        if other != column:
+            columns[feature.source] = LogColumn(ColumnKind.INTEGER)
+    columns[label] = LogColumn(ColumnKind.LABEL)
     return columns
 
 
 def transformed(column: pa.ChunkedArray, rules: DenseColumn) -> NDArray[np.float32]:
-    """A dense feature, filled, clipped, and on its logarithmic scale."""
+    """Fill and clip a dense feature, and put it on its logarithmic scale."""
     numbers = column.cast(pa.float32(), safe=False).to_numpy()
     values = np.where(np.isfinite(numbers), numbers, np.float32(rules.fill))
     np.clip(values, np.float32(rules.lowest), np.float32(rules.highest), out=values)
@@ -234,13 +254,23 @@ def transformed(column: pa.ChunkedArray, rules: DenseColumn) -> NDArray[np.float
 
 
 def time_rows(column: pa.ChunkedArray, feature: SparseColumn) -> NDArray[np.int64]:
-    """The rows of a part of a time: 1 for the first hour or day, 0 where it is missing."""
-    if pt.is_timestamp(column.type):
+    """Return the rows of a part of a time: 1 for the first hour or day, 0 where it is missing."""
+    if feature.time_format not in ("unix", "yymmddhh"):
+        texts = column
+        column, is_wrong = times_of(texts, feature.time_format)
+        if is_wrong.any():
+            text = texts[int(np.flatnonzero(is_wrong)[0])].as_py()
+            raise InputError(
+                f"{feature.source} is {text!r}, which is no time ({feature.time_format}); set its "
+                "time_format, or mend the file"
+            )
+    is_timestamp = pt.is_timestamp(column.type)
+    if is_timestamp:
         column = column.cast(pa.timestamp("s"), safe=False)
     times = column.cast(pa.int64())
     is_missing = np.asarray(times.is_null())
     numbers = times.fill_null(0).to_numpy()
-    if feature.time_format == "yymmddhh" and not pt.is_timestamp(column.type):
+    if feature.time_format == "yymmddhh" and not is_timestamp:
         numbers = _seconds(numbers)
     if feature.encoding == "hour":
         parts = numbers // _SECONDS_PER_HOUR % 24
@@ -250,8 +280,171 @@ def time_rows(column: pa.ChunkedArray, feature: SparseColumn) -> NDArray[np.int6
 
 
 def _seconds(digits: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Seconds since 1970 of times such as 14102100."""
+    """Turn times such as 14102100 into seconds since 1970."""
     days, hours = digits // 100, digits % 100
     months = (days // 10_000 + _CENTURY - 1970) * 12 + np.maximum(days // 100 % 100, 1) - 1
     first_days = months.astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)
     return (first_days + days % 100 - 1) * _SECONDS_PER_DAY + hours * _SECONDS_PER_HOUR
+
+
+class Moments:
+    """The mean and the standard deviation of numbers that come in parts, by Chan's rule."""
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+
+    def add(self, numbers: NDArray[np.float32]) -> None:
+        """Add some numbers."""
+        if not len(numbers):
+            return
+        part = numbers.astype(np.float64)
+        mean, count = float(part.mean()), self._count + len(part)
+        difference = mean - self._mean
+        self._squares += float(np.square(part - mean).sum())
+        self._squares += difference**2 * self._count * len(part) / count
+        self._mean += difference * len(part) / count
+        self._count = count
+
+    def scale(self, column: str) -> Scale:
+        """Return the moments of all numbers; the column is named in the error."""
+        std = math.sqrt(self._squares / self._count) if self._count else 0.0
+        if not std > 0:
+            raise ConfigError(
+                f"dense column {column!r} has one value in all training rows, so it can't be "
+                "standardised; leave it out, or its scale"
+            )
+        return Scale(self._mean, std)
+
+
+class Prepared:
+    """Vocabularies and scales in a folder. What isn't there is made by one pass; what is there is
+    used as it is, also for other files, so that ids stay what they were."""
+
+    def __init__(
+        self, folder: str, dense: tuple[DenseColumn, ...], features: tuple[SparseColumn, ...]
+    ) -> None:
+        """
+        Args:
+            folder: where they are kept.
+            dense: the dense features.
+            features: the sparse features.
+        """
+        self._folder = Path(folder)
+        self._features = {
+            feature.name: feature for feature in features if feature.encoding == "vocabulary"
+        }
+        self._dense = {column.column: column for column in dense if column.scale == "measured"}
+        if not folder and (self._features or self._dense):
+            name = next(iter([*self._features, *self._dense]))
+            raise ConfigError(
+                f"prepared is empty, and {name!r} needs a vocabulary or a measured scale; name a "
+                "folder where they are kept"
+            )
+
+    def prepare(
+        self, selection: Selection, progress: Progress | None = None
+    ) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
+        """Return the vocabularies by feature and the scales by column, made of training rows."""
+        counters = {
+            name: ValueCounter() for name in self._features if not self._file(name).exists()
+        }
+        scales = self._read_scales()
+        moments = {name: Moments() for name in self._dense if name not in scales}
+        if counters or moments:
+            self._pass(selection, counters, moments, progress)
+            for name, counter in counters.items():
+                feature = self._features[name]
+                most = max(feature.num_rows - NUM_RESERVED, 0)
+                table = counter.frequent(feature.min_count, most)
+                write_vocabulary(self._file(name), table, _rules(feature))
+            scales |= {name: moment.scale(name) for name, moment in moments.items()}
+        if moments:
+            content = {
+                name: {"rules": _dense_rules(self._dense[name]), **asdict(scale)}
+                for name, scale in scales.items()
+            }
+            write_prepared(self._folder / _SCALES, json.dumps(content, indent=2).encode())
+        return self._vocabularies(), scales
+
+    def read(self) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
+        """Return the vocabularies by feature and the scales by column, all of which have to exist.
+
+        Raises:
+            ConfigError: one doesn't.
+        """
+        scales = self._read_scales()
+        missing = [
+            *(self._file(name) for name in self._features if not self._file(name).exists()),
+            *(f"the scale of {name}" for name in self._dense if name not in scales),
+        ]
+        if missing:
+            raise ConfigError(f"{self._folder} lacks {missing[0]}; copy it whole")
+        return self._vocabularies(), scales
+
+    def _vocabularies(self) -> dict[str, Vocabulary]:
+        return {
+            name: Vocabulary(read_vocabulary(self._file(name), _rules(feature)))
+            for name, feature in self._features.items()
+        }
+
+    def _pass(
+        self,
+        selection: Selection,
+        counters: Mapping[str, ValueCounter],
+        moments: Mapping[str, Moments],
+        progress: Progress | None,
+    ) -> None:
+        num_rows = 0
+        with selection.reader() as reader:
+            for piece in selection.pieces:
+                table = reader.read(piece)
+                for name, counter in counters.items():
+                    feature = self._features[name]
+                    texts = texts_of(table[feature.source], feature.separator, feature.max_ids)
+                    counter.add(texts.values)
+                for name, moment in moments.items():
+                    moment.add(transformed(table[name], self._dense[name]))
+                num_rows += piece.num_rows
+                if progress is not None:
+                    progress("counting values", num_rows, selection.num_rows)
+
+    def _file(self, feature: str) -> Path:
+        return self._folder / f"vocabulary_{feature}.parquet"
+
+    def _read_scales(self) -> dict[str, Scale]:
+        path = self._folder / _SCALES
+        if not self._dense or not path.exists():
+            return {}
+        try:
+            stored = json.loads(path.read_text())
+            scales = {}
+            for name, column in self._dense.items():
+                if name in stored:
+                    rules = stored[name]["rules"]
+                    if rules != _dense_rules(column):
+                        raise ConfigError(
+                            f"{path}: {name!r} was measured with {rules}, and the config says "
+                            f"{_dense_rules(column)}; delete the file to measure again"
+                        )
+                    scales[name] = Scale(float(stored[name]["mean"]), float(stored[name]["std"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{path} can't be read: {error}; delete it, and it is made again"
+            ) from error
+        return scales
+
+
+def _rules(feature: SparseColumn) -> str:
+    return (
+        f"column={feature.source!r}, min_count={feature.min_count}, num_rows={feature.num_rows}, "
+        f"separator={feature.separator!r}, max_ids={feature.max_ids}"
+    )
+
+
+def _dense_rules(column: DenseColumn) -> str:
+    return (
+        f"fill={column.fill}, lowest={column.lowest}, highest={column.highest}, "
+        f"log1p={column.log1p}"
+    )

@@ -1,73 +1,213 @@
-"""The files of a log: listed in a fixed order, opened with errors that name them."""
+"""A log's files on any file system: listed in a fixed order, opened with errors that name them."""
 
-import glob
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+from fsspec.core import url_to_fs
+from pyarrow import fs
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.section import replace_whole
 
-_PARQUET = (".parquet", ".pq")
-_GZIP = (".gz", ".gzip")
+_COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+_FORMATS = {
+    **dict.fromkeys([".parquet", ".pq"], "parquet"),
+    **dict.fromkeys([".feather", ".arrow", ".ipc"], "feather"),
+    **dict.fromkeys([".json", ".jsonl", ".ndjson"], "json"),
+    ".orc": "orc",
+}
+_PATTERN = re.compile(r"[*?[]")
+_LOCAL = fs.LocalFileSystem()
+
+
+class FileKind(NamedTuple):
+    """A file's format, by its name."""
+
+    format: str
+    """ "parquet", "orc", "feather", "json" or "text"."""
+
+    compression: str | None
+    """pyarrow's name of the compression; `None` for none."""
+
+
+def kind_of(file: str) -> FileKind:
+    """Return a file's format, by the endings of its name; any other name is a text file's."""
+    stem, ending = os.path.splitext(file.lower())
+    compression = _COMPRESSIONS.get(ending)
+    if compression is not None:
+        ending = os.path.splitext(stem)[1]
+    return FileKind(_FORMATS.get(ending, "text"), compression)
+
+
+def file_system(file: str) -> tuple[fs.FileSystem, str]:
+    """Return a path's file system, by pyarrow or else by fsspec, and the path in it."""
+    if "://" not in file:
+        return _LOCAL, file
+    try:
+        return fs.FileSystem.from_uri(file)
+    except pa.ArrowInvalid:  # A scheme that pyarrow doesn't know.
+        try:
+            system, path = url_to_fs(file)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"files: {file} can't be opened: {error}") from error
+        return fs.PyFileSystem(fs.FSSpecHandler(system)), path
 
 
 def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
-    """The files that paths and patterns name: patterns as given, those of one pattern by name, with
-    the numbers in names in their order.
+    """List the files that paths and patterns name, those of one pattern in the order of the numbers
+    in their names.
 
     Raises:
-        ConfigError: a pattern names no file, or two name the same.
+        ConfigError: a pattern names no file or a folder, or two name the same file.
     """
     files: list[str] = []
     for pattern in patterns:
-        # A path may have brackets of its own.
-        names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
+        system, path = file_system(pattern)
+        prefix = pattern.removesuffix(path)
+        with reading(pattern):
+            info = system.get_file_info(path)
+            if info.type == fs.FileType.Directory:
+                raise ConfigError(
+                    f"files: {pattern} is a folder; name its files, such as {pattern}/*.csv"
+                )
+            # A path may have brackets of its own.
+            is_file = info.type != fs.FileType.NotFound
+            names = [path] if is_file else _matching(system, path)
         if not names:
-            raise ConfigError(
-                f"files: nothing is named {str(Path(pattern).absolute())!r}; check the path or the "
-                "pattern"
-            )
-        files += sorted(names, key=_by_numbers)
-    for name in files:
-        if Path(name).is_dir():
-            raise ConfigError(f"files: {name} is a folder; name its files, such as {name}/*.csv")
-    repeated = sorted({name for name in files if files.count(name) > 1}) if files else []
+            shown = pattern if prefix else str(Path(pattern).absolute())
+            raise ConfigError(f"files: nothing is named {shown!r}; check the path or the pattern")
+        files += [prefix + name for name in sorted(names, key=_by_numbers)]
+    repeated = sorted({name for name in files if files.count(name) > 1})
     if repeated:
         raise ConfigError(f"files: {repeated[0]} is named twice, so its rows would be, too")
     return tuple(files)
 
 
+def _matching(system: fs.FileSystem, pattern: str) -> list[str]:
+    """Return the files that a pattern names; ``**`` stands for any number of folders."""
+    special = _PATTERN.search(pattern)
+    if special is None:
+        return []
+    folder, _, _ = pattern[: special.start()].rpartition("/")
+    is_absolute = pattern.startswith("/")
+    base = folder or ("/" if is_absolute else "." if system == _LOCAL else "")
+    is_deep = "/" in pattern[special.start() :]
+    selector = fs.FileSelector(base, allow_not_found=True, recursive=is_deep)
+    wanted = pattern.split("/")
+    paths = [info.path for info in system.get_file_info(selector) if info.is_file]
+    if base == ".":
+        paths = [path.removeprefix("./") for path in paths]
+    return [path for path in paths if _matches(path.split("/"), wanted)]
+
+
+def _matches(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    if not wanted or not parts:
+        return not wanted and not parts
+    if wanted[0] == "**":
+        return _matches(parts, wanted[1:]) or _matches(parts[1:], wanted)
+    is_hidden = parts[0].startswith(".") and not wanted[0].startswith(".")
+    return not is_hidden and fnmatchcase(parts[0], wanted[0]) and _matches(parts[1:], wanted[1:])
+
+
 def _by_numbers(name: str) -> list[tuple[str, int]]:
-    """The key of a name in an order in which ``day_9`` is before ``day_10``."""
+    """Return the key of a name in an order in which ``day_9`` is before ``day_10``."""
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
-
-
-def is_parquet(file: str) -> bool:
-    """Whether a file is Parquet, by its name."""
-    return file.lower().endswith(_PARQUET)
-
-
-def is_gzip(file: str) -> bool:
-    """Whether a file of text is compressed, by its name."""
-    return file.lower().endswith(_GZIP)
 
 
 @contextmanager
 def reading(file: str) -> Iterator[None]:
-    """Turn errors of the system into a `ConfigError` that names the file."""
+    """Turn the system's errors into a `ConfigError` that names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number else ""
         raise ConfigError(
-            f"{file} can't be read: {reason}; check the path, its permissions, and that it is whole"
+            f"{file} can't be read: {reason or error}; check the path, its permissions, and that "
+            "it is whole"
         ) from error
 
 
-def fingerprint(file: str) -> dict[str, int]:
-    """The size and the time of a file, by which a changed one is noticed."""
+class FileState(NamedTuple):
+    """A file's size and time, by which a changed one is noticed."""
+
+    num_bytes: int
+    """The size."""
+
+    mtime_ns: int
+    """When it was written, where the file system knows; else 0."""
+
+
+def state_of(file: str) -> FileState:
+    """Look up a file's size and time."""
+    system, path = file_system(file)
     with reading(file):
-        status = Path(file).stat()
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+        info = system.get_file_info(path)
+        if not info.is_file:
+            raise FileNotFoundError("it isn't there")
+    return FileState(info.size or 0, info.mtime_ns or 0)
+
+
+def open_stream(file: str) -> tuple[pa.NativeFile, pa.NativeFile]:
+    """Open a file; return what it holds, decompressed, and the file itself."""
+    system, path = file_system(file)
+    raw = system.open_input_file(path)
+    compression = kind_of(file).compression
+    return (pa.CompressedInputStream(raw, compression) if compression else raw), raw
+
+
+def columnar_fragment(
+    file: str, file_format: ds.FileFormat, at: tuple[fs.FileSystem, str] | None = None
+) -> ds.Fragment:
+    """Return a file whose format names its columns, as a fragment of a pyarrow dataset.
+
+    Args:
+        file: the file that errors name.
+        file_format: how it is read.
+        at: what is read in its stead.
+
+    Raises:
+        ConfigError: it is damaged, or of another format.
+    """
+    system, path = at or file_system(file)
+    with reading(file):
+        try:
+            fragment = file_format.make_fragment(path, filesystem=system)
+            fragment.physical_schema  # noqa: B018 - opens the file
+        except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, FileNotFoundError | PermissionError):
+                raise
+            name = kind_of(file).format.capitalize()
+            raise ConfigError(f"{file} is no {name} file, or it is damaged: {error}") from error
+    return fragment
+
+
+def write_prepared(path: Path, content: bytes) -> None:
+    """Write a file that was prepared as a whole, whoever writes it at the same time.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    with writing_prepared(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_whole(path, content, suffix=f"{os.getpid()}.draft")
+
+
+@contextmanager
+def writing_prepared(path: Path) -> Iterator[None]:
+    """Turn the system's errors into a `ConfigError` that names the key ``prepared``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"prepared: {path} can't be written: {error.strerror or error}; give a folder that "
+            "can, or leave it out"
+        ) from error

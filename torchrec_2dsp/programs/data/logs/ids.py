@@ -1,7 +1,9 @@
-"""Turn a column's values into ids: as texts, by a hash, or by a vocabulary."""
+"""Turn a column's values into texts, and texts into ids, by a hash or a vocabulary, or times."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,27 @@ import pyarrow.types as pt
 from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.logs.row_index import write_prepared
+from torchrec_2dsp.programs.data.logs.files import write_prepared
 
 compute: Any = pyarrow.compute
-"""The functions, which pyarrow makes when it is imported, so that type checkers don't see them."""
+"""pyarrow's functions, which it makes when it is imported, so that type checkers don't see them."""
+
+MISSING_ROW, UNKNOWN_ROW, NUM_RESERVED = 0, 1, 2
+"""The rows of values that are missing, or that the vocabulary lacks, and how many these are."""
+MISSING = np.uint64(0)
+"""The hash of an empty text, and, once in 2**64 times, of another one."""
+Hashes = NDArray[np.uint64]
+
+TIMES = pa.timestamp("us")
+"""The type of times in files that were converted."""
+
+_MAX_PENDING = 4_000_000
+_LENGTH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_WORD_BYTES = 8
+_MASKS = np.array(
+    [(1 << (8 * num_bytes)) - 1 for num_bytes in range(_WORD_BYTES + 1)], dtype=np.uint64
+)
 
 
 @dataclass(frozen=True)
@@ -31,9 +50,9 @@ class Texts:
 
 
 def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> Texts:
-    """The values of a column as texts.
+    """Return a column's values as texts without nulls.
 
-    An integer and the text of it are the same value, so that a log has the same ids as CSV and as
+    An integer and its text are the same value, so that a log has the same ids as CSV and as
     Parquet. A row without a list has an empty one.
 
     Args:
@@ -69,22 +88,40 @@ def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> 
         if is_empty.any():
             values = values.filter(pa.array(~np.repeat(is_empty, lengths)))
             lengths[is_empty] = 0
-    return _last(Texts(values, lengths), max_ids) if max_ids else Texts(values, lengths)
+    if max_ids and (lengths > max_ids).any():
+        to_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(values))
+        values = values.filter(pa.array(to_end <= max_ids))
+        lengths = np.minimum(lengths, max_ids).astype(np.int32)
+    return Texts(values, lengths)
 
 
-def _last(texts: Texts, max_ids: int) -> Texts:
-    """The last values of each row."""
-    assert texts.lengths is not None
-    if not (texts.lengths > max_ids).any():
-        return texts
-    to_end = np.repeat(np.cumsum(texts.lengths), texts.lengths) - np.arange(len(texts.values))
-    values = texts.values.filter(pa.array(to_end <= max_ids))
-    return Texts(values, np.minimum(texts.lengths, max_ids).astype(np.int32))
+def encoded_texts(
+    column: pa.ChunkedArray,
+    encode: Callable[[pa.BinaryArray], NDArray[Any]],
+    separator: str = "",
+    max_ids: int = 0,
+) -> tuple[NDArray[Any], NDArray[np.int32] | None]:
+    """Encode a column's values, each distinct one of a dictionary once, and return the lengths."""
+    num_values = (
+        sum(len(chunk.dictionary) for chunk in column.chunks)
+        if (pt.is_dictionary(column.type))
+        else len(column)
+    )
+    if separator or num_values >= len(column):
+        texts = texts_of(column, separator, max_ids)
+        return encode(texts.values), texts.lengths
+    missing = pa.array([b""])
+    parts = []
+    for chunk in column.chunks:
+        codes = encode(pa.concat_arrays([_as_binary(chunk.dictionary), missing]))
+        parts.append(codes[np.asarray(chunk.indices.fill_null(len(chunk.dictionary)))])
+    return np.concatenate(parts), None
 
 
 def _joined(column: pa.ChunkedArray) -> pa.Array:
     if column.num_chunks == 1:
         return column.chunk(0)
+    column = column.unify_dictionaries()
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
@@ -98,20 +135,53 @@ def _as_binary(array: pa.Array) -> pa.BinaryArray:
     return array.fill_null(b"") if array.null_count else array
 
 
-_LENGTH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_WORD_BYTES = 8
-_MASKS = np.array(
-    [(1 << (8 * num_bytes)) - 1 for num_bytes in range(_WORD_BYTES + 1)], dtype=np.uint64
-)
+def times_of(
+    column: pa.ChunkedArray, time_format: str
+) -> tuple[pa.ChunkedArray, NDArray[np.bool_]]:
+    """Parse texts as times, in UTC, and return which of them aren't missing and are no time.
 
-MISSING = np.uint64(0)
-"""The hash of an empty text, and, once in 2**64 times, of another one."""
-Hashes = NDArray[np.uint64]
+    Args:
+        column: texts or timestamps; an empty text is missing.
+        time_format: "iso", or a pattern of strptime.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> from torchrec_2dsp.programs.data.logs.ids import times_of
+        >>> times, is_wrong = times_of(pa.chunked_array([["2014-10-21T03:00Z", "soon"]]), "iso")
+        >>> str(times[0]), is_wrong.tolist()
+        ('2014-10-21 03:00:00', [False, True])
+    """
+    if pt.is_timestamp(column.type) or pt.is_date(column.type):
+        times = column.cast(TIMES, safe=False)
+        return times, np.zeros(len(column), dtype=bool)
+    texts = pa.chunked_array([_joined(column)]).cast(pa.string())
+    texts = compute.if_else(compute.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+    if time_format != "iso":
+        times = compute.strptime(texts, format=time_format, unit="us", error_is_null=True)
+        times = times.cast(TIMES)
+    else:
+        try:
+            times = texts.cast(TIMES)
+        except pa.ArrowInvalid:  # Time zones, or texts that are no times.
+            times = pa.chunked_array([pa.array(map(_iso_time, texts.to_pylist()), TIMES)])
+    is_wrong = np.asarray(times.is_null()) & np.asarray(texts.is_valid())
+    return times, is_wrong
+
+
+def _iso_time(text: str | None) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return time.astimezone(UTC).replace(tzinfo=None) if time.tzinfo else time
 
 
 def hash_texts(texts: pa.BinaryArray) -> Hashes:
-    """One 64-bit hash for each text, `MISSING` for an empty one; none may be null.
+    """Hash each text to 64 bits, equal on every platform: `MISSING` for an empty one; none is null.
+
+    Every eight bytes of a text are one number, read as little-endian, and are mixed into the state
+    by the finaliser of splitmix64. The loop runs over the words of the longest text, not over
+    values.
 
     Example:
         >>> import pyarrow as pa
@@ -142,9 +212,9 @@ def hash_texts(texts: pa.BinaryArray) -> Hashes:
 
 
 def rows_of(hashes: Hashes, num_rows: int) -> NDArray[np.int64]:
-    """A row in 0..num_rows-1 for each hash; ``num_rows`` is at most 2**31.
+    """Return a row in 0..num_rows-1 for each hash; ``num_rows`` is at most 2**31.
 
-    The upper half of the hash is a fraction, of which ``num_rows`` is taken: that is as even as a
+    The hash's upper half is a fraction, of which ``num_rows`` is taken: that is as even as a
     remainder, and faster.
     """
     rows = hashes >> np.uint64(32)
@@ -154,14 +224,14 @@ def rows_of(hashes: Hashes, num_rows: int) -> NDArray[np.int64]:
 
 
 def fractions_of(hashes: Hashes) -> NDArray[np.float64]:
-    """A number in [0, 1) for each hash, independent of its row in any table."""
+    """Return a number in [0, 1) for each hash, independent of its row in any table."""
     mixed = hashes ^ _LENGTH_FACTOR
     _mix_(mixed)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def collision_rate(num_values: float, num_rows: int) -> float:
-    """The expected share of values that share their row with another value.
+    """Return the expected share of values that share their row with another value.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.ids import collision_rate
@@ -176,7 +246,7 @@ def collision_rate(num_values: float, num_rows: int) -> float:
 
 
 def values_behind(rows_used: float, num_rows: int) -> float:
-    """How many values were hashed, if that many of the rows were hit; infinite if all were.
+    """Estimate how many values were hashed to that many rows; infinite if all rows were hit.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.ids import values_behind
@@ -211,7 +281,7 @@ def _offsets(texts: pa.BinaryArray) -> NDArray[np.int64]:
 
 
 def _words(texts: pa.BinaryArray) -> Hashes:
-    """The eight bytes from each place of the texts on, zeros behind their end."""
+    """Return the eight bytes from each place of the texts on, zeros behind their end."""
     data = texts.buffers()[2]
     num_bytes = 0 if data is None else data.size
     padded = np.zeros(num_bytes + _WORD_BYTES, dtype=np.uint8)
@@ -220,14 +290,11 @@ def _words(texts: pa.BinaryArray) -> Hashes:
     return np.ndarray((num_bytes + 1,), dtype="<u8", buffer=padded, strides=(1,))
 
 
-MISSING_ROW, UNKNOWN_ROW, NUM_RESERVED = 0, 1, 2
-"""The rows of values that are missing, or that the vocabulary lacks, and how many these are."""
-_MAX_PENDING = 4_000_000
-
-
 class Vocabulary:
-    """Finds the rows of values. A value is told by its 64-bit hash: that one of the values it lacks
-    has the hash of one that it has, happens once in 10^13 values for a million rows.
+    """Maps the most frequent values to rows of their own.
+
+    A value is recognised by its 64-bit hash: an unknown value has the hash of a known one once in
+    10^13 values for a million rows.
 
     Example:
         >>> import pyarrow as pa
@@ -254,7 +321,7 @@ class Vocabulary:
         return len(self._rows) + NUM_RESERVED
 
     def rows(self, values: pa.BinaryArray) -> NDArray[np.int64]:
-        """The row of each value."""
+        """Return each value's row."""
         rows = np.full(len(values), UNKNOWN_ROW, dtype=np.int64)
         hashes = hash_texts(values)
         if len(self._hashes):
@@ -265,7 +332,7 @@ class Vocabulary:
 
 
 class ValueCounter:
-    """Counts the different values of a feature; it has all of them in memory."""
+    """Counts a feature's distinct values, all of them in memory."""
 
     def __init__(self) -> None:
         self._counted: list[pa.Table] = []
@@ -285,11 +352,11 @@ class ValueCounter:
             self._num_pending = 0
 
     def frequent(self, min_count: int, max_values: int) -> pa.Table:
-        """The most frequent values and how often they are; of equally frequent ones, the smaller
-        text is first.
+        """Return the most frequent values with their counts; of equal counts, the smaller text
+        comes first.
 
         Args:
-            min_count: values that are rarer are left out.
+            min_count: rarer values are left out.
             max_values: the most values; 0 for all.
         """
         table = self._merged()
@@ -318,7 +385,7 @@ def write_vocabulary(path: Path, table: pa.Table, rules: str) -> None:
 
 
 def read_vocabulary(path: Path, rules: str) -> pa.BinaryArray:
-    """The values of a vocabulary that was chosen by these rules."""
+    """Read the values of a vocabulary that was chosen by these rules."""
     try:
         table = pq.read_table(path)
         values = table["value"].cast(pa.binary())

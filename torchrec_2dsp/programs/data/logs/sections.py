@@ -1,9 +1,11 @@
 """The section ``[data]`` of a config, for logs: tables, two of them well known, interactions."""
 
+from abc import abstractmethod
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from torchrec_2dsp.programs.data.dataset import Progress
 from torchrec_2dsp.programs.data.logs.config import (
     DenseColumn,
     InteractionsLayout,
@@ -11,8 +13,9 @@ from torchrec_2dsp.programs.data.logs.config import (
     SparseColumn,
     TableLayout,
 )
-from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
-from torchrec_2dsp.programs.data.logs.table_data import TableData
+from torchrec_2dsp.programs.data.logs.conversion import convert
+from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData, interactions_to_convert
+from torchrec_2dsp.programs.data.logs.table_data import TableData, files_to_convert
 
 _CRITEO_DENSE = tuple(f"I{number}" for number in range(1, 14))
 _CRITEO_SPARSE = tuple(f"C{number}" for number in range(1, 27))
@@ -26,7 +29,7 @@ _AVAZU_SIZES = ("C15", "C16")
 
 
 class TableConfig(TableLayout):
-    """A log of rows with a label, as CSV, TSV or Parquet.
+    """A log of rows with a label, as text, Parquet, ORC, Feather or JSON lines.
 
     Example:
         >>> from torchrec_2dsp.programs.config.config_file import make_config
@@ -43,12 +46,19 @@ class TableConfig(TableLayout):
     kind: Literal["table"] = "table"
     """The kind of data."""
 
-    def dataset(self) -> TableData:
-        """The batches that the section describes.
+    def dataset(self, progress: Progress | None = None) -> TableData:
+        """Open the log.
 
-        Counts rows, and makes vocabularies and scales that ``prepared`` doesn't have yet.
+        Converts files, and makes vocabularies and scales, that ``prepared`` doesn't have yet.
+
+        Args:
+            progress: told how far that is.
         """
-        return TableData(self)
+        return TableData(self, progress)
+
+    def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
+        """Convert a rank's share of the files that have to be, so that opening them is quick."""
+        convert(files_to_convert(self), rank=rank, world_size=world_size, progress=progress)
 
 
 class KnownLogConfig(LogConfig):
@@ -75,7 +85,7 @@ class KnownLogConfig(LogConfig):
         return self
 
     def sparse(self, names: tuple[str, ...]) -> tuple[SparseColumn, ...]:
-        """The sparse features of some columns."""
+        """Return the sparse features of some columns."""
         unknown = sorted(self.rows.keys() - set(names))
         if unknown:
             raise ValueError(f"rows: there is no feature {unknown[0]!r}; use {', '.join(names)}")
@@ -91,8 +101,25 @@ class KnownLogConfig(LogConfig):
         )
 
     def log_keys(self) -> dict[str, object]:
-        """The keys that a table has, too."""
+        """Return the keys that a table has, too."""
         return {name: getattr(self, name) for name in LogConfig.model_fields}
+
+    @abstractmethod
+    def table(self) -> TableConfig:
+        """Return the log as a table."""
+
+    @model_validator(mode="after")
+    def _check_table(self) -> Self:
+        self.table()
+        return self
+
+    def dataset(self, progress: Progress | None = None) -> TableData:
+        """Open the log; see `TableConfig.dataset`."""
+        return self.table().dataset(progress)
+
+    def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
+        """Convert a rank's share of the files; see `TableConfig.convert`."""
+        self.table().convert(rank, world_size, progress)
 
 
 class CriteoConfig(KnownLogConfig):
@@ -109,13 +136,8 @@ class CriteoConfig(KnownLogConfig):
     kind: Literal["criteo"] = "criteo"
     """The kind of data."""
 
-    @model_validator(mode="after")
-    def _check_table(self) -> Self:
-        self.table()
-        return self
-
     def table(self) -> TableConfig:
-        """The log as a table."""
+        """Return the log as a table."""
         return TableConfig.model_validate(
             {
                 **self.log_keys(),
@@ -129,10 +151,6 @@ class CriteoConfig(KnownLogConfig):
                 "features": self.sparse(_CRITEO_SPARSE),
             }
         )
-
-    def dataset(self) -> TableData:
-        """The batches that the section describes; see `TableConfig.dataset`."""
-        return self.table().dataset()
 
 
 class AvazuConfig(KnownLogConfig):
@@ -148,13 +166,8 @@ class AvazuConfig(KnownLogConfig):
     kind: Literal["avazu"] = "avazu"
     """The kind of data."""
 
-    @model_validator(mode="after")
-    def _check_table(self) -> Self:
-        self.table()
-        return self
-
     def table(self) -> TableConfig:
-        """The log as a table."""
+        """Return the log as a table."""
         times = [
             SparseColumn(name=part, column="hour", encoding=part, time_format="yymmddhh")
             for part in ("hour", "weekday")
@@ -173,10 +186,6 @@ class AvazuConfig(KnownLogConfig):
             }
         )
 
-    def dataset(self) -> TableData:
-        """The batches that the section describes; see `TableConfig.dataset`."""
-        return self.table().dataset()
-
 
 class InteractionsConfig(InteractionsLayout):
     """A log of interactions: who used which item when. It becomes one sequence for each user, of
@@ -193,6 +202,11 @@ class InteractionsConfig(InteractionsLayout):
     kind: Literal["interactions"] = "interactions"
     """The kind of data."""
 
-    def dataset(self) -> SequenceData:
-        """The batches that the section describes. Reads the whole log."""
-        return SequenceData(self)
+    def dataset(self, progress: Progress | None = None) -> SequenceData:
+        """Open the log and read all of it; see `TableConfig.dataset`."""
+        return SequenceData(self, progress)
+
+    def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
+        """Convert a rank's share of the files; see `TableConfig.convert`."""
+        files = interactions_to_convert(self)
+        convert(files, rank=rank, world_size=world_size, progress=progress)

@@ -1,7 +1,10 @@
-"""Sequences of a log of interactions as a dataset."""
+"""`SequenceData`: a log of interactions as a dataset, one sequence for each user.
+
+Sequences need all interactions of a user, which may be anywhere in the files. So a log is grouped
+in memory: about 30 bytes an interaction remain.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -13,16 +16,15 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.dataset import Progress, Split
 from torchrec_2dsp.programs.data.logs.batches import BatchStream, EpochPlan, check_batch, row_order
-from torchrec_2dsp.programs.data.logs.blocks import ColumnKind, LogSource
 from torchrec_2dsp.programs.data.logs.config import InteractionsLayout
+from torchrec_2dsp.programs.data.logs.conversion import ConvertedFile
 from torchrec_2dsp.programs.data.logs.encoder import FeatureIds, LogFeature, Samples
 from torchrec_2dsp.programs.data.logs.files import list_files
-from torchrec_2dsp.programs.data.logs.ids import compute, texts_of
-from torchrec_2dsp.programs.data.logs.malformed import MalformedLines
-from torchrec_2dsp.programs.data.logs.row_index import RowIndex
-from torchrec_2dsp.programs.data.logs.sources import FileFormat, open_source
+from torchrec_2dsp.programs.data.logs.ids import TIMES, compute, texts_of, times_of
+from torchrec_2dsp.programs.data.logs.source import LogReader, LogSource, converted_files
+from torchrec_2dsp.programs.data.logs.text import ColumnKind, Columns, LogColumn, MalformedLines
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,18 @@ class InteractionLog:
 
     @cached_property
     def item_names(self) -> tuple[str, ...]:
-        """The names of the items, with a mark for bytes that are no text."""
+        """The items' names, with a mark for bytes that are no text."""
         return tuple(value.decode("utf-8", "replace") for value in self.item_values.to_pylist())
 
     @property
     def num_users(self) -> int:
-        """How many users there are."""
+        """The number of users."""
         return len(self.starts)
 
     def last_items(
         self, users: NDArray[np.int64], *, max_length: int, without_last: bool
     ) -> FeatureIds:
-        """The last items of some users, oldest first.
+        """Return the last items of some users, oldest first.
 
         Args:
             users: numbers of users.
@@ -73,15 +75,23 @@ class InteractionLog:
 
 
 def read_interactions(
-    source: LogSource, *, user: str, item: str, time: str, min_items: int, incomplete_limit: int
+    source: LogSource,
+    *,
+    user: str,
+    item: str,
+    time: str,
+    time_format: str,
+    min_items: int,
+    incomplete_limit: int,
 ) -> InteractionLog:
-    """Group a log by user.
+    """Group a log by user, in memory, by sorting arrays.
 
     Args:
         source: the rows.
         user: the column of the users.
         item: the column of the items.
         time: the column that orders a user's items; those of one time stay in the log's order.
+        time_format: how a time is written.
         min_items: users with fewer items are left out.
         incomplete_limit: how many rows may lack a user, an item or a time; they are left out.
 
@@ -89,11 +99,11 @@ def read_interactions(
         InputError: more rows are incomplete.
         ConfigError: no user is left.
     """
-    columns = {user: ColumnKind.TEXT, item: ColumnKind.TEXT, time: ColumnKind.TIME}
-    tables = [source.read(block, columns) for block in source.blocks]
+    with LogReader(source) as reader:
+        tables = [reader.block(block) for block in source.blocks]
     users = texts_of(pa.chunked_array([part for table in tables for part in table[user].chunks]))
     items = texts_of(pa.chunked_array([part for table in tables for part in table[item].chunks]))
-    times = np.concatenate([_times(table[time]) for table in tables])
+    times = np.concatenate([_times(table[time], time_format) for table in tables])
     is_whole = ~np.isnan(times)
     for texts in (users, items):
         is_whole &= np.asarray(compute.binary_length(texts.values)) > 0
@@ -128,7 +138,7 @@ def read_interactions(
 
 
 def _by_frequency(values: pa.BinaryArray) -> tuple[NDArray[np.int64], pa.BinaryArray]:
-    """Numbers for values, the most frequent 0; of equally frequent ones, the smaller text first."""
+    """Number values, the most frequent 0; of equally frequent ones, the smaller text first."""
     encoded = values.dictionary_encode()
     numbers = np.asarray(encoded.indices).astype(np.int64)
     counts = np.bincount(numbers, minlength=len(encoded.dictionary))
@@ -143,9 +153,15 @@ def _by_frequency(values: pa.BinaryArray) -> tuple[NDArray[np.int64], pa.BinaryA
     return ranks[numbers], encoded.dictionary.take(pa.array(order))
 
 
-def _times(column: pa.ChunkedArray) -> NDArray[np.float64]:
+def _times(column: pa.ChunkedArray, time_format: str) -> NDArray[np.float64]:
+    if time_format != "unix":
+        column, is_wrong = times_of(column, time_format)
+        if is_wrong.any():
+            raise InputError(
+                f"{int(is_wrong.sum())} times aren't written as time_format={time_format!r} says"
+            )
     if pt.is_timestamp(column.type):
-        column = column.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+        column = column.cast(TIMES, safe=False).cast(pa.int64())
     return column.cast(pa.float64(), safe=False).to_numpy()
 
 
@@ -159,36 +175,32 @@ class SequenceData:
     All labels are 1, and there are no dense features.
     """
 
-    def __init__(self, config: InteractionsLayout) -> None:
+    def __init__(self, config: InteractionsLayout, progress: Progress | None = None) -> None:
         """
         Args:
             config: the section of the config.
+            progress: called while files are converted.
         """
         self._config = config
         self.malformed = MalformedLines(config.malformed_limit)
         """The lines that couldn't be read."""
-        layout = FileFormat(
-            names=config.columns,
-            delimiter=config.delimiter,
-            quote=config.quote,
-            block_bytes=2**24,
-            block_rows=2**18,
+        source = LogSource(
+            config.layout,
+            list_files(config.files),
+            _columns(config),
+            prepared=config.prepared,
+            malformed=self.malformed,
+            progress=progress,
         )
-        columns = {
-            config.user: ColumnKind.TEXT,
-            config.item: ColumnKind.TEXT,
-            config.time: ColumnKind.TIME,
-        }
-        files = list_files(config.files)
-        with closing(open_source(layout, files, columns, self.malformed, RowIndex(""))) as source:
-            self.log: InteractionLog = read_interactions(
-                source,
-                user=config.user,
-                item=config.item,
-                time=config.time,
-                min_items=config.min_items,
-                incomplete_limit=config.malformed_limit,
-            )
+        self.log: InteractionLog = read_interactions(
+            source,
+            user=config.user,
+            item=config.item,
+            time=config.time,
+            time_format=config.time_format,
+            min_items=config.min_items,
+            incomplete_limit=config.malformed_limit,
+        )
         """The sequences of all users."""
         lengths = np.minimum(self.log.lengths - 1, config.max_length)
         self.features: Sequence[LogFeature] = (
@@ -198,19 +210,19 @@ class SequenceData:
 
     @property
     def num_dense(self) -> int:
-        """How many dense features there are: none."""
+        """The number of dense features: none."""
         return 0
 
     def num_rows(self, split: Split) -> int:
-        """How many samples a split has: one for each user."""
+        """Return how many samples a split has: one for each user."""
         return self.log.num_users
 
     def num_batches(self, split: Split, global_batch_size: int) -> int:
-        """How many batches an epoch of a split has."""
+        """Return how many batches an epoch of a split has."""
         return self._plan(global_batch_size).num_batches
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """How many global batches all epochs have; `None` if epochs never end."""
+        """Return how many global batches all epochs have; `None` if epochs never end."""
         if not self._config.epochs:
             return None
         return self._config.epochs * self.num_batches(Split.TRAIN, global_batch_size)
@@ -218,7 +230,7 @@ class SequenceData:
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> BatchStream:
-        """This rank's part of the global batches of a split; see `Dataset.batches`.
+        """Make this rank's part of a split's global batches; see `Dataset.batches`.
 
         Training batches end after the config's epochs, held-out ones after one.
         """
@@ -228,7 +240,7 @@ class SequenceData:
         return self._stream(lambda: self._read(split, plan, rank, world_size, start))
 
     def samples_once(self, split: Split, *, rank: int, world_size: int) -> BatchStream:
-        """Every user of a split once, dealt to ranks, in batches of any size."""
+        """Make a sample of every user once, dealt to ranks, in batches of any size."""
 
         def batches() -> Iterator[Batch]:
             users = np.arange(rank, self.log.num_users, world_size)
@@ -268,3 +280,17 @@ class SequenceData:
 
     def _plan(self, global_batch_size: int) -> EpochPlan:
         return EpochPlan(self.log.num_users, global_batch_size, self._config.rest)
+
+
+def interactions_to_convert(config: InteractionsLayout) -> list[ConvertedFile]:
+    """Return the log's files that are converted before they are read."""
+    files = list_files(config.files)
+    return converted_files(config.layout, files, _columns(config), config.prepared)
+
+
+def _columns(config: InteractionsLayout) -> Columns:
+    time = LogColumn(ColumnKind.TIME)
+    if config.time_format != "unix":
+        time = LogColumn(ColumnKind.WRITTEN_TIME, config.time_format)
+    text = LogColumn(ColumnKind.TEXT)
+    return {config.user: text, config.item: text, config.time: time}

@@ -1,0 +1,316 @@
+"""Convert files that aren't Parquet into Parquet files below ``prepared``, once.
+
+    day_0.csv   --parts of 256 MB-->  logs/day_0.csv-<digest>/0000.parquet  0001.parquet ...
+    day_1.gz    --one part------->    logs/day_1.gz-<digest>/0000.parquet
+
+All ranks convert, each its share of the parts. A row group is a block of lines. The digest is of
+the file's state and of the settings, so other ones have another folder. A part appears under its
+name when it is complete, so an interrupted conversion leaves nothing that a reader takes for one,
+and runs at the same time only do the same work twice.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.json as pa_json
+import pyarrow.parquet as pq
+
+from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.programs.data.dataset import Progress
+from torchrec_2dsp.programs.data.logs.files import (
+    columnar_fragment,
+    kind_of,
+    open_stream,
+    reading,
+    state_of,
+    writing_prepared,
+)
+from torchrec_2dsp.programs.data.logs.text import (
+    COLUMN_TYPES,
+    ColumnKind,
+    Columns,
+    FileLayout,
+    ParsedLines,
+    TextHead,
+    TextParser,
+    blocks_of_lines,
+    line_ends,
+    line_start_before,
+    shown,
+)
+
+MALFORMED = "malformed line"
+"""A column of converted text: the reason and the text of a line that another row stands in for."""
+
+_PART_BYTES = 256 * 2**20
+_VERSION = 1
+"""Another number converts all files anew."""
+_STALE_S = 3600.0
+_MALFORMED_TYPE = pa.struct([("reason", pa.string()), ("text", pa.string())])
+_NUMBERS = (ColumnKind.NUMBER, ColumnKind.LABEL)
+
+
+class ConvertedFile:
+    """The Parquet files that take the place of one file of another format."""
+
+    def __init__(self, file: str, layout: FileLayout, columns: Columns, prepared: str) -> None:
+        """
+        Args:
+            file: the path.
+            layout: how it is read.
+            columns: the columns to convert.
+            prepared: the folder of what was prepared; empty for one among the temporary files.
+
+        Raises:
+            ConfigError: it can't be read, or is a text file that lacks a column.
+        """
+        self.file = file
+        """The path of the file."""
+        self._layout, self._columns = layout, columns
+        self._state = state_of(file)
+        self._kind = kind_of(file)
+        self.head = TextHead(file, layout) if self._kind.format == "text" else None
+        """The names of a text file's columns; `None` for other formats."""
+        self._num_chunks = num_parts = 1
+        self._chunks_per_part = max(1, _PART_BYTES // layout.block_bytes)
+        if self.head is not None:
+            self.head.check(file, columns)
+            if self._kind.compression is None:
+                num_bytes = self._state.num_bytes - self.head.offset
+                self._num_chunks = max(1, math.ceil(num_bytes / layout.block_bytes))
+                num_parts = math.ceil(self._num_chunks / self._chunks_per_part)
+        else:
+            check_names(file, self.source_fragment().physical_schema, columns)
+        self._folder = _folder_of(prepared) / f"{Path(file).name}-{self._digest()}"
+        self.parts = tuple(self._folder / f"{part:04}.parquet" for part in range(num_parts))
+        """The Parquet files, in the order of their rows."""
+
+    @property
+    def is_one_unit(self) -> bool:
+        """Whether shuffling keeps the blocks together, as in a compressed file."""
+        return self._kind.compression is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file."""
+        return self._state.num_bytes
+
+    def source_fragment(self) -> ds.Fragment:
+        """Return the file, which has a format that names its columns, as a fragment."""
+        return columnar_fragment(self.file, _columnar_format(self._kind.format, self._columns))
+
+    def convert(self, part: int, advance: Callable[[int], None]) -> None:
+        """Write a part.
+
+        Args:
+            part: its number.
+            advance: called with the bytes of the file that were read.
+
+        Raises:
+            ConfigError: the file can't be read or has changed, or the part can't be written.
+            InputError: lines can't be told apart, or none of a block can be read.
+        """
+        path = self.parts[part]
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.draft")
+        tables = self._tables(advance) if self.head is None else self._text_tables(part, advance)
+        with writing_prepared(path):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _remove_stale_drafts(self._folder)
+        try:
+            first = next(tables, None)
+            with writing_prepared(path):
+                schema = self._schema() if first is None else first.schema
+                # Not compressed: each rank decodes all rows of a block, and the disk is fast.
+                texts = [field.name for field in schema if pa.types.is_binary(field.type)]
+                options: dict[str, Any] = {"compression": "none", "use_dictionary": texts or False}
+                with pq.ParquetWriter(draft, schema, write_statistics=False, **options) as writer:
+                    while first is not None:
+                        writer.write_table(first, row_group_size=max(1, first.num_rows))
+                        first = next(tables, None)
+            if state_of(self.file) != self._state:
+                raise ConfigError(f"{self.file} has changed while it was converted; start again")
+            with writing_prepared(path):
+                draft.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+    def _digest(self) -> str:
+        facts = {
+            "version": _VERSION,
+            "file": self.file if "://" in self.file else os.path.abspath(self.file),
+            "state": self._state,
+            "part_bytes": _PART_BYTES,
+            "layout": asdict(self._layout),
+            "columns": {
+                name: (column.kind.name, column.time_format)
+                for name, column in sorted(self._columns.items())
+            },
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _schema(self) -> pa.Schema:
+        fields = [(name, COLUMN_TYPES[column.kind]) for name, column in self._columns.items()]
+        return pa.schema([*fields, (MALFORMED, _MALFORMED_TYPE)])
+
+    def _tables(self, advance: Callable[[int], None]) -> Iterator[pa.Table]:
+        """Read a file whose format names its columns, as many rows at a time as a block has."""
+        size, pending = self._layout.block_rows, None
+        with reading(self.file):
+            batches = self.source_fragment().to_batches(
+                columns=list(self._columns), batch_size=size
+            )
+            try:
+                for batch in batches:
+                    table = pa.Table.from_batches([batch])
+                    pending = table if pending is None else pa.concat_tables([pending, table])
+                    while pending.num_rows >= size:
+                        yield pending.slice(0, size)
+                        pending = pending.slice(size)
+            except pa.ArrowInvalid as error:
+                raise InputError(f"{self.file} can't be read: {error}") from error
+        if pending is not None and pending.num_rows:
+            yield pending
+        advance(self.num_bytes)
+
+    def _text_tables(self, part: int, advance: Callable[[int], None]) -> Iterator[pa.Table]:
+        """Parse a part of a text file, a block at a time."""
+        head, size = self.head, self._layout.block_bytes
+        assert head is not None
+        parser = TextParser(head.names, self._layout, self._columns)
+        first_chunk = part * self._chunks_per_part
+        end_chunk = first_chunk + self._chunks_per_part
+        is_last = end_chunk >= self._num_chunks
+        with reading(self.file):
+            stream, raw = open_stream(self.file)
+            with stream, raw:
+                start = head.offset + first_chunk * size
+                if self._kind.compression is not None:
+                    stream.read(head.offset)
+                else:
+                    start = line_start_before(stream, start, head.offset)
+                    stream.seek(start)
+                blocks = blocks_of_lines(
+                    stream,
+                    self.file,
+                    first_bytes=head.offset + (first_chunk + 1) * size - start,
+                    block_bytes=size,
+                    num_bytes=None if is_last else head.offset + end_chunk * size - start,
+                )
+                begin, first_row = raw.tell(), 0
+                for data in blocks:
+                    yield self._parsed(parser, data, start, first_row)
+                    first_row += data.count(b"\n")
+                    advance(raw.tell() - begin)
+
+    def _parsed(self, parser: TextParser, data: bytes, start: int, first_row: int) -> pa.Table:
+        """Parse a block; a line that can't be read is replaced by the readable line before it, or
+        else by the block's first one."""
+        try:
+            parsed = parser.parse(data)
+        except pa.ArrowInvalid as error:
+            raise InputError(
+                f"the {self._lines(data, start, first_row)} can't be told apart: {error}; close "
+                "its quotes, or set quote = ''"
+            ) from error
+        num_lines = len(parsed.readable) + len(parsed.reasons)
+        if not len(parsed.readable):
+            raise InputError(
+                f"none of the {self._lines(data, start, first_row)} can be read; check the columns "
+                f"and the delimiter. The first: {next(iter(parsed.reasons.values()))}"
+            )
+        table = parsed.table
+        if parsed.reasons:
+            places = np.searchsorted(parsed.readable, np.arange(num_lines), side="right") - 1
+            table = table.take(pa.array(np.maximum(places, 0)))
+        return table.append_column(MALFORMED, _malformed(parsed, data, num_lines))
+
+    def _lines(self, data: bytes, start: int, first_row: int) -> str:
+        """Name a block's lines, for an error."""
+        assert self.head is not None
+        num_before = self.head.num_lines
+        if self._kind.compression is None:
+            with open_stream(self.file)[0] as stream:
+                num_before = stream.read(start).count(b"\n")
+        first = num_before + first_row + 1
+        return f"lines {first} to {first + len(line_ends(data)) - 1} of {self.file}"
+
+
+def convert(
+    files: Sequence[ConvertedFile],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Progress | None = None,
+) -> None:
+    """Convert this rank's share of the parts that aren't there yet."""
+    parts = [(file, part) for file in files for part in range(len(file.parts))]
+    own = [(file, part) for file, part in parts[rank::world_size] if not file.parts[part].exists()]
+    total = sum(file.num_bytes // len(file.parts) for file, _ in own)
+    done = 0
+    for file, part in own:
+
+        def advance(num_bytes: int, done: int = done, file: str = file.file) -> None:
+            if progress is not None:
+                progress(f"converting {file}", done + num_bytes, total)
+
+        file.convert(part, advance)
+        done += file.num_bytes // len(file.parts)
+
+
+def check_names(file: str, schema: pa.Schema, columns: Columns) -> None:
+    """Raise `ConfigError` unless a file has these columns."""
+    for name in columns:
+        if name not in schema.names:
+            raise ConfigError(f"{file} has no column {name!r}; it has {', '.join(schema.names)}")
+
+
+def _malformed(parsed: ParsedLines, data: bytes, num_lines: int) -> pa.Array:
+    if not parsed.reasons:
+        return pa.nulls(num_lines, _MALFORMED_TYPE)
+    ends = line_ends(data)
+    lines: list[dict[str, str] | None] = [None] * num_lines
+    for number, reason in parsed.reasons.items():
+        begin = ends[number - 1] + 1 if number else 0
+        lines[number] = {"reason": reason, "text": shown(data[begin : ends[number] + 1])}
+    return pa.array(lines, _MALFORMED_TYPE)
+
+
+def _columnar_format(name: str, columns: Columns) -> ds.FileFormat:
+    if name == "orc":
+        return ds.OrcFileFormat()
+    if name == "feather":
+        return ds.FeatherFileFormat()
+    # A number may be an integer in the first lines, from which types are inferred.
+    numbers = [(name, pa.float64()) for name, column in columns.items() if column.kind in _NUMBERS]
+    options = pa_json.ParseOptions(
+        explicit_schema=pa.schema(numbers), unexpected_field_behavior="infer"
+    )
+    return ds.JsonFileFormat(ds.JsonFragmentScanOptions(parse_options=options))
+
+
+def _folder_of(prepared: str) -> Path:
+    if prepared:
+        return Path(prepared, "logs")
+    return Path(tempfile.gettempdir(), f"torchrec_2dsp_{os.getuid()}", "logs")
+
+
+def _remove_stale_drafts(folder: Path) -> None:
+    """Remove what killed processes left; a draft that is being written is younger."""
+    for draft in folder.glob("*.draft"):
+        with contextlib.suppress(OSError):
+            if time.time() - draft.stat().st_mtime > _STALE_S:
+                draft.unlink()

@@ -1,0 +1,491 @@
+"""Read rows of Parquet files, a log's own or those that it was converted to, by blocks.
+
+A block is a row group, or some thousand rows of one. How many rows each block has is known from the
+footers, so that any rank finds the rows of any batch by arithmetic.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.types as pt
+
+from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.programs.data.dataset import Progress, Split
+from torchrec_2dsp.programs.data.logs.conversion import (
+    MALFORMED,
+    ConvertedFile,
+    check_names,
+    convert,
+)
+from torchrec_2dsp.programs.data.logs.files import (
+    columnar_fragment,
+    file_system,
+    kind_of,
+    reading,
+    state_of,
+    write_prepared,
+)
+from torchrec_2dsp.programs.data.logs.ids import encoded_texts, fractions_of, hash_texts
+from torchrec_2dsp.programs.data.logs.text import (
+    ColumnKind,
+    Columns,
+    FileLayout,
+    MalformedLines,
+    Rows,
+    is_label,
+    label_numbers,
+)
+
+_COUNTS = "row_counts.json"
+
+
+@dataclass(frozen=True)
+class LogBlock:
+    """Rows of a file that are read together."""
+
+    file: str
+    """The path of the log's file."""
+
+    part: int
+    """The number of the Parquet file among the source's."""
+
+    unit: int
+    """The number of the blocks that shuffling keeps together, in their order."""
+
+    row_group: int
+    """The row group that has the rows."""
+
+    offset: int
+    """The first row in the row group."""
+
+    first_row: int
+    """How many rows of the file come before the block."""
+
+    num_rows: int
+    """How many rows the block has."""
+
+
+@dataclass(frozen=True)
+class HashSplit:
+    """A split by the hash of a column: equal values are in one split."""
+
+    column: str
+    """Whose values are hashed."""
+
+    share: float
+    """The share of the values that is held out."""
+
+    split: Split
+    """The split."""
+
+    def rows(self, table: pa.Table) -> Rows:
+        """Return the numbers of the split's rows in a table."""
+        hashes, _ = encoded_texts(table[self.column], hash_texts)
+        is_held_out = fractions_of(hashes) < self.share
+        return np.flatnonzero(is_held_out == (self.split is Split.EVAL))
+
+
+@dataclass(frozen=True)
+class LogPiece:
+    """Rows of one block, all in a row or chosen by the hash of a column."""
+
+    block: LogBlock
+    """The block."""
+
+    first: int
+    """The first of the rows, if they are in a row."""
+
+    num_rows: int
+    """How many rows belong to the split."""
+
+    by_hash: HashSplit | None = None
+    """How the rows are chosen; `None` if they are in a row."""
+
+
+class Selection:
+    """Rows of a source, numbered through."""
+
+    def __init__(self, source: "LogSource", pieces: Sequence[LogPiece]) -> None:
+        """
+        Args:
+            source: has the rows.
+            pieces: which rows, in their order; pieces without rows are left out.
+        """
+        self._source = source
+        self.pieces = tuple(piece for piece in pieces if piece.num_rows)
+        """Which rows, in their order."""
+        self.num_rows = sum(piece.num_rows for piece in self.pieces)
+        """How many rows there are."""
+
+    def reader(self) -> "LogReader":
+        """Return a reader of these rows, for one thread."""
+        return LogReader(self._source)
+
+
+class LogSource:
+    """The rows of a log's files.
+
+    A line that couldn't be read has the row of a neighbour in its place, so that batches have the
+    same samples whatever the number of ranks. Which lines these are is in `MalformedLines`.
+    """
+
+    def __init__(
+        self,
+        layout: FileLayout,
+        files: Sequence[str],
+        columns: Columns,
+        *,
+        prepared: str,
+        malformed: MalformedLines,
+        progress: Progress | None = None,
+    ) -> None:
+        """
+        Args:
+            layout: how the files are read.
+            files: the paths, in their order.
+            columns: the columns that each has to have.
+            prepared: the folder of files that were converted.
+            malformed: counts lines that couldn't be read.
+            progress: called while files are converted.
+
+        Raises:
+            ConfigError: a file can't be read, has no rows, or lacks a column.
+        """
+        self.columns, self.malformed = columns, malformed
+        self._block_rows = layout.block_rows
+        converted = {file.file: file for file in converted_files(layout, files, columns, prepared)}
+        convert(list(converted.values()), progress=progress)
+        self.fragments: list[ds.ParquetFileFragment] = []
+        """The Parquet files."""
+        self._schemas: dict[str, pa.Schema] = {}
+        self.num_head_lines = {
+            file: source.head.num_lines
+            for file, source in converted.items()
+            if source.head is not None
+        }
+        """How many lines come before a text file's first row."""
+        self.blocks: list[LogBlock] = []
+        """All blocks, in the order of the files and of their rows."""
+        for file in files:
+            source = converted.get(file)
+            blocks = self._direct(file) if source is None else self._converted(source)
+            if not blocks:
+                is_text = file in self.num_head_lines
+                extent = "no row, at most the names of columns" if is_text else "no row"
+                raise ConfigError(f"{file} has {extent}; leave it out")
+            self.blocks += blocks
+
+    def _direct(self, file: str) -> list[LogBlock]:
+        """Return a Parquet file's blocks, which are parts of its row groups."""
+        fragment = self._fragment(file)
+        if any(group.num_rows for group in fragment.row_groups):
+            self._check(file, fragment.physical_schema)
+        blocks, first_row = [], 0
+        for group in fragment.row_groups:
+            for offset in range(0, group.num_rows, self._block_rows):
+                size = min(self._block_rows, group.num_rows - offset)
+                place = (len(self.fragments), group.id, group.id, offset, first_row + offset)
+                blocks.append(LogBlock(file, *place, size))
+            first_row += group.num_rows
+        self.fragments.append(fragment)
+        return blocks
+
+    def _converted(self, source: ConvertedFile) -> list[LogBlock]:
+        """Return a converted file's blocks, which are the row groups of its parts."""
+        if source.head is None:
+            self._check(source.file, source.source_fragment().physical_schema)
+        blocks: list[LogBlock] = []
+        first_row = 0
+        for path in source.parts:
+            fragment = self._fragment(source.file, str(path))
+            for group in fragment.row_groups:
+                unit = 0 if source.is_one_unit else len(blocks)
+                place = (len(self.fragments), unit, group.id, 0, first_row)
+                blocks.append(LogBlock(source.file, *place, group.num_rows))
+                first_row += group.num_rows
+            self.fragments.append(fragment)
+        return blocks
+
+    def _fragment(self, file: str, path: str = "") -> ds.ParquetFileFragment:
+        """Open a Parquet file, whose texts are read as dictionaries."""
+        at = file_system(path or file)
+        schema = columnar_fragment(file, ds.ParquetFileFormat(), at).physical_schema
+        texts = [
+            name
+            for name, column in self.columns.items()
+            if column.kind is ColumnKind.TEXT
+            and name in schema.names
+            and _described(schema.field(name).type) == "text"
+        ]
+        options = ds.ParquetReadOptions(dictionary_columns=texts)
+        fragment = columnar_fragment(file, ds.ParquetFileFormat(read_options=options), at)
+        assert isinstance(fragment, ds.ParquetFileFragment)
+        return fragment
+
+    def _check(self, file: str, schema: pa.Schema) -> None:
+        """Raise `ConfigError` unless a file has the columns, with values of one kind."""
+        self._schemas[file] = schema
+        first_file, first = next(iter(self._schemas.items()))
+        check_names(file, schema, self.columns)
+        for name, column in self.columns.items():
+            what, expected = (_described(part.field(name).type) for part in (schema, first))
+            if what not in _ALLOWED[column.kind]:
+                raise ConfigError(
+                    f"{file}: column {name!r} has {schema.field(name).type}, and should have "
+                    f"{column.kind.value}; cast it when the file is written, or use another column"
+                )
+            if what != expected:
+                raise ConfigError(
+                    f"{file}: column {name!r} has {what}, and in {first_file} it has {expected}; "
+                    "write all files with one schema"
+                )
+
+    def last_rows(self, share: float) -> dict[Split, Selection]:
+        """Hold out the last ``share`` of all rows."""
+        num_rows = sum(block.num_rows for block in self.blocks)
+        num_trained = num_rows - round(share * num_rows)
+        trained, held_out = [], []
+        start = 0
+        for block in self.blocks:
+            here = min(max(num_trained - start, 0), block.num_rows)
+            trained.append(LogPiece(block, 0, here))
+            held_out.append(LogPiece(block, here, block.num_rows - here))
+            start += block.num_rows
+        return {Split.TRAIN: Selection(self, trained), Split.EVAL: Selection(self, held_out)}
+
+    def rows_of_files(self, files: Sequence[str]) -> Selection:
+        """Select all rows of some files."""
+        pieces = [LogPiece(block, 0, block.num_rows) for block in self.blocks]
+        return Selection(self, [piece for piece in pieces if piece.block.file in set(files)])
+
+    def hashed_rows(self, column: str, share: float, prepared: str) -> dict[Split, Selection]:
+        """Hold out rows by a column's hash. Counting takes a pass, which ``prepared`` remembers."""
+        if self.columns[column].kind not in (ColumnKind.TEXT, ColumnKind.INTEGER):
+            raise ConfigError(
+                f"held_out.column={column!r} is a dense feature, a time or the label; split by a "
+                "column of ids"
+            )
+        trained, held_out = (HashSplit(column, share, split) for split in Split)
+        remembered = _Remembered(prepared)
+        counts: list[int] = []
+        for file in dict.fromkeys(block.file for block in self.blocks):
+            blocks = [block for block in self.blocks if block.file == file]
+            sizes = [block.num_rows for block in blocks]
+            how = f"{share} of {column!r} held out, in blocks of {sizes[0]} and {sizes[-1]} rows"
+
+            def count(blocks: Sequence[LogBlock] = blocks) -> list[int]:
+                with LogReader(self) as reader:
+                    return [len(trained.rows(reader.block(block))) for block in blocks]
+
+            counts += remembered.counts(file, f"{how}, {len(sizes)} blocks", count)
+        pairs = list(zip(self.blocks, counts, strict=True))
+        return {
+            Split.TRAIN: Selection(
+                self, [LogPiece(block, 0, count, trained) for block, count in pairs]
+            ),
+            Split.EVAL: Selection(
+                self,
+                [LogPiece(block, 0, block.num_rows - count, held_out) for block, count in pairs],
+            ),
+        }
+
+
+class LogReader:
+    """Reads rows of a source, for one thread; reading on where it stopped is quick."""
+
+    def __init__(self, source: LogSource) -> None:
+        self._source = source
+        self._cursor: _Cursor | None = None
+
+    def read(self, piece: LogPiece, rows: Rows | None = None) -> pa.Table:
+        """Read some rows of a piece.
+
+        Args:
+            piece: the piece.
+            rows: numbers of rows in the piece, ascending; by default all.
+
+        Raises:
+            InputError: too many lines couldn't be read, or a row has no label from 0 to 1.
+        """
+        if piece.by_hash is not None:
+            table = self.block(piece.block)
+            members = piece.by_hash.rows(table)
+            return table.take(pa.array(members if rows is None else members[rows]))
+        if rows is None:
+            rows = np.arange(piece.num_rows)
+        return self.block(piece.block, rows + piece.first)
+
+    def block(self, block: LogBlock, rows: Rows | None = None) -> pa.Table:
+        """Read some rows of a block, by default all, and check them; see `read`."""
+        fragment = self._source.fragments[block.part]
+        names = list(self._source.columns)
+        if MALFORMED in fragment.physical_schema.names:
+            names.append(MALFORMED)
+        with reading(block.file):
+            table = self._table(fragment, block, names)
+        if rows is not None and len(rows) < block.num_rows:
+            is_run = len(rows) and rows[-1] - rows[0] == len(rows) - 1
+            table = table.slice(int(rows[0]), len(rows)) if is_run else table.take(pa.array(rows))
+        numbers = np.arange(block.num_rows) if rows is None else rows
+        if names[-1] == MALFORMED:
+            self._count(block, table[MALFORMED], numbers)
+            return table.drop_columns([MALFORMED])
+        self._check_labels(block, table, numbers)
+        return table
+
+    def _table(
+        self, fragment: ds.ParquetFileFragment, block: LogBlock, names: list[str]
+    ) -> pa.Table:
+        place = block.part, block.row_group
+        if (
+            self._cursor is None
+            or self._cursor.place != place
+            or (self._cursor.position > block.offset)
+        ):
+            self._cursor = _Cursor(fragment, place, names, block.num_rows)
+        return self._cursor.rows(block.offset, block.num_rows)
+
+    def _count(self, block: LogBlock, malformed: pa.ChunkedArray, rows: Rows) -> None:
+        if malformed.null_count == len(malformed):
+            return
+        first = block.first_row + self._source.num_head_lines[block.file] + 1
+        for row, line in zip(rows.tolist(), malformed.to_pylist(), strict=True):
+            if line is not None:
+                place = block.file, first + row
+                self._source.malformed.add(*place, line["reason"], line["text"])
+
+    def _check_labels(self, block: LogBlock, table: pa.Table, rows: Rows) -> None:
+        for name, column in self._source.columns.items():
+            if column.kind is ColumnKind.LABEL:
+                labels = label_numbers(table[name])
+                bad = np.flatnonzero(~is_label(labels))
+                if len(bad):
+                    row = block.first_row + int(rows[bad[0]])
+                    raise InputError(
+                        f"{block.file}: {name!r} of row {row} is {labels[bad[0]]}, which is no "
+                        "label from 0 to 1; leave such rows out when the file is written"
+                    )
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        self._cursor = None
+
+    def __enter__(self) -> "LogReader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Cursor:
+    """A row group that is read from its start on."""
+
+    def __init__(
+        self,
+        fragment: ds.ParquetFileFragment,
+        place: tuple[int, int],
+        names: list[str],
+        batch_rows: int,
+    ) -> None:
+        self.place, self.position = place, 0
+        group = fragment.subset(row_group_ids=[place[1]])
+        self._batches: Iterator[pa.RecordBatch] = group.to_batches(
+            columns=names,
+            batch_size=batch_rows,
+            batch_readahead=1,
+            fragment_readahead=1,
+            use_threads=False,
+        )
+        self._pending: pa.RecordBatch | None = None
+
+    def rows(self, start: int, num_rows: int) -> pa.Table:
+        """Return rows from ``start`` on, which is not before `position`."""
+        parts = []
+        stop = start + num_rows
+        while self.position < stop:
+            batch = next(self._batches, None) if self._pending is None else self._pending
+            if batch is None:
+                raise EOFError("a row group has fewer rows than the footer says")
+            first, last = max(start - self.position, 0), stop - self.position
+            if first < batch.num_rows:
+                parts.append(batch.slice(first, min(last, batch.num_rows) - first))
+            self._pending = batch.slice(last) if last < batch.num_rows else None
+            self.position += min(last, batch.num_rows)
+        return pa.Table.from_batches(parts)
+
+
+class _Remembered:
+    """Counts of rows in a file, by the log's file, for as long as that stays as it is."""
+
+    def __init__(self, prepared: str) -> None:
+        self._path = Path(prepared, _COUNTS) if prepared else None
+        self._counted: dict[str, dict[str, Any]] = {}
+        if self._path is not None and self._path.exists():
+            try:
+                self._counted = json.loads(self._path.read_text())
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"{self._path} can't be read: {error}; delete it, and rows are counted again"
+                ) from error
+
+    def counts(self, file: str, how: str, count: Callable[[], list[int]]) -> list[int]:
+        """Return what was counted of a file, or count it."""
+        state = {"file": list(state_of(file)), "how": how}
+        key = f"{file if '://' in file else os.path.abspath(file)}: {how}"
+        entry = self._counted.get(key, {})
+        if any(entry.get(name) != value for name, value in state.items()):
+            entry = self._counted[key] = {**state, "counted": count()}
+            if self._path is not None:
+                write_prepared(self._path, json.dumps(self._counted).encode())
+        return entry["counted"]
+
+
+def converted_files(
+    layout: FileLayout, files: Sequence[str], columns: Columns, prepared: str
+) -> list[ConvertedFile]:
+    """Return the files that have to be converted before they are read."""
+    return [
+        ConvertedFile(file, layout, columns, prepared)
+        for file in files
+        if kind_of(file).format != "parquet"
+    ]
+
+
+def _described(kind: pa.DataType) -> str:
+    """Return what a column holds, in words; types that hold the same are the same."""
+    if pt.is_dictionary(kind):
+        return _described(kind.value_type)
+    if pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):
+        return f"lists of {_described(kind.value_type)}"
+    return next((word for is_kind, word in _WORDS if is_kind(kind)), str(kind))
+
+
+_WORDS = (
+    (pt.is_boolean, "booleans"),
+    (pt.is_integer, "integers"),
+    (pt.is_floating, "numbers"),
+    (pt.is_decimal, "decimals"),
+    (pt.is_string, "text"),
+    (pt.is_large_string, "text"),
+    (pt.is_binary, "text"),
+    (pt.is_large_binary, "text"),
+    (pt.is_timestamp, "timestamps"),
+    (pt.is_date, "dates"),
+)
+_IDS = ("text", "integers", "booleans")
+_NUMBERS = ("booleans", "integers", "numbers", "decimals")
+_ALLOWED: Mapping[ColumnKind, tuple[str, ...]] = {
+    ColumnKind.TEXT: (*_IDS, *(f"lists of {word}" for word in _IDS)),
+    ColumnKind.NUMBER: _NUMBERS,
+    ColumnKind.INTEGER: ("integers", "timestamps"),
+    ColumnKind.TIME: ("integers", "numbers", "timestamps"),
+    ColumnKind.WRITTEN_TIME: ("timestamps", "dates", "text"),
+    ColumnKind.LABEL: _NUMBERS,
+}

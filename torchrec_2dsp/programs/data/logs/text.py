@@ -1,0 +1,463 @@
+"""Parse lines of text files into columns, and say which lines can't be read and why."""
+
+import csv
+import enum
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+from numpy.typing import NDArray
+
+from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.programs.data.logs.files import open_stream, reading
+from torchrec_2dsp.programs.data.logs.ids import TIMES, compute, times_of
+
+Rows = NDArray[np.int64]
+"""Numbers of rows, ascending."""
+
+
+class ColumnKind(enum.Enum):
+    """The purpose of a column, which says what its values may be."""
+
+    TEXT = "text, integers or booleans, or lists of them"
+    """Values that ids are made from."""
+
+    NUMBER = "numbers"
+    """A dense feature."""
+
+    INTEGER = "integers or timestamps"
+    """A time that ids are made from, or integers that are ids and a dense feature."""
+
+    TIME = "integers, numbers or timestamps"
+    """A time that rows are sorted by."""
+
+    WRITTEN_TIME = "timestamps, dates or text"
+    """A time that is written in a form of its own."""
+
+    LABEL = "numbers from 0 to 1"
+    """The label, which no row may lack."""
+
+
+@dataclass(frozen=True)
+class LogColumn:
+    """A column that is read."""
+
+    kind: ColumnKind
+    """What it is for."""
+
+    time_format: str = ""
+    """The form of a `WRITTEN_TIME`: "iso", or a pattern of strptime."""
+
+
+Columns = Mapping[str, LogColumn]
+"""The columns that are read, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileLayout:
+    """How files are read."""
+
+    names: tuple[str, ...]
+    """The names of a text file's columns; empty if its first line has them."""
+
+    delimiter: str
+    """What stands between two values of a text file."""
+
+    quote: str
+    """What stands around values of a text file; empty for nothing."""
+
+    block_bytes: int
+    """About how many bytes of a text file are parsed together."""
+
+    block_rows: int
+    """The most rows of another file that are read together."""
+
+
+_MISSING = ("", "NA", "N/A", "NULL", "null", "None", "nan", "NaN")
+COLUMN_TYPES = {
+    ColumnKind.TEXT: pa.binary(),
+    ColumnKind.NUMBER: pa.float32(),
+    ColumnKind.INTEGER: pa.int64(),
+    ColumnKind.TIME: pa.float64(),
+    ColumnKind.WRITTEN_TIME: TIMES,
+    ColumnKind.LABEL: pa.float32(),
+}
+"""What a text file's column becomes."""
+_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+_PATTERNS = {
+    ColumnKind.NUMBER: _NUMBER,
+    ColumnKind.INTEGER: r"^[+-]?\d{1,18}$",
+    ColumnKind.TIME: _NUMBER,
+    ColumnKind.LABEL: _NUMBER,
+}
+_BOM = b"\xef\xbb\xbf"
+_LINE_END, _RETURN = b"\n", b"\r"
+_MAX_LINE_BYTES = 64 * 2**20
+_MAX_FIRST_LINE_BYTES = 4 * 2**20
+_MAX_EXAMPLES = 5
+_MAX_TEXT = 80
+
+
+class TextHead:
+    """The names of a file's columns, and where its first row begins."""
+
+    def __init__(self, file: str, layout: FileLayout) -> None:
+        with reading(file), open_stream(file)[0] as stream:
+            data = stream.read(_MAX_FIRST_LINE_BYTES)
+        if not data:
+            raise ConfigError(f"{file} is empty; leave it out")
+        line, line_end, _ = data.partition(_LINE_END)
+        if not line_end and len(data) == _MAX_FIRST_LINE_BYTES:
+            raise ConfigError(
+                f"{file}:1: the line has more than {_MAX_FIRST_LINE_BYTES} bytes; is it a text "
+                "file, with line ends?"
+            )
+        skipped = len(_BOM) if line.startswith(_BOM) else 0
+        text = line[skipped:].decode("utf-8", "replace").rstrip("\r")
+        names = _split(file, text, layout)
+        if layout.names and len(names) != len(layout.names):
+            raise ConfigError(
+                f"{file} has {len(names)} column{'s' if len(names) > 1 else ''}, and columns names "
+                f"{len(layout.names)}; check the delimiter, which is {layout.delimiter!r}, and the "
+                "names"
+            )
+        has_names = not layout.names or names == list(layout.names)
+        self.names = tuple(layout.names or names)
+        """The names of the columns, in their order."""
+        self.offset = len(line + line_end) if has_names else skipped
+        """The number of bytes before the first row."""
+        self.num_lines = int(has_names)
+        """How many lines come before the first row."""
+        repeated = sorted({name for name in self.names if self.names.count(name) > 1})
+        if repeated:
+            raise ConfigError(
+                f"{file} has two columns {repeated[0]!r}; rename one, or name them by `columns`"
+            )
+
+    def check(self, file: str, columns: Columns) -> None:
+        """Raise `ConfigError` unless the file has these columns."""
+        for name in columns:
+            if name not in self.names:
+                raise ConfigError(
+                    f"{file} has no column {name!r}; it has {', '.join(self.names)}. If these "
+                    "aren't names, give them by columns=; if they are one name, check the delimiter"
+                )
+
+
+def _split(file: str, line: str, layout: FileLayout) -> list[str]:
+    rule = csv.QUOTE_MINIMAL if layout.quote else csv.QUOTE_NONE
+    reader = csv.reader(
+        io.StringIO(line),
+        delimiter=layout.delimiter,
+        quotechar=layout.quote or None,
+        quoting=rule,
+    )
+    try:
+        return next(reader, [""])
+    except csv.Error as error:
+        raise ConfigError(
+            f"{file}:1: {error}; is it a text file, with the delimiter {layout.delimiter!r}?"
+        ) from error
+
+
+def blocks_of_lines(
+    stream: pa.NativeFile,
+    file: str,
+    *,
+    first_bytes: int,
+    block_bytes: int,
+    num_bytes: int | None = None,
+) -> Iterator[bytes]:
+    """Cut a stream into blocks that end with a line.
+
+    Args:
+        stream: stands where a line begins.
+        file: the name of what is read.
+        first_bytes: how many bytes are read first.
+        block_bytes: how many bytes are read each other time.
+        num_bytes: how many bytes are read in all; bytes behind their last line end are left to the
+            next part of the file. `None` for all, with a last line that needn't have an end.
+
+    Raises:
+        ConfigError: a line is too long.
+    """
+    pending, position = b"", 0
+    while num_bytes is None or position < num_bytes:
+        wanted = block_bytes if position else first_bytes
+        chunk = stream.read(wanted if num_bytes is None else min(wanted, num_bytes - position))
+        if not chunk:
+            break
+        position += len(chunk)
+        data = pending + chunk
+        end = data.rfind(_LINE_END) + 1
+        pending = data[end:]
+        if end:
+            yield data[:end]
+        elif len(data) > _MAX_LINE_BYTES:
+            raise ConfigError(
+                f"{file} has {_MAX_LINE_BYTES} bytes without a line end; is it a text file?"
+            )
+    if num_bytes is None and pending:
+        yield pending
+
+
+def line_start_before(stream: pa.NativeFile, position: int, lowest: int) -> int:
+    """Return where the line begins that a position of a file is in, searching backwards."""
+    while position > lowest:
+        start = max(lowest, position - 2**16)
+        stream.seek(start)
+        end = stream.read(position - start).rfind(_LINE_END) + 1
+        if end:
+            return start + end
+        position = start
+    return lowest
+
+
+def line_ends(data: bytes) -> NDArray[np.int64]:
+    """Return the place of each line's last byte; the last line needn't have a line end.
+
+    Example:
+        >>> from torchrec_2dsp.programs.data.logs.text import line_ends
+        >>> line_ends(b"ab" + bytes([10]) + b"c")
+        array([2, 3])
+    """
+    ends = np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == _LINE_END[0])
+    if data and data[-1] != _LINE_END[0]:
+        ends = np.append(ends, len(data) - 1)
+    return ends
+
+
+def _without_lines(data: bytes, lines: Sequence[int]) -> bytes:
+    ends = line_ends(data)
+    is_kept = np.ones(len(ends), dtype=bool)
+    is_kept[lines] = False
+    array = np.frombuffer(data, dtype=np.uint8)
+    return array[np.repeat(is_kept, np.diff(ends, prepend=-1))].tobytes()
+
+
+@dataclass(frozen=True)
+class ParsedLines:
+    """The columns of the lines that could be read."""
+
+    table: pa.Table
+    """One row for each readable line."""
+
+    readable: Rows
+    """The numbers of these lines."""
+
+    reasons: Mapping[int, str]
+    """What is wrong with each other line, by its number."""
+
+
+class TextParser:
+    """Parses lines of one layout with pyarrow, on the thread that calls it."""
+
+    def __init__(self, names: Sequence[str], layout: FileLayout, columns: Columns) -> None:
+        """
+        Args:
+            names: the names of all columns, in their order.
+            layout: what separates values.
+            columns: the columns to parse, by which a line is judged malformed.
+        """
+        self._names, self._columns = tuple(names), columns
+        self._delimiter, self._quote = layout.delimiter, layout.quote
+
+    def parse(self, data: bytes) -> ParsedLines:
+        """Parse whole lines.
+
+        Raises:
+            ArrowInvalid: a quote opens that no line closes, so that lines run into each other.
+        """
+        num_lines = data.count(_LINE_END) + (not data.endswith(_LINE_END))
+        broken = self._broken(data)
+        lines = np.arange(num_lines)
+        if broken:
+            lines = np.delete(lines, list(broken))
+            data = _without_lines(data, list(broken))
+        types = {
+            name: pa.binary() if column.time_format else COLUMN_TYPES[column.kind]
+            for name, column in self._columns.items()
+        }
+        try:
+            table, invalid = self._read(data, types)
+        except pa.ArrowInvalid:
+            # A value that is no number. pyarrow names one, so the numbers are looked at as texts.
+            table, invalid = self._read(data, dict.fromkeys(types, pa.binary()))
+            table, unreadable = _numbers(table, self._columns)
+        else:
+            unreadable = {}
+        reasons = {**broken, **{int(lines[row]): why for row, why in invalid.items()}}
+        if invalid:
+            lines = np.delete(lines, list(invalid))
+        if len(lines) != table.num_rows:
+            raise pa.ArrowInvalid(f"{len(lines)} lines were read as {table.num_rows} rows")
+        table, no_times = _times(table, self._columns)
+        unreadable = {**_bad_labels(table, self._columns), **no_times, **unreadable}
+        if unreadable:
+            reasons |= {int(lines[row]): why for row, why in unreadable.items()}
+            rows = np.delete(np.arange(len(lines)), list(unreadable))
+            table, lines = table.take(pa.array(rows)), lines[rows]
+        return ParsedLines(table, lines, reasons)
+
+    def _broken(self, data: bytes) -> dict[int, str]:
+        """Return lines that aren't lines to pyarrow: with an open quote, or a return."""
+        broken: dict[int, str] = {}
+        num_returns = data.count(_RETURN)
+        if num_returns and num_returns != data.count(_RETURN + _LINE_END):
+            array = np.frombuffer(data, dtype=np.uint8)
+            places = np.flatnonzero(array[:-1] == _RETURN[0])
+            places = places[array[places + 1] != _LINE_END[0]]
+            lines = np.searchsorted(line_ends(data), places)
+            broken |= dict.fromkeys(np.unique(lines).tolist(), "a carriage return in the line")
+        if self._quote and self._quote.encode() in data:
+            places = np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == ord(self._quote))
+            per_line = np.bincount(np.searchsorted(line_ends(data), places))
+            odd = np.flatnonzero(per_line % 2)
+            broken |= dict.fromkeys(odd.tolist(), "a quote that doesn't close")
+        return broken
+
+    def _read(
+        self, data: bytes, types: Mapping[str, pa.DataType]
+    ) -> tuple[pa.Table, dict[int, str]]:
+        """Read the lines with the right number of values, and list the others."""
+        invalid: dict[int, str] = {}
+
+        def skip(row: pa_csv.InvalidRow) -> str:
+            # Numbers of rows are exact on one thread.
+            number = (row.number or 0) - 1
+            invalid[number] = f"{row.actual_columns} values for {row.expected_columns} columns"
+            return "skip"
+
+        if not data:
+            return pa.table({name: pa.array([], kind) for name, kind in types.items()}), {}
+        options: dict[str, Any] = {
+            "read_options": pa_csv.ReadOptions(
+                use_threads=False, column_names=list(self._names), block_size=len(data) + 1
+            ),
+            "parse_options": pa_csv.ParseOptions(
+                delimiter=self._delimiter,
+                quote_char=self._quote or False,
+                ignore_empty_lines=False,
+                invalid_row_handler=skip,
+            ),
+            "convert_options": pa_csv.ConvertOptions(
+                column_types=dict(types), include_columns=list(types), null_values=list(_MISSING)
+            ),
+        }
+        return pa_csv.read_csv(pa.BufferReader(data), **options), invalid
+
+
+def _numbers(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str]]:
+    """Turn texts into numbers where numbers belong, and list the rows with other texts."""
+    unreadable: dict[int, str] = {}
+    arrays = {}
+    for name, column in columns.items():
+        texts = table[name]
+        if column.kind in _PATTERNS:
+            missing = compute.is_in(texts, pa.array([text.encode() for text in _MISSING]))
+            texts = compute.if_else(missing, pa.scalar(None, pa.binary()), texts)
+            pattern = _PATTERNS[column.kind]
+            is_number = compute.match_substring_regex(texts, pattern).fill_null(True)
+            for row in np.flatnonzero(~np.asarray(is_number)).tolist():
+                unreadable[row] = f"{name} is {texts[row].as_py()!r}, which is no number"
+            texts = compute.if_else(is_number, texts, pa.scalar(None, pa.binary()))
+            texts = texts.cast(pa.string()).cast(COLUMN_TYPES[column.kind])
+        arrays[name] = texts
+    return pa.table(arrays), unreadable
+
+
+def _times(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str]]:
+    """Turn texts into times where times are written, and list the rows with other texts."""
+    unreadable: dict[int, str] = {}
+    for place, (name, column) in enumerate(columns.items()):
+        if column.kind is ColumnKind.WRITTEN_TIME:
+            missing = compute.is_in(table[name], pa.array([text.encode() for text in _MISSING]))
+            texts = compute.if_else(missing, pa.scalar(None, pa.binary()), table[name])
+            times, is_wrong = times_of(texts, column.time_format)
+            for row in np.flatnonzero(is_wrong).tolist():
+                text = texts[row].as_py()
+                unreadable[row] = f"{name} is {text!r}, which is no time ({column.time_format})"
+            table = table.set_column(place, name, times)
+    return table, unreadable
+
+
+def _bad_labels(table: pa.Table, columns: Columns) -> dict[int, str]:
+    """List the rows without a label, or with one that isn't between 0 and 1."""
+    bad: dict[int, str] = {}
+    for name, column in columns.items():
+        if column.kind is ColumnKind.LABEL:
+            labels = label_numbers(table[name])
+            for row in np.flatnonzero(~is_label(labels)).tolist():
+                bad[row] = f"{name} is {labels[row]}, which is no label from 0 to 1"
+    return bad
+
+
+def label_numbers(column: pa.ChunkedArray) -> NDArray[np.float32]:
+    """Return labels as numbers, NaN for missing ones."""
+    return column.cast(pa.float32(), safe=False).to_numpy().astype(np.float32, copy=False)
+
+
+def is_label(labels: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Return which numbers are labels."""
+    return (labels >= 0) & (labels <= 1)
+
+
+@dataclass(frozen=True)
+class MalformedLine:
+    """A line that can't be read."""
+
+    file: str
+    """The path of its file."""
+
+    line: int
+    """Its number in the file, from 1, the header counted."""
+
+    reason: str
+    """What is wrong with it."""
+
+    text: str
+    """Its beginning."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}: {self.text!r}"
+
+
+class MalformedLines:
+    """Counts the different malformed lines that this process has met, up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        """How many lines may be malformed."""
+        self.examples: list[MalformedLine] = []
+        """The first ones."""
+        self._lines: set[tuple[str, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def add(self, file: str, line: int, reason: str, text: str) -> None:
+        """Count a line, unless it was counted before.
+
+        Raises:
+            InputError: these are more than the limit.
+        """
+        if (file, line) in self._lines:
+            return
+        self._lines.add((file, line))
+        if len(self.examples) < _MAX_EXAMPLES:
+            self.examples.append(MalformedLine(file, line, reason, text))
+        if len(self._lines) > self.limit:
+            raise InputError(
+                f"more than malformed_limit={self.limit} lines can't be read; check the columns "
+                "and the delimiter, mend the file, or raise malformed_limit:\n  "
+                + "\n  ".join(map(str, self.examples))
+            )
+
+
+def shown(line: bytes) -> str:
+    """Return a line's beginning, for messages."""
+    return line[:_MAX_TEXT].decode("utf-8", "replace").rstrip("\r\n")

@@ -1,6 +1,7 @@
 """How values become ids and numbers: hashes, vocabularies, times, scales, and well-known logs."""
 
 import gzip
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -21,7 +23,7 @@ from tests.support.logs import (
     write_log,
 )
 from tests.support.real_logs import REAL_LOGS
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.encoder import Moments
@@ -204,6 +206,59 @@ def test_times_become_hours_and_weekdays(tmp_path: Path) -> None:
         [4, 1, 0],
     ]
     assert batch[0].dense_features.shape == (3, 0)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
+def test_written_times_become_hours_and_weekdays(tmp_path: Path, ending: str) -> None:
+    # 2014-10-21 was a Tuesday, 2016-02-29 a Monday.
+    times = [
+        ("2014-10-21T01:30:00+01:00", "21/Oct/2014:00"),
+        ("2016-02-29 23:59:59.5", "29/Feb/2016:23"),
+        ("", ""),
+    ]
+    columns = {
+        "label": [1, 0, 1],
+        "iso": [iso for iso, _ in times],
+        "log": [log for _, log in times],
+    }
+    file = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.table(columns), file)
+    else:
+        table = pa.table(columns).to_pylist()
+        lines = ["label,iso,log", *(f"{row['label']},{row['iso']},{row['log']}" for row in table)]
+        file.write_text("\n".join(lines if ending == "csv" else map(json.dumps, table)) + "\n")
+    features = [
+        {"name": f"{part}_{column}", "column": column, "encoding": part, "time_format": form}
+        for part in ("hour", "weekday")
+        for column, form in (("iso", "iso"), ("log", "%d/%b/%Y:%H"))
+    ]
+    data = table_config(file, features=features, dense=[]).dataset()
+    (batch,) = global_batches(data, global_batch_size=3, world_size=1)
+    ids = batch[0].sparse_features.values().view(4, 3).tolist()
+    assert ids == [[1, 24, 0], [1, 24, 0], [2, 1, 0], [2, 1, 0]]
+    with pytest.raises(ConfigError, match="time_format='soon' is no form; use 'unix', "):
+        table_config(file, features=[features[0] | {"time_format": "soon"}])
+    with pytest.raises(ConfigError, match=r"column 'iso' is a time \(iso\) for one feature, and"):
+        table_config(
+            file, features=[features[0], {"name": "x", "column": "iso", "num_rows": 9}], dense=[]
+        ).dataset()
+
+
+def test_a_text_that_is_no_time_is_malformed(tmp_path: Path) -> None:
+    lines = ["label,time", "1,2014-10-21", "0,soon", "1,2016-02-29"]
+    features = [{"name": "day", "column": "time", "encoding": "weekday", "time_format": "iso"}]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    config = table_config(tmp_path / "a.csv", features=features, dense=[], malformed_limit=1)
+    data = config.dataset()
+    (batch,) = global_batches(data, global_batch_size=3, world_size=1)
+    assert batch[0].sparse_features.values().tolist() == [2, 2, 1]
+    (line,) = data.malformed.examples
+    assert (line.line, line.reason) == (3, "time is b'soon', which is no time (iso)")
+    pq.write_table(pa.table({"label": [1], "time": ["soon"]}), tmp_path / "a.parquet")
+    data = table_config(tmp_path / "a.parquet", features=features, dense=[]).dataset()
+    with pytest.raises(InputError, match=r"time is 'soon', which is no time \(iso\); set its"):
+        list(global_batches(data, global_batch_size=1, world_size=1))
 
 
 @needs_heads

@@ -4,8 +4,6 @@ Ranks read different blocks; their counts are added up. What is counted, and wha
 is in ``torchrec_2dsp.access``.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -16,7 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.programs.data.dataset import Split, open_together
+from torchrec_2dsp.programs.data.dataset import Progress, Split, open_together
 from torchrec_2dsp.programs.data.logs.ids import MISSING_ROW, collision_rate, values_behind
 from torchrec_2dsp.programs.data.logs.sections import (
     AvazuConfig,
@@ -53,31 +51,6 @@ class AccessConfig(BaseModel):
 
 _COUNTED_DIM = 4
 """The dimension of the tables that are counted, which nothing depends on."""
-
-
-@dataclass(frozen=True)
-class AccessProgress:
-    """How far a rank has come."""
-
-    num_rows: int
-    """The rows of the log that this rank has read."""
-
-    total_rows: int
-    """About how many rows it has to read."""
-
-    seconds: float
-    """How long it has been reading."""
-
-    @property
-    def rows_per_s(self) -> float:
-        """Rows per second of this rank."""
-        return self.num_rows / self.seconds if self.seconds else 0.0
-
-    @property
-    def seconds_left(self) -> float:
-        """How long it will still read, at this speed."""
-        missing = max(self.total_rows - self.num_rows, 0)
-        return missing / self.rows_per_s if self.num_rows else 0.0
 
 
 @dataclass(frozen=True)
@@ -124,14 +97,14 @@ class AccessResult:
 def count_access(
     config: AccessConfig,
     group: dist.ProcessGroup,
-    progress: Callable[[AccessProgress], None] | None = None,
+    progress: Progress | None = None,
 ) -> AccessResult:
     """Count the training rows of a log once.
 
     Args:
         config: the log.
         group: all ranks.
-        progress: called on this rank after every block that it has read.
+        progress: told how far this rank has read.
 
     Raises:
         TwoDError: a rank can't read its part. All ranks raise it when the others have read theirs.
@@ -140,7 +113,7 @@ def count_access(
         Those of `open_together` and of `RowCounter.gather`, and two all-gathers of objects.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    data = open_together(config.data, group)
+    data = open_together(config.data, group, progress)
     counter = RowCounter(
         EmbeddingBagConfig(
             num_embeddings=feature.num_rows,
@@ -151,7 +124,6 @@ def count_access(
         for feature in data.features
     )
     num_rows, total = 0, data.num_rows(Split.TRAIN) / world_size
-    start = time.perf_counter()
     with (
         agreeing(group),
         data.samples_once(Split.TRAIN, rank=rank, world_size=world_size) as batches,
@@ -160,7 +132,7 @@ def count_access(
             counter.update(batch.sparse_features)
             num_rows += batch.labels.numel()
             if progress is not None:
-                progress(AccessProgress(num_rows, round(total), time.perf_counter() - start))
+                progress("counting rows", num_rows, round(total))
     stats = counter.gather(group)
     numbers: list[tuple[int, int]] = [(0, 0)] * world_size
     dist.all_gather_object(numbers, (num_rows, len(data.malformed)), group=group)

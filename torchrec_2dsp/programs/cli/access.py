@@ -1,32 +1,27 @@
 """`access`: counts how often each row of a log is used, and shows what follows from it."""
 
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import ReadingProgress, check_writable, shown_errors
 
 if TYPE_CHECKING:
-    from torchrec_2dsp.programs.access import AccessProgress, AccessResult
+    from torchrec_2dsp.programs.access import AccessResult
 
 _FILE = "access.parquet"
-_SECONDS_PER_LINE = 10.0
-"""How often a line is printed where there is no terminal."""
 
 
 def access(
     config: Annotated[
         str,
         typer.Option(
-            metavar="NAME|FILE", help="A config with a section [data], such as one of train."
+            metavar="NAME|FILE", help=r"A config with a section \[data], such as one of train."
         ),
     ],
     output: Annotated[
@@ -66,40 +61,11 @@ def _access(name: str, output: Path, overrides: list[str]) -> None:
         path = output / _FILE
         check_writable(path)
         console = Console()
-        with ReadingDisplay(console) as display:
-            result = count_access(config, world_group(), display.show)
+        with ReadingProgress(console) as progress:
+            result = count_access(config, world_group(), progress.show)
         result.stats.save(path)
         show_access(result, console)
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
-
-
-class ReadingDisplay(ExitStack):
-    """Shows how far rank 0 has come: a bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-        self._next_line = time.monotonic() + _SECONDS_PER_LINE
-        self._bar: Progress | None = None
-
-    def show(self, progress: "AccessProgress") -> None:
-        """Move the bar, or print a line if it is time."""
-        minutes, seconds = divmod(round(progress.seconds_left), 60)
-        figures = f"{progress.rows_per_s:,.0f} rows/s, {minutes}:{seconds:02d} left"
-        if self._console.is_terminal:
-            if self._bar is None:
-                columns = (
-                    TextColumn("{task.description}"),
-                    BarColumn(bar_width=30),
-                    TextColumn("{task.fields[figures]}", markup=False),
-                )
-                self._bar = self.enter_context(Progress(*columns, console=self._console))
-                self._bar.add_task("rank 0", total=progress.total_rows, figures="")
-            self._bar.update(self._bar.task_ids[0], completed=progress.num_rows, figures=figures)
-        elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _SECONDS_PER_LINE
-            line = f"rank 0: {progress.num_rows:,} of about {progress.total_rows:,} rows, {figures}"
-            self._console.print(line, highlight=False)
 
 
 def show_access(result: "AccessResult", console: Console) -> None:

@@ -17,6 +17,8 @@ from torchrec_2dsp.errors import ConfigError, TwoDError
 # An error is usually that of all ranks, and torchrun stops the others as soon as one has left: they
 # wait so that rank 0 speaks for all, and speak if it is silent.
 _LET_RANK_0_SPEAK_S = 3.0
+_SECONDS_PER_LINE = 10.0
+"""How often a line of progress is printed where there is no terminal."""
 
 
 @contextmanager
@@ -115,3 +117,39 @@ class ProgressBars:
     def close(self) -> None:
         """Give the terminal back; the bars stay visible."""
         self._progress.stop()
+
+
+class ReadingProgress:
+    """Shows how far files are read: by bars on a terminal, by a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._bars = console, ProgressBars(console)
+        self._start = self._last_line = time.monotonic()
+        self._what = ""
+
+    def __enter__(self) -> "ReadingProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.close()
+
+    def show(self, what: str, completed: int, total: int) -> None:
+        """Move the bar, or print a line if it is time.
+
+        Args:
+            what: what this rank does.
+            completed: how much is done.
+            total: about how much there is.
+        """
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._start = what, now
+        left_s = (now - self._start) * max(total - completed, 0) / max(completed, 1)
+        figures = f"{int(left_s) // 60}:{int(left_s) % 60:02d} left"
+        if self._bars.are_shown:
+            self._bars.show(what, completed, total, figures)
+        elif now - self._last_line >= _SECONDS_PER_LINE:
+            self._last_line = now
+            share = completed / max(total, 1)
+            line = f"rank 0: {what}: {share:.0%}, {figures}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)

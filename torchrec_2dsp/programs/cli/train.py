@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import ReadingProgress, check_writable, shown_errors
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.train.config import TrainConfig
@@ -98,11 +98,17 @@ def _train(
         # If rank 0 can't write, that is an error of all ranks.
         with agreeing(world_group()):
             writers = _writers(config, output) if is_first else []
-        with closing(TrainDisplay(console)) as display:
+        with closing(TrainDisplay(console)) as display, ReadingProgress(console) as reading:
             watchers = [display, *writers] if is_first else []
             if is_first:
                 display.opening(config)
-            result = train_runs(config, watchers, resume=resume, profiled=profiled)
+            result = train_runs(
+                config,
+                watchers,
+                resume=resume,
+                profiled=profiled,
+                reading=reading.show if is_first else None,
+            )
         if is_first:
             show_result(result, console)
         with agreeing(world_group()):

@@ -26,7 +26,7 @@ from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
-from torchrec_2dsp.programs.data.dataset import Dataset, Split, open_together
+from torchrec_2dsp.programs.data.dataset import Dataset, Progress, Split, open_together
 from torchrec_2dsp.programs.data.synthetic import SyntheticData, click_probability
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
 from torchrec_2dsp.programs.models.kinds import dataset_for
@@ -73,6 +73,7 @@ def train(
     *,
     resume: Resume = NEVER,
     profiled: ProfiledSteps | None = None,
+    reading: Progress | None = None,
 ) -> TrainResult:
     """Train all runs of ``config``; `torch.distributed` must be initialised.
 
@@ -81,6 +82,7 @@ def train(
         watchers: learn of this rank's progress; usually given on rank 0 only.
         resume: where runs go on from.
         profiled: the steps of which each rank writes a trace to the folder of the output.
+        reading: told how far this rank has read a log's files, before training.
 
     Returns:
         The runs' results, equal on all ranks.
@@ -97,7 +99,7 @@ def train(
         )
     if profiled is not None and not config.output.folder:
         raise ConfigError("--profile writes to the folder of the output; set output.folder")
-    opened: Dataset = open_together(config.data, world_group())
+    opened: Dataset = open_together(config.data, world_group(), reading)
     if text := splits_of(opened):
         with agreeing(world_group()):
             for watcher in watchers:

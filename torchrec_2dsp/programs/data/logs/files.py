@@ -101,20 +101,22 @@ def _matching(system: fs.FileSystem, pattern: str) -> list[str]:
     base = folder or ("/" if is_absolute else "." if system == _LOCAL else "")
     is_deep = "/" in pattern[special.start() :]
     selector = fs.FileSelector(base, allow_not_found=True, recursive=is_deep)
-    wanted = pattern.split("/")
+    patterns = pattern.split("/")
     paths = [info.path for info in system.get_file_info(selector) if info.is_file]
     if base == ".":
         paths = [path.removeprefix("./") for path in paths]
-    return [path for path in paths if _matches(path.split("/"), wanted)]
+    return [path for path in paths if _matches(path.split("/"), patterns)]
 
 
-def _matches(parts: Sequence[str], wanted: Sequence[str]) -> bool:
-    if not wanted or not parts:
-        return not wanted and not parts
-    if wanted[0] == "**":
-        return _matches(parts, wanted[1:]) or _matches(parts[1:], wanted)
-    is_hidden = parts[0].startswith(".") and not wanted[0].startswith(".")
-    return not is_hidden and fnmatchcase(parts[0], wanted[0]) and _matches(parts[1:], wanted[1:])
+def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns or not parts:
+        return not patterns and not parts
+    if patterns[0] == "**":
+        return _matches(parts, patterns[1:]) or _matches(parts[1:], patterns)
+    is_hidden = parts[0].startswith(".") and not patterns[0].startswith(".")
+    return (
+        not is_hidden and fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
+    )
 
 
 def _by_numbers(name: str) -> list[tuple[str, int]]:

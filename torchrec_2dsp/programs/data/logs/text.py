@@ -187,8 +187,8 @@ def blocks_of_lines(
     """
     pending, position = b"", 0
     while num_bytes is None or position < num_bytes:
-        wanted = block_bytes if position else first_bytes
-        chunk = stream.read(wanted if num_bytes is None else min(wanted, num_bytes - position))
+        size = block_bytes if position else first_bytes
+        chunk = stream.read(size if num_bytes is None else min(size, num_bytes - position))
         if not chunk:
             break
         position += len(chunk)

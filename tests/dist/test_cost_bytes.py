@@ -1,4 +1,4 @@
-"""What the cost model says that a step sends, against what a step sends."""
+"""The bytes that the cost model predicts for a step, against those that it sends."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -81,7 +81,7 @@ def sent(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[Bytes, Byt
 
 
 def predicted(cell: Cell) -> Loads:
-    """Of the plan that the ranks run."""
+    """Predict the bytes of the plan that the ranks run."""
     model = build(cell.spec)
     plan = group_plan(cell, model, make_sharder(cell), local_world_size=2)
     workload = Workload.of_model(model, batch_size=BATCH)
@@ -96,7 +96,7 @@ def predicted(cell: Cell) -> Loads:
 
 
 def by_operation(loads: Loads) -> dict[str, float]:
-    """What all ranks bring to each operation, own parts included."""
+    """Sum the bytes that all ranks bring to each operation, own parts included."""
     to_all = ("ids_to", "pooled_from", "pooled_to", "rows_from", "rows_to")
     to_host = ("host_rows_from", "host_rows_to")
     # Between places there are two ranks in a group, as there are in a host.

@@ -40,7 +40,7 @@ def plan_by_cost(rank: int, world_size: int) -> str:
 
 
 def test_every_rank_gets_the_plan_of_a_search_by_cost(ranks4: RankPool) -> None:
-    """Of a world that the process group alone knows."""
+    """The process group alone knows the world."""
     plans = ranks4.run(plan_by_cost)
     assert len(set(plans)) == 1
     plan = from_json(plans[0])

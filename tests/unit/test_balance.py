@@ -106,7 +106,7 @@ def test_without_room_there_is_no_way() -> None:
 
 
 def test_an_example_by_hand() -> None:
-    """Of {8, 7, 6, 5, 4} differencing makes 16 and 14; one exchange makes both 15."""
+    """Differencing makes {8, 7, 6, 5, 4} into 16 and 14; one exchange makes both 15."""
     items, bins = items_of([8, 7, 6, 5, 4]), bins_of([0, 0])
     raw = largest_differencing(items.times, bins.times)
     assert sorted(bins.loads(items, raw)) == [14, 16]
@@ -114,7 +114,7 @@ def test_an_example_by_hand() -> None:
 
 
 def bound(times: Floats, num_bins: int) -> float:
-    """What no assignment can be below, by HiGHS."""
+    """Return the load that no assignment can be below, by HiGHS."""
     num = len(times)
     # Variables: the highest load, then for each item and bin whether it is there.
     goal = np.zeros(1 + num * num_bins)
@@ -187,7 +187,7 @@ def random_sets() -> Iterator[Set]:
 
 
 def realistic_sets() -> Iterator[Set]:
-    """As models have them."""
+    """Yield sets as models have them."""
     generator = np.random.default_rng(0)
     one_hot, ids = np.ones(len(CRITEO_ROWS)), np.array(MULTI_HOT_IDS, np.float64)
     yield Set("26 one-hot tables", rated(one_hot, np.full(26, 64), 4), 4)
@@ -257,7 +257,7 @@ def deal(entry: Set) -> Dealt:
 
 
 def text(values: list[float]) -> str:
-    """How far above the bound."""
+    """Return the distance to the bound in words."""
     above = 100 * (np.array(values) - 1)
     return f"{np.median(above):.2f} % (at most {above.max():.2f} %)"
 

@@ -62,7 +62,7 @@ def test_ddp_sends_all_gradients_in_a_ring() -> None:
 
 @pytest.mark.parametrize(("num_copies", "gathered", "summed"), [(1, 2 * 3 / 4, 3 / 4), (2, 0, 1)])
 def test_shards_gather_weights_twice(num_copies: int, gathered: float, summed: float) -> None:
-    """Where each host has a copy, gradients alone travel between them: half of each rank's share,
+    """If each host has a copy, gradients alone travel between them: half of each rank's share,
     twice, by both ranks of a host."""
     sharded = plan(DenseKind.FULLY_SHARDED, num_copies=num_copies)
     cost = MODEL.step_cost(WORK, sharded, BATCH)
@@ -71,7 +71,7 @@ def test_shards_gather_weights_twice(num_copies: int, gathered: float, summed: f
 
 
 def test_a_copy_of_split_layers_in_each_host_sends_gradients_alone() -> None:
-    """Of eight ranks on two hosts, each keeps a quarter of a copy, or an eighth of a single one."""
+    """Each of eight ranks on two hosts keeps a quarter of a copy, or an eighth of a single one."""
     model = DenseCostModel(only_the_link(), local_world_size=4)
     first, two, four = (
         plan(DenseKind.TENSOR_PARALLEL, world=8, tp=2, num_copies=num) for num in (1, 2, 4)

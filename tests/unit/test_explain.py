@@ -1,4 +1,4 @@
-"""Why a plan is as it is: on paper, as JSON, as a page, and from the command line."""
+"""Explanations of plans: on paper, as JSON, as a page, and from the command line."""
 
 import itertools
 import re

@@ -173,7 +173,7 @@ def test_demands_are_met_or_refused_by_name() -> None:
 
 
 def test_one_in_each_group_is_no_demand_on_the_mesh() -> None:
-    """What doesn't fit a group could be in the world once, were that not excluded."""
+    """A table that doesn't fit a group could be in the world once, were that not excluded."""
     asked = demand("t0", "t1", "t2", num_groups="each")
     candidates, setting = problem(asked)
     assert not search_copies(candidates, [setting], too_little(candidates, setting)).placements
@@ -271,7 +271,7 @@ def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
 
 
 def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
-    """What a further type must gain is a part of what tables take."""
+    """A further type must gain a share of the tables' time."""
     rows = (10,) * 12 + (200_000,)
     some_types = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
     constraints = {f"t{number}": some_types for number in range(len(rows))}
@@ -309,7 +309,7 @@ def runs_of(runs: list[tuple[int, int, int]]) -> Runs:
 
 
 def best_of_all(runs: Runs, room: float) -> float:
-    """What the best numbers of rows save that fit."""
+    """Return the most that rows within the room can save."""
     every = itertools.product(*(range(int(count) + 1) for count in runs.num_rows))
     return max(
         float(runs.benefits @ np.array(subset))
@@ -402,5 +402,5 @@ def test_a_number_that_is_asked_for_is_kept(asked: int) -> None:
 
 
 def test_a_small_gain_is_none() -> None:
-    """What hot rows take is predicted too short, so little can't be told from nothing."""
+    """The time of hot rows is predicted too short, so little can't be told from nothing."""
     assert num_hot(searched(calibration=only_the_link())) == 0

@@ -296,7 +296,7 @@ def test_the_memory_of_a_rank_does_not_depend_on_the_number_of_groups(num_groups
 
 
 def stock_bytes_per_rank(model: nn.Module) -> int:
-    """What TorchRec counts on a rank for the row-wise plan of two ranks."""
+    """Return the bytes that TorchRec counts on a rank for a row-wise plan on two ranks."""
     seen: list[ShardingOption] = []
 
     def keep(options: list[ShardingOption]) -> list[ShardingOption]:

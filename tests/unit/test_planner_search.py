@@ -100,7 +100,7 @@ def test_the_stock_planner_plans_every_2d_type(type_2d: str) -> None:
 
 
 def test_the_stock_partitioner_alone_knows_no_2d_host_types() -> None:
-    """Why `Partitioner2D` is a part."""
+    """`Partitioner2D` is a part for this reason."""
     planner = stock_planner(constrained("2d_table_row_wise"), partitioner=GreedyPerfPartitioner())
 
     with pytest.raises(PlannerError, match="can't find a host"):
@@ -274,7 +274,7 @@ positive = st.integers(1, 10_000)
 
 
 def costs_ms(num_groups: int, rows: int, dim: int) -> list[float]:
-    """What each kind of sync costs for one shard of a table of its own."""
+    """Return the cost of each kind of sync for one shard."""
     table_bytes = rows * dim * 4
     return [
         row_sync_ms(
@@ -358,7 +358,7 @@ def sync_ms(
     batch_size: int = 8,
     **constraint: object,
 ) -> list[float]:
-    """What the enumerator adds to each shard of t0, of width 32, for several groups."""
+    """Return the time that the enumerator adds to each shard of t0 for several groups."""
     model = bags(1, rows=rows) if model is None else model
     sharders = [sharder or AnyTypeSharder()]
     constraints = {

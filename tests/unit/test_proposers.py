@@ -111,7 +111,7 @@ def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mes
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
 def test_a_rating_is_what_the_cost_model_says(kind: str) -> None:
-    """Of four equal tables, which four ranks share evenly however they are sharded."""
+    """Four ranks share four equal tables evenly, however they are sharded."""
     rows = (1_000,) * 4
     asked = tdsp.ParameterConstraints2D(sharding_types=[kind], exchange="pooled", min_partition=8)
     constraints = {f"t{number}": asked for number in range(4)}

@@ -52,16 +52,16 @@ class Slower(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     link: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor of a byte on its way to another host."""
+    """The factor for a byte on its way to another host."""
 
     host: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor of a byte on its way inside a host."""
+    """The factor for a byte on its way inside a host."""
 
     latency: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor of times without bytes: starts, other ranks, and turns."""
+    """The factor for times without bytes: starts, other ranks, and turns."""
 
     kernels: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor of a row that is looked up, sorted, copied, added or updated."""
+    """The factor for a row that is looked up, sorted, copied, added or updated."""
 
     def than(self, calibration: Calibration) -> Calibration:
         """Return the calibration of such machines, whose name says so."""
@@ -109,13 +109,13 @@ class TransformerConfig(Section):
     """A transformer over sequences of items, whose layers ranks may share."""
 
     num_blocks: int = Field(ge=1)
-    """The number of blocks."""
+    """Blocks."""
 
     dim: int = Field(ge=1)
-    """The width of an item between blocks."""
+    """An item's width between blocks."""
 
     length: int = Field(ge=1)
-    """Items of a sample."""
+    """Items per sample."""
 
     expansion: int = Field(default=4, ge=1)
     """The factor by which the feed-forward part is wider inside."""
@@ -137,8 +137,8 @@ class DenseConfig(Section):
     """Megabytes that are all-reduced over the world in each step."""
 
     transformer: TransformerConfig | None = None
-    """The layers of the rest of the model, in place of the numbers above; then ways to run them are
-    compared, too."""
+    """The model's other layers, in place of the numbers above; then ways to run them are compared,
+    too."""
 
     @model_validator(mode="after")
     def _check_one_description(self) -> Self:
@@ -208,13 +208,13 @@ class MachinesConfig(Section):
     """The factors by which things take longer than there."""
 
     num_ranks: int = Field(default=4, ge=1)
-    """The number of ranks in the world."""
+    """Ranks in the world."""
 
     ranks_per_host: int = Field(default=2, ge=1)
-    """The number of ranks that share a host's link."""
+    """Ranks that share a host's link."""
 
     memory_gib: float = Field(default=0.0, ge=0)
-    """Memory of a rank in GiB; 0 takes the calibration's."""
+    """A rank's memory in GiB; 0 takes the calibration's."""
 
     reserved: float = Field(default=0.15, ge=0, lt=1)
     """The share of memory that tables and their exchanges don't get."""
@@ -241,17 +241,17 @@ class PlanConfig(Section):
     """The machines that it would be trained on."""
 
     replicas: ReplicationConfig = ReplicationConfig()
-    """The way to keep copies of the tables equal."""
+    """The way to keep table copies equal."""
 
     dense: DenseConfig = DenseConfig()
     batch_size: int = Field(default=1024, ge=1)
     """Samples per rank and step."""
 
     group_size: int = Field(default=0, ge=0)
-    """Ranks of a sharding group; 0 for what is best."""
+    """Ranks in a sharding group; 0 for what is best."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
-    """The placement of groups, if their size is given."""
+    """Group placement, if the size is given."""
 
     sharding_types: tuple[str, ...] = ()
     """The sharding types that tables may have; empty for all that train alike."""

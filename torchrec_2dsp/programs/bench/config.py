@@ -42,7 +42,7 @@ BenchModel = Annotated[
     Field(discriminator="kind"),
     BeforeValidator(lambda tree: for_kind(tree, get_args(_ModelKinds), usual="dlrm")),
 ]
-"""A model of clicks or of sequences."""
+"""A click or sequence model."""
 
 
 def check_pair(data: BenchData, model: BenchModel) -> None:
@@ -69,10 +69,10 @@ class ScheduleConfig(Section):
     """Blocks of each contestant. In a round each contestant trains one, in a random order."""
 
     block_s: float = Field(default=2.0, gt=0)
-    """The approximate length of a block."""
+    """A block's approximate length."""
 
     max_block_steps: int = Field(default=40, ge=1)
-    """The largest number of steps in a block."""
+    """The most steps in a block."""
 
     warmup_steps: int = Field(default=4, ge=3)
     """Steps before the first block: allocations, connections, DDP's choice of buckets."""
@@ -84,7 +84,7 @@ class ScheduleConfig(Section):
     """After so long without an answer to "build", "trace" or a block, a contestant is out."""
 
     seed: int = Field(default=0, ge=0)
-    """The seed of the bootstrap and of the order of contestants."""
+    """The seed for the bootstrap and the contestants' order."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """The device on which each rank computes."""
@@ -109,8 +109,7 @@ class LossConfig(Section):
     """
 
     num_steps: int = Field(default=10, ge=1)
-    """The number of first losses that are compared step by step; rounding differences grow later.
-    """
+    """The number of first losses that are compared step by step: rounding grows later."""
 
     exact_bound: float = Field(default=1e-4, gt=0)
     """The largest difference of a first step's loss, for contestants with the arithmetic of one
@@ -190,8 +189,7 @@ class StockContestant(_Planned):
 
     kind: Literal["stock"] = "stock"
     qcomms: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
-    """The format in which TorchRec's quantised communication sends pooled embeddings and their
-    gradients."""
+    """The format of pooled embeddings and gradients in TorchRec's quantised communication."""
 
     def describe(self) -> str:
         """Describe the contestant in words."""
@@ -210,11 +208,10 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     """Let the planner predict steps, by the calibration, and choose exchanges as well."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
-    """The placement of groups."""
+    """Group placement."""
 
     qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """The format in which TorchRec's quantised communication sends embeddings and their gradients.
-    """
+    """The format of embeddings and gradients in TorchRec's quantised communication."""
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -288,13 +285,13 @@ class BenchConfig(Section):
     """The rules by which weights are updated."""
 
     schedule: ScheduleConfig = ScheduleConfig()
-    """The amount of training."""
+    """The training and its length."""
 
     network: NetworkConfig = NetworkConfig()
     """The network between the ranks."""
 
     loss: LossConfig = LossConfig()
-    """The bounds of losses."""
+    """Loss bounds."""
 
     calibration: CalibrationPath = ""
     """A calibration file, by which steps are predicted, too: relative to the config file, or the

@@ -164,7 +164,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter."""
+    """Return the Python version, and those of the packages that matter."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

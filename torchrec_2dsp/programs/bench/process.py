@@ -21,8 +21,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+
+from torchrec_2dsp.programs.bench.config import ScheduleConfig
 
 Value = TypeVar("Value")
 
@@ -65,32 +68,36 @@ class Control:
 
 
 def join_contestant(
-    backend: str, number: int, place: Place, *, store_s: float, timeout_s: float
+    schedule: ScheduleConfig, number: int, place: Place, *, backend: str = "", patience: float = 1.0
 ) -> None:
-    """Make a contestant's world in its own process, over a connection of its own.
+    """Make a contestant's world in its own process, over a store connection of its own.
 
     Args:
-        backend: the world's.
+        schedule: names the device and the deadline.
         number: the contestant's.
         place: this rank's.
-        store_s: how long to wait for the store.
-        timeout_s: how long collectives may take.
+        backend: the world's, on the CPU; empty for gloo.
+        patience: how many deadlines long collectives may take.
 
     Collectives:
         Makes the world's process group.
     """
+    torch.set_num_threads(1)
+    if schedule.device == "cuda":
+        torch.cuda.set_device(place.rank % place.local_world_size)
+        backend = "nccl"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
-        timeout=timedelta(seconds=store_s),
+        timeout=timedelta(seconds=schedule.deadline_s),
     )
     dist.init_process_group(
-        backend,
+        backend or "gloo",
         store=dist.PrefixStore(f"contestant_{number}", store),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=patience * schedule.deadline_s),
     )
 
 

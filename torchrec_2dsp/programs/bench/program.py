@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_2dsp.comms.groups import world_group
@@ -98,14 +97,7 @@ class _Measurer:
         self._place = place
 
     def measure(self) -> MeasuredPlace:
-        torch.set_num_threads(1)
-        schedule = self._config.schedule
-        if schedule.device == "cuda":
-            torch.cuda.set_device(self._place.rank % self._place.local_world_size)
-        deadline_s = schedule.deadline_s
-        backend = "nccl" if schedule.device == "cuda" else "gloo"
-        number = len(self._config.contestants)
-        join_contestant(backend, number, self._place, store_s=deadline_s, timeout_s=deadline_s)
+        join_contestant(self._config.schedule, len(self._config.contestants), self._place)
         world = world_group()
         speeds = measure_link_speeds(world, local_world_size=self._place.local_world_size)
         is_predicted = self._config.calibration and isinstance(self._config.model, ModelConfig)
@@ -117,7 +109,7 @@ class Predicted(NamedTuple):
     """The predicted steps of a benchmark."""
 
     steps: dict[str, dict[str, float]]
-    """Seconds by part, of the step of each contestant."""
+    """Each contestant's step, in seconds by part."""
     dense_from: tuple[str, ...]
     """The ceilings that tell what a step takes beside its tables; without any, the model without
     its tables was timed."""

@@ -32,8 +32,8 @@ class ContestantBlock(Section):
     round: int
     num_steps: int
     step_s: float = Field(gt=0)
-    """Mean step time of the slowest rank; of a ceiling, whose ranks don't wait for each other, of
-    the mean rank."""
+    """The slowest rank's mean step time; for a ceiling, whose ranks don't wait for each other, the
+    mean rank's."""
 
     link_bytes: float | None = None
     """Bytes sent on the counted interface, per rank and step; None if none is counted."""
@@ -45,31 +45,31 @@ class ContestantBlock(Section):
     """Cores that other processes or other virtual machines took, on the busiest machine."""
 
     probe_s: float | None = None
-    """Processor seconds of a fixed piece of work just before, mean over ranks; None in files from
-    before there was one."""
+    """Processor seconds for a fixed piece of work just before, mean over ranks; None in older
+    files."""
 
 
 class DealtSamples(Section):
     """Samples that a contestant dealt to its ranks by cost."""
 
     imbalance_before: float
-    """The cost of the slowest rank's samples as read, in units of the mean rank's; 1 is even."""
+    """The cost that the slowest rank read, in units of the mean rank's; 1 is even."""
 
     imbalance_after: float
     """The same for the samples as dealt."""
 
     moved_share: float
-    """The share of the samples that went to another rank."""
+    """The share that went to another rank."""
 
     sent_bytes: float
-    """Bytes of samples that a rank sent per step, mean over ranks."""
+    """Sample bytes that a rank sent per step, mean over ranks."""
 
 
 class ComputeTimes(Section):
     """The training threads' processor time in a step; a rank that waits uses none."""
 
     mean_s: float
-    """Seconds of a rank, mean over ranks and steps."""
+    """Seconds per rank, mean over ranks and steps."""
 
     slowest_s: float
     """Seconds of a step's slowest rank, mean over steps."""
@@ -89,7 +89,7 @@ class Phase(Section):
 
 
 class MeasuredTraffic(Section):
-    """The traffic of one kind of collective."""
+    """One collective's traffic."""
 
     name: str
     """The operation, such as all_to_all_single."""
@@ -128,7 +128,7 @@ class DenseTraffic(Section):
     """Bytes that it sent, data-parallel tables included."""
 
     density: float
-    """The share of elements that were chosen."""
+    """The chosen elements' share."""
 
     residual_norm: float
     """The Euclidean norm of what a rank hadn't sent yet after the last step."""
@@ -157,7 +157,7 @@ class ContestantResult(Section):
     """The contestant in words."""
 
     kind: str
-    """The kind of contestant: stock, two_d or ceiling."""
+    """One kind: stock, two_d or ceiling."""
 
     outcome: Outcome
     """The outcome, which says whether the numbers count."""
@@ -166,7 +166,7 @@ class ContestantResult(Section):
     """The reason why they don't; empty if they do."""
 
     sharding: dict[str, int] = Field(default_factory=dict)
-    """The number of tables with each sharding type."""
+    """Table counts by sharding type."""
 
     dense_plan: str = ""
     """The dense part that was predicted to be fastest; empty if none was planned."""
@@ -232,7 +232,7 @@ class BenchSetting(Section):
 
     hosts: int
     ranks_per_host: int
-    """The number of ranks per host: LOCAL_WORLD_SIZE."""
+    """Ranks per host: LOCAL_WORLD_SIZE."""
 
     network: str
     cluster: str = ""
@@ -242,7 +242,7 @@ class BenchSetting(Section):
     """The processor, the cores, the memory and the kernel."""
 
     versions: dict[str, str]
-    """The versions of Python and of the packages that matter."""
+    """The Python version, and those of the packages that matter."""
 
     link_speeds: dict[str, float | None]
     """Bytes per second that a rank sends while all others do; None for a link that isn't there."""
@@ -262,7 +262,7 @@ class BenchResult(JsonFile):
     """The contestant whose losses the others were held against."""
 
     contestants: tuple[ContestantResult, ...]
-    """The contestants, in the order of the config."""
+    """The contestants, in the config's order."""
 
     dense_from: tuple[str, ...] = ()
     """The ceilings whose steps told the predictions what a step takes beside its tables; without

@@ -18,10 +18,10 @@ from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
 from torchrec_2dsp.programs.config.config_file import make_config
 
 NUM_RESAMPLES = 10_000
-"""The number of bootstrap draws."""
+"""Bootstrap draws."""
 
 CONFIDENCE = 0.95
-"""The share of resampled medians in an interval."""
+"""The share that an interval holds among resampled medians."""
 
 FOREIGN_LOAD_LIMIT_CORES = 0.25
 """A block during which others kept more cores busy is pointed out."""
@@ -102,7 +102,7 @@ class Summary:
 
     ceiling: str | None
     probe_s: float | None = None
-    """The median time of the fixed piece of work; None if it wasn't timed."""
+    """The fixed piece of work's median seconds; None if it wasn't timed."""
 
     def find(self, name: str) -> ContestantSummary | None:
         """Return the contestant with this name, None if it was not measured."""
@@ -284,7 +284,7 @@ class ContestantAgreement:
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedPair:
-    """A pair that is in one order beyond doubt in a run, and in the other in another run."""
+    """A contradiction: beyond doubt, ``first`` is faster in ``run`` and slower in ``other_run``."""
 
     first: str
     second: str
@@ -294,12 +294,12 @@ class SwappedPair:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """The outcome of a comparison of runs."""
+    """The outcome when runs are compared."""
 
     contestants: tuple[ContestantAgreement, ...]
     swapped: tuple[SwappedPair, ...]
     tolerance: float
-    """The largest relative distance of medians that agree."""
+    """The largest relative distance at which medians agree."""
 
     probes_s: tuple[float | None, ...] = ()
     """Each run's median seconds for a fixed piece of work; None where it wasn't timed. Where they
@@ -307,7 +307,7 @@ class Agreement:
 
     @property
     def all_probes_s(self) -> tuple[float, ...]:
-        """The seconds of the fixed piece of work by run; empty unless all runs timed it."""
+        """The fixed piece of work's seconds by run; empty unless all runs timed it."""
         probes_s = tuple(probe_s for probe_s in self.probes_s if probe_s)
         return probes_s if len(probes_s) == len(self.contestants[0].medians_s) else ()
 
@@ -382,7 +382,7 @@ def _step(summary: Summary, name: str) -> StepTime | None:
 
 
 def _identity(result: BenchResult) -> dict[str, Any]:
-    """Return the parts of a result that all runs of a benchmark share."""
+    """Return what all runs of a benchmark share."""
     setting = result.setting
     return {
         **setting.model_dump(exclude={"when", "command", "link_speeds"}),

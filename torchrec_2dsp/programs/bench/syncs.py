@@ -57,13 +57,13 @@ class SyncBenchConfig(Section):
     """The network as the report describes it."""
 
     num_groups: tuple[int, ...] = (2,)
-    """Numbers of copies; each must divide the number of ranks."""
+    """Copies per shard; each count must divide the ranks."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
     """The copies' placement: "contiguous" has them on different hosts, "strided" in one."""
 
     shard_mib: tuple[float, ...] = (64.0,)
-    """Sizes of the weights of a rank's shard."""
+    """Weight sizes of a rank's shard."""
 
     dim: int = Field(default=64, ge=4, multiple_of=4)
     """The table's columns."""
@@ -72,10 +72,10 @@ class SyncBenchConfig(Section):
     """Shares of rows that each copy changes, drawn for each copy by itself."""
 
     repeats: int = Field(default=5, ge=1)
-    """The number of timed runs of each sync."""
+    """Timed runs per sync."""
 
     seed: int = Field(default=0, ge=0)
-    """The seed of the changed rows and of the order of syncs."""
+    """The seed for the changed rows and the syncs' order."""
 
     syncs: dict[str, ReplicationConfig] = Field(min_length=1)
     """The syncs that are compared, by name."""
@@ -100,7 +100,7 @@ class SyncBenchConfig(Section):
         return self
 
     def num_rows(self, shard_mib: float) -> int:
-        """Return the number of rows in a shard of fp32 weights."""
+        """Return how many rows a shard of fp32 weights has."""
         return max(1, int(shard_mib * 2**20) // (4 * self.dim))
 
 
@@ -108,19 +108,19 @@ SYNC_BENCH_FORMAT = 1
 
 
 class SyncTimes(Section):
-    """The repeated timings of one sync of one shard."""
+    """One shard's sync, timed repeatedly."""
 
     num_groups: int
     shard_mib: float
     touched_share: float
-    """The share of the rows that each copy has changed."""
+    """The share of its rows that each copy has changed."""
 
     sync: str
     seconds: tuple[float, ...]
-    """Seconds of the slowest rank, repeat by repeat."""
+    """The slowest rank's seconds, repeat by repeat."""
 
     tracking_s: tuple[float, ...]
-    """Seconds of noting the changed rows, on the slowest rank."""
+    """The slowest rank's seconds for noting the changed rows."""
 
     sent_bytes: float
     """Bytes to other ranks, mean over ranks and repeats."""
@@ -137,7 +137,7 @@ class SyncTimes(Section):
 
 
 class SyncBenchResult(JsonFile):
-    """The result of one run of `bench-sync`."""
+    """A result of `bench-sync`."""
 
     what_it_is: ClassVar[str] = "the JSON of bench-sync"
     format: int = SYNC_BENCH_FORMAT
@@ -146,7 +146,7 @@ class SyncBenchResult(JsonFile):
     """The contestant that the others are compared with."""
 
     times: tuple[SyncTimes, ...]
-    """Case by case, then in the order of the config."""
+    """Case by case, then in the config's order."""
 
     def find(self, case: tuple[int, float, float], sync: str) -> SyncTimes:
         """Return the times of one sync in one case."""
@@ -157,9 +157,9 @@ class TimedSync(NamedTuple):
     """The timing of one sync on this rank."""
 
     seconds: float
-    """Seconds from a barrier to the end of the sync."""
+    """Seconds from a barrier until the sync ends."""
     tracking_s: float
-    """Seconds of noting the changed rows, before."""
+    """Seconds for noting the changed rows, before."""
     num_bytes: int
     """Bytes that this rank sent."""
 
@@ -393,7 +393,7 @@ def shards_of(result: SyncBenchResult) -> list[tuple[int, float]]:
 
 
 def table_of_shard(result: SyncBenchResult, num_groups: int, shard_mib: float) -> Table:
-    """Compare the syncs of one shard, by the share of its rows that had changed."""
+    """Compare one shard's syncs, by the share of its rows that had changed."""
     rows = []
     for times in result.times:
         if times.case[:2] != (num_groups, shard_mib):

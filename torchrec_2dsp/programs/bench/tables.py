@@ -197,7 +197,7 @@ def travel_table(summary: Summary) -> Table | None:
 
 
 def traffic_table(summary: Summary) -> Table | None:
-    """Show the traffic of each kind of collective; `None` if nothing was traced."""
+    """Show the traffic by collective; `None` if nothing was traced."""
     rows = [
         [contestant.name, part.name, f"{part.calls:,.1f}", _megabytes(part.sent_bytes)]
         for contestant in summary.contestants

@@ -37,13 +37,13 @@ class Traced:
     traffic: tuple[MeasuredTraffic, ...]
     encoded: EncodedTraffic
     dense: DenseTraffic | None
-    """The bytes of dense gradients, if these are thresholded."""
+    """Dense gradient bytes, if these are thresholded."""
     row_travel: RowTravel | None
     """How long row gradients could travel, and were waited for."""
     balance: BalanceReport | None
     """The report on dealt samples, if they are dealt."""
     compute_s: tuple[float, ...]
-    """The processor time of each step of all blocks; empty on accelerators."""
+    """Each step's processor time, for all blocks; empty on accelerators."""
     peak_memory_bytes: int | None
     """The peak memory beyond what the process started with."""
 

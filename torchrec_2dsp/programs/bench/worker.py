@@ -45,7 +45,7 @@ from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 from torchrec_2dsp.samples.dealer import BalanceReport
 
 _AHEAD = 4
-"""The number of batches that the pipeline and whoever deals samples take ahead of a step."""
+"""Batches that the pipeline and whoever deals samples take ahead of a step."""
 
 
 class Feed(Iterator[Batch]):
@@ -115,7 +115,7 @@ LEAD_IN_STEPS = 1
 """Untimed steps of a block: the caches hold what another contestant left there."""
 
 _RECORDED_STEPS = 8
-"""A ceiling keeps the outputs of all collectives of so many steps."""
+"""The steps whose collectives' outputs a ceiling keeps."""
 
 
 _LATE_STEPS = 2
@@ -171,20 +171,15 @@ class Worker:
     def build(self) -> Built:
         """Plan and shard."""
         quiet_upstream()
-        torch.set_num_threads(1)
         give_back_memory()
         self._start_bytes = resident_bytes()
-        schedule = self._config.schedule
-        if schedule.device == "cuda":
-            torch.cuda.set_device(self._place.rank % self._place.local_world_size)
-        number = list(self._config.contestants).index(self._name)
         join_contestant(
-            self._backend(),
-            number,
+            self._config.schedule,
+            list(self._config.contestants).index(self._name),
             self._place,
-            store_s=schedule.deadline_s,
+            backend=self._backend(),
             # The benchmark's own deadline comes first, and says where each rank was.
-            timeout_s=2 * schedule.deadline_s,
+            patience=2.0,
         )
         mesh = self._config.mesh(self._name, self._place.world_size, self._place.local_world_size)
         speeds, dense = self._measured
@@ -213,7 +208,7 @@ class Worker:
         return step_s
 
     def block(self, num_steps: int) -> float:
-        """Train `LEAD_IN_STEPS`, then some timed steps; return the seconds of one of these."""
+        """Train `LEAD_IN_STEPS`, then some timed steps; return the seconds per step."""
         self._feed.prepare(LEAD_IN_STEPS + num_steps)
         self._train(LEAD_IN_STEPS)
         step_s = self._train(num_steps)
@@ -310,8 +305,6 @@ class Worker:
         self._feed.note_seconds(self._compute_s[-1])
 
     def _backend(self) -> str:
-        if self._config.schedule.device == "cuda":
-            return "nccl"
         if self._is_ceiling:
             return replay.replay_backend()
-        return full_duplex_backend() if self._planned.full_duplex else "gloo"
+        return full_duplex_backend() if self._planned.full_duplex else ""

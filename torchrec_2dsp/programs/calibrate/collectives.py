@@ -261,7 +261,7 @@ class LinkSpeeds:
     """
 
     local_world_size: int
-    """Ranks of a host, which share its link."""
+    """Ranks per host, which share its link."""
 
     intra_host_all_to_all_bytes_per_s: float | None
     intra_host_all_reduce_bytes_per_s: float | None

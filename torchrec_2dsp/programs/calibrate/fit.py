@@ -103,7 +103,7 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
 
 
 def fit_kernel(name: str, samples: Sequence[KernelSample]) -> KernelCost:
-    """Fit the coefficients of work on rows, or on bags if the samples are of bags."""
+    """Fit the coefficients for work on rows, or on bags if the samples have bags."""
     work = [
         [1.0, sample.items, sample.num_bytes, sample.vector_bytes, sample.row_bytes]
         for sample in samples

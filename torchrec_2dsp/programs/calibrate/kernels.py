@@ -85,7 +85,7 @@ def measure_kernels(
 
 
 def _bags(device: torch.device) -> Iterator[_Piece]:
-    """Yield FBGEMM's kernel, with short and long bags, of few rows and of many."""
+    """Yield FBGEMM's kernel, with short and long bags, from few rows and from many."""
     for dim in _DIMS:
         tbe = _tables(dim, PoolingMode.SUM, device)
         for num_ids, size, num_rows in product(_NUM_IDS, _BAG_SIZES, _ROWS_OF_A_TABLE):

@@ -347,7 +347,7 @@ class _NextItems(nn.Module):
 
     @torch.jit.export
     def item_vectors(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return items' vectors, such as all of them for an index of nearest neighbours."""
+        """Return items' vectors, such as all items' for a nearest-neighbour index."""
         if ids.dim() != 1 or not is_integer(ids):
             raise ValueError("ids isn't one row of int64 or int32 numbers; give items of the table")
         if bool(((ids < 0) | (ids >= self.num_items)).any()):

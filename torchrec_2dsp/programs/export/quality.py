@@ -20,7 +20,7 @@ from torchrec_2dsp.programs.train.record import LESS_IS_BETTER
 from torchrec_2dsp.programs.train.steps import closing_batches
 
 _ROUNDING = 1e-5
-"""The largest relative difference between scores of a script and of its module: the compiler may
+"""The largest relative difference between a script's scores and its module's: the compiler may
 round in another order."""
 _NOTHING_HELD_OUT = "there are no held-out batches to compare on; hold some samples out"
 

@@ -223,11 +223,7 @@ def read_encoding(folder: Path) -> TableConfig | InteractionsConfig:
 
 
 def read_items(folder: Path, feature: str) -> pa.BinaryArray:
-    """Read the items' names of a log of interactions, in the order of their numbers.
-
-    Raises:
-        ConfigError: they are missing.
-    """
+    """Read an interaction log's item names, in the order of their numbers."""
     path = _items_path(folder, feature)
     if not path.exists():
         raise ConfigError(f"{folder} lacks {path}; copy it whole")

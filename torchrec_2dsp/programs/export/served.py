@@ -43,7 +43,7 @@ class ServedFeature(Section):
     """The table that its ids are rows of; empty for a feature without one."""
 
     num_rows: int
-    """The table's number of rows: ids are 0 to ``num_rows - 1``."""
+    """The table's rows: ids are 0 to ``num_rows - 1``."""
 
     dim: int
     """The embedding dimension; 0 without a table."""
@@ -59,7 +59,7 @@ class ServedModel(Protocol):
     """The sparse features, in the order in which a request gives their ids."""
 
     num_dense: int
-    """The number of dense features in a sample of a request."""
+    """Dense features per sample."""
 
     functions: tuple[str, ...]
     """The functions that the file has beside the call that answers a request."""
@@ -245,7 +245,7 @@ class ServingInputs(JsonFile):
     format: Literal[1] = 1
     kind: str
     num_dense: int
-    """The number of dense features."""
+    """Dense features per sample."""
 
     dense: tuple[str, ...]
     """Their columns in a log, in order; empty for data without columns."""
@@ -254,10 +254,10 @@ class ServingInputs(JsonFile):
     """The sparse features, in the order in which a request gives their ids."""
 
     outputs: tuple[str, ...]
-    """The names of the model's output tensors."""
+    """Output tensors by name."""
 
     functions: tuple[str, ...] = ()
-    """The names of the model's functions beside the call."""
+    """Functions beside the call, by name."""
 
 
 def serving_inputs(

@@ -73,7 +73,7 @@ def make_model(cell: Cell, *, accumulates: bool = True) -> DistributedModelParal
 
 
 def train(rank: int, world_size: int, cell: Cell, num_batches: int) -> tuple[Gap, dict[str, int]]:
-    """The distance from the oracle, and the collectives of the last step's dense part."""
+    """Return the gap to the oracle, and the collectives of the last step's dense part."""
     parallel = make_model(cell)
     optimizer = make_optimizer(parallel)
     sizes = (6,) * (world_size * num_batches)

@@ -38,7 +38,7 @@ BAD = [-1, 24, 10**12]
 
 
 def with_id(batch: KeyedJaggedTensor, bad: int) -> tuple[KeyedJaggedTensor, int, int]:
-    """The batch with ``bad`` as the last id of f1; the id's sample, and its place."""
+    """Return the batch with ``bad`` as the last id of f1, the id's sample, and its place."""
     place = batch.offset_per_key()[batch.keys().index("f1") + 1] - 1
     values = batch.values().clone()
     values[place] = bad
@@ -51,7 +51,7 @@ def with_id(batch: KeyedJaggedTensor, bad: int) -> tuple[KeyedJaggedTensor, int,
 
 
 def without_place(batch: KeyedJaggedTensor, sample: int, place: int) -> KeyedJaggedTensor:
-    """The batch without the id there."""
+    """Return the batch without the id there."""
     kept = torch.arange(batch.values().numel()) != place
     lengths, weights = batch.lengths().clone(), batch.weights_or_none()
     lengths[batch.keys().index("f1") * batch.stride() + sample] -= 1
@@ -64,7 +64,7 @@ def without_place(batch: KeyedJaggedTensor, sample: int, place: int) -> KeyedJag
 
 
 def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int, Tensors, Tensors]:
-    """What is said, how often, and the state after a good step, a bad one, and a good one; and
+    """Return the error, its count, and the state after a good, a bad and a good step; and
     without the bad one."""
     stream, states = make_stream(cell, 3), []
     said, found, sample = "", 0, -1
@@ -102,7 +102,7 @@ def test_all_ranks_raise_and_may_go_on(ranks4: RankPool, cell: Cell, bad: int) -
 
 
 def correcting(rank: int, world_size: int, cell: Cell, policy: str, bad: int) -> tuple[float, int]:
-    """The gap between training with a bad id, and on what the policy makes of it."""
+    """Return the gap between training with a bad id and with the policy's correction."""
     states, found = [], 0
     for with_bad in (True, False):
         sharder: Any = make_sharder(cell)
@@ -131,7 +131,7 @@ def test_bad_ids_are_corrected(ranks4: RankPool, cell: Cell, policy: str) -> Non
 
 
 def raising_in_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[str], float]:
-    """What each pipeline says of the fourth batch, and how far apart they leave the tables."""
+    """Return each pipeline's error at the fourth batch, and the gap between their tables."""
     stream = [step[rank] for step in make_stream(cell, 6)]
     if rank == FAULTY_RANK:
         stream[3], *_ = with_id(stream[3], 24)

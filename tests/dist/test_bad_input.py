@@ -25,7 +25,7 @@ CELL = Cell(MESH)
 
 
 def raised(rank: int, world_size: int, case: str) -> tuple[str, str, float]:
-    """The error of a case on this rank, and how long it took."""
+    """Return the error of a case on this rank, and its seconds."""
     start = time.monotonic()
     try:
         CASES[case][0](rank)

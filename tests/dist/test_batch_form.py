@@ -28,7 +28,7 @@ Change = Callable[[KeyedJaggedTensor], KeyedJaggedTensor]
 
 
 def with_parts(batch: KeyedJaggedTensor, **parts: Any) -> KeyedJaggedTensor:
-    """The batch, but for some of its tensors."""
+    """Replace some of the batch's tensors."""
     known: dict[str, Any] = {
         "keys": batch.keys(),
         "values": batch.values(),
@@ -110,7 +110,7 @@ def trained(rank: int, cell: Cell, change: Change, first: int) -> tuple[list[flo
 
 
 def harmless_gaps(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[str, float]]:
-    """Where losses or weights differ from those of batches as they are."""
+    """Return the gaps to training on unchanged batches."""
     gaps = []
     for cell in cells:
         expected_losses, expected = trained(rank, cell, as_it_is, 0)
@@ -204,7 +204,7 @@ def refused_of(cell: Cell) -> dict[Change, str]:
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """What is said of bad batches, the state before and after being the same."""
+    """Return the errors for bad batches, which leave the state unchanged."""
     said = []
     for cell in CELLS:
         parallel = shard(cell)
@@ -243,7 +243,7 @@ def test_weighted_tables_need_weights_from_the_first_batch_on(ranks4: RankPool) 
 
 
 def gaps_of_single_samples(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """How far training ends from the same with contiguous tensors, with one sample per rank."""
+    """Return the gaps to training on contiguous tensors, with one sample per rank."""
     gaps = []
     for cell in cells:
         ends = []
@@ -261,7 +261,7 @@ def gaps_of_single_samples(rank: int, world_size: int, cells: list[Cell]) -> lis
 
 
 def with_equal_weights(batch: KeyedJaggedTensor, *, copy: bool = False) -> KeyedJaggedTensor:
-    """The batch with weights of 0.5, which are one number in memory unless ``copy``."""
+    """Return the batch with weights of 0.5: one number in memory unless ``copy``."""
     weights = torch.full((1,), 0.5).expand(batch.values().numel())
     return with_parts(batch, weights=weights.clone() if copy else weights)
 

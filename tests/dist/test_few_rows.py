@@ -70,7 +70,7 @@ def check_gaps(ranks: RankPool, cells: list[Cell]) -> None:
 
 
 def averaged_copies(rank: int, world_size: int) -> list[Tensors]:
-    """This rank's shards after two steps with averaged copies."""
+    """Return this rank's shards after two steps with averaged copies."""
     spec = ModelSpec(
         (
             TableSpec("t0", 1, 8, ("f0",)),

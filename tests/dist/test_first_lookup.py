@@ -16,7 +16,7 @@ MESH = tdsp.Mesh2D(2, 2)
 def weights_after_lookup(
     rank: int, world_size: int, cell: Cell, equal: bool
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """This rank's shards after its own initialisation and a lookup, and what was logged."""
+    """Return this rank's shards after its own initialisation and a lookup, and the log."""
     parallel = make_parallel(cell, world_size, local_world_size())
     assert isinstance(parallel, tdsp.ModelParallel2D)
     (module,) = parallel.sharded_tables()

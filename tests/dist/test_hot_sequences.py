@@ -48,7 +48,7 @@ def test_training_equals_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D
 
 @pytest.mark.parametrize("hot_rows", [(), SOME], ids=["cold", "hot"])
 def test_a_batch_s_weights_are_ignored(ranks4: RankPool, hot_rows: Any) -> None:
-    """As an unsharded `EmbeddingCollection` ignores them, in the backward, too."""
+    """An unsharded `EmbeddingCollection` ignores them, in the backward, too."""
     spec = replace(SPEC, weighted=True)
     cold = Cell(TWO, "row_wise", spec=spec, hot_rows=hot_rows)
     cells = [
@@ -119,5 +119,5 @@ def test_sequences_keep_their_order(ranks2: RankPool) -> None:
 
 
 def test_they_save_bytes_with_torchrec_s_exchange(ranks4: RankPool) -> None:
-    """Which ships a vector for each id, so that there is nothing to warn of."""
+    """TorchRec's exchange ships a vector per id, so no warning is needed."""
     assert ranks4.run(warnings_of, [HOT]) == [[[]]] * 4

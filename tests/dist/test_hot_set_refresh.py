@@ -51,7 +51,7 @@ def sharded(cell: Cell) -> tdsp.ModelParallel2D:
 
 
 def gap_after_refreshes(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """How far each cell is from the unsharded model after steps with other hot rows each."""
+    """Return the gaps to the unsharded model after steps with changing hot rows."""
     gaps = []
     for cell in cells:
         parallel, oracle = sharded(cell), make_oracle(cell)
@@ -95,7 +95,7 @@ class Refreshing(Sequence[KeyedJaggedTensor]):
 
 
 def refreshed_in_pipelines(rank: int, world_size: int, cell: Cell) -> list[list[float]]:
-    """The losses of all pipelines with refreshes, while they hold older batches; then without."""
+    """Return all pipelines' losses with refreshes during older batches, then without."""
     batches = [step[rank] for step in make_stream(cell, 8)]
     losses = []
     for kind in PIPELINES:
@@ -168,7 +168,7 @@ def test_what_has_no_room_is_refused_by_all_ranks(ranks4: RankPool) -> None:
 
 
 def follow_the_log(rank: int, world_size: int, cell: Cell) -> tuple[list[bool], list[Any]]:
-    """What is hot after each step, of a log in which each rank looks up rows of its own."""
+    """Return the hot rows after each step of a log in which each rank looks up its own rows."""
     parallel = sharded(cell)
     optimizer = make_optimizer(parallel)
     tables = [

@@ -43,7 +43,7 @@ CELLS = [
 
 
 def expected_tables(cell: Cell) -> dict[str, torch.Tensor]:
-    """The whole tables, block after block."""
+    """Draw the whole tables, block by block."""
     model: Any = build(cell.spec)
     is_bags = not cell.spec.sequence
     configs = model.ebc.embedding_bag_configs() if is_bags else model.ec.embedding_configs()
@@ -59,7 +59,7 @@ def expected_tables(cell: Cell) -> dict[str, torch.Tensor]:
 
 
 def compared(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[str, int]]:
-    """How many values of each cell's shards on this rank are as expected, or which cell isn't."""
+    """Count the expected values of each cell's shards on this rank, or name the wrong cell."""
     results = []
     for cell in cells:
         model = build(cell.spec, seed=rank)

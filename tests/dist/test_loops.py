@@ -45,7 +45,7 @@ def oracle_of(cell: Cell) -> LoopOracle:
 
 
 def all_loops(rank: int, world_size: int, cells: list[Cell]) -> list[list[float]]:
-    """The gaps to the plain loop of a second one, of each pipeline, and of a stock wrapper's."""
+    """Return the gaps to the plain loop: a second one, each pipeline, and a stock wrapper."""
     gaps = []
     for cell in cells:
         stream = make_stream(cell, STEPS)
@@ -147,7 +147,7 @@ MAX_GRADIENT = 0.02
 
 
 def fused_clipped(rank: int, world_size: int, cell: Cell) -> tuple[float, float]:
-    """The gaps to the oracle that clips, and to the one that doesn't."""
+    """Return the gaps to a clipping oracle and to a plain one."""
     params = {"gradient_clipping": True, "max_gradient": MAX_GRADIENT}
     params |= {"learning_rate": LR, "eps": cell.eps}
     sharder = tdsp.EmbeddingBagCollectionSharder2D(FUSED[cell.optimizer], fused_params=params)

@@ -61,7 +61,7 @@ def test_sequences(ranks4: RankPool, dealt: Deal) -> None:
 
 @pytest.mark.dealt_file
 def test_rows_of_a_host_travel_together(ranks8: RankPool) -> None:
-    """In groups of two hosts with two ranks each, beside a table on four hosts."""
+    """Groups span two hosts of two ranks, beside a table on four hosts."""
     mesh = tdsp.Mesh2D(2, 4)
     cells = [Cell(mesh, exchange=kind, in_world=("t1",)) for kind in ("row_per_host", "pooled")]
     check(cells, ranks8.run(run_cells, cells, 4, timeout_s=120))
@@ -78,7 +78,7 @@ def test_all_parts_are_told_of_evaluation(ranks4: RankPool) -> None:
 
 
 def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
-    """What is said of a bad id of one rank, in tables of either kind; a good batch is trained
+    """Return the errors for one rank's bad id in either kind of table; a good batch is trained
     after each."""
     parallel = make_parallel(cell, world_size, 2)
     said = []
@@ -101,7 +101,7 @@ def test_bad_ids_of_all_parts_are_told_on_every_rank(ranks4: RankPool) -> None:
 
 
 def shared_features(rank: int, world_size: int, kind: type) -> float:
-    """How far the sharded module's outputs are from the unsharded one's, under the same names."""
+    """Return the gap between the sharded and the unsharded module's outputs, by name."""
     torch.manual_seed(0)
     is_bag = kind is EmbeddingBagCollection
     config = EmbeddingBagConfig if is_bag else EmbeddingConfig

@@ -119,7 +119,7 @@ def test_pipelines_change_nothing(ranks4: RankPool, kind: str) -> None:
 
 
 def as_pooled(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """How far each cell ends from the same with TorchRec's own exchange."""
+    """Return each cell's gap to TorchRec's own exchange."""
     gaps = []
     for cell in cells:
         stream = make_stream(cell, 4)
@@ -169,7 +169,7 @@ def batch_of(rank: int) -> KeyedJaggedTensor:
 
 
 def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
-    """Of embeddings, and of their gradients."""
+    """Return the bytes of embeddings and of their gradients."""
     parallel = shard(cell)
     optimizer = make_optimizer(parallel)
     plain_loop(parallel, optimizer, [batch_of(rank)])
@@ -209,7 +209,7 @@ def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool, kind: str) -> Non
 
 
 def quantised(rank: int, world_size: int, cell: Cell) -> tuple[float, float]:
-    """The gap of the losses to fp32, and how many times fewer bytes of bags travel."""
+    """Return the losses' gap to fp32, and the ratio of bag bytes."""
     stream, codecs = make_stream(cell, 4), QCommsConfig(CommType.FP16, CommType.FP16)
     sharder = make_sharder(cell)
     assert isinstance(sharder, EmbeddingBagCollectionSharder)

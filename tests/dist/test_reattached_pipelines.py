@@ -69,7 +69,7 @@ def trained(rank: int, cell: Cell, kind: type[Any], is_paused: bool) -> tuple[li
 
 
 def gaps(rank: int, world_size: int, cells: list[tuple[Cell, type[Any]]]) -> list[float]:
-    """How far runs with a pause end from those without, for each cell and its pipeline."""
+    """Return the gap between runs with and without a pause, per cell and pipeline."""
     differences = []
     for cell, kind in cells:
         losses, tensors = trained(rank, cell, kind, is_paused=True)

@@ -165,7 +165,7 @@ def sharders() -> list[Any]:
 
 
 def plan_of(model: nn.Module) -> tdsp.Plan2D:
-    """A plan that has seen no check of ours."""
+    """Make a plan by TorchRec's planner, which checks none of this."""
     topology = Topology(world_size=MESH.group_size, compute_device="cpu")
     stock = EmbeddingShardingPlanner(topology).plan(model, sharders())
     return tdsp.Plan2D.from_stock(stock, MESH)
@@ -274,7 +274,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], ModelSpec]] = {
 
 
 def largest_loss_gap(rank: int, world_size: int, case: str) -> float:
-    """How far losses are from those of the unsharded model on the batches of all ranks."""
+    """Return the losses' gap to the unsharded model's on the batches of all ranks."""
     make, spec = WHOLE[case]
     torch.manual_seed(0)
     alone = make()

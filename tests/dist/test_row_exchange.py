@@ -194,7 +194,7 @@ def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool) -> None:
 
 
 def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple[float, int]:
-    """The gap to fp32 after some steps, and the bytes of rows in one of them."""
+    """Return the gap to fp32 after some steps, and the bytes of rows in one step."""
     stream, codecs = make_stream(cell, 4), QCommsConfig(qcomms, qcomms)
     sharder = make_sharder(cell)
     assert isinstance(sharder, EmbeddingBagCollectionSharder)
@@ -220,7 +220,7 @@ def test_quantised_communication_halves_the_bytes(ranks4: RankPool, qcomms: Comm
 
 
 def warnings_of(rank: int, world_size: int, cells: list[Cell]) -> list[list[str]]:
-    """What is logged when each cell is sharded."""
+    """Return the log of sharding each cell."""
     heard = []
     for cell in cells:
         records: list[logging.LogRecord] = []

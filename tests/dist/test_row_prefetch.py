@@ -206,7 +206,7 @@ def test_kernels_that_update_all_rows_at_once_have_no_lagging_gradients(ranks4: 
 
 @contextmanager
 def counting_updates() -> Iterator[list[int]]:
-    """How many rows each update had."""
+    """Record the number of rows per update."""
     apply, calls = DirectUpdater.apply, []
 
     def count(self: DirectUpdater, gradients: RowGradients) -> None:
@@ -243,7 +243,7 @@ def test_each_row_is_updated_once_in_all_epochs(ranks4: RankPool) -> None:
 
 
 def heard(rank: int, world_size: int) -> list[list[str]]:
-    """What the pipeline says of models that can and that can't send rows early."""
+    """Return the pipeline's log for models that can and that can't send rows early."""
     said = []
     for cell in (ROWS, replace(ROWS, mesh=tdsp.Mesh2D(2, 2)), Cell(ONE, "table_wise")):
         records: list[logging.LogRecord] = []
@@ -275,7 +275,7 @@ SEEN = {
 
 
 class ScaledModel(LossModel):
-    """What is computed before the lookup has its gradient after it, as a bottom MLP has."""
+    """Computes before the lookup something that has its gradient after it, like a bottom MLP."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)

@@ -46,7 +46,7 @@ NUM_STEPS = 4
 
 
 def train(rank: int, world_size: int, cell: Cell) -> tuple[list[Tensors], int]:
-    """This rank's state after every second step, and what it has sent."""
+    """Return this rank's state after every second step, and its sent bytes."""
     parallel, seen = shard(cell), []
     assert isinstance(parallel, tdsp.ModelParallel2D)
     optimizer = make_optimizer(parallel)
@@ -124,7 +124,7 @@ def train_late(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[floa
 
 
 def largest_change(cell: Cell, oracle: DelayedOracle) -> float:
-    """How far training has moved any table."""
+    """Return the largest change of any table."""
     start = DelayedOracle(cell.spec, optimizer=cell.optimizer, lr=LR)
     return max(
         (weight - start.weights[name]).abs().max().item() for name, weight in oracle.weights.items()
@@ -163,7 +163,7 @@ ROUNDED = [transport.value for transport in tdsp.Transport if transport.value !=
 
 
 def gaps(rank: int, world_size: int, cells: Sequence[Cell]) -> list[tuple[float, float, float]]:
-    """For each cell: the gap of the first loss, the share of weights that are off, and the share
+    """Return per cell the first loss's gap, the share of weights that are off, and the share
     that would be off an oracle that doesn't round."""
     results = []
     for cell in cells:
@@ -195,7 +195,7 @@ def gaps(rank: int, world_size: int, cells: Sequence[Cell]) -> list[tuple[float,
 
 
 def share_off(parallel: torch.nn.Module, expected: dict[str, torch.Tensor]) -> float:
-    """The share of this rank's weights that aren't as expected; at least one is looked at."""
+    """Return the share of unexpected weights on this rank, which has at least one."""
     num_off = num_seen = 0
     for name, value in parallel.state_dict().items():
         if not name.startswith(("ebc", "ec")):

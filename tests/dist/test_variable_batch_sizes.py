@@ -134,7 +134,7 @@ def test_sequences(two_hosts: RankPool) -> None:
 
 
 def with_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[float], float]:
-    """The gaps between TorchRec's pipelines and the plain loop, and to ours."""
+    """Return the gaps of TorchRec's pipelines and of ours to the plain loop."""
     return by_pipelines(rank, world_size, cell), prefetching.compare(rank, cell)[0]
 
 
@@ -154,7 +154,7 @@ def test_pipelines(ranks4: RankPool, cell: Cell) -> None:
 
 
 def train_sparsely(rank: int, world_size: int, sync: Any) -> tuple[Any, Any]:
-    """The state before and after some steps, of a model few of whose rows are in a batch."""
+    """Return the state before and after some steps that touch few rows."""
     spec = ModelSpec((TableSpec("t0", 400, 8, ("f0",)), TableSpec("t1", 240, 16, ("f1", "f2"))))
     cell = Cell(TWO, "table_wise", spec, sync=sync, variable=True)
     parallel = shard(cell)
@@ -175,7 +175,7 @@ def test_touched_rows_are_averaged_as_whole_shards_are(ranks4: RankPool) -> None
 
 
 def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
-    """What a step with such a batch sends, and one with the same batch written out."""
+    """Return the bytes of a step with such a batch, and with the same batch written out."""
     batch = make_variable_batch(cell.spec, 1 + rank, 40, plain_every=0)
     sent = []
     for features in (batch, written_out(batch)):
@@ -201,7 +201,7 @@ def test_bags_that_samples_share_travel_once(ranks4: RankPool, cell: Cell) -> No
 
 
 def trained_twice(rank: int, world_size: int) -> float:
-    """How far the same batches end from each other if their indices name features otherwise."""
+    """Return the gap between training on the same batches with differently ordered indices."""
     ends = []
     for turned in (False, True):
         parallel = shard(Cell(TWO, "table_wise"))
@@ -223,7 +223,7 @@ def test_the_order_of_inverse_indices_may_change(ranks4: RankPool) -> None:
 
 
 def with_bad_ids(batch: KeyedJaggedTensor, bad: int | None) -> KeyedJaggedTensor:
-    """The batch with ``bad`` at the end of each bag of f1, or as it is."""
+    """Return the batch with ``bad``, if any, at the end of each bag of f1."""
     if bad is None:
         return batch
     sizes = batch.stride_per_key()
@@ -247,7 +247,7 @@ def with_bad_ids(batch: KeyedJaggedTensor, bad: int | None) -> KeyedJaggedTensor
 def corrected(
     rank: int, world_size: int, cell: Cell, policy: str, bad: int, good: int | None
 ) -> tuple[float, int]:
-    """How far training with a bad id ends from training with a good one or with none; how many
+    """Return the gap between training with a bad id and with a good one or none, and how many
     bad ids were found."""
     batches = [make_variable_batch(cell.spec, 10 * n + rank, plain_every=0) for n in range(STEPS)]
     ends, num_bad = [], []
@@ -298,7 +298,7 @@ def with_a_bad_id(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def refused(rank: int, world_size: int, cell: Cell, spoil: Spoil) -> tuple[str, float]:
-    """What this rank says to a batch that only rank 2 has wrong; how far the model has moved."""
+    """Return this rank's error for a batch that only rank 2 has wrong, and the model's change."""
     parallel = shard_loss_model(cell)
     start = snapshot(parallel)
     batch = make_variable_batch(cell.spec, 1 + rank, plain_every=0)
@@ -330,7 +330,7 @@ WIDE = ModelSpec((TableSpec("t0", 40, 32, ("f0",)), TableSpec("t1", 24, 64, ("f1
 
 
 def with_int8(rank: int, world_size: int, cells: list[Cell]) -> list[str]:
-    """What is said to variable batches of rank 1 and to sharding, where TorchRec's INT8 travels."""
+    """Return the errors for rank 1's variable batch, or for sharding, with TorchRec's INT8."""
     answers = []
     for cell in cells:
         sharder: Any = make_sharder(cell)

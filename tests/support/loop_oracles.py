@@ -198,7 +198,7 @@ def twice_oracle(cell: Cell, stream: Stream) -> Oracle:
 
 
 def bag_loss(cell: Cell, pooled: Any) -> torch.Tensor:
-    """A loss of the bags alone."""
+    """Compute a loss from the bags alone."""
     bags = torch.cat([pooled[feature] for feature, _ in cell.spec.features], dim=1)
     return local_loss(bags.mean(dim=1))
 

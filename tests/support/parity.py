@@ -40,7 +40,7 @@ def tolerance_of(cell: Cell) -> float:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a cell ended from the oracle."""
+    """A cell's gaps to the oracle."""
 
     loss: float
     """Largest relative difference of a step's loss."""
@@ -60,7 +60,7 @@ class Gap:
 
 
 def make_sharder(cell: Cell) -> object:
-    """The sharder of the cell's embedding module; a dense optimizer trains data-parallel tables."""
+    """Make the cell's sharder; a dense optimizer trains data-parallel tables."""
     kind = (
         tdsp.EmbeddingCollectionSharder2D
         if cell.spec.sequence
@@ -75,7 +75,7 @@ def make_sharder(cell: Cell) -> object:
 
 
 def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> DistributedModelParallel:
-    """The cell's model, sharded, with the weights of seed 0."""
+    """Shard the cell's model, with the weights of seed 0."""
     model = build(cell.spec, seed=0)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     sharder = make_sharder(cell)
@@ -96,7 +96,7 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
 
 
 def from_rank_0(make: Callable[[], ShardingPlan]) -> ShardingPlan:
-    """What ``make`` returns on rank 0, on all ranks."""
+    """Return rank 0's result of ``make`` on all ranks."""
     made = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made)
     (plan,) = made
@@ -105,7 +105,7 @@ def from_rank_0(make: Callable[[], ShardingPlan]) -> ShardingPlan:
 
 
 def make_optimizer(parallel: DistributedModelParallel, lr: float = LR) -> CombinedOptimizer:
-    """The fused optimizer and SGD for everything else."""
+    """Combine the fused optimizer with SGD for everything else."""
     dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
     wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=lr))
     return CombinedOptimizer([parallel.fused_optimizer, wrapped])
@@ -140,7 +140,7 @@ def run_cells(rank: int, world_size: int, cells: list[Cell], steps: int = STEPS)
 
 
 def oracle_of(cell: Cell) -> OracleKind:
-    """The kind of oracle that a cell must match."""
+    """Return the kind of oracle that a cell must match."""
     blocks = tuple((table.name, _column_blocks(cell, table.dim)) for table in cell.spec.tables)
     # TorchRec trains data-parallel tables with the dense optimizer.
     optimizer = "sgd" if cell.sharding == "data_parallel" else cell.optimizer
@@ -148,7 +148,7 @@ def oracle_of(cell: Cell) -> OracleKind:
 
 
 def make_oracle(cell: Cell) -> Oracle:
-    """The oracle that a cell must match, untrained."""
+    """Make the untrained oracle that a cell must match."""
     return oracle_of(cell).make()
 
 
@@ -184,7 +184,7 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
 
 
 def local_shards(value: object) -> list[tuple[torch.Tensor, tuple[int, int]]]:
-    """This rank's parts of a state dict entry, with their row and column offsets."""
+    """Return this rank's parts of a state dict entry, with their row and column offsets."""
     if hasattr(value, "local_shards"):
         return [
             (shard.tensor, tuple(shard.metadata.shard_offsets))
@@ -206,7 +206,7 @@ def local_world_size() -> int:
 
 
 def _column_blocks(cell: Cell, dim: int) -> int:
-    """How many column shards the stock planner makes of a table (min_partition is 4)."""
+    """Count a table's column shards by the stock planner (min_partition is 4)."""
     if base_type(cell.sharding) in ("column_wise", "table_column_wise", "grid_shard"):
         return dim // 4
     return 1

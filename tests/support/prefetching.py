@@ -28,7 +28,7 @@ STEPS = 6
 
 
 class SequenceLossModel(SequenceModel):
-    """What pipelines can trace."""
+    """A model that pipelines can trace."""
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         sequences = self.ec(features)
@@ -38,7 +38,7 @@ class SequenceLossModel(SequenceModel):
 
 
 class Counts(NamedTuple):
-    """What came to this rank, or left it, in all steps together."""
+    """This rank's traffic in all steps together."""
 
     early: int = 0
     """Rows that came early."""
@@ -52,7 +52,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """What one loop has made of a cell."""
+    """The result of one loop on a cell."""
 
     tensors: Tensors
     losses: list[float]
@@ -72,7 +72,7 @@ def sharded(cell: Cell, qcomms: CommType | None = None) -> DistributedModelParal
 
 @contextmanager
 def counting_rows() -> Iterator[list[Counts]]:
-    """What journeys did, one by one."""
+    """Record each journey's traffic."""
     seen: list[Counts] = []
     fetch, finish, tell = RowJourney.fetch, RowJourney.finish, Halves.__init__
 
@@ -120,7 +120,7 @@ def run(
 def compare(
     rank: int, cell: Cell, between: Any = None, qcomms: CommType | None = None
 ) -> tuple[float, Counts]:
-    """The largest gap of a weight or a loss to TorchRec's pipeline; what came when."""
+    """Return the largest gap to TorchRec's pipeline, and the traffic."""
     batches = [step[rank] for step in make_stream(cell, STEPS)]
     expected = run(sharded(cell, qcomms), batches, TrainPipelineSparseDist, between)
     found = run(sharded(cell, qcomms), batches, between=between)

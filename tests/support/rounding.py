@@ -84,7 +84,7 @@ class RoundingOracle(Oracle):
         return [loss.item() for loss in losses]
 
     def scores(self, batch: KeyedJaggedTensor) -> torch.Tensor:
-        """What one rank's model says of its batch."""
+        """Return the scores of one rank's batch."""
         weights = {name: cast(Any, table).weight for name, table in tables_of(self.model).items()}
         if self._by_row:
             rounded = {name: self._rounded_rows(name, weight) for name, weight in weights.items()}
@@ -115,7 +115,7 @@ class RoundingOracle(Oracle):
         return cast(Any, self._tables[name].sharding_spec).shards
 
     def _by_owner(self, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The tables as each owner of rows sees them, with zeros for the rows of others."""
+        """Return the tables as each row owner sees them, with zeros for others' rows."""
         starts = {name: self._starts(name) for name in weights}
         by_owner = []
         for owner in range(max(map(len, starts.values()))):
@@ -129,13 +129,13 @@ class RoundingOracle(Oracle):
         return by_owner
 
     def _starts(self, name: str) -> list[int]:
-        """The first row of each part that the rows of a table are dealt in."""
+        """Return the first row of each part that a table's rows are dealt in."""
         return sorted({shard.shard_offsets[0] for shard in self._shards(name)})
 
     def _looked_up(
         self, weights: dict[str, torch.Tensor], batch: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
-        """The output of each feature: bags, or the vectors of its sequences."""
+        """Return each feature's output: bags, or its sequences' vectors."""
         is_bags = hasattr(self.model, "ebc")
         module = cast(Any, self.model.ebc if is_bags else cast(Any, self.model).ec)
         path = "embedding_bags" if is_bags else "embeddings"
@@ -147,7 +147,7 @@ class RoundingOracle(Oracle):
         }
 
     def _over(self, outputs: dict[str, Any], batch: KeyedJaggedTensor) -> torch.Tensor:
-        """The dense part of the model, over outputs by feature."""
+        """Run the model's dense part over outputs by feature."""
         if hasattr(self.model, "ebc"):
             joined = torch.cat([outputs[name] for name in self.model.features], dim=1)
             return self.model.over(joined).squeeze(1)

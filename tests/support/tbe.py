@@ -39,7 +39,7 @@ class Case:
 
     @property
     def is_exact(self) -> bool:
-        """Whether both ways add the same numbers in the same order."""
+        """Both ways add the same numbers in the same order."""
         one_feature_per_table = len(set(self.feature_tables)) == len(self.feature_tables)
         return self.pooling is SUM and not self.weighted and one_feature_per_table
 
@@ -49,7 +49,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def make_tbe(case: Case) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """The kernel on the CPU, with the same weights in 0..1 each time."""
+    """Make the kernel on the CPU, with the same weights in 0..1 each time."""
     tbe = SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in case.tables],
         feature_table_map=list(case.feature_tables),
@@ -84,7 +84,7 @@ def make_ids(case: Case, seed: int) -> Batch:
 
 
 def upstream_gradient(output: torch.Tensor, seed: int) -> torch.Tensor:
-    """A gradient to start a backward with."""
+    """Draw a gradient to start a backward with."""
     return torch.randn(output.shape, generator=torch.Generator().manual_seed(1000 + seed))
 
 

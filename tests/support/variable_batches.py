@@ -15,7 +15,7 @@ from tests.support.models import ModelSpec, make_batch
 def make_variable_batch(
     spec: ModelSpec, seed: int, batch_size: int = 6, max_length: int = 4, *, plain_every: int = 5
 ) -> KeyedJaggedTensor:
-    """A batch with distinct bags for each feature, and which of them each sample has.
+    """Draw a batch with distinct bags per feature, and each sample's bags.
 
     Features have between one bag and one for each sample; some bags are nobody's, and
     ``inverse_indices`` name features in an order of their own. One of ``plain_every`` seeds gives
@@ -48,7 +48,7 @@ def make_variable_batch(
 
 
 def written_out(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The ordinary batch that ``batch`` stands for: each sample has a bag of its own."""
+    """Return the ordinary batch that ``batch`` stands for: each sample has a bag of its own."""
     if not batch.variable_stride_per_key():
         return batch
     names, inverse = batch.inverse_indices()
@@ -73,7 +73,7 @@ def written_out(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def changed(batch: KeyedJaggedTensor, **options: Any) -> KeyedJaggedTensor:
-    """The same bags, which samples have by other ``inverse_indices``, say."""
+    """Return the same bags with other ``inverse_indices``, for example."""
     return KeyedJaggedTensor(
         batch.keys(),
         batch.values(),

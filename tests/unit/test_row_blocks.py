@@ -13,7 +13,7 @@ keys_of_contributions = st.lists(st.integers(0, 9), max_size=12)
 
 @given(keys_of_contributions, st.randoms(use_true_random=False), st.booleans())
 def test_contributions_are_added_by_row(keys: list[int], random: Random, weighted: bool) -> None:
-    """From wherever they stand; whole numbers, whose sums are exact in any order."""
+    """Whole numbers have exact sums in any order."""
     contributions = torch.arange(2.0 * len(keys)).view(-1, 2)
     places = torch.tensor(random.sample(range(len(keys)), len(keys)), dtype=torch.int64)
     weights = torch.arange(float(len(keys))) if weighted else None

@@ -27,7 +27,7 @@ SKETCH = 1
 def batch_of(
     bags: list[list[int]], keys: tuple[str, ...] = ("shown", "other", "clicked")
 ) -> KeyedJaggedTensor:
-    """A sample per batch, one bag for each key."""
+    """Make a batch of one sample, with one bag per key."""
     lengths = torch.tensor([len(bag) for bag in bags])
     return KeyedJaggedTensor(
         list(keys), torch.tensor([row for bag in bags for row in bag]), lengths=lengths

@@ -20,19 +20,19 @@ from torchrec_2dsp.errors import ConfigError, InputError
 
 
 class ExactCounts:
-    """How often each row of a table was looked up."""
+    """The number of lookups of each row."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        """How many rows the table has."""
+        """The table's number of rows."""
         self._counts = torch.zeros(num_rows, dtype=torch.float64)
 
     def describe(self) -> str:
-        """What is counted and how, as text; counters of other ranks must say the same."""
+        """Describe what is counted and how; all ranks' counters must agree."""
         return f"{self.num_rows} rows, exactly"
 
     def empty(self) -> "ExactCounts":
-        """A counter of the same table that has counted nothing."""
+        """Return a counter for the same table that has counted nothing."""
         return ExactCounts(self.num_rows)
 
     def add(self, ids: torch.Tensor) -> None:
@@ -41,11 +41,11 @@ class ExactCounts:
         self._counts.index_add_(0, ids.long(), ones)
 
     def halve(self) -> None:
-        """Let all lookups until now count half."""
+        """Halve all counts."""
         self._counts /= 2
 
     def gathered(self, group: dist.ProcessGroup) -> "ExactCounts":
-        """The counts of all ranks, added.
+        """Return the sum of all ranks' counts.
 
         Collectives:
             One all-reduce.
@@ -56,7 +56,7 @@ class ExactCounts:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of each row."""
+        """Return the count of each row."""
         return {"counts": self._counts.clone()}
 
     def add_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class ExactCounts:
         self._counts += state["counts"]
 
     def access(self, num_samples: float) -> TableAccess:
-        """The counts as statistics of the table."""
+        """Return the counts as the table's statistics."""
         return TableAccess.of_counts(self._counts.numpy(), num_samples)
 
 
@@ -79,7 +79,8 @@ class SketchedCounts:
     """Apache DataSketches' frequent items, and its HyperLogLog for how many rows there are."""
 
     def __init__(self, num_rows: int, sketch_rows: int) -> None:
-        """
+        """Create an empty sketch.
+
         Args:
             num_rows: of the table.
             sketch_rows: how many places the sketch has, a power of two.
@@ -87,18 +88,18 @@ class SketchedCounts:
         if sketch_rows < 8 or sketch_rows & (sketch_rows - 1):
             raise ConfigError(f"sketch_rows={sketch_rows} must be a power of two, at least 8")
         self.num_rows = num_rows
-        """How many rows the table has."""
+        """The table's number of rows."""
         self._lg_size = sketch_rows.bit_length() - 1
         self._used = ds.frequent_items_sketch(self._lg_size)
         self._distinct = ds.hll_sketch(_LG_DISTINCT)
         self._num_lookups = 0.0
 
     def describe(self) -> str:
-        """What is counted and how, as text; counters of other ranks must say the same."""
+        """Describe what is counted and how; all ranks' counters must agree."""
         return f"{self.num_rows} rows, by a sketch of {2**self._lg_size}"
 
     def empty(self) -> "SketchedCounts":
-        """A counter of the same table that has counted nothing."""
+        """Return a counter for the same table that has counted nothing."""
         return SketchedCounts(self.num_rows, 2**self._lg_size)
 
     def add(self, ids: torch.Tensor) -> None:
@@ -110,7 +111,7 @@ class SketchedCounts:
             self._distinct.update(row)
 
     def halve(self) -> None:
-        """Let all lookups until now count half; rows with a single one are dropped.
+        """Halve all counts, and drop rows with a single lookup.
 
         How many rows there were stays as it is: it can't be taken back.
         """
@@ -122,7 +123,7 @@ class SketchedCounts:
         self._num_lookups /= 2
 
     def gathered(self, group: dist.ProcessGroup) -> "SketchedCounts":
-        """The sketches of all ranks, merged.
+        """Merge the sketches of all ranks.
 
         Collectives:
             One all-gather of the sketches.
@@ -136,7 +137,7 @@ class SketchedCounts:
         return merged
 
     def state_dict(self) -> dict[str, Any]:
-        """The sketches, as bytes.
+        """Return the sketches as bytes.
 
         This counter goes on from the same bytes: what a sketch drops next depends on the order in
         which it holds its rows, and bytes don't tell that of a sketch that has grown.
@@ -165,7 +166,7 @@ class SketchedCounts:
         }
 
     def access(self, num_samples: float) -> TableAccess:
-        """The counts as statistics of the table."""
+        """Return the counts as the table's statistics."""
         items = self._items()
         rows = np.array([row for row, *_ in items], dtype=np.int64)
         # The lower bounds: a count is never too high, and what they lack is the tail's.
@@ -182,7 +183,7 @@ class SketchedCounts:
         )
 
     def _items(self) -> list[tuple[int, int, int, int]]:
-        """The rows that the sketch has, with an estimate and bounds of their counts."""
+        """Return the sketch's rows, with an estimate and bounds for their counts."""
         return self._used.get_frequent_items(ds.frequent_items_error_type.NO_FALSE_NEGATIVES)
 
 
@@ -221,7 +222,8 @@ class RowCounter:
         sketch_rows: int = 2**16,
         half_life: int | None = None,
     ) -> None:
-        """
+        """Create a counter that has counted nothing.
+
         Args:
             tables: what is looked up, as TorchRec's modules are configured.
             exact_rows: up to how many rows a table is counted exactly.
@@ -251,7 +253,7 @@ class RowCounter:
         sketch_rows: int = 2**16,
         half_life: int | None = None,
     ) -> "RowCounter":
-        """A counter for all tables of an unsharded model."""
+        """Build a counter for all tables in an unsharded model."""
         tables: list[BaseEmbeddingConfig] = []
         for module in model.modules():
             if isinstance(module, EmbeddingBagCollection):
@@ -272,7 +274,7 @@ class RowCounter:
 
     @torch.no_grad()
     def update(self, features: KeyedJaggedTensor) -> None:
-        """Count one batch, or nothing of it if it has an id that its table has no row for.
+        """Count a batch, or none of it if an id lies outside its table.
 
         Features of no table are left alone; those that the batch lacks count nothing.
 
@@ -296,7 +298,7 @@ class RowCounter:
             table.num_samples += features.stride()
 
     def gather(self, group: dist.ProcessGroup | None = None) -> AccessStats:
-        """The counts of all ranks so far, added up; this counter keeps those of its own rank.
+        """Sum the counts over all ranks; this counter keeps its own.
 
         Args:
             group: of the ranks, by default all of them.
@@ -323,13 +325,13 @@ class RowCounter:
         )
 
     def stats(self) -> AccessStats:
-        """The counts of this rank so far."""
+        """Return this rank's counts so far."""
         return AccessStats(
             {name: table.counts.access(table.num_samples) for name, table in self._tables.items()}
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of this rank so far, for a run that goes on."""
+        """Return this rank's counts, for a run that goes on."""
         return {
             "num_batches": self._num_batches,
             "tables": {
@@ -343,7 +345,7 @@ class RowCounter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a counter of the same tables had counted."""
+        """Continue from another counter's counts of the same tables."""
         self.load_rank_states([state])
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -358,7 +360,7 @@ class RowCounter:
                 )
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the sum of what several ranks had counted, or from nothing for none."""
+        """Continue from the sum of several ranks' counts."""
         for state in states:
             self.check_state_dict(state)
         self._num_batches = max((state["num_batches"] for state in states), default=0)

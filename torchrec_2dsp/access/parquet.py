@@ -83,7 +83,7 @@ def write_tables(path: Path, tables: Mapping[str, TableAccess]) -> None:
 
 
 def _checked(name: str, table: TableAccess) -> _StoredTable:
-    """The metadata of a table, which is refused here if it couldn't be read again."""
+    """Return a table's metadata, or raise if they couldn't be read again."""
     _check_table(f"table {name!r} can't be written", table, "count again")
     data = {"name": name, **{field: getattr(table, field) for field in _FIELDS}}
     try:
@@ -160,7 +160,7 @@ def _header(path: Path, content: pa.Table) -> _Header:
 
 
 def _first(error: ValidationError) -> str:
-    """The first of what is wrong, with its place."""
+    """Describe the first error, with its place."""
     wrong = error.errors()[0]
     return f"{'.'.join(str(part) for part in wrong['loc']) or 'all of it'}: {wrong['msg']}"
 
@@ -214,7 +214,7 @@ def _check_table(where: str, table: TableAccess, remedy: str = _REMEDY) -> None:
 
 
 def _checksum(header: _Header, columns: _Columns) -> str:
-    """The checksum of the columns and of all metadata but itself."""
+    """Return the checksum of the columns and of all metadata but itself."""
     digest = hashlib.sha256(header.model_copy(update={"checksum": None}).model_dump_json().encode())
     for column in columns:
         digest.update(np.ascontiguousarray(column, column.dtype.newbyteorder("<")).tobytes())

@@ -41,18 +41,18 @@ def merged(table: str, logs: Sequence[TableAccess]) -> TableAccess:
 
 
 _MAX_POINTS = 400
-"""How many points a line has at most: more can't be told apart."""
+"""The largest number of points in a line."""
 
 
 def plot_cdf(tables: Mapping[str, TableAccess], path: str | Path) -> None:
-    """Write an SVG: which share of a table's lookups its hottest rows take."""
+    """Write an SVG: the share of lookups that the hottest rows take."""
     draw_lines([cdf_chart(tables)], path)
 
 
 def cdf_chart(
     tables: Mapping[str, TableAccess], hot_rows: Mapping[str, int] | None = None
 ) -> LineChart:
-    """The chart of which share of a table's lookups its hottest rows take.
+    """Draw the share of lookups that the hottest rows take.
 
     Args:
         tables: the statistics of each table, by name.
@@ -89,7 +89,7 @@ def cdf_chart(
 
 
 def _hot_mark(table: TableAccess, line: Line, num_hot: int) -> Line:
-    """The mark on a table's line, as far as its rows are hot."""
+    """Return the mark on a table's line at its number of hot rows."""
     share = 100 * table.share_of(num_hot)
     rows = "1 hot row takes" if num_hot == 1 else f"{num_hot:,} hot rows take"
     return Line(
@@ -103,7 +103,7 @@ def _hot_mark(table: TableAccess, line: Line, num_hot: int) -> Line:
 
 
 class AccessStats(Mapping[str, TableAccess]):
-    """What a `RowCounter` has counted, by table: a mapping that can be saved, merged and plotted.
+    """The counts of a `RowCounter` by table: a mapping that can be saved, merged and plotted.
 
     Example:
         >>> from torchrec_2dsp.access.stats import AccessStats
@@ -126,7 +126,7 @@ class AccessStats(Mapping[str, TableAccess]):
         return self._tables[table]
 
     def get(self, table: str, default: Any = None) -> Any:
-        """A table's accesses, or ``default``; `Mapping` would expect a `KeyError`."""
+        """Return a table's accesses, or ``default``; `Mapping` would expect a `KeyError`."""
         return self._tables.get(table, default)
 
     def __contains__(self, table: object) -> bool:
@@ -143,16 +143,16 @@ class AccessStats(Mapping[str, TableAccess]):
         return f"AccessStats({len(self)} tables, {lookups:.4g} lookups)"
 
     def expected_distinct_rows(self, table: str, batch_size: int) -> float:
-        """How many different rows of a table a batch touches, in the mean."""
+        """Return how many distinct rows a batch touches on average."""
         return self.expected_touched_rows(table, batch_size, steps=1)
 
     def expected_touched_rows(self, table: str, batch_size: int, steps: int) -> float:
-        """How many different rows of a table some batches touch together, in the mean."""
+        """Return how many distinct rows several batches touch together on average."""
         access = self[table]
         return access.expected_distinct(steps * batch_size * access.lookups_per_sample)
 
     def merge(self, *others: "AccessStats") -> "AccessStats":
-        """The stats of all logs together."""
+        """Merge the statistics of several logs."""
         every = [self, *others]
         names = dict.fromkeys(name for stats in every for name in stats)
         return AccessStats(
@@ -181,5 +181,5 @@ class AccessStats(Mapping[str, TableAccess]):
         return first.merge(*others) if others else first
 
     def plot(self, path: str | Path) -> None:
-        """Write an SVG: which share of a table's lookups its hottest rows take."""
+        """Write an SVG: the share of lookups that the hottest rows take."""
         plot_cdf(self._tables, path)

@@ -38,29 +38,29 @@ class TableAccess:
     """
 
     num_rows: int
-    """How many rows the table has."""
+    """The table's number of rows."""
 
     num_samples: float
-    """How many samples the log has."""
+    """The number of samples in the log."""
 
     rows: NDArray[np.int64]
     """The known rows, the most used first."""
 
     counts: NDArray[np.float64]
-    """How often each known row was looked up, at least; not integers if old lookups count less."""
+    """A lower bound for each known row's lookups; not integers if old lookups count less."""
 
     tail_rows: int = 0
     """An estimate of how many other rows were looked up."""
 
     tail_lookups: float = 0.0
-    """How many lookups the tail has, with those that the counts of known rows lack."""
+    """The tail's lookups, with those that the counts of known rows lack."""
 
     max_error: float = 0.0
-    """How much a known row's count may lack; no row of the tail was looked up more often."""
+    """The largest error of a known row's count; no row of the tail was looked up more often."""
 
     @classmethod
     def of_counts(cls, counts: ArrayLike, num_samples: float) -> "TableAccess":
-        """The statistics from a count for every row of the table."""
+        """Build the statistics from a count for each row."""
         by_row = np.asarray(counts, dtype=np.float64)
         rows = by_row.nonzero()[0]
         return cls.of_rows(len(by_row), num_samples, rows, by_row[rows])
@@ -74,7 +74,7 @@ class TableAccess:
         counts: NDArray[np.float64],
         **tail: Any,
     ) -> "TableAccess":
-        """The statistics from counts of some rows, in any order.
+        """Build the statistics from some rows' counts, in any order.
 
         ``tail`` is what is known of the other rows: the fields that have a default.
         """
@@ -84,26 +84,26 @@ class TableAccess:
 
     @property
     def num_lookups(self) -> float:
-        """How many lookups of all rows the log has."""
+        """The number of lookups in the log."""
         return self._shares_end + self.tail_lookups
 
     @property
     def lookups_per_sample(self) -> float:
-        """How often a sample looks the table up, in the mean."""
+        """The mean number of lookups per sample."""
         return self.num_lookups / self.num_samples if self.num_samples else 0.0
 
     @property
     def num_used_rows(self) -> int:
-        """How many rows were looked up at all; with a tail, an estimate."""
+        """The number of rows that were looked up; with a tail, an estimate."""
         return len(self.rows) + self.tail_rows
 
     def share_of(self, num_hot: int) -> float:
-        """The share of lookups that the ``num_hot`` hottest rows take, at least."""
+        """Return a lower bound for the share of lookups that the ``num_hot`` hottest rows take."""
         lookups = self._ascending_shares[: max(0, num_hot)]
         return float(lookups[-1]) / self.num_lookups if len(lookups) else 0.0
 
     def rows_for(self, share: float) -> int:
-        """How many of the hottest rows take this share of the lookups."""
+        """Return how many of the hottest rows take this share of the lookups."""
         num_lookups = share * self.num_lookups
         # Counts are added up in another order than the wanted share was.
         num_hot = int(np.searchsorted(self._ascending_shares, num_lookups * (1 - 1e-12))) + 1
@@ -116,7 +116,7 @@ class TableAccess:
         return num_hot
 
     def expected_distinct(self, num_lookups: float, *, num_hot: int = 0) -> float:
-        """How many different rows so many lookups of the log touch, in the mean.
+        """Return how many distinct rows so many lookups touch on average.
 
         Lookups are drawn from the log without putting them back, each as probable as any other;
         so as many lookups as the log has, or more, touch every used row. The rows of a tail count
@@ -142,11 +142,11 @@ class TableAccess:
         return max(touched, float(max(0, self.num_used_rows - num_hot)))
 
     def without(self, num_hot: int) -> "TableAccess":
-        """The accesses of all rows but the ``num_hot`` hottest."""
+        """Return the accesses without the ``num_hot`` hottest rows."""
         return replace(self, rows=self.rows[num_hot:], counts=self.counts[num_hot:])
 
     def share_by_block(self, num_blocks: int) -> NDArray[np.float64]:
-        """The share of lookups that go to each of some blocks of consecutive rows.
+        """Return each block's share of the lookups; blocks hold consecutive rows.
 
         Example:
             >>> from torchrec_2dsp.access.table_access import TableAccess
@@ -160,7 +160,7 @@ class TableAccess:
         return np.asarray((lookups + self.tail_lookups / num_blocks) / self.num_lookups, np.float64)
 
     def distinct_by_block(self, num_lookups: float, num_blocks: int) -> NDArray[np.float64]:
-        """How many different rows of each block of consecutive rows so many lookups touch."""
+        """Return how many distinct rows of each block so many lookups touch."""
         blocks = self.rows // -(-self.num_rows // num_blocks)
         total = max(self.num_lookups, num_lookups)
         counts, ends = self._alike
@@ -172,7 +172,7 @@ class TableAccess:
 
     @cached_property
     def _alike(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Runs of rows that are used as often, but for a thousandth: the count, and the end."""
+        """Runs of rows with equal counts, within a thousandth: the count, and the run's end."""
         steps = np.ceil(np.log(np.maximum(self.counts, 1e-300)) / _ALIKE)
         ends = np.append(np.flatnonzero(np.diff(steps)) + 1, len(steps))[: len(steps)]
         sums = np.diff(np.append(0.0, self._ascending_shares[ends - 1]))
@@ -188,7 +188,7 @@ class TableAccess:
 
 
 def _absent(counts: NDArray[np.float64], drawn: float, total: float) -> NDArray[np.float64]:
-    """The chance that none of ``drawn`` lookups is of a row that has so many of ``total``.
+    """Return the chance that none of ``drawn`` lookups hits a row with so many of ``total``.
 
     The number of ways to draw from the others over the number of ways to draw from all, binomials
     whose logarithms stay small; counts needn't be integers.
@@ -234,7 +234,7 @@ class HotSet:
 
     @classmethod
     def of(cls, ids: "Iterable[int] | torch.Tensor | HotSet") -> "HotSet":
-        """A hot set from ids in any order, duplicates allowed; one that is one already."""
+        """Build a hot set from ids in any order, with or without duplicates."""
         if isinstance(ids, HotSet):
             return ids
         return cls(tuple(sorted({int(value) for value in ids})))
@@ -248,7 +248,7 @@ class HotSet:
         rows: int | None = None,
         share: float | None = None,
     ) -> "HotSet":
-        """The rows of a table that are used most.
+        """Choose a table's most used rows.
 
         Args:
             stats: what was counted.
@@ -282,5 +282,5 @@ class HotSet:
             )
 
     def tensor(self, device: torch.device | None = None) -> torch.Tensor:
-        """The ids as an int64 tensor."""
+        """Return the ids as an int64 tensor."""
         return torch.tensor(self.row_ids, dtype=torch.int64, device=device)

@@ -1,4 +1,12 @@
-"""The wrapper around the user's model, its pipelines, failures, checkpoints and train state."""
+"""The wrapper around a model, and what a training loop calls.
+
+- `model_parallel2d`: `ModelParallel2D` checks a plan on all ranks, shards by it, and syncs;
+- `row_prefetch_pipeline`: a training pipeline that also prefetches rows;
+- `loop`: gradient accumulation, failing together, hot set refreshes;
+- `checkpoint` and `train_state`: model, optimizers and everything else that a run resumes from.
+
+The sharded modules themselves are in `shard`, dense wrappers in `dense`.
+"""
 
 from torchrec_2dsp._compat.upstream_names import require_upstream
 

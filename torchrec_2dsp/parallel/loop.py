@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
-    """Give batches to train by, whose gradients make one update together.
+    """Yield batches whose gradients make one update together.
 
     TorchRec's fused optimizers update tables in each backward. Here row gradients wait until the
     last batch, and a row gets one update by the sum of them all, as it does in a step on one large
@@ -109,7 +109,8 @@ class failing_together(AbstractContextManager["failing_together"]):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """
+        """Prepare the context.
+
         Args:
             model: a `ModelParallel2D`, or TorchRec's own wrapper around modules of this package.
         """
@@ -131,7 +132,7 @@ class failing_together(AbstractContextManager["failing_together"]):
         return self
 
     def batches(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches of this rank, as long as all ranks have one.
+        """Yield this rank's batches for as long as all ranks have one.
 
         A rank that has none left, or whose loader fails, is named on all ranks before they begin
         the next step. Batches are taken one step ahead. `TrainPipelineRowPrefetch` does the same by
@@ -185,7 +186,8 @@ class HotSetRefresh:
     """
 
     def __init__(self, model: ModelParallel2D, counter: RowCounter, *, every: int) -> None:
-        """
+        """Prepare refreshes of all hot sets in the plan.
+
         Args:
             model: a model with hot sets in its plan.
             counter: the counter of this rank's batches.
@@ -206,7 +208,7 @@ class HotSetRefresh:
         self._num_steps = 0
 
     def step(self) -> bool:
-        """Count a step that is over, on all ranks; whether other rows are hot from now on.
+        """Count a finished step, on all ranks; return whether the hot rows have changed.
 
         Collectives:
             Once in ``every`` steps those of `RowCounter.gather`, and if other rows are used most
@@ -228,8 +230,7 @@ class HotSetRefresh:
         return bool(changed)
 
     def state_dict(self) -> dict[str, int]:
-        """How many steps were counted. Hot sets are in the model's state, and counts of rows in the
-        counter's: a `TrainState` stores all three."""
+        """Return the step count; the model and the counter hold the rest."""
         return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -110,7 +110,8 @@ class ModelParallel2D(DMPCollection):
         data_parallel_wrapper: DataParallelWrapper | None = None,
         **unsupported: Any,
     ) -> None:
-        """
+        """Shard a model as the plan says.
+
         Args:
             module: the model; embedding modules may be on the meta device.
             device: this rank's device, CPU by default.
@@ -200,7 +201,7 @@ class ModelParallel2D(DMPCollection):
         )
 
     def sharded_tables(self) -> list[Tables2D]:
-        """The sharded tables, in the model's order: one for each mesh of each embedding module."""
+        """Return the sharded tables in model order, one per embedding module and mesh."""
         return sharded_tables(self)
 
     def sync(  # type: ignore[override]  # upstream returns nothing
@@ -242,12 +243,12 @@ class ModelParallel2D(DMPCollection):
 
     @property
     def sync_step(self) -> int:
-        """How many steps the policies of a `WeightSync` have counted; 0 without one."""
+        """The step count of the `WeightSync` policies; 0 without one."""
         points = [tables.sync_point for tables in self.sharded_tables()]
         return max((point.policy_step for point in points), default=0)
 
     def set_sync_step(self, step: int) -> None:
-        """Let the policies of a `WeightSync` go on as after ``step`` steps, on all ranks alike.
+        """Continue a `WeightSync` policy as after ``step`` steps, on all ranks.
 
         A `TrainState` does this when it is loaded. Call it between two steps.
 
@@ -269,12 +270,12 @@ class ModelParallel2D(DMPCollection):
 
     @property
     def sync_total(self) -> SyncReport:
-        """The reports of all syncs since construction, added up, whatever triggered them."""
+        """The sum of all sync reports since construction."""
         return sum((tables.sync_point.total for tables in self.sharded_tables()), SyncReport())
 
     @property
     def hot_sets(self) -> dict[str, HotSet]:
-        """The hot rows of each table that has some, as new batches see them."""
+        """The current hot rows by table."""
         return {
             name: hot_set
             for tables in self.sharded_tables()
@@ -439,7 +440,7 @@ def _name_dense_tables(plan: Plan2D) -> None:
 
 
 def _context(plan: Plan2D, groups: MeshGroups) -> DMPCollectionContext:
-    """The context that `DMPCollection`'s own methods read."""
+    """Build the context that `DMPCollection`'s own methods read."""
     return DMPCollectionContext(
         module=None,  # type: ignore[arg-type]
         plan=plan,

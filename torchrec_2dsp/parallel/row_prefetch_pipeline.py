@@ -105,7 +105,7 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
         return output
 
     def detach(self) -> torch.nn.Module:
-        """Give the model back, as in TorchRec; it may be trained without the pipeline meanwhile."""
+        """Detach the model, as in TorchRec; it may train without the pipeline meanwhile."""
         for context in self.contexts if self.is_attached else ():
             for batch in self._batches(context):
                 batch.tables.prefetch.drop(batch.notes)
@@ -127,7 +127,7 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
         self._source = None
 
     def _naming(self) -> AbstractContextManager[None]:
-        """A context in which errors name the rank that failed."""
+        """Return a context in which errors name the rank that failed."""
         groups = self._groups
         return nullcontext() if groups is None else naming_faults(groups.board)
 
@@ -136,7 +136,7 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
         return groups_of(self.model)
 
     def next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
-        """A batch, if all ranks have one; `None` if none has.
+        """Take a batch if all ranks have one; return `None` if none has.
 
         Otherwise ids of other ranks would meet whatever a rank without a batch does next, and gloo
         ends a process that gets more than it expects.
@@ -152,7 +152,7 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
         return next(self._source, None)
 
     def _start_newest(self, dataloader_iter: Iterator[In]) -> bool:
-        """Take a batch and distribute its ids; whether there was one."""
+        """Take a batch and distribute its ids; return whether there was one."""
         if not self.enqueue_batch(dataloader_iter):
             return False
         self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
@@ -165,7 +165,7 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
                 batch.tables.prefetch.send_late(batch.notes)
 
     def _announce_next(self) -> None:
-        """Let ranks know which rows of the next batch may come early."""
+        """Tell ranks which rows of the next batch may come early."""
         if len(self.contexts) < 2:
             return
         running, announced = self.contexts[0], self.contexts[1]
@@ -186,7 +186,7 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
                 batch.tables.prefetch.let_follow(batch.notes, following.notes)
 
     def _batches(self, context: Any, *, wait: bool = False) -> list[PrefetchedBatch]:
-        """A batch as each pipelined module sees it that can send rows early.
+        """Return the batch's views in the pipelined modules that can send rows early.
 
         Args:
             context: the pipeline's, of the batch.

@@ -1,4 +1,12 @@
-"""What runs where, as plain data: searched by `planner`, run by `shard`."""
+"""The plan as plain data: `planner` searches for it, `shard` runs it.
+
+- `parameter_sharding`: one table's sharding, exchange, row owners and hot rows;
+- `plan2d`: all tables, their mesh and sync; `pin`, and a world rank's own plan;
+- `sync`: how and when replicas are kept equal;
+- `dense_plan`: the dense part;
+- `serialize`: plan files;
+- `checks`: what a mesh or a module can't run, by name.
+"""
 
 from torchrec_2dsp._compat.upstream_names import require_upstream
 

@@ -46,19 +46,19 @@ class DensePlan:
     """The wrapper."""
 
     mesh: DenseMesh
-    """How the ranks share the layers."""
+    """The way in which the ranks share the layers."""
 
     num_copies: int = 1
-    """How many copies fully sharded ranks, or groups that compute layers together, have of them."""
+    """The number of copies under full sharding, or of groups that compute layers together."""
 
     num_micro_batches: int = 1
-    """How many parts the batch of a pipeline is cut into."""
+    """The number of micro-batches in a pipeline."""
 
     cuts: tuple[int, ...] = field(default=())
     """The layers with which the second and all later stages of a pipeline begin."""
 
     fully_shard: bool = False
-    """Whether each pipeline keeps a share of each layer, instead of a copy."""
+    """True if each pipeline keeps a shard of each layer, instead of a copy."""
 
     def __post_init__(self) -> None:
         if len(self.cuts) != self.mesh.pp - 1:
@@ -81,7 +81,7 @@ class DensePlan:
             )
 
     def __str__(self) -> str:
-        """The plan in words."""
+        """Return the plan in words."""
         mesh = self.mesh
         if self.kind is DenseKind.DDP:
             return "DDP"
@@ -139,7 +139,7 @@ def cut_layers(
         sums.append(sums[-1] + layer_seconds)
 
     def stage_seconds(first: int, last: int) -> float:
-        """What the layers from ``first`` to before ``last`` take as a stage."""
+        """Return the seconds of a stage with the layers from ``first`` to before ``last``."""
         forward = activation_bytes[last - 1] if last < num_layers else 0.0
         backward = activation_bytes[first - 1] if first > 0 else 0.0
         return sums[last] - sums[first] + seconds_per_byte * (forward + backward)
@@ -162,7 +162,7 @@ def cut_layers(
 
 
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Cuts into stages with equally many layers, the first ones with one more if need be.
+    """Return cuts into stages of equal length, the first ones a layer longer if need be.
 
     Example:
         >>> from torchrec_2dsp.plan.dense_plan import even_cuts
@@ -175,7 +175,7 @@ def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def check_cuts(cuts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The cuts, if they make ``num_stages`` stages of at least one layer each."""
+    """Return the cuts if they make ``num_stages`` stages of at least one layer each."""
     check_layers(num_layers, num_stages)
     ends = (0, *cuts, num_layers)
     if len(cuts) != num_stages - 1:

@@ -20,7 +20,7 @@ MAX_ROWS = math.isqrt(2**63 - 1)
 
 
 class RowOwners(enum.Enum):
-    """How the rows of a table with row exchange are dealt to the ranks of a group."""
+    """The assignment of a table's rows to the group's ranks, for row exchange."""
 
     BLOCK = "block"
     """Blocks of consecutive rows, as TorchRec's row-wise sharding deals them."""
@@ -31,7 +31,7 @@ class RowOwners(enum.Enum):
 
 
 def golden_step(num_rows: int) -> int:
-    """A step near the golden section of a table that visits every row once.
+    """Return a step near the table's golden section that visits every row once.
 
     Of any run of consecutive steps, every part of the table gets its share, up to a few rows.
 
@@ -62,7 +62,7 @@ class RowSpread:
     """
 
     num_rows: int
-    """How many rows the table has."""
+    """The table's number of rows."""
 
     def __post_init__(self) -> None:
         if self.num_rows > MAX_ROWS:
@@ -73,15 +73,15 @@ class RowSpread:
 
     @cached_property
     def step(self) -> int:
-        """How far the positions of two neighbouring rows are apart."""
+        """The distance between the positions of neighbouring rows."""
         return golden_step(self.num_rows)
 
     def positions(self, rows: torch.Tensor) -> torch.Tensor:
-        """The positions of rows, int64."""
+        """Return the rows' positions, int64."""
         return rows.long() * self.step % self.num_rows
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """The rows at positions, int64."""
+        """Return the rows at positions, int64."""
         return positions.long() * pow(self.step, -1, self.num_rows) % self.num_rows
 
 
@@ -112,7 +112,7 @@ class ShardingType2D(enum.Enum):
 
 
 def type_2d(sharding_type: str) -> str:
-    """The 2D form of a sharding type, itself if it is one.
+    """Return a sharding type's 2D form, or the type itself if it is one.
 
     Example:
         >>> from torchrec_2dsp.plan.parameter_sharding import type_2d
@@ -130,13 +130,13 @@ def type_2d(sharding_type: str) -> str:
 
 
 def base_type(sharding_type: str) -> str:
-    """TorchRec's own name of a sharding type: the inverse of `type_2d`."""
+    """Return TorchRec's name of a sharding type: the inverse of `type_2d`."""
     sharding_type, *_ = sharding_type.split(_AND)
     return ShardingType2D(type_2d(sharding_type)).base.value
 
 
 class Exchange(enum.Enum):
-    """How the rows of a table reach the samples that need them."""
+    """The way in which a table's rows reach the samples that need them."""
 
     POOLED = "pooled"
     """TorchRec's own output exchange of the sharding type: a vector for each bag, or for each id
@@ -170,7 +170,7 @@ _KINDS = {
 
 
 def kinds_of(exchange: Exchange) -> tuple[str, ...]:
-    """TorchRec's names of the sharding types that an exchange works for.
+    """Return TorchRec's names of the sharding types that support an exchange.
 
     Example:
         >>> from torchrec_2dsp import Exchange
@@ -183,7 +183,7 @@ def kinds_of(exchange: Exchange) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TableType:
-    """How a table is sharded, and how its rows travel: what a sharded module sorts tables by.
+    """A table's sharding and exchange, by which a sharded module sorts its tables.
 
     TorchRec knows one string for both, which `name` makes and `of_name` reads; nothing else does.
 
@@ -199,9 +199,9 @@ class TableType:
     base: ShardingType
     """TorchRec's type inside a sharding group."""
     exchange: Exchange = Exchange.POOLED
-    """How rows travel inside the group."""
+    """The exchange inside the group."""
     transport: Transport = Transport.FP32
-    """How their numbers look meanwhile."""
+    """The rows' format on the wire."""
 
     @property
     def name(self) -> str:
@@ -212,7 +212,7 @@ class TableType:
 
     @classmethod
     def of_name(cls, name: str) -> "TableType":
-        """The type that has this name."""
+        """Parse a type's name."""
         base, *rest = name.split(_AND)
         if not rest:
             return cls(ShardingType(base))
@@ -259,7 +259,7 @@ class ProposedType(str):
         hot_set: HotSet | None = None,
         transport: Transport = Transport.FP32,
     ) -> "ProposedType":
-        """A type inside the groups of a mesh, and what goes with it."""
+        """Choose a type inside a mesh's groups, and what goes with it."""
         choices = [
             type_2d(kind.value),
             f"{exchange.value} exchange",
@@ -284,23 +284,23 @@ class ParameterSharding2D(ParameterSharding):
     """A `ParameterSharding` whose ranks are positions inside a sharding group."""
 
     exchange: Exchange = Exchange.POOLED
-    """How rows travel inside the group."""
+    """The exchange inside the group."""
 
     owners: RowOwners = RowOwners.BLOCK
-    """Which rank of the group has which rows."""
+    """The assignment of rows to the group's ranks."""
 
     hot_set: HotSet | None = None
     """Rows that every rank of the world keeps a replica of."""
 
     transport: Transport = Transport.FP32
-    """How rows or pooled vectors, and their gradients, travel inside the group."""
+    """The wire format of rows or pooled vectors, and of their gradients."""
 
     num_groups: int | None = None
-    """How many copies of the table there are: `None` for one in each sharding group, or 1, whose
+    """The number of copies: `None` for one in each sharding group, or 1, whose
     shards lie on the ranks of the whole world."""
 
     def mesh_in(self, mesh: Mesh2D) -> Mesh2D:
-        """The mesh that repeats this table, in a plan for ``mesh``.
+        """Return the mesh that repeats this table, in a plan for ``mesh``.
 
         Its ranks are positions in a group of that mesh.
 
@@ -313,7 +313,7 @@ class ParameterSharding2D(ParameterSharding):
 
     @classmethod
     def of(cls, sharding: ParameterSharding) -> "ParameterSharding2D":
-        """The 2D form of a stock sharding; one that is 2D already keeps its additions."""
+        """Convert a stock sharding into its 2D form; a 2D one keeps its additions."""
         values: dict[str, Any] = {
             field.name: getattr(sharding, field.name) for field in fields(sharding)
         }
@@ -331,7 +331,7 @@ class ParameterSharding2D(ParameterSharding):
 
 
 def num_rows(sharding: ParameterSharding) -> int | None:
-    """How many rows the sharded table has, `None` where the plan doesn't say (data parallel)."""
+    """Return the table's number of rows, `None` for data-parallel tables."""
     shards = getattr(sharding.sharding_spec, "shards", None)
     if not shards:
         return None

@@ -47,14 +47,14 @@ class ModulePlan2D(EmbeddingModuleShardingPlan):
         self.mesh = mesh
         """The mesh, whose every group runs this plan."""
         self.sync = sync
-        """How the replicas stay equal."""
+        """The config that keeps replicas equal."""
 
     def tables(self) -> Iterable[tuple[str, ParameterSharding2D]]:
-        """Table names with their shardings, typed."""
+        """Return table names with their shardings, typed."""
         return ((name, cast(ParameterSharding2D, sharding)) for name, sharding in self.items())
 
     def parts(self) -> "list[ModulePlan2D]":
-        """A plan for each mesh that repeats some tables, the one with most groups first."""
+        """Split the plan by the mesh that repeats a table, the one with most groups first."""
         by_mesh: dict[Mesh2D, dict[str, ParameterSharding]] = {}
         for name, table in self.tables():
             by_mesh.setdefault(table.mesh_in(self.mesh), {})[name] = table
@@ -74,13 +74,13 @@ class Plan2D(ShardingPlan):
     """The mesh, whose every group runs the plan."""
 
     sync: SyncConfig
-    """How the replicas stay equal."""
+    """The config that keeps replicas equal."""
 
     @classmethod
     def from_stock(
         cls, plan: ShardingPlan, mesh: Mesh2D | None = None, sync: SyncConfig | None = None
     ) -> "Plan2D":
-        """The 2D form of a stock plan that was made for ``mesh.group_size`` ranks.
+        """Convert a stock plan that was made for ``mesh.group_size`` ranks.
 
         Args:
             plan: a plan for one sharding group, left as it is.
@@ -109,7 +109,7 @@ class Plan2D(ShardingPlan):
         mesh: Mesh2D,
         sync: SyncConfig,
     ) -> "Plan2D":
-        """The plan of these tables, by module path and name, if ``mesh`` can run it.
+        """Build the plan of these tables, by module path and name.
 
         Every plan that this package makes is made, and checked, here.
 
@@ -124,7 +124,7 @@ class Plan2D(ShardingPlan):
         return plan
 
     def modules(self) -> Iterable[tuple[str, ModulePlan2D]]:
-        """Module paths with their plans, typed."""
+        """Return module paths with their plans, typed."""
         return ((path, cast(ModulePlan2D, plan)) for path, plan in self.plan.items())
 
     def validate(self) -> None:
@@ -141,7 +141,7 @@ class Plan2D(ShardingPlan):
 def _repeated(
     plan: ShardingPlan, mesh: Mesh2D | None, sync: SyncConfig | None
 ) -> tuple[Mesh2D, SyncConfig]:
-    """The plan's mesh and sync config, as given or else as proposers chose them."""
+    """Return the plan's mesh and sync config, as given or else as proposers chose them."""
     kinds = [table.sharding_type for module in plan.plan.values() for table in _tables(module)]
     proposed = [kind for kind in kinds if isinstance(kind, ProposedType)]
     given = [] if mesh is None else [mesh]
@@ -162,7 +162,7 @@ def _tables(module_plan: ModuleShardingPlan) -> Iterable[ParameterSharding]:
 
 
 def is_proposed(plan: ShardingPlan) -> bool:
-    """Whether this package's proposers chose a plan inside TorchRec's planner."""
+    """Return whether this package's proposers chose a plan inside TorchRec's planner."""
     return any(
         isinstance(table.sharding_type, ProposedType)
         for module in plan.plan.values()
@@ -183,7 +183,7 @@ def pin(
     transport: Transport | str | None = None,
     num_groups: int | None = None,
 ) -> Plan2D:
-    """A copy of ``plan`` with another choice for ``table``.
+    """Copy ``plan`` with another choice for ``table``.
 
     Args:
         plan: left as it is.
@@ -240,7 +240,7 @@ def pin(
 
 
 def with_transport(plan: Plan2D, transport: Transport) -> Plan2D:
-    """A copy of ``plan`` whose tables all travel in one way, but for data-parallel ones."""
+    """Copy ``plan`` with one transport for all tables that aren't data-parallel."""
     modules = {
         path: {
             name: table
@@ -269,7 +269,7 @@ def _hot_set_of(rows: "Iterable[int] | torch.Tensor | HotSet") -> HotSet | None:
 def _copied(
     name: str, table: ParameterSharding2D, mesh: Mesh2D, num_groups: int
 ) -> ParameterSharding2D:
-    """A row-wise table with so many copies."""
+    """Return a row-wise table with so many copies."""
     if num_groups not in (1, mesh.num_groups):
         raise PlanError(
             f"num_groups={num_groups} for table {name!r} in a plan for {mesh}: use 1, or "
@@ -309,7 +309,7 @@ def _copied(
 def plan_for_rank(
     plan: Plan2D, rank: int, *, device_type: str = "cpu", local_world_size: int = 1
 ) -> ShardingPlan:
-    """The plan that world rank ``rank`` runs: world ranks, real devices and TorchRec's own types.
+    """Return a world rank's plan: with world ranks, devices and TorchRec's own types.
 
     Args:
         plan: left as it is.
@@ -330,7 +330,7 @@ def plan_for_rank(
 def module_plan_for_rank(
     plan: ModulePlan2D, rank: int, *, device_type: str, local_world_size: int
 ) -> ModulePlan2D:
-    """The plan of one module that a world rank runs; see `plan_for_rank`."""
+    """Return a module's plan for a world rank; see `plan_for_rank`."""
 
     def moved(shard: ShardMetadata, world_ranks: Sequence[int]) -> ShardMetadata:
         assert shard.placement is not None
@@ -360,7 +360,7 @@ def module_plan_for_rank(
 
 
 def _runtime_type(table: ParameterSharding2D) -> str:
-    """What a sharded module of TorchRec is told that a table's type is."""
+    """Return the type name that TorchRec's sharded module gets for a table."""
     base = ShardingType2D(table.sharding_type).base
     if base is ShardingType.TABLE_COLUMN_WISE:
         # Column-wise on the ranks of one host: the same shards and code at run time, but

@@ -22,12 +22,12 @@ class Every:
             raise ConfigError(f"every({self.n}) is no interval; use every(1) or more")
 
     def is_due(self, step: int) -> bool:
-        """Whether step ``step``, counted from 1, ends with a sync."""
+        """Return whether step ``step``, counted from 1, ends with a sync."""
         return step % self.n == 0
 
     @property
     def steps_per_sync(self) -> float:
-        """How many steps there are for each sync, in the long run."""
+        """The mean number of steps per sync."""
         return self.n
 
     def __repr__(self) -> str:
@@ -39,7 +39,7 @@ class After:
     """No sync in the first steps, and then another policy, which counts from there."""
 
     step: int
-    """How many steps have no sync."""
+    """The number of steps without a sync."""
 
     policy: "SyncPolicy"
     """The policy after the first steps."""
@@ -53,12 +53,12 @@ class After:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether step ``step``, counted from 1, ends with a sync."""
+        """Return whether step ``step``, counted from 1, ends with a sync."""
         return step > self.step and self.policy.is_due(step - self.step)
 
     @property
     def steps_per_sync(self) -> float:
-        """How many steps there are for each sync, in the long run."""
+        """The mean number of steps per sync."""
         return self.policy.steps_per_sync
 
     def __repr__(self) -> str:
@@ -70,12 +70,12 @@ class Never:
     """A sync only where replicas must be equal: before they are saved, and before an evaluation."""
 
     def is_due(self, step: int) -> bool:
-        """Whether step ``step`` ends with a sync, which it never does."""
+        """Return false: no step ends with a sync."""
         return False
 
     @property
     def steps_per_sync(self) -> float:
-        """How many steps there are for each sync: no number of them."""
+        """The mean number of steps per sync: infinite."""
         return math.inf
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class Never:
 
 
 SyncPolicy = Every | After | Never
-"""When a training step ends with a sync."""
+"""A rule that says which training steps end with a sync."""
 
 
 def every(n: int) -> Every:
@@ -121,7 +121,7 @@ def never() -> Never:
 
 
 def parse_policy(text: str) -> SyncPolicy:
-    """The policy that a text such as ``"after(1000, every(4))"`` stands for.
+    """Parse a policy's text, such as ``"after(1000, every(4))"``.
 
     Example:
         >>> from torchrec_2dsp.plan.sync import parse_policy
@@ -171,12 +171,12 @@ class GradientSync:
     """
 
     transport: Transport = Transport.FP32
-    """How row gradients travel. In any way but fp32, each rank's gradients are rounded before they
-    are added, and sums again where they travel on: the same numbers on all ranks."""
+    """The wire format of row gradients. Other formats than fp32 round each rank's gradients before
+    they are added, and sums before they travel on: the same numbers on all ranks."""
 
     delay: int = 0
-    """How many steps an update may be late: with 1, that of step t is applied before the lookup of
-    step t + 2, and travels behind a whole step."""
+    """The number of steps that an update may lag: with 1, step t's update is applied before the
+    lookup of step t + 2, and travels behind a whole step."""
 
     drift_every: int = 0
     """Compare the copies after every n-th sync, and raise where they differ; 0 for never."""
@@ -217,8 +217,8 @@ class WeightSync:
     """The rows that are sent. Both give the same weights; touched rows cost what has changed."""
 
     transport: Transport = Transport.FP32
-    """How touched rows travel. In any way but fp32, what travels is their change since the last
-    sync, so that weights keep their precision; replicas are equal bit for bit all the same."""
+    """The wire format of touched rows. Other formats than fp32 send the change since the last sync,
+    so that weights keep their precision; replicas are equal bit for bit all the same."""
 
     drift_every: int = 0
     """Compare the copies after every n-th sync, and raise where they differ; 0 for never."""
@@ -277,7 +277,7 @@ def _set_choice(config: object, name: str, kind: type[enum.StrEnum]) -> None:
 
 
 def _shown(config: Any) -> str:
-    """The class and the fields that aren't as by default."""
+    """Show the class and the fields that differ from their defaults."""
     changed = [
         f"{field.name}={getattr(config, field.name)}"
         for field in fields(config)
@@ -287,7 +287,7 @@ def _shown(config: Any) -> str:
 
 
 SyncConfig = GradientSync | WeightSync
-"""How replicas are kept equal."""
+"""The sync config."""
 
 EXACT_SYNC = GradientSync()
 """The default: exact, at every step."""

@@ -1,17 +1,18 @@
 """Checkpoints in the format of torch.distributed.checkpoint (DCP), for any mesh and stock TorchRec.
 
-A checkpoint holds whole tables under stock TorchRec's names, whatever the mesh, the hot rows and
-the sharding types. Other column shards of a table with row-wise moments are refused by name,
+A checkpoint holds whole tables under TorchRec's names, whatever the mesh, the hot rows and the
+sharding types. Different column shards of a table with row-wise moments are refused by name,
 because TorchRec keeps such moments once per column shard.
 
-Begin with `save` and `load`; `parts` says what a checkpoint consists of, `latest` which one is the
-newest. The other files:
+In the order data flows:
 
-- what is written: `writer` (DCP's, with checksums), `planner` (what may be stored, and copies for
-  asynchronous saves), `pending` (a save that goes on while the model trains), `checksums`;
-- what is read: `stored` (a folder, verified), `metadata` (without running code in it), `reader`,
-  `fit` (whether it fits a model), `dense_state` (how a dense optimizer gets its state);
-- how ranks agree, over which process group: `group`, `failure`.
+    parts -> save, writer -> [shards, checksums.json, .metadata] -> metadata, stored -> load
+
+- `parts`: the model's and optimizers' tensors in a checkpoint;
+- `save` and `writer`: one run at a time writes a folder, each shard once, with checksums;
+- `metadata` and `stored`: reading and verifying without running code from the folder;
+- `load`: fit checks, dense optimizer state, and the read in place;
+- `coordination`: gloo groups, and DCP's errors as typed ones.
 """
 
 from torchrec_2dsp.parallel.checkpoint.load import load_checkpoint

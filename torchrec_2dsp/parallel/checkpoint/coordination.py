@@ -13,7 +13,7 @@ from torchrec_2dsp.errors import CheckpointError
 
 
 def coordination_group() -> dist.ProcessGroup:
-    """All ranks over gloo, so that plans and names don't pass through the accelerators.
+    """Return a gloo group with all ranks: plans and names stay off the accelerators.
 
     Collectives:
         The creation of a group, once per world, if the world itself doesn't talk gloo.
@@ -23,7 +23,7 @@ def coordination_group() -> dist.ProcessGroup:
 
 
 def background_group() -> dist.ProcessGroup:
-    """All ranks over gloo, used by nothing but saves that go on while the model trains.
+    """Return a gloo group with all ranks, used only by saves in the background.
 
     Collectives of two threads on one group could be issued in another order on each rank.
 
@@ -34,7 +34,7 @@ def background_group() -> dist.ProcessGroup:
 
 
 def _shared_group(name: str) -> dist.ProcessGroup:
-    """All ranks over gloo, in a group that is created at its first use."""
+    """Return a gloo group with all ranks, created at its first use."""
     world, shared = world_group(), WorldGroups.current().shared
     if name not in shared:
         accelerator = None if _talks_gloo(world) else torch.accelerator.current_accelerator()
@@ -51,11 +51,11 @@ def _talks_gloo(world: dist.ProcessGroup) -> bool:
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a quota that is used up, and a file larger than its limit."""
 _SOURCE = re.compile(r"\[\S*\.cc:\d+\] ")
-"""Where in gloo's source an error was raised."""
+"""A place in gloo's source, as its errors name it."""
 
 
 def run_dcp(action: Callable[[], object], failure: str) -> None:
-    """Run DCP, which fails on all ranks if it fails on one, and raise a `CheckpointError` instead.
+    """Run DCP, and raise its errors as a `CheckpointError` on all ranks.
 
     Args:
         action: calls DCP.

@@ -122,7 +122,7 @@ def load_checkpoint(
 
 
 def _saved_state(train_state: "TrainState", stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
-    """The entries of a checkpoint's train state that this rank needs."""
+    """Read the train state's entries that this rank needs."""
     if not stored.names(TRAIN_STATE):
         raise CheckpointError(
             f"{stored.folder} has no train state, because it was saved without train_state=...; "
@@ -136,7 +136,7 @@ Entries = dict[str, STORAGE_TYPES]
 
 
 def check_fits(group: dist.ProcessGroup, folder: Path, saved: Entries, state: Any) -> None:
-    """Raise on all ranks if the checkpoint isn't one that the model could have written.
+    """Raise on all ranks unless the model could have written the checkpoint.
 
     Collectives:
         A gather of names and shapes, and an agreement.
@@ -153,7 +153,7 @@ def check_fits(group: dist.ProcessGroup, folder: Path, saved: Entries, state: An
 
 
 def check_part(part: str, folder: Path, saved: Entries, expected: Metadata) -> None:
-    """Compare all entries of one part; ``expected`` is what a save of the model would write."""
+    """Compare a part's entries with those that a save would write."""
     live = expected.state_dict_metadata
     for name in sorted(name for name in saved.keys() | live if name.startswith(f"{part}.")):
         if part == FUSED and name in saved and name in live:
@@ -199,7 +199,7 @@ class KnownMetadataReader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata that the reader was given."""
+        """Return the given metadata."""
         return self._metadata
 
 
@@ -207,7 +207,7 @@ class PlainDataPlanner(DefaultLoadPlanner):
     """Loads tensors in place, and beside them only what `torch.load` takes for plain data."""
 
     def create_local_plan(self) -> LoadPlan:
-        """The plan of what this rank reads, under current names only and not those of old torch."""
+        """Plan this rank's reads, under current names and not those that old torch wrote."""
         assert self.metadata is not None
         return create_default_local_load_plan(self.state_dict, self.metadata)
 
@@ -221,7 +221,7 @@ class PlainDataPlanner(DefaultLoadPlanner):
 def dense_state_made(
     model: DistributedModelParallel, optimizer: KeyedOptimizer | None, saved: Entries
 ) -> Iterator[None]:
-    """A context in which optimizers have created the state that is saved of them.
+    """Create the optimizer state that a checkpoint holds, for the block's duration.
 
     They do so by a step with gradients of zero, after which the weights are put back. If the block
     raises an error, the optimizers are put back as well, as if there had been no step.
@@ -253,7 +253,7 @@ def dense_state_made(
 def _params_without_state(
     model: DistributedModelParallel, optimizer: KeyedOptimizer, saved: Entries
 ) -> dict[str, Any]:
-    """The dense parameters of which the checkpoint has state that the optimizer lacks."""
+    """Return the dense parameters whose saved state the optimizer lacks."""
     existing = optimizer.state
     saved_entries: dict[str, set[str]] = defaultdict(set)
     for name in saved:
@@ -267,7 +267,7 @@ def _params_without_state(
 
 
 def _members(optimizer: KeyedOptimizer) -> list[KeyedOptimizer]:
-    """The optimizers that a combined one steps one after the other."""
+    """Return the optimizers inside a combined one."""
     if not isinstance(optimizer, CombinedOptimizer):
         return [optimizer]
     return [leaf for _, member in optimizer.optimizers for leaf in _members(member)]
@@ -279,7 +279,7 @@ def _has_one_of(optimizer: KeyedOptimizer, params: dict[str, Any]) -> bool:
 
 
 def _tree(optimizer: Optimizer, fused: Optimizer) -> Iterator[Optimizer]:
-    """An optimizer and all optimizers that it steps, except for the fused one."""
+    """Yield an optimizer and all that it steps, except the fused one."""
     if optimizer is fused:
         return
     yield optimizer
@@ -318,7 +318,7 @@ def _weights_kept(params: list[torch.Tensor]) -> Iterator[None]:
 
 
 class _Snapshot:
-    """What a step may change in an optimizer."""
+    """A copy of everything that a step may change in an optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -339,7 +339,7 @@ class _Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the optimizer back to what it was."""
+        """Restore the optimizer."""
         vars(self._optimizer).clear()
         vars(self._optimizer).update(self._attributes)
         if not self._is_leaf:

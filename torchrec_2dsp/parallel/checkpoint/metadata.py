@@ -7,7 +7,7 @@ the metadata are built from the records, field by field, if each has the type th
 
 import io
 import pickle
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -27,6 +27,7 @@ from torchrec_2dsp.errors import CheckpointError
 T = TypeVar("T")
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _MAX_NESTING = 100
+_LOAD_MARK: Any = pickle._Unpickler.dispatch[pickle.MARK[0]]
 
 
 class UnknownName(Exception):
@@ -59,17 +60,17 @@ class _RecordUnpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(data))
         self._kinds: dict[str, type[_Record]] = {}
 
-    def load_mark(self) -> None:
-        """Open a nested value, of which DCP's metadata have few in each other."""
+    def load_mark(self: Any) -> None:
+        """Open a nested value; DCP's metadata nest only a few."""
         if len(self.metastack) > _MAX_NESTING:
             raise ValueError("it is nested too deeply")
-        super().load_mark()
+        _LOAD_MARK(self)
 
     # Python's reader looks up its methods here, and not by name.
-    dispatch = pickle._Unpickler.dispatch | {pickle.MARK[0]: load_mark}
+    dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {pickle.MARK[0]: load_mark}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A data type of torch, or a class of records, created anew for each pickle."""
+        """Return a torch data type, or a class for records."""
         full_name = f"{module}.{name}"
         if full_name in _DTYPES:
             return _DTYPES[full_name]
@@ -81,7 +82,7 @@ class _RecordUnpickler(pickle._Unpickler):
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """The metadata in the pickle ``data``.
+    """Read the metadata in the pickle ``data``.
 
     Args:
         data: the contents of a file `.metadata`.
@@ -141,7 +142,7 @@ def _entry(value: object) -> STORAGE_TYPES:
 
 
 def _properties(value: object) -> TensorProperties:
-    """The data type of a tensor: all other properties are deprecated and never asked for."""
+    """Read a tensor's data type; its other properties are deprecated and unused."""
     state = _record(value, "TensorProperties").state
     dtype = state[0] if isinstance(state, tuple) and len(state) == 5 else None
     return TensorProperties(_typed(torch.dtype, dtype))
@@ -177,7 +178,7 @@ def _place(value: object) -> StorageInfo:
 
 
 def _storage_meta(value: object) -> StorageMeta:
-    """The writer's metadata, without its path, because the folder may have moved."""
+    """Read the writer's metadata, without its path: the folder may have moved."""
     if value is None:
         return StorageMeta()
     fields = _fields(value, "StorageMeta")
@@ -186,7 +187,7 @@ def _storage_meta(value: object) -> StorageMeta:
 
 
 def _indices(name: str, entry: STORAGE_TYPES) -> list[MetadataIndex]:
-    """The keys that DCP looks up in the storage data for an entry."""
+    """Return the keys under which DCP looks up an entry's storage data."""
     if isinstance(entry, TensorStorageMetadata):
         return [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
     return [MetadataIndex(name)]

@@ -35,7 +35,7 @@ IN_PLACE: Mapping[str, str] = MappingProxyType(
 
 
 def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None) -> dict[str, Any]:
-    """The parts that are `IN_PLACE`: writing into these tensors changes the model.
+    """Return the parts `IN_PLACE`: writing into these tensors changes the model.
 
     Collectives:
         Those of a sync, if a backward is pending.
@@ -50,7 +50,7 @@ def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None
 
 
 def dense_params(model: DistributedModelParallel, optimizer: KeyedOptimizer) -> dict[str, Any]:
-    """The parameters of ``optimizer`` that aren't the fused one's, which it may contain."""
+    """Return the optimizer's parameters without the fused optimizer's."""
     fused = {id(param) for param in model.fused_optimizer.params.values()}
     return {key: param for key, param in optimizer.params.items() if id(param) not in fused}
 
@@ -72,7 +72,7 @@ def run_load_hooks(
 
 
 def _with_rows(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The states of parameters, without those of which this rank has no row.
+    """Drop the states of parameters without rows on this rank.
 
     DCP knows a stored piece by its first row, and the row-wise moments of one column shard end
     where those of the next one begin: an empty piece would take the place of one with rows.
@@ -90,7 +90,7 @@ def _has_no_row(value: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether this is a table of which this rank has no shard.
+    """Return whether this is a table without a shard on this rank.
 
     DCP takes a checkpoint for an old one when it meets an empty ShardedTensor, and TorchRec gives
     the empty DTensors of some grid tables a wrong shape. They are left out.
@@ -101,7 +101,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _shards_of_table(value: Any) -> list[torch.Tensor] | None:
-    """This rank's shards of a table that is a DTensor; `None` for what isn't one.
+    """Return this rank's shards if the value is a table's DTensor, else `None`.
 
     A DTensor of the dense part holds a plain tensor, which DCP knows by itself.
     """
@@ -113,7 +113,7 @@ def _shards_of_table(value: Any) -> list[torch.Tensor] | None:
 
 
 def encoded(extra: Mapping[str, Any]) -> str:
-    """The JSON of ``extra``, if reading it gives ``extra`` again."""
+    """Encode ``extra`` as JSON, or raise unless decoding gives it back."""
     text = json.dumps(extra, default=repr)
     if json.loads(text) != extra:
         raise CheckpointError(
@@ -124,12 +124,12 @@ def encoded(extra: Mapping[str, Any]) -> str:
 
 
 def as_tensor(text: str) -> torch.Tensor:
-    """The bytes of ``text`` as a tensor, because DCP pickles everything else."""
+    """Return the text's bytes as a tensor, because DCP pickles everything else."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def stored_extra(stored: StoredCheckpoint) -> dict[str, Any]:
-    """What was saved as ``extra``; empty if another program wrote the checkpoint."""
+    """Read the saved ``extra``; empty if another program wrote the checkpoint."""
     if EXTRA not in stored.entries:
         return {}
     try:
@@ -151,7 +151,7 @@ class MeetingWrapper(Protocol):
     """A data-parallel wrapper whose ranks have different weights at times, such as `LocalDense`."""
 
     def check_together(self) -> None:
-        """Raise if they have now."""
+        """Raise if the weights differ now."""
         ...
 
 

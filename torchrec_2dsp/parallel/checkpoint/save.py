@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class PendingSave(Future[None]):
-    """What `save_checkpoint` returns with ``asynchronous=True``: a future.
+    """The future that `save_checkpoint` returns with ``asynchronous=True``.
 
     ``result()`` waits until the checkpoint is complete, and raises the `CheckpointError` that all
     ranks get if one of them fails. An error that nobody has asked for is logged, and raised by the
@@ -81,7 +81,7 @@ class PendingSave(Future[None]):
 def start_save(
     world: dist.ProcessGroup, folder: Path, save: Callable[[], object], is_staged: threading.Event
 ) -> PendingSave:
-    """Run ``save`` in a thread of its own, and return as soon as the state may change again.
+    """Run ``save`` in a thread, and return as soon as the state may change again.
 
     Args:
         world: all ranks, without another save that is running.
@@ -112,7 +112,7 @@ def start_save(
 
 
 def wait_for_save(world: dist.ProcessGroup) -> None:
-    """Wait for the save that is running, if any; raise its error if nobody has seen it."""
+    """Wait for the running save, if any, and raise its error if nobody has seen it."""
     pending = _PENDING.pop(world, None)
     if pending is not None:
         pending.raise_if_unseen()
@@ -229,7 +229,7 @@ def check_belongs(train_state: "TrainState | None", model: DistributedModelParal
 
 
 def checked_folder(path: str | PathLike[str], optimizer: object) -> Path:
-    """The folder, if it and the optimizer are of a kind that can be saved and loaded."""
+    """Return the folder if it is local and the optimizer has names."""
     if "://" in str(path):
         raise CheckpointError(f"{path} is an address; give a folder that all ranks have mounted")
     if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
@@ -248,7 +248,7 @@ _FINISHED = ".metadata"
 
 
 def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
-    """The newest finished checkpoint of a folder, `None` if there is none.
+    """Return a folder's newest finished checkpoint, `None` if there is none.
 
     Checkpoints are sub-folders whose names end in a number, such as ``1000`` or ``step_1000``; the
     largest number is the newest. Saves that didn't finish don't count.
@@ -283,7 +283,7 @@ def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
 
 
 def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
-    """Delete all but the newest finished checkpoints of a folder.
+    """Delete all but a folder's newest finished checkpoints.
 
     Call it after a save, on all ranks: rank 0 deletes. Unfinished saves that are older than the
     newest kept checkpoint go as well. Nothing else in the folder is touched.
@@ -319,7 +319,7 @@ def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """The sub-folders whose names end in a number, the smallest first."""
+    """List the sub-folders whose names end in a number, in ascending order."""
     if not folder.is_dir():
         return []
     numbers = {

@@ -47,7 +47,7 @@ class Checksums:
     """The CRC-32 of each chunk; the chunks of a file are all of its bytes."""
 
     def to_json(self) -> str:
-        """The contents of the file, which hold a checksum of themselves.
+        """Encode as JSON, with a checksum over the JSON itself.
 
         Example:
             >>> from torchrec_2dsp.parallel.checkpoint.stored import Checksums, Chunk
@@ -63,7 +63,7 @@ class Checksums:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> "Checksums":
-        """The checksums in the contents of the file ``where``, if these are undamaged."""
+        """Decode the file ``where``, or raise if it is damaged."""
         try:
             body: dict[str, Any] = json.loads(text)
             own_crc32 = body.pop("crc32")
@@ -88,7 +88,7 @@ def _crc32_of(body: Mapping[str, Any]) -> int:
 
 
 _BLOCK_BYTES = 8 * 2**20
-"""How many bytes are read at once to compute a checksum."""
+"""The size of the reads that compute a checksum."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class StoredCheckpoint:
 
     folder: Path
     metadata: Metadata
-    """What is stored, and where."""
+    """The stored entries and their places."""
     checksums: Checksums | None
     """The checksums of all bytes; `None` if another program wrote the checkpoint."""
     fingerprint: str
@@ -105,7 +105,7 @@ class StoredCheckpoint:
 
     @classmethod
     def open(cls, folder: Path) -> "StoredCheckpoint":
-        """Read the metadata, and check them against their checksum if there is one."""
+        """Read the metadata and verify their checksum, if there is one."""
         metadata_file, checksum_file = folder / ".metadata", folder / FILE_NAME
         if not metadata_file.exists():
             raise CheckpointError(f"{folder} has no .metadata; give the folder of a finished save")
@@ -129,11 +129,11 @@ class StoredCheckpoint:
         return self.metadata.state_dict_metadata
 
     def names(self, part: str) -> list[str]:
-        """The names of a part's entries, without the name of the part."""
+        """Return the names of a part's entries, without the part's name."""
         return [name.removeprefix(f"{part}.") for name in self.entries if _is_in(name, part)]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor that was stored in one piece, read by this rank alone."""
+        """Read a tensor that was stored in one piece, on this rank alone."""
         entry = self.entries[name]
         if not isinstance(entry, TensorStorageMetadata) or len(entry.chunks) != 1:
             raise CheckpointError(
@@ -151,7 +151,7 @@ class StoredCheckpoint:
     def tensors(
         self, part: str, only: Callable[[str], bool] = lambda name: True
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a part that were stored in one piece each, read by this rank alone.
+        """Read a part's tensors, each stored in one piece, on this rank alone.
 
         Args:
             part: a part whose tensors aren't the model's own.
@@ -163,7 +163,7 @@ class StoredCheckpoint:
         return {name: self.tensor(f"{part}.{name}") for name in self.names(part) if only(name)}
 
     def verify(self, parts: Iterable[str], rank: int, num_ranks: int) -> None:
-        """Read this rank's share of all bytes, and raise an error if they aren't what was written.
+        """Verify this rank's share of the bytes.
 
         A chunk must add up to its checksum, and what is loaded of it must be of the type and shape
         that the metadata say.
@@ -188,7 +188,7 @@ class StoredCheckpoint:
                 raise _unreadable(self.folder / chunk.file, error) from error
 
     def check_sizes(self, rank: int, num_ranks: int) -> None:
-        """Raise unless this rank's share of the files is there, and as long as it should be."""
+        """Raise unless this rank's share of the files exists at full length."""
         sizes: dict[str, int] = {}
         for chunk in self._chunks():
             sizes[chunk.file] = max(chunk.offset + chunk.length, sizes.get(chunk.file, 0))
@@ -212,7 +212,7 @@ class StoredCheckpoint:
             raise _damaged(self.folder / chunk.file, f"its {place} don't add up to their checksum")
 
     def _parsed(self, file: IO[bytes], chunk: Chunk, index: MetadataIndex) -> torch.Tensor:
-        """The value that DCP will read from a chunk, if it is the one that the metadata say."""
+        """Load a chunk's value, and raise unless it matches the metadata."""
         entry, where = self.entries.get(index.fqn), f"{index.fqn!r} in {self.folder / chunk.file}"
         try:
             value = torch.load(
@@ -240,7 +240,7 @@ class StoredCheckpoint:
 
 
 def _share(chunks: list[Chunk], rank: int, num_ranks: int) -> list[Chunk]:
-    """The chunks that a rank reads: those that begin in its share of all bytes.
+    """Return the chunks that a rank reads: those that begin in its share of the bytes.
 
     Example:
         >>> from torchrec_2dsp.parallel.checkpoint.stored import Chunk
@@ -260,7 +260,7 @@ def _share(chunks: list[Chunk], rank: int, num_ranks: int) -> list[Chunk]:
 
 
 def _chunk_of(place: object) -> Chunk:
-    """A chunk at the place that DCP's metadata say."""
+    """Return the chunk at a place from DCP's metadata."""
     return Chunk(place.relative_path, place.offset, place.length)  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,7 @@ class PlainDataSavePlanner(DefaultSavePlanner):
     """Refuses to store what `load_checkpoint` wouldn't load: all but tensors and plain data."""
 
     def create_local_plan(self) -> SavePlan:
-        """The plan of what this rank could write."""
+        """Plan what this rank could write, and refuse what isn't plain data."""
         plan = super().create_local_plan()
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -47,7 +47,7 @@ class StagingPlanner(PlainDataSavePlanner):
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Copy all that the plan names to this host's memory."""
+        """Copy the planned tensors to this host's memory."""
         plan = super().finish_plan(new_plan)
         try:
             for item in plan.items:
@@ -58,7 +58,7 @@ class StagingPlanner(PlainDataSavePlanner):
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The copy that is to be written, which is then forgotten here."""
+        """Hand out the copy to write."""
         return self._copies.pop(write_item.index)
 
 
@@ -145,7 +145,7 @@ class ChecksumWriter(dcp.FileSystemWriter):
         _write_at_once(self._folder / ".metadata", data)
 
     def storage_meta(self) -> StorageMeta:
-        """DCP's storage metadata, with the mark that there are checksums."""
+        """Return DCP's storage metadata, marked as having checksums."""
         return StorageMeta(self.checkpoint_id, self.save_id, modules=[MARK])
 
 
@@ -221,7 +221,7 @@ class _ChecksumStreams:
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
-        """A stream for one chunk, and DCP's descriptors of what it does to the bytes: none."""
+        """Return a chunk's stream, and no descriptors, because it doesn't change the bytes."""
         stream = _ChecksumStream(cast(IO[bytes], raw_stream), self, write_item.index)
         return cast(IO[bytes], stream), []
 
@@ -248,7 +248,7 @@ class _ChecksumStream(io.RawIOBase):
 
 
 def _write_at_once(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all, whenever the machine stops."""
+    """Write a file atomically and durably."""
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("wb") as file:
         file.write(data)

@@ -33,7 +33,7 @@ def complete_model(model: nn.Module) -> None:
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """State that is equal on all ranks, by the names of tables, which any plan has."""
+    """Return the state that is equal on all ranks, by table name."""
     all_tables = sharded_tables(model)
     return {
         "policy_steps": {
@@ -54,7 +54,7 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
 
 def rank_state(model: nn.Module) -> dict[str, Any]:
-    """State of this rank, which fits the same plan on the same rank only."""
+    """Return this rank's state, which fits the same plan on the same rank only."""
     return {
         "plan": plan_digest(model),
         "progress": [progress_of(tables) for tables in sharded_tables(model)],
@@ -65,7 +65,7 @@ def rank_state(model: nn.Module) -> dict[str, Any]:
 
 
 def iterations(model: nn.Module) -> dict[str, int]:
-    """How many forwards the kernels of each table have counted, as far as this rank knows."""
+    """Return each table's number of forwards, as this rank's kernels have counted them."""
     return {
         name: max_iteration(tables)
         for tables in sharded_tables(model)
@@ -74,7 +74,7 @@ def iterations(model: nn.Module) -> dict[str, int]:
 
 
 def plan_digest(model: Any) -> str:
-    """A text that is equal for equal plans, whichever rows are hot; empty without a `Plan2D`."""
+    """Digest the plan without its choice of hot rows; empty without a `Plan2D`."""
     plan = getattr(model, "plan", None)
     if not isinstance(plan, Plan2D):
         return ""

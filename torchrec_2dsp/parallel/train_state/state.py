@@ -40,18 +40,18 @@ from torchrec_2dsp.parallel.train_state.values import (
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What a rank tells the others of its share of a train state at a save."""
+    """A rank's part of what all ranks gather at a save."""
 
     digests: dict[str, str]
     """A digest of each member's state."""
     hyper_parameters: dict[str, HyperParameters]
     """The hyper-parameters of the parameters that the rank has."""
     iterations: dict[str, int]
-    """How many forwards the kernel of each table has counted."""
+    """Each table's number of forwards, as its kernel has counted them."""
 
 
 def joined_hyper_parameters(summaries: Iterable[RankSummary]) -> dict[str, HyperParameters]:
-    """The hyper-parameters of all ranks' parameters, of which each rank has some."""
+    """Join the hyper-parameters of all ranks' parameters."""
     joined: dict[str, HyperParameters] = {"fused": {}, "dense": {}}
     for rank, summary in enumerate(summaries):
         for kind, by_key in summary.hyper_parameters.items():
@@ -65,7 +65,7 @@ def joined_hyper_parameters(summaries: Iterable[RankSummary]) -> dict[str, Hyper
 
 
 def largest_iterations(summaries: Iterable[RankSummary]) -> dict[str, int]:
-    """For each table, the largest number of forwards that a rank has counted."""
+    """Return each table's largest number of forwards on any rank."""
     largest: dict[str, int] = {}
     for summary in summaries:
         for name, count in summary.iterations.items():
@@ -84,13 +84,13 @@ class Saved:
 
     header: dict[str, Any]
     own: dict[str, Any] | None
-    """What the rank with this number stored, if there was one."""
+    """The stored state with this rank's number, if there was one."""
     ranks: dict[int, dict[str, Any]]
-    """What was stored by each rank that this one takes over from."""
+    """The stored states of the ranks that this one takes over."""
     members: dict[str, list[dict[str, Any]]]
     """The states of each member: a single one, or one for each rank in `ranks`."""
     is_same_world: bool
-    """Whether the save had as many ranks as there are now."""
+    """True if the save had as many ranks as there are now."""
 
     @classmethod
     def read(cls, tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> "Saved":
@@ -143,7 +143,8 @@ class TrainState:
         optimizer: KeyedOptimizer | None = None,
         **members: Member,
     ) -> None:
-        """
+        """Collect what has a state.
+
         Args:
             model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
             optimizer: the optimizer of the dense parameters; it may contain the fused one.
@@ -162,7 +163,7 @@ class TrainState:
         self.optimizer = optimizer
         """The optimizer with hyper-parameters beside those of the model's fused one, if any."""
         self.step = 0
-        """How many steps are done, which the training loop counts."""
+        """The number of finished steps, which the training loop counts."""
         self._members = dict(members)
         dense_gradients = data_parallel_wrapper(model)
         if isinstance(dense_gradients, Stateful):
@@ -174,7 +175,7 @@ class TrainState:
             self._members[DENSE_GRADIENTS] = dense_gradients
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The state as flat tensors; call it on all ranks, between two steps.
+        """Return the state as flat tensors; call it on all ranks, between two steps.
 
         Entries of a single rank begin with ``rank<N>.``, and only this rank has them; rank 0 has
         the others.
@@ -239,7 +240,7 @@ class TrainState:
         self.prepared(tensors)()
 
     def wants(self, name: str) -> bool:
-        """Whether this rank needs an entry to go on: one that is stored once, or its own.
+        """Return whether this rank needs an entry: a shared one, or its own.
 
         If there are fewer ranks than at the save, each takes over the entries of several.
         """
@@ -291,7 +292,7 @@ class TrainState:
         return restore
 
     def _check(self, saved: Saved) -> None:
-        """Raise if the state isn't one of a run like this."""
+        """Raise unless the state fits this run."""
         for name in sorted(saved.members.keys() ^ self._members.keys()):
             if name == DENSE_GRADIENTS:
                 check_left_out(saved.members.get(name, ()))

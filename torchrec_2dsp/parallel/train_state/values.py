@@ -19,7 +19,7 @@ _MARK = "$"
 
 
 def to_plain(value: Any, prefix: str) -> dict[str, torch.Tensor]:
-    """A nested value as flat tensors; `from_plain` gives it back.
+    """Encode a nested value as flat tensors; `from_plain` decodes it.
 
     Values may be dicts with any plain keys, lists, tuples, texts, numbers, bytes, tensors, arrays
     and counters.
@@ -47,7 +47,7 @@ def to_plain(value: Any, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def from_plain(tensors: Mapping[str, torch.Tensor], prefix: str) -> Any:
-    """The value that `to_plain` turned into tensors; a `CheckpointError` for any other tensors."""
+    """Decode what `to_plain` encoded, or raise a `CheckpointError`."""
     try:
         text = tensors[f"{prefix}header"].numpy().tobytes().decode()
         return _decode(json.loads(text), prefix, tensors)
@@ -93,7 +93,7 @@ def _encode_block(
     prefix: str,
     tensors: dict[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Bytes, a tensor or an array, as a tensor beside the JSON; empty ones fit into it."""
+    """Encode bytes, a tensor or an array as a tensor beside the JSON, unless it is empty."""
     if isinstance(value, bytes):
         if value:
             tensors[prefix + name] = _bytes_tensor(value)
@@ -148,7 +148,7 @@ def _bytes_tensor(data: bytes) -> torch.Tensor:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of this process's random number generators.
+    """Return the state of this process's random number generators.
 
     Args:
         device: this rank's device; its generator is included if it is a GPU.
@@ -177,7 +177,7 @@ class Stateful(Protocol):
     """An object whose state can be read and written, as torch's schedulers are."""
 
     def state_dict(self) -> Any:
-        """The state."""
+        """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> object:
@@ -212,7 +212,7 @@ def check_member(name: str, member: object) -> None:
 
 
 def stored_member(name: str, member: Member) -> dict[str, torch.Tensor]:
-    """A member's state as flat tensors."""
+    """Encode a member's state as flat tensors."""
     state = member if isinstance(member, dict) else member.state_dict()
     try:
         return to_plain(state, f"{name}.")
@@ -221,7 +221,7 @@ def stored_member(name: str, member: Member) -> dict[str, torch.Tensor]:
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A text that is equal for equal tensors."""
+    """Digest tensors with their names, types and shapes."""
     sha256 = hashlib.sha256()
     for name in sorted(tensors):
         flat = tensors[name].reshape(-1).view(torch.uint8)
@@ -254,7 +254,7 @@ def check_left_out(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _holds_gradients(state: Mapping[str, Any]) -> bool:
-    """Whether a wrapper's state has more than settings and counts: numbers that aren't zero."""
+    """Return whether a wrapper's state has tensors that aren't zero."""
     return any(
         _holds_gradients(value)
         if isinstance(value, Mapping)
@@ -283,7 +283,7 @@ def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> 
 
 
 def read_member(name: str, tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-    """The state that `stored_member` made into tensors."""
+    """Decode the state that `stored_member` encoded."""
     return from_plain(tensors, f"{prefix}{name}.")
 
 
@@ -294,7 +294,7 @@ HyperParameters = dict[str, dict[str, Any]]
 def hyper_parameters(
     optimizer: KeyedOptimizer, but: KeyedOptimizer | None = None
 ) -> HyperParameters:
-    """The hyper-parameters of this rank's parameters.
+    """Return the hyper-parameters of this rank's parameters.
 
     Args:
         optimizer: the optimizer whose groups are read.
@@ -349,7 +349,7 @@ def restore_hyper_parameters(
 def _groups(
     optimizer: KeyedOptimizer, but: KeyedOptimizer | None
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Each group with the names of its parameters; groups without parameters are left out."""
+    """Yield each group that has parameters, with their names."""
     excluded = {id(group) for group in but.param_groups} if but is not None else set()
     names = {id(param): key for key, param in optimizer.params.items()}
     groups: Any = optimizer.param_groups

@@ -57,7 +57,7 @@ def check_shards(
 
 
 def names_each_rank(ranks: Sequence[int], group_size: int) -> bool:
-    """Whether these are all ranks of a group, in their order.
+    """Return whether these are a group's ranks in order.
 
     Example:
         >>> from torchrec_2dsp.plan.checks.fits_mesh import names_each_rank
@@ -96,7 +96,7 @@ def _check_numbers(where: str, shards: Sequence[ShardMetadata]) -> None:
 def _check_cover(
     where: str, shards: Sequence[ShardMetadata], num_rows: int, num_columns: int
 ) -> None:
-    """Every sharding type cuts columns into blocks, and each block into runs of rows."""
+    """Raise unless blocks of columns, cut into runs of rows, cover the table once."""
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for shard in shards:
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes

@@ -1,4 +1,4 @@
-"""What an embedding table must be like to be planned and sharded at all."""
+"""Checks of embedding tables and module plans before they are sharded."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ def check_tables(model: nn.Module) -> None:
 
 
 def has_weights(module: Any) -> bool:
-    """Whether an embedding module looks ids up with weights; sequences have none."""
+    """Return whether an embedding module looks ids up with weights; sequences have none."""
     return bool(getattr(module, "is_weighted", bool)())
 
 
@@ -79,7 +79,7 @@ def check_table_configs(path: str, configs: Iterable[Any], *, is_weighted: bool 
 
 
 def table_text(config: Any) -> str:
-    """All of a table's config that ranks would exchange or compute differently if it differed.
+    """Return the part of a table's config that must be equal on all ranks, as text.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingConfig
@@ -105,7 +105,7 @@ def check_module_plan(
     device_type: str,
     local_world_size: int,
 ) -> ModulePlan2D:
-    """``plan`` as a `ModulePlan2D`, or the error that says what's wrong with it."""
+    """Return ``plan`` as a `ModulePlan2D`, or raise an error that says what is wrong."""
     check_table_configs(path, configs, is_weighted=is_weighted)
     plan = _as_2d(path, plan)
     names = {config.name for config in configs}
@@ -129,7 +129,7 @@ def check_module_plan(
 
 
 def _as_2d(path: str, plan: Mapping[str, ParameterSharding]) -> ModulePlan2D:
-    """What proposers of this package chose inside a stock planner is as good as our plans."""
+    """Convert a stock plan that this package's proposers chose."""
     if isinstance(plan, ModulePlan2D):
         return plan
     stock = ShardingPlan({path: EmbeddingModuleShardingPlan(plan)})
@@ -191,7 +191,7 @@ def _check_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> None:
 
 
 def idle_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> list[str]:
-    """The tables whose hot rows save no bytes.
+    """Return the tables whose hot rows save no bytes.
 
     TorchRec's output exchange ships one vector per bag, also for a bag whose ids were all hot. Of
     sequences it ships a vector for each id.

@@ -149,7 +149,7 @@ def count_access(
 
 
 def _hashed_features(config: AccessConfig) -> frozenset[str]:
-    """The features whose ids are hashes."""
+    """Return the features whose ids are hashes."""
     data = config.data
     if data.kind == "interactions":
         return frozenset()

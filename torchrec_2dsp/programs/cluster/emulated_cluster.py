@@ -166,13 +166,13 @@ class _Host:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """The kernel ends all processes of the host with the first."""
+        """End the first process, with which the kernel ends all others of the host."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def failures(self) -> list[str]:
-        """The ranks that torchrun says have failed, or else the host if it did."""
+        """Return the ranks that torchrun says have failed, or else the host if it did."""
         if self.exit_code == 0:
             return []
         log = self._torchrun_log.read_text(errors="replace")
@@ -180,7 +180,7 @@ class _Host:
         return ranks or [f"host {self._number} (exit code {self.exit_code})"]
 
     def tail(self) -> str:
-        """The end of what each rank printed; of what torchrun did where only that explains it."""
+        """Return the end of each rank's output, and of torchrun's where only that explains it."""
         first = self._number * self._ranks_per_host
         files: list[tuple[str, Path]] = []
         for local_rank in range(self._ranks_per_host):
@@ -217,7 +217,7 @@ class _Follower:
 
 
 def rank_environment(description: str, launcher: str) -> dict[str, str]:
-    """The caller's environment, what ranks need, and what reports say of the cluster."""
+    """Return the caller's environment, what ranks need, and what reports say of the cluster."""
     inherited = os.environ.get("PYTHONPATH")
     return os.environ | {
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -319,7 +319,7 @@ class EmulatedCluster:
         )
 
     def interface_bytes(self, host: int) -> InterfaceBytes:
-        """The bytes that a host has sent and received so far."""
+        """Return the bytes that a host has sent and received so far."""
         self._check_is_up()
         return self._network.interface_bytes(host)
 
@@ -329,7 +329,7 @@ class EmulatedCluster:
         return self._network.folder
 
     def describe(self) -> str:
-        """The cluster in words, for reports. Ranks find it in ``EMULATED_CLUSTER``."""
+        """Return the cluster in words, for reports. Ranks find it in ``EMULATED_CLUSTER``."""
         kernel = probe()
         if self.link.delay_ms:
             delay = f"{self.link.delay_ms:g} ms of delay one way"
@@ -345,8 +345,7 @@ class EmulatedCluster:
         )
 
     def launcher(self) -> str:
-        """The command line that makes such a cluster. Ranks find it in
-        ``EMULATED_CLUSTER_LAUNCHER``."""
+        """Return the command line that makes such a cluster, also ``EMULATED_CLUSTER_LAUNCHER``."""
         delay = f" --delay-ms {self.link.delay_ms:g}" if self.link.delay_ms else ""
         return (
             f"torchrec-2dsp cluster --hosts {self.hosts} --ranks-per-host {self.ranks_per_host} "

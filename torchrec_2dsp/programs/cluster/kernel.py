@@ -66,7 +66,7 @@ class ClusterName:
 
     @classmethod
     def new(cls) -> "ClusterName":
-        """A name for this process that nobody had before."""
+        """Return a name for this process that nobody had before."""
         pid = os.getpid()
         start_ticks = _start_ticks(pid)
         assert start_ticks is not None
@@ -74,7 +74,7 @@ class ClusterName:
 
     @classmethod
     def of(cls, namespace: str) -> "ClusterName | None":
-        """The cluster that a namespace belongs to; None if the name isn't one of ours.
+        """Return the cluster that a namespace belongs to; None if the name isn't one of ours.
 
         Example:
             >>> from torchrec_2dsp.programs.cluster.kernel import ClusterName
@@ -95,7 +95,7 @@ class ClusterName:
         return self.pid == os.getpid()
 
     def host(self, number: int) -> str:
-        """The namespace of a host."""
+        """Return the namespace of a host."""
         return f"{self}-host{number}"
 
     @property
@@ -178,7 +178,7 @@ def probe() -> Kernel:
 
 
 def run_tool(*command: str, commands: list[str] | None = None) -> str:
-    """The output of a program; ``commands`` are the lines that its ``-batch -`` reads."""
+    """Return the output of a program; ``commands`` are the lines that its ``-batch -`` reads."""
     result = subprocess.run(
         command,
         input=None if commands is None else "".join(f"{line}\n" for line in commands),
@@ -194,7 +194,7 @@ def run_tool(*command: str, commands: list[str] | None = None) -> str:
 
 
 def on_host(namespace: str, hostname: str, hosts_file: str) -> list[str]:
-    """The words before a program's arguments that run it in a namespace as on a host of its own.
+    """Return the prefix of a command that runs it in a namespace as on a host of its own.
 
     It has a host name, an ``/etc/hosts`` and process ids of its own, and it and all its
     descendants are killed when the calling thread ends, however that happens.
@@ -208,7 +208,7 @@ def on_host(namespace: str, hostname: str, hosts_file: str) -> list[str]:
 
 
 def congestion_control_route(subnet: str, address: str) -> str:
-    """The `ip` command that makes connections over eth0 use `CONGESTION_CONTROL`.
+    """Return the `ip` command that makes connections over eth0 use `CONGESTION_CONTROL`.
 
     The setting for a whole namespace would do, but some kernels allow it to few algorithms.
     """

@@ -44,7 +44,7 @@ class Link:
 
     @classmethod
     def parse(cls, rate: str, delay_ms: float = 0.0) -> "Link":
-        """The link that a text like "200mbit", "1gbit" or "none" describes.
+        """Return the link that a text like "200mbit", "1gbit" or "none" describes.
 
         Example:
             >>> from torchrec_2dsp.programs.cluster.network import Link
@@ -87,12 +87,14 @@ class Link:
 
     @property
     def burst_bytes(self) -> int:
-        """Bytes that may pass at once: more than one offloaded packet (64 KiB), and what a late
-        timer on a busy machine would lose (1 ms)."""
+        """Bytes that may pass at once.
+
+        That is more than an offloaded packet (64 KiB), and what a late timer would lose (1 ms).
+        """
         return max(round((self.bytes_per_s or 0) * _BURST_S), _MIN_BURST_BYTES)
 
     def limit_commands(self, device: str, *, delayed: bool) -> list[str]:
-        """The `tc` commands that limit what leaves ``device``, and delay it if asked to.
+        """Return the `tc` commands that limit what leaves ``device``, and delay it if asked to.
 
         Each end of a connection limits one direction, but only one of the two may delay.
         """
@@ -137,7 +139,7 @@ class InterfaceBytes:
     """Between processes of this host."""
 
     def since(self, earlier: "InterfaceBytes") -> "InterfaceBytes":
-        """The bytes that were added after an earlier reading."""
+        """Return the bytes that were added after an earlier reading."""
         return InterfaceBytes(
             self.sent - earlier.sent,
             self.received - earlier.received,
@@ -146,7 +148,7 @@ class InterfaceBytes:
 
 
 def read_interface_bytes(text: str) -> InterfaceBytes:
-    """The counters in the text of a host's ``/proc/net/dev``."""
+    """Return the counters in the text of a host's ``/proc/net/dev``."""
     counters = {}
     for line in text.splitlines()[2:]:
         interface, _, fields = line.partition(":")
@@ -157,12 +159,12 @@ def read_interface_bytes(text: str) -> InterfaceBytes:
 
 
 def address(host: int) -> str:
-    """The address of a host."""
+    """Return the address of a host."""
     return str(SUBNET[host + 1])
 
 
 def hostname(host: int) -> str:
-    """The name of a host."""
+    """Return the name of a host."""
     return f"host{host}"
 
 
@@ -235,14 +237,14 @@ class Network:
         _remove(self.name)
 
     def interface_bytes(self, host: int) -> InterfaceBytes:
-        """The counters of a host."""
+        """Return the counters of a host."""
         namespace = self.hosts[host]
         return read_interface_bytes(
             run_tool("ip", "netns", "exec", namespace, "cat", "/proc/net/dev")
         )
 
     def process_ids(self, host: int) -> list[int]:
-        """The processes that run on a host."""
+        """Return the processes that run on a host."""
         return _process_ids(self.hosts[host])
 
 
@@ -256,7 +258,7 @@ def remove_orphans() -> list[ClusterName]:
 
 
 def namespaces_of(name: ClusterName) -> list[str]:
-    """The namespaces of a cluster that exist."""
+    """Return the namespaces of a cluster that exist."""
     return [entry for entry in _entries(_NAMESPACES) if ClusterName.of(entry) == name]
 
 

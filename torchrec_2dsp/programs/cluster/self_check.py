@@ -45,7 +45,7 @@ class SelfCheck:
     """Bytes that the host's interface has counted, headers included."""
 
     def problems(self, link: Link) -> list[str]:
-        """The contradictions to a link of that rate, in words; none if it has no limit."""
+        """Return the contradictions to a link of that rate, in words; none if it has no limit."""
         contradictions = []
         for name, expected in self.expected_bytes.items():
             counted = self.sent_bytes[name]
@@ -65,7 +65,7 @@ class SelfCheck:
         return contradictions
 
     def rates(self) -> dict[str, float]:
-        """The rates from one host to the others, in bytes per second."""
+        """Return the rates from one host to the others, in bytes per second."""
         return {
             "all-to-all": self.all_to_all_bytes_per_s,
             "all-reduce": self.all_reduce_bytes_per_s,
@@ -123,7 +123,7 @@ def _measure_on(cluster: EmulatedCluster, file: str) -> SelfCheck:
 
 
 def _measure() -> SelfCheck:
-    """The measurements of a cluster, made on every rank."""
+    """Measure the cluster, on every rank."""
     import torch.distributed as dist
 
     from torchrec_2dsp.programs.calibrate.collectives import measure_link_speeds
@@ -147,7 +147,7 @@ def _measure() -> SelfCheck:
 
 
 def _count(local_world_size: int) -> dict[str, int]:
-    """The bytes of this host in one collective among the ranks of each place in the hosts."""
+    """Count this host's bytes in one collective among the ranks of each place in the hosts."""
     import torch
     import torch.distributed as dist
 
@@ -186,7 +186,7 @@ def _megabytes(num_bytes: int) -> str:
 
 
 def main(file: str) -> None:
-    """The program of one rank."""
+    """Run the measurements as one rank, and write them on rank 0."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

@@ -35,7 +35,7 @@ def uniforms(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
 
 
 def normals(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
-    """Standard normal numbers, by Box and Muller's transform of two uniform ones."""
+    """Draw standard normal numbers, by Box and Muller's transform of two uniform ones."""
     radius = np.sqrt(-2.0 * np.log(uniforms(seed, *coordinates, 0)))
     return radius * np.cos(2.0 * np.pi * uniforms(seed, *coordinates, 1))
 
@@ -108,15 +108,15 @@ class Zipf:
         return ranks.reshape(shape)
 
     def row_of_rank(self, rank: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row of a popularity rank: rows are spread over the table unless sorted."""
+        """Return the row of a popularity rank: rows are spread over the table unless sorted."""
         return (rank - 1) * (1 if self.is_sorted else golden_step(self.num_rows)) % self.num_rows
 
     def probability(self, rank: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The probability of the ``rank``-th most frequent row."""
+        """Return the probability of the ``rank``-th most frequent row."""
         return rank.astype(np.float64) ** -self.skew / self._sum_of_weights()
 
     def _sum_of_weights(self) -> float:
-        """The weights of all rows, added up: the first ones, and the integral over the others.
+        """Sum all rows' weights: the first ones one by one, the others by an integral.
 
         Between two integers, the integral by trapezoids errs by less than the change of the slope.
         """
@@ -139,7 +139,7 @@ class Zipf:
         return rank.astype(np.int64), accepted
 
     def _area(self, x: _Floats) -> _Floats:
-        """The integral of ``x**-skew`` from 1."""
+        """Return the integral of ``x**-skew`` from 1."""
         exponent = 1.0 - self.skew
         return np.log(x) if exponent == 0.0 else np.expm1(exponent * np.log(x)) / exponent
 

@@ -26,7 +26,7 @@ _SEED_OFFSET = 0x4E65_6761
 
 
 def negatives_name(feature: str) -> str:
-    """The name of the feature that holds the negatives of another one."""
+    """Return the name of the feature that holds the negatives of another one."""
     return f"{feature}_negatives"
 
 
@@ -68,7 +68,7 @@ class NegativeItems:
         return np.minimum(items.astype(np.int64), self.num_items - 1)
 
     def log_probability(self, items: torch.Tensor) -> torch.Tensor:
-        """The logarithm of each item's probability, in float32."""
+        """Return the logarithm of each item's probability, in float32."""
         if self.kind is NegativeKind.UNIFORM:
             return torch.full(items.shape, -math.log(self.num_items), device=items.device)
         # Not log((k + 2) / (k + 1)), which is log(1) in float32 for large k.
@@ -101,7 +101,8 @@ class WithNegatives:
         kind: NegativeKind = NegativeKind.UNIFORM,
         seed: int,
     ) -> None:
-        """
+        """Draw negatives for each sample.
+
         Args:
             dataset: the samples.
             feature: whose ids are drawn.
@@ -134,7 +135,7 @@ class WithNegatives:
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:
-        """This rank's part of the global batches, with negatives; see `Dataset.batches`."""
+        """Return this rank's part of the global batches, with negatives; see `Dataset.batches`."""
         batches = self._dataset.batches(
             split,
             global_batch_size=global_batch_size,
@@ -161,7 +162,7 @@ class WithNegatives:
 
 
 def feature_of(features: Sequence[DatasetFeature], name: str) -> DatasetFeature:
-    """The feature of a name.
+    """Return the feature of a name.
 
     Raises:
         ConfigError: the data has none of this name.

@@ -50,7 +50,7 @@ class LatentVectors:
     """The seed of the numbers."""
 
     def of_rows(self, rows: NDArray[np.int64]) -> _Floats:
-        """The vectors of some rows, one per row."""
+        """Return the vectors of some rows, one per row."""
         return self._uncentred(rows) - _moments(self)[0]
 
     @property
@@ -102,7 +102,7 @@ class PlantedInteractions:
     """The mean over the bags of one over the number of ids, by feature; empty bags count as 0."""
 
     def logits(self, bags: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> _Floats:
-        """The interactions of each sample.
+        """Return the interactions of each sample.
 
         Args:
             bags: the ids of all samples and how many each sample has, by feature.
@@ -131,7 +131,7 @@ class PlantedInteractions:
 
 
 def _mean_of_bags(vectors: _Floats, lengths: NDArray[np.int64]) -> _Floats:
-    """The mean of the vectors of each bag; zeros for one without ids."""
+    """Return the mean of the vectors of each bag; zeros for one without ids."""
     sample = np.repeat(np.arange(lengths.size), lengths)
     sums = [
         np.bincount(sample, weights=vectors[:, place], minlength=lengths.size)
@@ -225,7 +225,7 @@ class SyntheticConfig(Section):
     """How many numbers the latent vectors of the interactions have."""
 
     def distribution(self, feature: SparseFeature) -> Zipf:
-        """The distribution of a feature's ids."""
+        """Return the distribution of a feature's ids."""
         return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
 
     @field_validator("features", mode="before")
@@ -270,8 +270,7 @@ class _Purpose(enum.Enum):
 
 
 def _repeated(feature: Any) -> Iterator[Any]:
-    """A feature of a file, as often as it says; what isn't from a file or is wrong stays as it
-    is."""
+    """Yield a file's feature as often as it says; what isn't from a file or is wrong stays."""
     count = feature.get("count") if isinstance(feature, dict) else None
     if not isinstance(count, int) or count < 1:
         yield feature
@@ -290,7 +289,7 @@ def make_batch(
     world_size: int = 1,
     split: Split = Split.TRAIN,
 ) -> Batch:
-    """The part of a step's global batch that belongs to ``rank``.
+    """Return the part of a step's global batch that belongs to ``rank``.
 
     Args:
         config: the stream.
@@ -329,7 +328,7 @@ def make_batch(
 
 
 def click_probability(config: SyntheticConfig, batch: Batch) -> torch.Tensor:
-    """The click probability of each sample by the planted model, which no trained one can beat."""
+    """Return each sample's click probability by the planted model, which no other can beat."""
     # The logistic function flattens what the normal logit spreads: this bias makes up for it.
     odds = math.log(config.base_rate / (1.0 - config.base_rate))
     logit = np.full(
@@ -355,7 +354,7 @@ def click_probability(config: SyntheticConfig, batch: Batch) -> torch.Tensor:
 def row_effects(
     config: SyntheticConfig, feature_index: int, rows: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """The part of each row in the planted logit."""
+    """Return the part of each row in the planted logit."""
     feature = config.features[feature_index]
     share = max(0.0, 1.0 - config.dense_share - config.interaction_share)
     variance = share / (len(config.features) * max(feature.mean_ids, 1.0))
@@ -427,7 +426,7 @@ class SyntheticDataset:
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:
-        """This rank's part of the global batches of a split, from number ``start`` on, endlessly.
+        """Make this rank's part of a split's global batches, from ``start`` on, endlessly.
 
         Args:
             split: which samples.
@@ -454,5 +453,5 @@ class SyntheticData(SyntheticConfig):
     """The kind of the data; a section that doesn't say it is synthetic."""
 
     def dataset(self) -> SyntheticDataset:
-        """The batches that the section describes."""
+        """Return the batches that the section describes."""
         return SyntheticDataset(self)

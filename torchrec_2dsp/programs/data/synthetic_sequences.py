@@ -93,7 +93,7 @@ class SyntheticSequencesConfig(BaseModel):
         return Zipf(self.max_length - self.min_length + 1, self.length_skew, is_sorted=True)
 
     def dataset(self) -> "SyntheticSequences":
-        """The batches that the section describes."""
+        """Return the batches that the section describes."""
         return SyntheticSequences(self)
 
 
@@ -145,7 +145,7 @@ class SyntheticSequences:
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:
-        """This rank's part of the global batches of a split, endlessly; see `Dataset.batches`."""
+        """Make this rank's part of a split's global batches, endlessly; see `Dataset.batches`."""
         if global_batch_size < 1 or global_batch_size % world_size:
             raise ConfigError(
                 f"global_batch_size={global_batch_size} must be a positive multiple of the "
@@ -156,7 +156,7 @@ class SyntheticSequences:
             yield self.batch(split, number * global_batch_size + rank * size + np.arange(size))
 
     def batch(self, split: Split, samples: _Ids) -> Batch:
-        """The sequences with these numbers."""
+        """Return the sequences with these numbers."""
         config = self._config
         seed = self._seed(_Purpose.LENGTH, split)
         lengths = config.min_length + config.lengths.sample_ranks(seed, samples) - 1
@@ -170,12 +170,12 @@ class SyntheticSequences:
         return Batch(torch.empty(samples.size, 0), sparse, torch.ones(samples.size))
 
     def next_cluster(self, before_last: _Ids, last: _Ids) -> _Ids:
-        """The cluster that follows two others by the planted rule."""
+        """Return the cluster that follows two others by the planted rule."""
         draws = uniforms(self._seed(_Purpose.RULE), before_last, last)
         return (draws * self._config.num_clusters).astype(np.int64)
 
     def cluster_of_rank(self, ranks: _Ids) -> _Ids:
-        """The cluster of the item with a popularity rank; each cluster has as popular items."""
+        """Return the cluster of the item with a popularity rank; clusters are equally popular."""
         return (ranks - 1) % self._config.num_clusters
 
     def _ranks(self, split: Split, samples: _Ids, length: int) -> _Ids:

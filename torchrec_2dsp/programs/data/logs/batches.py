@@ -125,8 +125,10 @@ def row_order(num_rows: int, *, epoch: int, window: int, seed: int) -> NDArray[n
 def placed(
     order: Sequence[tuple[LogPiece, ...]], num_samples: int
 ) -> Iterator[tuple[int, int, tuple[LogPiece, ...]]]:
-    """Number an epoch's windows and place their first rows, again from the first window on where
-    the last batch has to be filled."""
+    """Yield an epoch's windows with their numbers and the positions of their first rows.
+
+    They begin again where the last batch has to be filled.
+    """
     start = 0
     for number, window in cycle(enumerate(order)):
         if start >= num_samples:
@@ -270,7 +272,8 @@ class BatchStream(Iterator[Batch]):
         num_ahead: int,
         count: Callable[[Batch], int] = lambda batch: batch.labels.numel(),
     ) -> None:
-        """
+        """Start the thread that makes batches.
+
         Args:
             batches: makes the iterator, on the thread.
             num_ahead: how many batches wait to be used; 0 for none, and no thread.

@@ -102,8 +102,10 @@ def _check_time_format(where: str, time_format: str, *names: str) -> None:
 
 
 class DenseColumn(Section):
-    """A dense feature: a column of numbers, which are filled, clipped, put on a logarithmic scale
-    and standardised, in this order."""
+    """A dense feature: a column of numbers.
+
+    They are filled, clipped, put on a logarithmic scale and standardised, in this order.
+    """
 
     column: str = Field(min_length=1)
     """The column's name in the files."""

@@ -67,7 +67,8 @@ class ConvertedFile:
     """The Parquet files that take the place of one file of another format."""
 
     def __init__(self, file: str, layout: FileLayout, columns: Columns, prepared: str) -> None:
-        """
+        """Look at the file, and lay out its parts.
+
         Args:
             file: the path.
             layout: how it is read.
@@ -217,8 +218,10 @@ class ConvertedFile:
                     advance(raw.tell() - begin)
 
     def _parsed(self, parser: TextParser, data: bytes, start: int, first_row: int) -> pa.Table:
-        """Parse a block; a line that can't be read is replaced by the readable line before it, or
-        else by the block's first one."""
+        """Parse a block.
+
+        For a line that can't be read stands the readable one before it, or else the first one.
+        """
         try:
             parsed = parser.parse(data)
         except pa.ArrowInvalid as error:

@@ -168,7 +168,8 @@ class Encoder:
         vocabularies: Mapping[str, Vocabulary],
         scales: Mapping[str, Scale],
     ) -> None:
-        """
+        """Encode by these vocabularies and scales.
+
         Args:
             label: the column of the labels.
             dense: the dense features.
@@ -317,13 +318,17 @@ class Moments:
 
 
 class Prepared:
-    """Vocabularies and scales in a folder. What isn't there is made by one pass; what is there is
-    used as it is, also for other files, so that ids stay what they were."""
+    """Vocabularies and scales in a folder.
+
+    What isn't there is made by one pass. What is there is used as it is, also for other files, so
+    that ids stay what they were.
+    """
 
     def __init__(
         self, folder: str, dense: tuple[DenseColumn, ...], features: tuple[SparseColumn, ...]
     ) -> None:
-        """
+        """Note which features need a vocabulary or a measured scale.
+
         Args:
             folder: where they are kept.
             dense: the dense features.

@@ -62,8 +62,9 @@ def file_system(file: str) -> tuple[fs.FileSystem, str]:
 
 
 def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
-    """List the files that paths and patterns name, those of one pattern in the order of the numbers
-    in their names.
+    """List the files that paths and patterns name.
+
+    Files of one pattern come in the order of the numbers in their names.
 
     Raises:
         ConfigError: a pattern names no file or a folder, or two name the same file.

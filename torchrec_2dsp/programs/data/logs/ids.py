@@ -304,7 +304,8 @@ class Vocabulary:
     """
 
     def __init__(self, values: pa.BinaryArray) -> None:
-        """
+        """Sort the values by their hashes.
+
         Args:
             values: distinct values, the most frequent first.
         """
@@ -352,8 +353,7 @@ class ValueCounter:
             self._num_pending = 0
 
     def frequent(self, min_count: int, max_values: int) -> pa.Table:
-        """Return the most frequent values with their counts; of equal counts, the smaller text
-        comes first.
+        """Return the most frequent values with their counts; on ties the smaller text is first.
 
         Args:
             min_count: rarer values are left out.

@@ -154,8 +154,9 @@ class CriteoConfig(KnownLogConfig):
 
 
 class AvazuConfig(KnownLogConfig):
-    """Avazu's click logs: 21 categories, the hour of the day and the weekday as ids; the width and
-    the height of the banner are dense features as well.
+    """Avazu's click logs: 21 categories, the hour of the day and the weekday as ids.
+
+    The width and the height of the banner are dense features as well.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.sections import AvazuConfig
@@ -188,8 +189,9 @@ class AvazuConfig(KnownLogConfig):
 
 
 class InteractionsConfig(InteractionsLayout):
-    """A log of interactions: who used which item when. It becomes one sequence for each user, of
-    which the last item is held out.
+    """A log of interactions: who used which item when.
+
+    It becomes one sequence for each user, of which the last item is held out.
 
     The names of columns are those of RecBole's files, unless others are given.
 

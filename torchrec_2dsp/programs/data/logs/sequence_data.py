@@ -138,7 +138,7 @@ def read_interactions(
 
 
 def _by_frequency(values: pa.BinaryArray) -> tuple[NDArray[np.int64], pa.BinaryArray]:
-    """Number values, the most frequent 0; of equally frequent ones, the smaller text first."""
+    """Rank values, the most frequent 0; of equally frequent ones, the smaller text first."""
     encoded = values.dictionary_encode()
     numbers = np.asarray(encoded.indices).astype(np.int64)
     counts = np.bincount(numbers, minlength=len(encoded.dictionary))
@@ -176,7 +176,8 @@ class SequenceData:
     """
 
     def __init__(self, config: InteractionsLayout, progress: Progress | None = None) -> None:
-        """
+        """Read and group the log.
+
         Args:
             config: the section of the config.
             progress: called while files are converted.

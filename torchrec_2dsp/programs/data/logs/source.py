@@ -113,7 +113,8 @@ class Selection:
     """Rows of a source, numbered through."""
 
     def __init__(self, source: "LogSource", pieces: Sequence[LogPiece]) -> None:
-        """
+        """Select pieces of a source.
+
         Args:
             source: has the rows.
             pieces: which rows, in their order; pieces without rows are left out.
@@ -146,7 +147,8 @@ class LogSource:
         malformed: MalformedLines,
         progress: Progress | None = None,
     ) -> None:
-        """
+        """Convert the files that have to be, and list the blocks of all.
+
         Args:
             layout: how the files are read.
             files: the paths, in their order.

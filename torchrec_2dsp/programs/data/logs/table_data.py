@@ -38,7 +38,8 @@ class TableData:
     """The rows of a log as batches."""
 
     def __init__(self, config: TableLayout, progress: Progress | None = None) -> None:
-        """
+        """Open the log.
+
         Args:
             config: the section of the config.
             progress: called while files are converted, and vocabularies and scales are made.

@@ -257,7 +257,8 @@ class TextParser:
     """Parses lines of one layout with pyarrow, on the thread that calls it."""
 
     def __init__(self, names: Sequence[str], layout: FileLayout, columns: Columns) -> None:
-        """
+        """Parse lines of this layout.
+
         Args:
             names: the names of all columns, in their order.
             layout: what separates values.

@@ -207,6 +207,7 @@ def test_a_key_that_nothing_reads_is_refused(
 
 def test_keys_of_other_kinds_may_have_their_defaults() -> None:
     every_key = {"kind": "ddp", "density": 0.005, "values": "bf16", "rank": 2, "num_stages": 2}
+    every_key |= {"layout": "contiguous", "fully_shard": False, "schedule": "1F1B"}
     config = make_config(TrainConfig, MINIMAL | {"runs": {"one": {"dense": every_key}}})
     assert config.runs["one"].dense.kind == "ddp"
     written = config.model_dump(mode="json")

@@ -54,6 +54,7 @@ def for_kind(
         if name in own.model_fields or not readers:
             continue
         defaults = [kind.model_fields[name].get_default() for kind in readers]
+        defaults += [getattr(default, "value", default) for default in defaults]
         if not may_list_all or value not in defaults:
             texts = " or ".join(repr(text) for kind in readers for text in _names(kind))
             raise ValueError(

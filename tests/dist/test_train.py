@@ -1,7 +1,11 @@
 """The training program: exact 2D trains as one group does, and the command shows it."""
 
 import io
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ from rich.console import Console
 
 from tests.support.programs import torchrun
 from tests.support.ranks import RankPool
+from tests.support.slices import patient
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 from torchrec_2dsp.programs.cli.train_display import TrainDisplay, show_result
@@ -300,3 +305,30 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     assert [run.sync_bytes_per_step > 0 for run in record.runs] == [False, True, True]
     assert TrainRecord.load(tmp_path / "runs" / "record.json") == record
     assert record.num_samples == 3 * record.config["loop"]["global_batch_size"]
+
+
+def test_a_user_who_stops_the_program_learns_how_to_go_on(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", *DEMO, "--only", "exact", "--set", "runs.exact.num_groups=1"),
+        *("--set", "loop.steps=100_000", "--set", "loop.report_every=1"),
+        *("--set", "loop.global_batch_size=8", "--set", f"checkpoint.folder={tmp_path}"),
+    ]
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    world |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    program = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | world,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    assert any(": step 2/" in line for line in program.stdout)
+    program.send_signal(signal.SIGINT)
+    _, errors = program.communicate(timeout=patient(60))
+    assert program.returncode == 130
+    assert errors == (
+        f"stopped; to go on from the newest checkpoint in {tmp_path}, start the same command with "
+        "--resume auto\n"
+    )

@@ -8,19 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 
 from tests.support.click_configs import click_data
 from tests.support.logs import make_rows, table_config, write_log
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, PlainRun, config_with, plain_metrics
+from torchrec_2dsp.comms.alarm import agree
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.train_display import TrainDisplay
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticDataset
 from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.metrics import ClickMetrics
 from torchrec_2dsp.programs.train.program import train, train_run
 from torchrec_2dsp.programs.train.results import Ending, RunResult, StepsTrained, TrainWatcher
 
@@ -116,6 +121,62 @@ def test_progress_tells_rates_speed_and_memory(trained: list[dict[str, Any]]) ->
     assert last.samples_per_s == pytest.approx(2 * 32 / last.seconds)
     assert len(last.memory_bytes) == 2
     assert all(size > 50e6 for size in last.memory_bytes)
+
+
+def gathered(rank: int, world_size: int) -> tuple[list[int], dict[str, float], dict[str, float]]:
+    """The numbers that a rank receives in an evaluation, its metrics, and those by definition."""
+    received = []
+    all_gather, gather = dist.all_gather, dist.gather
+
+    def counting_all_gather(parts: list[torch.Tensor], *args: Any, **options: Any) -> None:
+        received.append(sum(part.numel() for part in parts))
+        all_gather(parts, *args, **options)
+
+    def counting_gather(
+        own: torch.Tensor, parts: list[torch.Tensor] | None, **options: Any
+    ) -> None:
+        received.append(sum(part.numel() for part in parts or ()))
+        gather(own, parts, **options)
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(world_size, 500, generator=generator)
+    labels = (torch.rand(world_size, 500, generator=generator) < 0.3).float()
+    metrics = ClickMetrics(world_group(), torch.device("cpu"))
+    loss = binary_cross_entropy_with_logits(logits[rank].double(), labels[rank].double())
+    metrics.add(loss, logits[rank], labels[rank])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", counting_all_gather)
+        patch.setattr(dist, "gather", counting_gather)
+        evaluation = metrics.gather(3)
+    return received, evaluation.metrics, plain_metrics(logits.flatten(), labels.flatten())
+
+
+def test_rank_0_alone_receives_the_scores_of_all_samples(ranks2: RankPool) -> None:
+    first, second = ranks2.run(gathered)
+    assert max(first[0]) == 2 * 2 * 500
+    assert max(second[0]) < 100
+    assert first[1] == second[1]
+    # Sums of 1,000 losses are added in another order.
+    assert first[1] == pytest.approx(first[2], rel=1e-12)
+
+
+def differing(rank: int, world_size: int) -> str:
+    with pytest.raises(ConfigError) as raised:
+        agree(world_group(), facts={"the size": f"Settings(\n  size={15 + rank},\n)"})
+    return str(raised.value)
+
+
+def test_a_difference_between_ranks_is_named_without_the_commas_around_it(
+    ranks2: RankPool,
+) -> None:
+    assert (
+        ranks2.run(differing)
+        == [
+            "the size differs between ranks: rank 0 has size=15, rank 1 has size=16; give all ranks "
+            "the same"
+        ]
+        * 2
+    )
 
 
 class Short(SyntheticDataset):

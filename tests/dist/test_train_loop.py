@@ -169,14 +169,8 @@ def differing(rank: int, world_size: int) -> str:
 def test_a_difference_between_ranks_is_named_without_the_commas_around_it(
     ranks2: RankPool,
 ) -> None:
-    assert (
-        ranks2.run(differing)
-        == [
-            "the size differs between ranks: rank 0 has size=15, rank 1 has size=16; give all ranks "
-            "the same"
-        ]
-        * 2
-    )
+    said = "the size differs between ranks: rank 0 has size=15, rank 1 has size=16; give all ranks"
+    assert ranks2.run(differing) == [f"{said} the same"] * 2
 
 
 class Short(SyntheticDataset):

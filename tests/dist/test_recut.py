@@ -159,12 +159,11 @@ def cut_by_given_times(rank: int, world_size: int) -> tuple[list[bool], list[tup
     cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
     wrapper = tdsp.PipelinedDense(**ONE_PIPELINE)
 
-    def seconds_of(stages: Any, firsts: dict[int, int], busy: Any) -> dict[int, float]:
-        own = [firsts[stage] + n for stage in stages for n in range(len(stages[stage].layers))]
-        return {number: 0.4 if number in (0, 1) else 0.1 for number in own}
+    def seconds_of(stack: Any) -> dict[int, float]:
+        return {number: 0.4 if number in (0, 1) else 0.1 for number in stack._own_layers}
 
     with pipelined(cell.cell, wrapper) as (model, params), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut_stack, "own_layer_seconds", seconds_of)
+        patch.setattr(cut_stack.CutStack, "_layer_seconds", seconds_of)
         optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
         moved, cuts = [], []
         for step, least_gain in enumerate((0.6, 0.3, 0.3)):

@@ -92,8 +92,7 @@ class UnusedParameters:
 _FLOAT_BYTES = 4
 _OWNERS_GAIN = 3.0
 """Owners must send fewer bytes than a gather by this factor to be chosen: they apply fewer entries
-per step, and take two messages in sequence.
-"""
+per step, and take two messages in sequence."""
 _SPARE = 1.25
 """Capacity of a message to an owner, relative to its mean load."""
 _SPARE_ENTRIES = 8

@@ -73,8 +73,7 @@ class Thresholded(nn.Module):
         # Not beside the other fields: TorchScript would make a plain attribute of the buffer.
         self.running_threshold: torch.Tensor | None
         """The threshold of "laplace" in evaluation: zero, which keeps everything, before the first
-        training batch. `None` with "exact".
-        """
+        training batch. `None` with "exact"."""
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
         """Zero the elements that aren't kept."""

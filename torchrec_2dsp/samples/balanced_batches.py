@@ -102,8 +102,7 @@ class BalancedBatches(Iterator[T], Generic[T]):
         self._computed = (0.0, 0.0)
         self.loss_weight = 1.0
         """The weight of the last batch's mean loss, since this rank may have more or fewer samples
-        than the mean.
-        """
+        than the mean."""
         self.report = BalanceReport()
         """All batches so far."""
 

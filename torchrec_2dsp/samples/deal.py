@@ -169,8 +169,7 @@ Ranks = npt.NDArray[np.int64]
 
 _SCALE = 2**30
 """The largest cost as a whole number. Sums of whole numbers are exact, so all ranks deal alike,
-whatever their processors.
-"""
+whatever their processors."""
 _GOOD_ENOUGH = 1e-4
 """Swapping ends when the slowest rank is within this share of the mean."""
 

@@ -80,22 +80,6 @@ def gather_times(busy: BusyTime, num_stages: int, groups: PipelineGroups) -> Pip
     return PipelineTimes(tuple(seconds), sum(totals) / len(totals), groups.mesh.pp)
 
 
-def own_layer_seconds(
-    stages: Mapping[int, LayerStage], firsts: Mapping[int, int], busy: BusyTime
-) -> dict[int, float]:
-    """Return a batch's time in each layer of this rank, by layer number.
-
-    Only forwards are timed layer by layer; a stage's whole time is divided in proportion.
-    """
-    seconds = {}
-    for number, stage in stages.items():
-        whole = busy.seconds_of_stage.get(number, 0.0) / max(1, busy.num_steps)
-        forward = sum(stage.forward_seconds)
-        for place, of_layer in enumerate(stage.forward_seconds):
-            seconds[firsts[number] + place] = whole * of_layer / forward if forward else 0.0
-    return seconds
-
-
 def gather_layer_seconds(
     own: Mapping[int, float], num_layers: int, group: dist.ProcessGroup
 ) -> list[float]:
@@ -246,8 +230,18 @@ class CutStack:
         return bool(next_cuts.moves)
 
     def _layer_seconds(self) -> dict[int, float]:
-        firsts = {stage: self._layers[stage].numbers.start for stage in self._own_stages}
-        return own_layer_seconds(dict(self._stages), firsts, self.pipeline.busy)
+        """Return a batch's time in each layer of this rank, by layer number.
+
+        Only forwards are timed layer by layer; a stage's whole time is divided in proportion.
+        """
+        busy, seconds = self.pipeline.busy, {}
+        for number, stage in self._stages:
+            whole = busy.seconds_of_stage.get(number, 0.0) / max(1, busy.num_steps)
+            forward = sum(stage.forward_seconds)
+            first = self._layers[number].numbers.start
+            for layer, of_layer in enumerate(stage.forward_seconds, first):
+                seconds[layer] = whole * of_layer / forward if forward else 0.0
+        return seconds
 
     def _build_pipeline(self) -> None:
         last = self._schedule.num_stages - 1

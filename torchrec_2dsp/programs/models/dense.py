@@ -281,49 +281,24 @@ def dense_part(
         ConfigError: the model can't run so.
 
     Collectives:
-        As in `plan_dense`, for a planned one.
+        For a planned one, those in `Layered.work`, and an agreement on the fastest way.
     """
     if config.kind != "planned":
         return DensePart(dense_wrapper(config, layered, static_graph=static_graph))
     check_one_length(config.kind, layered)
-    choices = plan_dense(
-        layered,
-        Calibration.load(calibration),
-        batch_size=batch_size,
-        state_per_weight=state_per_weight,
-        world=world_group(),
-    )
-    return DensePart(wrapper_of(choices.best.plan, layered), choices)
-
-
-def plan_dense(
-    layered: Layered,
-    calibration: Calibration,
-    *,
-    batch_size: int,
-    state_per_weight: float,
-    world: dist.ProcessGroup,
-) -> DenseChoices:
-    """Measure a model's layers on these ranks, and predict all ways to run them.
-
-    Raises:
-        ConfigError: the model has no layers that could be shared.
-
-    Collectives:
-        As in `Layered.work`, and an agreement on the fastest way.
-    """
+    world = world_group()
     world_size = dist.get_world_size(world)
     work = layered.work(batch_size, world, state_per_weight=state_per_weight)
     with agreeing(world) as facts:
         choices = search_dense(
             work,
-            calibration=calibration,
+            calibration=Calibration.load(calibration),
             world_size=world_size,
             local_world_size=get_local_size(world_size),
             batch_size=batch_size,
         )
         facts["the plan of the dense part"] = str(choices.best.plan)
-    return choices
+    return DensePart(wrapper_of(choices.best.plan, layered), choices)
 
 
 def wrapper_of(plan: DensePlan, layered: Layered) -> DataParallelWrapper | None:

@@ -204,8 +204,7 @@ class RankingConfig(Section):
 
     among: Literal["all", "sampled", "none"] = "all"
     """The competitors of a true item: all items in its table; "sampled" ones that come with the
-    batch, which are negatives or the other samples' items; or "none", for no ranking.
-    """
+    batch, which are negatives or the other samples' items; or "none", for no ranking."""
 
     k: tuple[int, ...] = Field(default=(10,), min_length=1)
     """The numbers of places for recall and NDCG."""

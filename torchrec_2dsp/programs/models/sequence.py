@@ -64,32 +64,27 @@ class SequenceModelConfig(PlannedSection):
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """The dropout rate. Above 0, each rank draws its own mask: runs differ between meshes, and
-    layers can't be split by tensor parallelism.
-    """
+    layers can't be split by tensor parallelism."""
 
     num_negatives: int = Field(default=64, ge=1)
     """The number of negatives per sequence in training."""
 
     eval_negatives: int = Field(default=0, ge=0)
     """The number of negatives per held-out sequence, if ``ranking.among`` is "sampled"; 0 for
-    `num_negatives`.
-    """
+    `num_negatives`."""
 
     negatives: NegativeKind = NegativeKind.UNIFORM
     """The distribution of negatives: uniform, or log_uniform where ids are numbered by frequency.
-    The loss corrects for it.
-    """
+    The loss corrects for it."""
 
     loss_mean: Literal["tokens", "samples"] = "tokens"
     """The unit over which the loss is a mean: the predicted items in the rank's batch, or the
-    sequences, which then count alike, whichever rank has them.
-    """
+    sequences, which then count alike, whichever rank has them."""
 
     length_chunks: int = Field(default=1, ge=1)
     """The number of chunks with about equal lengths into which a rank's sequences are cut in
     training, each padded to its own longest. With 1 all are padded to `max_length`, and a step's
-    time doesn't depend on their lengths.
-    """
+    time doesn't depend on their lengths."""
 
     ranking: RankingConfig = RankingConfig()
     """The ranking of held-out next items."""

@@ -51,8 +51,7 @@ class TwoTowerConfig(PlannedSection):
 
     loss: Literal["bce", "in_batch"] = "bce"
     """The objective: the labels, by the logistic loss; or a softmax that tells each clicked item
-    from the other items in the rank's batch.
-    """
+    from the other items in the rank's batch."""
 
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """The divisor of dot products."""

@@ -12,6 +12,7 @@ from tests.support.damaged_files import (
     damage_folder,
     damaged,
 )
+from tests.support.damaged_inputs import READERS, Reader, folder_outcomes, outcomes
 
 DATA = bytes(range(256))
 
@@ -62,3 +63,15 @@ def test_files_of_a_folder_are_deleted_swapped_or_damaged(tmp_path: Path) -> Non
         kinds.add(damage_folder(folder, Random(seed)).kind)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} != before
     assert kinds == {*BYTE_DAMAGES, *FILE_DAMAGES}
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_damaged_files_are_refused(reader: Reader, tmp_path: Path) -> None:
+    seen = outcomes(reader, tmp_path, damages=150)
+    assert seen["refused"] > 100
+
+
+def test_deleted_and_exchanged_files_are_refused(tmp_path: Path) -> None:
+    seen = folder_outcomes(tmp_path, damages=12)
+    assert seen["refused"] >= 12
+    assert seen["loaded"] >= 12

@@ -43,12 +43,15 @@ def test_sections_that_contradict_themselves(keys: dict[str, Any], message: str)
     ("keys", "message"),
     [
         ({"held_out": {"by": "hash", "column": "page"}}, "held_out.column='page' is the column of"),
-        ({"held_out": {"by": "hash", "column": "number"}}, "'number' is a dense feature or the la"),
         (
-            {"features": [{"name": "user", "encoding": "vocabulary"}]},
+            {"held_out": {"by": "hash", "column": "number"}},
+            "'number' is a dense feature, a time or",
+        ),
+        (
+            {"features": [{"name": "user", "encoding": "vocabulary"}], "prepared": ""},
             "prepared is empty, and 'user' needs a vocabulary",
         ),
-        ({"prepared": "/proc/none"}, "prepared: /proc/none/row_counts.json can't be written"),
+        ({"prepared": "/proc/none"}, "prepared: /proc/none/logs/.*parquet can't be written"),
     ],
 )
 def test_logs_that_cannot_be_opened(tmp_path: Path, keys: dict[str, Any], message: str) -> None:

@@ -115,7 +115,7 @@ def test_a_planned_dense_part_trains_the_same(ranks2: RankPool) -> None:
 @pytest.mark.parametrize(
     ("dense", "text"),
     [
-        ({"recut_every": 5}, "recut_every=5 is for kind='pipelined', not for 'ddp'"),
+        ({"recut_every": 5}, "recut_every=5 is for kind='pipelined', and kind is 'ddp'"),
         (PIPELINED | {"recut_every": 5, "fully_shard": True}, "ranks have parts of them"),
         (PIPELINED | {"recut_every": 5, "tp": 2}, "ranks have parts of them"),
         ({"kind": "planned"}, "needs to know the machines"),

@@ -217,3 +217,9 @@ def test_planners_know_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (measured.intra_host_bw, measured.inter_host_bw) == (3e6, 60e3)
     default = planner_topology(config, "default", SPEEDS)
     assert default.intra_host_bw > default.inter_host_bw > 1e6
+
+
+def test_older_files_list_the_defaults_of_all_dense_kinds() -> None:
+    listed = {"kind": "ddp", "density": 0.005, "layout": "contiguous", "local_steps": 16}
+    contestant = make_config(StockContestant, {"dense": listed})
+    assert contestant == StockContestant()

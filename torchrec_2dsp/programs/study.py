@@ -174,6 +174,8 @@ def _optimizer(record: TrainRecord, run: RunRecord) -> str:
     """Word the rule by which a run's tables were updated."""
     tree, fields = record.config["runs"][run.name], RunConfig.model_fields
     # A record is read as it is, also where a newer version would refuse its config.
+    if tree.get("delayed_moment"):
+        return "row-wise AdaGrad, delayed moment"
     names = ("moment_scale", "moment_rho", "sync")
     scale, rho, sync = (tree.get(name, fields[name].get_default()) for name in names)
     if scale == "expected":

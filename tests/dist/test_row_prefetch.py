@@ -26,7 +26,7 @@ from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import DirectUpdater
-from torchrec_2dsp.shard.row_exchange import kernel as row_kernel
+from torchrec_2dsp.shard import kernels
 from torchrec_2dsp.shard.row_exchange.journey import RowJourney
 from torchrec_2dsp.shard.row_exchange.requests import RowRequests
 
@@ -191,7 +191,7 @@ def test_rows_cost_a_byte_more_each_way(ranks4: RankPool) -> None:
 
 def updating_all_rows_at_once(rank: int, world_size: int) -> list[tuple[float, Counts]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_kernel, "rule_for", lambda tbe: None)
+        patch.setattr(kernels, "rule_for", lambda tbe: None)
         return [compare(rank, replace(ROWS, hot_rows=hot)) for hot in ((), HOT_ROWS)]
 
 

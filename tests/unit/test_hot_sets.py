@@ -10,7 +10,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp import HotSet
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.shard.hot_sets import HotBatch, HotIds, split_hot_rows
+from torchrec_2dsp.shard.hot_rows import split_hot_rows
+from torchrec_2dsp.shard.stages import HotBatch, HotIds
 
 ids = st.integers(0, 2**40)
 

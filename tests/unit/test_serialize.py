@@ -17,7 +17,7 @@ from torchrec.distributed.types import (
 from tests.support.plans import plans, shard, sharding
 from torchrec_2dsp import GradientSync, Mesh2D, Plan2D, pin
 from torchrec_2dsp.errors import PlanError, UnsupportedError
-from torchrec_2dsp.plan.checks.fits_mesh import check_shards
+from torchrec_2dsp.plan.fits_mesh import check_shards
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.serialize import from_json, load, save, to_json
 

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from tests.support.models import BagModel, ModelSpec, build
 from tests.support.variable_batches import make_variable_batch, written_out
 from torchrec_2dsp.access.counter import RowCounter
-from torchrec_2dsp.shard.variable_batch_sizes import distinct_bags
+from torchrec_2dsp.shard.batch import distinct_bags
 
 POOLINGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
 KEYS = [feature for feature, _ in ModelSpec().features]

@@ -22,7 +22,7 @@ When a rank fails, the others would wait forever:
     error on rank 1 -> alarm (8 bytes) -> all ranks raise it
     rank 1 killed   -> a collective times out -> notice_board asks -> all raise RankError(1)
 
-`alarm` has the agreement between ranks, and says how long they wait; `notice` has the words.
+`alarm` has the agreement between ranks, and says how long they wait.
 `shard` and `replicas` decide what travels and when; `codecs` encodes it.
 """
 

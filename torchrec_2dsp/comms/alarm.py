@@ -15,8 +15,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.notice import name_of
-from torchrec_2dsp.comms.notice_board import NoticeBoard, described
+from torchrec_2dsp.comms.notice_board import NoticeBoard, described, name_of
 from torchrec_2dsp.errors import ConfigError, RankError, TwoDError
 
 

@@ -26,7 +26,7 @@ from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
-from torchrec_2dsp.plan.checks.models import check_model
+from torchrec_2dsp.plan.fits_module import check_model
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json

@@ -5,7 +5,7 @@
 - `sync`: how and when replicas are kept equal;
 - `dense_plan`: the dense part;
 - `serialize`: plan files;
-- `checks`: what a mesh or a module can't run, by name.
+- `fits_mesh`, `fits_module`: checks that a mesh, or a module, can run a plan.
 """
 
 from torchrec_2dsp._compat.upstream_names import require_upstream

@@ -20,7 +20,7 @@ from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.checks.fits_mesh import check_fits_mesh
+from torchrec_2dsp.plan.fits_mesh import check_fits_mesh
 from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,

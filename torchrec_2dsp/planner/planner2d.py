@@ -34,8 +34,7 @@ from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.checks.fits_module import check_tables
-from torchrec_2dsp.plan.checks.models import check_model
+from torchrec_2dsp.plan.fits_module import check_model, check_tables
 from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.plan2d import Plan2D, with_transport
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig

@@ -6,11 +6,11 @@ batch meets them:
     sharders          a `Plan2D` becomes sharded modules (`optimizers`, `initial_tables`)
     sharded_modules   bags and sequences; `parted` joins modules of several meshes
     tables, stages    the stages, their order, and their notes on a batch
-    batch             form and ids of a batch are checked (`variable_batch_sizes`)
-    hot_sets          hot ids leave the batch for the replicas in `hot_rows`
+    batch             a batch's form, ids and batch sizes are checked
+    hot_rows          hot ids leave the batch for replicas on every rank
     shardings         TorchRec's exchanges, or ours: `row_exchange`, `nonempty` (`codecs`)
     kernels           FBGEMM's kernels, whose backward can be captured
-    replica_sync      copies stay equal over the mesh; `row_prefetch` sends rows early
+    replica_sync      copies stay equal over the mesh
 
 A table of 6 rows with two copies, on a mesh of two groups of two ranks:
 

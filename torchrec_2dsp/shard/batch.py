@@ -1,14 +1,15 @@
-"""Checks of a batch before its ids travel: form, ids and batch sizes, alike on all ranks.
+"""Checks a batch's form, ids and batch sizes before its ids travel, alike on all ranks.
 
-TorchRec takes the order of features from the first batch, and ranks exchange numbers of their own
-batch's types. It checks neither again: features in another order would be looked up in the wrong
-tables, and other types would end processes.
+TorchRec takes feature order from the first batch, and ranks exchange numbers in their own batch's
+types. It checks neither again: reordered features would be looked up in the wrong tables, and other
+types would end processes.
 """
 
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,20 +18,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.shard.hot_sets import count_per_bag
-from torchrec_2dsp.shard.stages import BatchNotes, Output, Stage
-from torchrec_2dsp.shard.variable_batch_sizes import distinct_bags
+from torchrec_2dsp.shard.stages import BagsOfSamples, BatchNotes, Output, Stage
 
 
 class BadIds(enum.Enum):
-    """What to do with an id that its table has no row for."""
+    """The treatment for ids that their table has no row for."""
 
     RAISE = "raise"
     """All ranks raise the same `InputError`, before the batch is looked up."""
-
     DROP = "drop"
     """It leaves its bag."""
-
     CLAMP = "clamp"
     """It becomes the table's first or last row."""
 
@@ -45,7 +42,7 @@ class BadIds(enum.Enum):
 
 
 class IdCheck:
-    """Checks the ids of each batch."""
+    """Checks each batch's ids; all its features have one batch size."""
 
     def __init__(self, configs: Sequence[Any], policy: BadIds) -> None:
         self._policy = policy
@@ -57,7 +54,7 @@ class IdCheck:
                 # A feature may look up several tables: the smallest one decides.
                 self._tables[feature] = min(smallest, table, key=lambda named: named[1])
         self.num_bad = 0
-        """Bad ids of this rank so far."""
+        """This rank's bad ids so far."""
 
     @torch.no_grad()
     def __call__(
@@ -80,13 +77,8 @@ class IdCheck:
                 features = _rebuilt(features, values, features.lengths())
         return features, error
 
-    @property
-    def features(self) -> Iterable[str]:
-        """Return the features that look up tables."""
-        return self._tables.keys()
-
     def _limits(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the number of rows of each id's table."""
+        """Return the row count in each id's table."""
         device = features.values().device
         keys = features.keys()
         tables = [self._tables.get(key) for key in keys]
@@ -97,13 +89,10 @@ class IdCheck:
         )
 
     def _error(self, features: KeyedJaggedTensor, position: int) -> InputError:
-        bounds = features.offset_per_key()
-        index = next(i for i, end in enumerate(bounds[1:]) if position < end)
+        bag = int(torch.searchsorted(features.offsets(), position, right=True)) - 1
+        index, sample = divmod(bag, features.stride())
         key = features.keys()[index]
         table, num_rows = self._tables[key]
-        strides = features.stride_per_key()
-        offsets = features.offsets()[sum(strides[:index]) : sum(strides[: index + 1]) + 1]
-        sample = int(torch.searchsorted(offsets, position, right=True)) - 1
         return InputError(
             f"feature {key!r} has the id {int(features.values()[position])} in sample {sample} of "
             f"this rank's batch, but its table {table!r} has {num_rows} rows (0 to "
@@ -120,6 +109,12 @@ def _without(features: KeyedJaggedTensor, is_bad: torch.Tensor) -> KeyedJaggedTe
     return _rebuilt(features, features.values()[~is_bad], lengths, ~is_bad)
 
 
+def count_per_bag(flags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Count the flagged ids in each bag."""
+    running = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
+    return running[offsets.long()].diff()
+
+
 def _rebuilt(
     features: KeyedJaggedTensor,
     values: torch.Tensor,
@@ -129,14 +124,12 @@ def _rebuilt(
     weights = features.weights_or_none()
     if weights is not None and is_kept is not None:
         weights = weights[is_kept]
-    options: dict[str, Any] = {"stride": features.stride()}
-    if features.variable_stride_per_key():
-        options = {
-            "stride_per_key_per_rank": features.stride_per_key_per_rank(),
-            "inverse_indices": features.inverse_indices_or_none(),
-        }
     return KeyedJaggedTensor(
-        keys=features.keys(), values=values, weights=weights, lengths=lengths, **options
+        keys=features.keys(),
+        values=values,
+        weights=weights,
+        lengths=lengths,
+        stride=features.stride(),
     )
 
 
@@ -175,7 +168,7 @@ class NumberTypes:
 
 
 class BatchForm:
-    """Brings batches into one form, or says why one can't be right."""
+    """Brings batches into one form, and finds those that can't be right."""
 
     def __init__(
         self, features: Iterable[str], group: dist.ProcessGroup, *, is_weighted: bool
@@ -189,10 +182,10 @@ class BatchForm:
     def fit(
         self, batch: KeyedJaggedTensor, error: InputError | None = None
     ) -> tuple[KeyedJaggedTensor, InputError | None]:
-        """Return the batch in the form of the first one, and what is wrong with it, if anything.
+        """Return the batch in the first one's form, and the error in it, if any.
 
-        A batch that can't be right is replaced by one without ids, so that the other ranks, which
-        wait for its ids, learn about the error.
+        A wrong batch is replaced by one without ids, so that ranks that wait for them learn about
+        the error.
 
         Collectives:
             For the first batch, a gather of its number types from all ranks.
@@ -214,9 +207,7 @@ class BatchForm:
         own = NumberTypes.of(batch)
         by_rank = [own] * dist.get_world_size(self._group)
         dist.all_gather_object(by_rank, own, group=self._group)
-        joined = by_rank[0]
-        for types in by_rank[1:]:
-            joined = joined.joined(types)
+        joined = reduce(NumberTypes.joined, by_rank)
         weights = joined.weights or torch.float32
         return replace(joined, weights=weights if self._is_weighted else None)
 
@@ -277,10 +268,7 @@ class BatchForm:
         return None
 
     def _usable(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the batch in contiguous memory, and without needless weights.
-
-        FBGEMM's kernels ignore strides. TorchRec's unsharded modules ignore needless weights.
-        """
+        """Return the batch as FBGEMM needs it: in contiguous memory, without needless weights."""
         weights = batch.weights_or_none()
         tensors = [batch.values(), batch.lengths(), *([] if weights is None else [weights])]
         is_needless = weights is not None and not self._is_weighted
@@ -297,27 +285,24 @@ class BatchForm:
     def _in_order(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         if not batch.stride():
             return self._without_ids(0, batch.values().device)
-        places = {key: place for place, key in enumerate(batch.keys())}
-        return batch.permute([places[key] for key in self._keys])
+        keys = batch.keys()
+        return batch.permute([keys.index(key) for key in self._keys])
 
     def _with_types(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        assert self._types is not None
-        weights = batch.weights_or_none()
-        if NumberTypes.of(batch) == self._types and batch.values().dtype in _ID_TYPES:
+        types = self._types
+        assert types is not None
+        if NumberTypes.of(batch) == types and batch.values().dtype in _ID_TYPES:
             return batch
+        weights = batch.weights_or_none()
+        if types.weights is not None:
+            weights = (batch.values()[:0] if weights is None else weights).to(types.weights)
         return KeyedJaggedTensor(
             keys=batch.keys(),
-            values=batch.values().to(self._types.ids),
-            lengths=batch.lengths().to(self._types.lengths),
-            weights=None if self._types.weights is None else self._weights(weights, batch),
+            values=batch.values().to(types.ids),
+            lengths=batch.lengths().to(types.lengths),
+            weights=weights,
             stride=batch.stride(),
         )
-
-    def _weights(self, weights: torch.Tensor | None, batch: KeyedJaggedTensor) -> torch.Tensor:
-        assert self._types is not None
-        if weights is None:
-            return batch.values().new_empty(0, dtype=self._types.weights)
-        return weights.to(self._types.weights)
 
     def _without_ids(self, num_samples: int, device: torch.device) -> KeyedJaggedTensor:
         types = self._types
@@ -337,6 +322,115 @@ class BatchForm:
 def features_of(configs: Sequence[Any]) -> list[str]:
     """Return the features that look up tables, table by table."""
     return [feature for config in configs for feature in config.feature_names]
+
+
+class DistinctBags(NamedTuple):
+    """A batch with one batch size for all features."""
+
+    features: KeyedJaggedTensor
+    """The bags; none if the batch can't be right."""
+    of_samples: BagsOfSamples | None
+    """Each sample's bags; `None` in ordinary batches."""
+    error: InputError | None = None
+
+
+@torch.no_grad()
+def distinct_bags(features: KeyedJaggedTensor, needed: Iterable[str]) -> DistinctBags:
+    """Return a batch's bags, and the samples' bag numbers; ordinary batches stay as they are.
+
+    A batch with variable sizes (VBE) has distinct bags for each feature, and says which of them
+    each sample has. TorchRec passes the sizes on to every exchange and kernel, which few of its
+    sharding types survive. So features with fewer bags get empty ones at their end before anything
+    sees the batch, and samples take their bags at the output, `BagsOfSamples`.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        >>> from torchrec_2dsp.shard.batch import distinct_bags
+        >>> features = KeyedJaggedTensor(
+        ...     ["user", "item"],
+        ...     torch.tensor([7, 8, 1, 2, 3]),
+        ...     lengths=torch.tensor([2, 1, 1, 1]),  # One user, three items.
+        ...     stride_per_key_per_rank=[[1], [3]],
+        ...     inverse_indices=(["user", "item"], torch.tensor([[0, 0, 0], [2, 0, 1]])),
+        ... )
+        >>> bags = distinct_bags(features, ["user", "item"])
+        >>> bags.features.lengths().view(2, 3).tolist()
+        [[2, 0, 0], [1, 1, 1]]
+        >>> bags.of_samples.indices.tolist()
+        [[0, 0, 0], [2, 0, 1]]
+    """
+    if not features.variable_stride_per_key():
+        return DistinctBags(features, None)
+    sizes = features.stride_per_key()
+    lengths, weights = features.lengths(), features.weights_or_none()
+    error = _sizes_error(features, needed)
+    if error is not None:
+        nothing = KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values()[:0],
+            weights=None if weights is None else weights[:0],
+            lengths=lengths[:0],
+            stride=0,
+        )
+        return DistinctBags(nothing, None, error)
+    largest = max(sizes, default=0)
+    numbers = torch.arange(largest, device=lengths.device)
+    is_there = numbers < torch.tensor(sizes, device=lengths.device).unsqueeze(1)
+    padded = lengths.new_zeros(is_there.shape).masked_scatter_(is_there, lengths)
+    bags = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=weights,
+        lengths=padded.view(-1),
+        stride=largest,
+    )
+    names, indices = features.inverse_indices()
+    rows = {name: row for row, name in enumerate(names)}
+    return DistinctBags(bags, BagsOfSamples(rows, indices.long()))
+
+
+def _sizes_error(features: KeyedJaggedTensor, needed: Iterable[str]) -> InputError | None:
+    """Return the error in a batch's sizes or its samples' bags, if any."""
+    sizes = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+    num_lengths = features.lengths().numel()
+    if sum(sizes.values()) != num_lengths:
+        return InputError(
+            f"the batch sizes of the features are {sizes}, together {sum(sizes.values())}, but "
+            f"there are {num_lengths} lengths; correct stride_per_key_per_rank"
+        )
+    names_and_indices = features.inverse_indices_or_none()
+    if names_and_indices is None:
+        return InputError(
+            "a batch with a batch size for each feature (stride_per_key_per_rank) must say which "
+            "bag each sample has; pass inverse_indices to the KeyedJaggedTensor"
+        )
+    names, indices = names_and_indices
+    if indices.dim() != 2 or len(names) != len(indices):
+        return InputError(
+            f"inverse_indices name {len(names)} features, but their tensor has the shape "
+            f"{list(indices.shape)}; it must have a row for each name and a column for each sample"
+        )
+    looked_up = [feature for feature in needed if feature in sizes]
+    lacking = [feature for feature in looked_up if feature not in names]
+    if lacking:
+        return InputError(
+            f"inverse_indices lack the feature {lacking[0]!r}; they must have a row for each "
+            "feature that is looked up"
+        )
+    rows = [row for row, name in enumerate(names) if name in looked_up]
+    limits = torch.tensor([sizes[names[row]] for row in rows], device=indices.device)
+    bags = indices[rows]
+    is_bad = (bags < 0) | (bags >= limits.unsqueeze(1))
+    if not bool(is_bad.any()):
+        return None
+    index, sample = is_bad.nonzero()[0].tolist()
+    row = rows[index]
+    return InputError(
+        f"inverse_indices give sample {sample} the bag {int(indices[row, sample])} of feature "
+        f"{names[row]!r}, which has {sizes[names[row]]} bags; correct inverse_indices or "
+        "stride_per_key_per_rank"
+    )
 
 
 class OneBatchSize(Stage):
@@ -395,7 +489,7 @@ class BatchCheck(Stage):
         return features
 
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Raise, on all ranks, what is wrong with one rank's batch."""
+        """Raise one rank's error on all ranks."""
         if notes.check is not None:
             with record_function("## check ids ##"):
                 notes.check.wait()

@@ -1,14 +1,15 @@
 """Hot rows: a replica on every rank beside TorchRec's own (cold) path.
 
-Cold shards keep their full row space, with a *home* for every hot row. Hot ids leave the features
-before TorchRec distributes them, and are looked up in the local replica. Their gradients are merged
-over all ranks. Before the state is read, replicas are written home, so state dicts are TorchRec's.
+Cold shards keep their full row space, with a *home* for every hot row. Hot ids leave a batch before
+TorchRec distributes it, and are looked up in the local replica. Their gradients are merged over all
+ranks. Before the state is read, replicas are written home, so state dicts are TorchRec's.
 """
 
 import math
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,25 +24,165 @@ from torchrec_2dsp._compat.fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
     optimizer_states,
 )
+from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.comms.mesh_groups import MeshGroups, Peers
-from torchrec_2dsp.errors import SyncError
+from torchrec_2dsp.errors import PlanError, SyncError
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
-from torchrec_2dsp.shard.hot_sets import HotBatch, HotIds, HotSets
+from torchrec_2dsp.shard.batch import count_per_bag
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE, Kernel
-from torchrec_2dsp.shard.stages import BatchNotes, Stage
+from torchrec_2dsp.shard.stages import BatchNotes, HotBatch, HotFeature, HotIds, Stage
+
+
+@torch.no_grad()
+def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJaggedTensor, HotBatch]:
+    """Split a batch into one with the same keys and bags without hot ids, and the hot ids."""
+    keys, batch_size = features.keys(), features.stride()
+    hot_ids = ids.by_feature
+    values, weights = features.values(), features.weights_or_none()
+    lengths = features.lengths().view(len(keys), batch_size)
+    bounds = features.offset_per_key()
+    is_hot = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
+    slots = torch.zeros(values.numel(), dtype=torch.int64, device=values.device)
+    for index, key in enumerate(keys):
+        if key in hot_ids:
+            part = slice(bounds[index], bounds[index + 1])
+            slots[part], is_hot[part] = _positions(values[part].long(), hot_ids[key])
+    num_hot = count_per_bag(is_hot, features.offsets()).view(len(keys), batch_size)
+    hot_features = {}
+    for index, key in enumerate(keys):
+        if key in hot_ids:
+            part = slice(bounds[index], bounds[index + 1])
+            mask = is_hot[part]
+            hot_weights = None if weights is None else weights.detach()[part][mask]
+            hot_features[key] = HotFeature(slots[part][mask], num_hot[index], hot_weights, mask)
+    cold = KeyedJaggedTensor(
+        keys=keys,
+        values=values[~is_hot],
+        lengths=(lengths - num_hot.to(lengths.dtype)).view(-1),
+        weights=None if weights is None else weights[~is_hot],
+    )
+    return cold, HotBatch(hot_features, ids)
+
+
+def _positions(ids: torch.Tensor, hot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each id's position in the sorted ``hot``, and whether it is hot."""
+    slots = torch.searchsorted(hot, ids).clamp_(max=hot.numel() - 1)
+    return slots, hot[slots] == ids
+
+
+@dataclass(frozen=True)
+class _HotTable:
+    """A table with room for hot rows."""
+
+    features: tuple[str, ...]
+    num_rows: int
+    num_slots: int
+    """The room that the plan has given it."""
+    hot_set: HotSet
+
+
+class HotSets:
+    """The module's hot sets that new batches use, and those that the replicas hold.
+
+    They differ from a refresh until the first lookup with new sets, and again when a pipeline looks
+    up a batch that was split before.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        tables: Mapping[str, ParameterSharding2D],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._tables = {
+            config.name: _HotTable(
+                tuple(config.feature_names), config.num_embeddings, len(hot_set), hot_set
+            )
+            for config in configs
+            if (hot_set := tables[config.name].hot_set) is not None
+        }
+        self.newest = self._ids()
+        self.held = self.newest
+        self._before_newest: deque[HotIds] = deque()
+        """The sets that the next batches use, one each, before others use the newest sets."""
+        self._waiting: list[weakref.ref[HotBatch]] = []
+        """Batches that were split and not looked up yet, as pipelines have them."""
+
+    @property
+    def by_table(self) -> dict[str, HotSet]:
+        """The sets that new batches use."""
+        return {name: table.hot_set for name, table in self._tables.items()}
+
+    def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
+        """Split a batch into cold features and hot ids."""
+        ids = self._before_newest.popleft() if self._before_newest else self.newest
+        cold, batch = split_hot_rows(features, ids)
+        self._waiting = [*self._still_waiting(), weakref.ref(batch)]
+        return cold, batch
+
+    def looked_up(self, batch: HotBatch) -> None:
+        """Note that a batch no longer waits."""
+        self._waiting = [other for other in self._still_waiting() if other() is not batch]
+
+    @property
+    def older(self) -> list[dict[str, HotSet]]:
+        """The waiting batches' sets, up to the last one without the newest sets."""
+        batches = [other() for other in self._still_waiting()]
+        ids = [batch.ids for batch in batches if batch is not None] + list(self._before_newest)
+        while ids and ids[-1] is self.newest:
+            ids.pop()
+        return [
+            {name: HotSet.of(rows) for name, rows in of_batch.by_table.items()} for of_batch in ids
+        ]
+
+    def put_before_newest(self, older: Sequence[Mapping[str, HotSet]]) -> None:
+        """Let the next batches use older sets, one each: those that were `older` at a save."""
+        for hot_sets in older:
+            self.check(hot_sets)
+        self._before_newest = deque(self._ids({**self.by_table, **sets}) for sets in older)
+
+    def _still_waiting(self) -> list["weakref.ref[HotBatch]"]:
+        return [batch for batch in self._waiting if batch() is not None]
+
+    def check(self, hot_sets: Mapping[str, HotSet]) -> None:
+        """Raise unless there is room for these sets."""
+        for name, hot_set in hot_sets.items():
+            table = self._tables[name]
+            hot_set.check_fits(name, table.num_rows)
+            if len(hot_set) > table.num_slots:
+                raise PlanError(
+                    f"table {name!r} was planned with {table.num_slots} hot rows and has no room "
+                    f"for {len(hot_set)}; refresh it with fewer, as by HotSet.from_stats(..., "
+                    f"rows={table.num_slots}), or pin more when you plan"
+                )
+
+    def renew(self, hot_sets: Mapping[str, HotSet]) -> None:
+        """Let new batches use these sets; unnamed tables keep theirs."""
+        self.check(hot_sets)
+        for name, hot_set in hot_sets.items():
+            self._tables[name] = replace(self._tables[name], hot_set=hot_set)
+        self.newest = self._ids()
+
+    def _ids(self, hot_sets: Mapping[str, HotSet] | None = None) -> HotIds:
+        hot_sets = self.by_table if hot_sets is None else hot_sets
+        by_table = {name: rows.tensor(self._device) for name, rows in hot_sets.items()}
+        by_feature = {
+            feature: by_table[name]
+            for name, table in self._tables.items()
+            for feature in table.features
+        }
+        return HotIds(by_table, by_feature)
 
 
 @dataclass(frozen=True)
 class HotSlice:
-    """The hot rows of one column shard.
-
-    A column-wise table keeps one row-wise moment per column shard, so its replicas are split alike.
-    """
+    """One column shard's hot rows: column-wise tables have a row-wise moment per column shard."""
 
     table: str
     num_rows: int
@@ -49,13 +190,13 @@ class HotSlice:
     num_columns: int
     features: tuple[str, ...]
     is_sequence: bool
-    """Whether they get a row per id instead of a sum per bag."""
+    """True for a row per id, false for a sum per bag."""
 
 
 def hot_slices(
     configs: Sequence[BaseEmbeddingConfig], tables: Mapping[str, ParameterSharding2D]
 ) -> list[HotSlice]:
-    """Return the column shards of all tables with a hot set, in the module's order."""
+    """Return all column shards of tables with a hot set, in the module's order."""
     slices = []
     for config in configs:
         table = tables[config.name]
@@ -287,17 +428,16 @@ class HotRows(Stage):
         """
         if not self._stale:
             return
-        for tbe in self._tbes:
-            for tensors in tbe.tensors():
-                for tensor in tensors.values():
-                    tensor.zero_()
+        tensors = [
+            tensor for tbe in self._tbes for state in tbe.tensors() for tensor in state.values()
+        ]
+        for tensor in tensors:
+            tensor.zero_()
         for replica, home, slots, rows in self._homes():
             for name, tensor in home.items():
                 replica[name][slots] = tensor[rows]
-        for tbe in self._tbes:
-            for tensors in tbe.tensors():
-                for tensor in tensors.values():
-                    dist.all_reduce(tensor, group=self._groups.sharding_group)
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=self._groups.sharding_group)
         self._stale = self._dirty = False
 
     def _homes(self) -> Iterator[tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]]:

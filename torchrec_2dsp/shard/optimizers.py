@@ -21,7 +21,7 @@ from torchrec_2dsp.optim import (
     MomentScaledRowWiseAdaGrad,
     MomentScaledRowWiseAdaGradOptimizer,
 )
-from torchrec_2dsp.plan.checks.fits_module import check_rounding
+from torchrec_2dsp.plan.fits_module import check_rounding
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE

@@ -24,10 +24,16 @@ from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, TableType
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.codecs import codecs_registry
-from torchrec_2dsp.shard.hot_sets import HotFeature
 from torchrec_2dsp.shard.replica_sync import Replication
 from torchrec_2dsp.shard.shardings import sharding_class
-from torchrec_2dsp.shard.stages import BagContext, BatchNotes, Output, SequenceContext, Stage
+from torchrec_2dsp.shard.stages import (
+    BagContext,
+    BatchNotes,
+    HotFeature,
+    Output,
+    SequenceContext,
+    Stage,
+)
 from torchrec_2dsp.shard.tables import Tables2D
 
 

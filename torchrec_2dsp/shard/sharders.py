@@ -24,13 +24,14 @@ from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.checks.fits_module import (
+from torchrec_2dsp.plan.fits_module import (
+    check_holder,
     check_module_plan,
+    check_trained,
     has_weights,
     idle_hot_sets,
     table_text,
 )
-from torchrec_2dsp.plan.checks.models import check_holder, check_trained
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.batch import BadIds

@@ -28,8 +28,97 @@ from torchrec.streamable import Multistreamable
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.errors import InputError
-from torchrec_2dsp.shard.hot_sets import HotBatch
-from torchrec_2dsp.shard.variable_batch_sizes import BagsOfSamples
+
+
+@dataclass(frozen=True)
+class HotFeature:
+    """One feature's hot ids in one batch."""
+
+    slots: torch.Tensor
+    """Positions in the table's hot set, in the order of the batch."""
+    lengths: torch.Tensor
+    """Hot ids per bag."""
+    weights: torch.Tensor | None
+    is_hot: torch.Tensor
+    """Whether each id of the batch is hot, in the order of the batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class HotIds:
+    """A module's hot rows at one time."""
+
+    by_table: Mapping[str, torch.Tensor]
+    """Row ids, ascending; a row's position is its slot."""
+    by_feature: Mapping[str, torch.Tensor]
+    """The row ids of the table that each feature looks up."""
+
+
+@dataclass(frozen=True)
+class HotBatch:
+    """A batch's lookups in the replicas."""
+
+    features: dict[str, HotFeature]
+    """The hot ids of each feature, by its name."""
+    ids: HotIds
+    """The rows that were hot when the batch was split."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``; pipelines hand batches between streams."""
+        for feature in self.features.values():
+            for tensor in (feature.slots, feature.lengths, feature.weights, feature.is_hot):
+                if tensor is not None:
+                    tensor.record_stream(stream)
+
+
+@dataclass(frozen=True, eq=False)
+class BagsOfSamples:
+    """Maps samples to each feature's bags."""
+
+    rows: Mapping[str, int]
+    """Each feature's row in ``indices``."""
+    indices: torch.Tensor
+    """Numbers of bags, `[features, samples]`."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        self.indices.record_stream(stream)  # pyright: ignore[reportArgumentType]
+
+    def pooled(self, bags: KeyedTensor) -> KeyedTensor:
+        """Return each sample's bags, side by side."""
+        dims = bags.length_per_key()
+        columns = bags.values().split(dims, dim=1)
+        samples = [
+            part.index_select(0, self._of(name))
+            for name, part in zip(bags.keys(), columns, strict=True)
+        ]
+        return KeyedTensor(
+            keys=bags.keys(), length_per_key=dims, values=torch.cat(samples, dim=1), key_dim=1
+        )
+
+    def sequences(self, bags: Mapping[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Return each sample's sequences."""
+        return {name: _select(rows, self._of(name)) for name, rows in bags.items()}
+
+    def _of(self, name: str) -> torch.Tensor:
+        # A feature that looks up several tables carries a table's name in each of its outputs.
+        return self.indices[self.rows[name.split("@")[0]]]
+
+
+def _select(rows: JaggedTensor, bags: torch.Tensor) -> JaggedTensor:
+    """Return the sequences with these numbers, one after another."""
+    ends = rows.lengths().cumsum(0)
+    starts = (ends - rows.lengths()).index_select(0, bags)
+    lengths = rows.lengths().index_select(0, bags)
+    # What has to be added to a place in the output for the place that its row comes from.
+    shifts = starts - (lengths.cumsum(0) - lengths)
+    shifts = shifts.repeat_interleave(lengths)
+    places = torch.arange(shifts.numel(), device=shifts.device) + shifts
+    ids = rows.weights_or_none()  # Where the module is asked for indices.
+    return JaggedTensor(
+        values=rows.values().index_select(0, places),
+        lengths=lengths,
+        weights=None if ids is None else ids.index_select(0, places),
+    )
 
 
 @dataclass

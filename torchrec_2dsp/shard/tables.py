@@ -28,20 +28,17 @@ from torchrec_2dsp._compat.torchrec import KJTAllToAllSplitsAwaitable
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import UnsupportedError
-from torchrec_2dsp.plan.checks.fits_module import has_weights
+from torchrec_2dsp.plan.fits_module import has_weights
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.sync_point import SyncPoint
 from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize
 from torchrec_2dsp.shard.codecs import pack_size
-from torchrec_2dsp.shard.hot_rows import HotRows
-from torchrec_2dsp.shard.hot_sets import HotSets
-from torchrec_2dsp.shard.kernels import Kernel, kernels_of
+from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
+from torchrec_2dsp.shard.kernels import Kernel, RowLookup, kernels_of
 from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication, SyncedOptimizer
-from torchrec_2dsp.shard.row_exchange.arrangement import arrangement_of
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
-from torchrec_2dsp.shard.row_exchange.kernel import RowLookup
-from torchrec_2dsp.shard.row_prefetch import RowPrefetch
+from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
 from torchrec_2dsp.shard.shardings import widen_contexts
 from torchrec_2dsp.shard.stages import BagContext, BatchNotes, Output, SequenceContext, Stage
 

@@ -27,10 +27,15 @@ from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
 from torchrec_2dsp.shard.codecs import codecs_by_dim
+from torchrec_2dsp.shard.kernels import OwnedRows, RowLookup, config_by_row
 from torchrec_2dsp.shard.row_exchange.journey import AskedRows, RowJourney
-from torchrec_2dsp.shard.row_exchange.kernel import OwnedRows, RowLookup, config_by_row
-from torchrec_2dsp.shard.row_exchange.needed_rows import RowBlock, pool_rows
-from torchrec_2dsp.shard.row_exchange.requests import HostHandover, Requested, RowRequests
+from torchrec_2dsp.shard.row_exchange.requests import (
+    HostHandover,
+    Requested,
+    RowBlock,
+    RowRequests,
+    pool_rows,
+)
 
 
 @dataclass(kw_only=True)

@@ -1,29 +1,278 @@
-"""`RowRequests`: a rank asks owners for its batch's distinct rows.
+"""`RowRequests`: finds a batch's distinct rows and asks their owners.
+
+Every id becomes a *key*, its row's number in owner order. One sort over a kernel's keys finds the
+distinct rows, by owner and by table, and where each one goes.
 
 Where a group spans hosts, a row that several ranks of a host need crosses once. The rank with an
 owner's place on its own host asks that owner: the host's ranks first ask *it*, it asks for each
 distinct row, and hands the rows on. Gradients return the same way and are added there.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.torchrec import KJTAllToAll, SequenceEmbeddingsAllToAll
-from torchrec_2dsp.comms.mesh_groups import Peers
-from torchrec_2dsp.shard.row_exchange.needed_rows import (
-    NeededRows,
-    RowBlock,
-    RowNumbering,
-    part_by_part,
-    pool_rows,
+from torchrec_2dsp._compat.torchrec import (
+    GroupedEmbeddingConfig,
+    KJTAllToAll,
+    SequenceEmbeddingsAllToAll,
 )
+from torchrec_2dsp.comms.mesh_groups import Peers
+from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
+from torchrec_2dsp.rows.gradients import RowSum
+
+_MAX_INT32 = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """One kernel's tables, cut into blocks of rows, one per owner."""
+
+    tables: tuple[str, ...]
+    features: tuple[str, ...]
+    """The tables' features, table by table."""
+    feature_tables: tuple[int, ...]
+    """The table of each feature."""
+    rows_per_owner: tuple[int, ...]
+    """The number of rows per owner, by table; the last owners may have fewer."""
+    spreads: tuple[RowSpread | None, ...]
+    """Each table's spread over owners; `None` for blocks."""
+    pooling: str
+    """"SUM", "MEAN", or "NONE" for a sequence."""
+
+    @classmethod
+    def of(cls, config: GroupedEmbeddingConfig, is_spread: Container[str]) -> "RowBlock":
+        """Return a kernel's block, on any rank."""
+        tables = config.embedding_tables
+        metadata = [table.global_metadata for table in tables]
+        return cls(
+            tables=tuple(table.name for table in tables),
+            features=tuple(name for table in tables for name in table.feature_names),
+            feature_tables=tuple(
+                index for index, table in enumerate(tables) for _ in table.feature_names
+            ),
+            rows_per_owner=tuple(
+                of_table.shards_metadata[0].shard_sizes[0]
+                for of_table in metadata
+                if of_table is not None
+            ),
+            spreads=tuple(
+                RowSpread(table.num_embeddings) if table.name in is_spread else None
+                for table in tables
+            ),
+            pooling=config.pooling.value,
+        )
+
+    @property
+    def stride(self) -> int:
+        """Keys per owner."""
+        return sum(self.rows_per_owner)
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """Each table's first key, counted from its owner's first key."""
+        return tuple(sum(self.rows_per_owner[:table]) for table in range(len(self.tables)))
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The occurrences that are summed, sample by sample, like rows of a `KeyedTensor`."""
+
+    num_features: int
+    lengths: torch.Tensor
+    """Occurrences in each bag."""
+    weights: torch.Tensor | None
+    """Weights of the occurrences, `None` if all are 1."""
+
+
+@dataclass(frozen=True)
+class NeededRows:
+    """The distinct rows that the local batch needs from one block, by owner."""
+
+    sums: RowSum
+    """The rows, and how they get their gradients."""
+    places: torch.Tensor
+    """Each occurrence's row: in bags bag by bag, else as in the batch."""
+    counts: torch.Tensor
+    """The number of rows from each owner and table: `[owners, tables]`."""
+    bags: Bags | None
+    """`None` for a sequence."""
+    first_owner: int = 0
+    """The one that counts begin with, in the order of keys."""
+
+    def of_place(self, place: int, num_places: int) -> "NeededRows":
+        """Return these rows, counted only for owners at this place, which has all of them."""
+        counts = self.counts.view(num_places, -1, self.counts.shape[1])[place]
+        return replace(self, counts=counts, first_owner=place * counts.shape[0])
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        tensors = [self.places, self.counts]
+        if self.bags is not None:
+            tensors += [self.bags.lengths, self.bags.weights]
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(stream)  # pyright: ignore[reportArgumentType]
+        self.sums.record_stream(stream)
+
+
+class RowNumbering:
+    """Numbers a block's rows by keys.
+
+    Owners are sorted by their place on their hosts: first all hosts' first ranks, then all second
+    ones. So the rows of one place are neighbours, and in them those of one host.
+    """
+
+    def __init__(
+        self, block: RowBlock, num_owners: int, ranks_per_host: int, device: torch.device
+    ) -> None:
+        self._block = block
+        self._num_owners = num_owners
+        bases = torch.tensor(block.bases, device=device)
+        rows = torch.tensor(block.rows_per_owner, device=device)
+        tables = torch.tensor(block.feature_tables, device=device)
+        self._feature_bases, self._feature_rows = bases[tables], rows[tables]
+        self._spread: torch.Tensor | None = None
+        """For each feature the step and the number of its rows, if any are spread."""
+        if any(block.spreads):
+            by_table = [
+                (spread.step, spread.num_rows) if spread else (1, MAX_ROWS)
+                for spread in block.spreads
+            ]
+            self._spread = torch.tensor(by_table, device=device)[tables]
+        # Sorting is quicker for shorter numbers.
+        num_keys = num_owners * block.stride
+        key_dtype = torch.int32 if num_keys <= _MAX_INT32 else torch.int64
+        owners = torch.arange(num_owners, device=device)
+        starts = (owners[:, None] * block.stride + bases).reshape(-1).to(key_dtype)
+        self._starts = starts
+        """The first key of each table of each owner."""
+        self._bounds = torch.cat([starts, starts.new_tensor([num_keys])])
+        by_place = owners.view(-1, ranks_per_host).t().reshape(-1)
+        self._positions = by_place.argsort() if 1 < ranks_per_host < num_owners else None
+        """The place of each owner in the order of keys, `None` if that is their own order."""
+
+    def find(self, features: KeyedJaggedTensor) -> NeededRows:
+        """Return the distinct rows of the block's features."""
+        lengths = features.lengths().view(len(self._block.features), features.stride())
+        keys = self._keys(features.values().long(), lengths.sum(dim=1))
+        keys = keys.to(self._bounds.dtype)
+        if self._block.pooling == "NONE":
+            return self.distinct(keys)
+        sums, places, bags = _in_bags(keys, features, lengths, self._block.pooling)
+        return NeededRows(sums, places, self._counts(sums), bags)
+
+    def distinct(self, keys: torch.Tensor) -> NeededRows:
+        """Return the distinct rows of a sequence of keys."""
+        sums = RowSum(keys.to(self._bounds.dtype))
+        return NeededRows(sums, sums.places(), self._counts(sums), bags=None)
+
+    def ids(self, needed: NeededRows) -> torch.Tensor:
+        """Return distinct rows' numbers in their owners' shards."""
+        keys, counts = needed.sums.keys, needed.counts.reshape(-1)
+        starts = self._starts[needed.first_owner * needed.counts.shape[1] :][: counts.numel()]
+        return (keys - starts.repeat_interleave(counts, output_size=keys.numel())).int()
+
+    def _counts(self, sums: RowSum) -> torch.Tensor:
+        return torch.searchsorted(sums.keys, self._bounds).diff().view(self._num_owners, -1)
+
+    def _keys(self, ids: torch.Tensor, ids_per_feature: torch.Tensor) -> torch.Tensor:
+        def per_id(by_feature: torch.Tensor) -> torch.Tensor:
+            return by_feature.repeat_interleave(ids_per_feature, output_size=ids.numel())
+
+        if self._spread is not None:
+            steps, num_rows = (per_id(column) for column in self._spread.unbind(1))
+            ids = ids * steps % num_rows
+        rows = per_id(self._feature_rows)
+        owners = torch.div(ids, rows, rounding_mode="floor")
+        in_shard = ids - owners * rows
+        if self._positions is not None:
+            owners = self._positions[owners]
+        return owners * self._block.stride + in_shard + per_id(self._feature_bases)
+
+
+def _in_bags(
+    keys: torch.Tensor, features: KeyedJaggedTensor, lengths: torch.Tensor, pooling: str
+) -> tuple[RowSum, torch.Tensor, Bags]:
+    """Return the sums by row, each occurrence's row, and the bags."""
+    num_ids, (num_features, batch_size) = keys.numel(), lengths.shape
+    per_bag = lengths.reshape(-1)
+    weights = features.weights_or_none()
+    weights = None if weights is None else weights.float()
+    if pooling == "MEAN":
+        # An average is a weighted sum.
+        shares = per_bag.clamp(min=1).reciprocal().repeat_interleave(per_bag, output_size=num_ids)
+        weights = shares if weights is None else weights * shares
+    bags = torch.arange(num_features * batch_size, device=keys.device)
+    by_sample = bags.view(batch_size, num_features).t().reshape(-1)
+    sums = RowSum(keys, by_sample.repeat_interleave(per_bag, output_size=num_ids), weights)
+    by_feature = bags.view(num_features, batch_size).t().reshape(-1).int()
+    bag_lengths, places, bag_weights = torch.ops.fbgemm.permute_1D_sparse_data(
+        by_feature, per_bag, sums.places(), weights, num_ids
+    )
+    return sums, places, Bags(num_features, bag_lengths, bag_weights)
+
+
+def part_by_part(lists: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Join lists that are cut into equally many parts: all first parts, then all second ones, ...
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.shard.row_exchange.requests import part_by_part
+        >>> part_by_part([torch.tensor([1, 2]), torch.tensor([3, 4, 5])], [[1, 1], [2, 1]])
+        tensor([1, 3, 4, 2, 5])
+    """
+    if len(lists) == 1:
+        return lists[0]
+    parts = [
+        values.split(list(part_sizes)) for values, part_sizes in zip(lists, sizes, strict=True)
+    ]
+    return torch.cat([part for level in zip(*parts, strict=True) for part in level])
+
+
+def pool_rows(rows: torch.Tensor, needed: NeededRows) -> torch.Tensor:
+    """Give every occurrence its row, and sum the bags.
+
+    Returns `[batch, features x dim]` for bags, `[ids, dim]` for a sequence. The backward adds up
+    one gradient per row.
+    """
+    pooled: torch.Tensor = _Pooled.apply(rows, needed)  # pyright: ignore[reportAssignmentType]
+    if needed.bags is None:
+        return pooled
+    return pooled.view(-1, needed.bags.num_features * rows.shape[1])
+
+
+class _Pooled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, needed: NeededRows) -> torch.Tensor:
+        ctx.sums = needed.sums
+        if needed.bags is None:
+            return rows.index_select(0, needed.places)
+        # With a gradient to come, torch would note for it where every row goes.
+        return _sum_bags(rows.detach(), needed.places, needed.bags)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.sums.of(grads[0].contiguous()), None
+
+
+def _sum_bags(rows: torch.Tensor, places: torch.Tensor, bags: Bags) -> torch.Tensor:
+    return F.embedding_bag(
+        places,
+        rows,
+        F.pad(bags.lengths.cumsum(0), (1, 0)),
+        mode="sum",
+        per_sample_weights=bags.weights,
+        include_last_offset=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the shards of a table must be: parts that cover it once, as its sharding type cuts it."""
+"""Checks that a plan's shards cover each table once, cut as its sharding type says."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -60,7 +60,7 @@ def names_each_rank(ranks: Sequence[int], group_size: int) -> bool:
     """Return whether these are a group's ranks in order.
 
     Example:
-        >>> from torchrec_2dsp.plan.checks.fits_mesh import names_each_rank
+        >>> from torchrec_2dsp.plan.fits_mesh import names_each_rank
         >>> names_each_rank([0, 1], 2), names_each_rank([1, 0], 2)
         (True, False)
     """

@@ -1,7 +1,7 @@
-"""A run's checkpoints: where they lie, which one it goes on from, which stay, and what they hold.
+"""Save a run's checkpoints, prune old ones, and resume from them.
 
-A checkpoint holds the model, the optimizers and the train state. Of this program, the train state
-has `RunHistory`, `RunSettings` and, where ranks train by themselves, `LocalMoments`.
+A checkpoint holds the model, the optimizers and the train state. This program adds `RunHistory`,
+`RunSettings` and, where ranks train independently, `LocalMoments` to the train state.
 """
 
 import json
@@ -28,15 +28,15 @@ from torchrec_2dsp.programs.train.config import CheckpointConfig, TrainConfig
 from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained
 
 _LAST, _BEST = "last", "best"
-"""The folders of a run's newest checkpoints, and of those whose evaluation was the best so far."""
+"""Folders for a run's newest checkpoints, and for those with the best evaluation so far."""
 
 _STEP_KEYS = ("step", "seconds", "memory_bytes", "table_lr", "dense_lr", "samples_per_s")
-"""The figures of steps that a checkpoint keeps as they are; others differ between ranks."""
+"""Step figures that checkpoints store as they are; others differ between ranks."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where the runs of a program begin.
+    """Decides where a program's runs begin.
 
     Example:
         >>> from torchrec_2dsp.programs.train.checkpoints import Resume
@@ -45,21 +45,21 @@ class Resume:
     """
 
     automatic: bool = False
-    """Whether each run goes on from its newest checkpoint, if it has one."""
+    """True if each run resumes from its newest checkpoint, if it has one."""
 
     path: Path | None = None
-    """The checkpoint that the only run goes on from."""
+    """The checkpoint that the only run resumes from."""
 
     @classmethod
     def of(cls, text: str) -> "Resume":
-        """Parse a user's choice: auto, never, or the path of a checkpoint."""
+        """Parse a user's choice: auto, never, or a checkpoint's path."""
         if text == "never":
             return cls()
         return cls(automatic=True) if text == "auto" else cls(path=Path(text))
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """One run's checkpoints."""
 
     def __init__(self, config: CheckpointConfig, run: str) -> None:
         self._config = config
@@ -67,23 +67,23 @@ class Checkpoints:
         self._pending: PendingSave | None = None
 
     def due_after(self, step: int) -> int | None:
-        """Return the first step after ``step`` that ends with a checkpoint, if any does."""
+        """Return the first step after ``step`` that ends with a checkpoint, if any."""
         every = self._config.every
         return None if self._folder is None else (step // every + 1) * every
 
     @property
     def keeps_best(self) -> bool:
-        """Whether checkpoints stay of the best evaluations."""
+        """True if the best evaluations' checkpoints are kept."""
         return self._folder is not None and self._config.keep_best > 0
 
     def first(self, resume: Resume) -> Path | None:
-        """Return the checkpoint that the run begins with, if any; call it on all ranks.
+        """Return the checkpoint that the run resumes from, if any; call it on all ranks.
 
         Raises:
             ConfigError: the run would write over newer checkpoints, or no folder is given.
 
         Collectives:
-            Those of `latest_checkpoint`, and an agreement of all ranks.
+            Same as `latest_checkpoint`, and an agreement of all ranks.
         """
         if self._folder is None:
             if resume.automatic:
@@ -111,26 +111,26 @@ class Checkpoints:
         return resume.path
 
     def load(self, path: Path, optimizer: KeyedOptimizer, state: TrainState) -> None:
-        """Read a checkpoint into a run.
+        """Load a checkpoint into a run.
 
         Collectives:
-            Those of `load_checkpoint`.
+            Same as `load_checkpoint`.
         """
         load_checkpoint(path, state.model, optimizer, train_state=state)
 
     def save(self, optimizer: KeyedOptimizer, state: TrainState) -> None:
-        """Save the newest checkpoint, and drop those that are too old; nothing without a folder.
+        """Save the newest checkpoint and drop the oldest; do nothing without a folder.
 
         Collectives:
-            Those of `save_checkpoint`.
+            Same as `save_checkpoint`.
         """
         self._save(_LAST, self._config.keep_last, optimizer, state)
 
     def save_best(self, optimizer: KeyedOptimizer, state: TrainState) -> None:
-        """Save a checkpoint whose evaluation was the best so far, and drop older ones.
+        """Save a checkpoint with the best evaluation so far, and drop older ones.
 
         Collectives:
-            Those of `save_checkpoint`.
+            Same as `save_checkpoint`.
         """
         self._save(_BEST, self._config.keep_best, optimizer, state)
 
@@ -141,7 +141,7 @@ class Checkpoints:
         path = folder / str(state.step)
         is_being_written = self._pending is not None and self._pending.folder == path
         if is_being_written or latest_checkpoint(folder) == path:
-            return  # The last step was due anyway, or the run goes on from its end.
+            return  # The last step saved one already, or the run resumed at its end.
         self._pending = save_checkpoint(
             path,
             state.model,
@@ -152,7 +152,7 @@ class Checkpoints:
         drop_old_checkpoints(folder, keep=keep)
 
     def finish(self) -> None:
-        """Wait for a save that is still being written, and drop what it replaces."""
+        """Wait for a save in progress, then drop what it replaces."""
         if self._folder is not None and self._pending is not None:
             self._pending.result()
             drop_old_checkpoints(self._folder / _LAST, keep=self._config.keep_last)
@@ -160,31 +160,31 @@ class Checkpoints:
 
 
 def _step_of(path: Path) -> int:
-    """Return the number of steps in a checkpoint's name; 0 for a name without one."""
+    """Return the step in a checkpoint's name; 0 for a name without one."""
     return int(path.name) if path.name.isdecimal() else 0
 
 
 class RunHistory:
-    """All that a run has measured so far; equal on all ranks, and part of its train state."""
+    """A run's measurements so far; equal on all ranks, part of the train state."""
 
     def __init__(self) -> None:
         self.progress: list[StepsTrained] = []
-        """The curve of the run."""
+        """The run's training curve."""
         self.evaluations: list[Evaluation] = []
-        """The evaluations of the run."""
+        """The run's evaluations."""
 
     @property
     def losses(self) -> list[float]:
-        """The train loss of each step."""
+        """Each step's train loss."""
         return [loss for steps in self.progress for loss in steps.losses]
 
     @property
     def seconds(self) -> float:
-        """The time of all steps."""
+        """All steps' time."""
         return sum(steps.seconds or 0.0 for steps in self.progress)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses as a tensor, and the rest as plain values."""
+        """Return the losses as a tensor, the rest as plain values."""
         return {
             "losses": torch.tensor(self.losses, dtype=torch.float64),
             "progress": [
@@ -204,7 +204,7 @@ class RunHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the history of an earlier life of the run."""
+        """Take over the history of the run before its restart."""
         losses, end = state["losses"].tolist(), 0
         self.progress = []
         for plain in state["progress"]:
@@ -217,10 +217,10 @@ class RunHistory:
 
 
 class RunSettings:
-    """The values of a config that a run can't change while it is stopped; in its train state.
+    """Config values that must not change between a run's restarts; part of the train state.
 
-    They decide which samples a step trains and how, so that a run with others would be another run.
-    The mesh, and how rows travel, aren't among them.
+    They decide which samples a step trains and how; other values would make another run. The mesh
+    and the way rows travel may change.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -236,14 +236,14 @@ class RunSettings:
         self._values = dict(_flat("", settings))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings by their keys in the config, each as JSON."""
+        """Return the settings by config key, each as JSON."""
         return dict(self._values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the settings are those of the save."""
+        """Do nothing: the checkpoint has equal settings."""
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise unless the settings are those of the save.
+        """Raise unless the saved settings equal these.
 
         Raises:
             ConfigError: they differ; it names the first key that does.
@@ -258,7 +258,7 @@ class RunSettings:
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
-    """Return the leaves of nested dicts and lists, by their dotted keys, as JSON."""
+    """Flatten nested dicts and lists to dotted keys and JSON values."""
     if isinstance(value, dict):
         items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
@@ -271,16 +271,16 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
 
 
 class LocalMoments:
-    """The state of this rank's dense optimizer, for the train state of a run with `LocalDense`.
+    """This rank's dense optimizer state, for the train state of a run with `LocalDense`.
 
-    Each rank has moments of its own there, of which a checkpoint keeps those of one rank.
+    Every rank has its own moments there; a checkpoint's optimizer state keeps only one rank's.
     """
 
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the state by the names of the parameters."""
+        """Return the state by parameter name."""
         state = self._optimizer.state
         return {
             name: dict(state[param])
@@ -289,12 +289,12 @@ class LocalMoments:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over the state of this rank."""
+        """Load this rank's state."""
         self.load_rank_states([state])
 
     @torch.no_grad()
     def load_rank_states(self, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-        """Take over the state of the first of these ranks; without one, that of the checkpoint."""
+        """Load the first given rank's state; without any, keep the checkpoint's."""
         current: Any = self._optimizer.state
         for name, saved in states[0].items() if states else ():
             entries = current[self._optimizer.params[name]]

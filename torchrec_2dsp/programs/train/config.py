@@ -1,4 +1,4 @@
-"""`TrainConfig`: the config of a training program."""
+"""`TrainConfig`: a training program's config."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, get_args
@@ -42,58 +42,58 @@ from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
 
 _EXCHANGE = ("exchange", "owners", "row_transport", "hot_rows")
-"""The keys of a run that say how rows travel."""
+"""Run keys that say how rows travel."""
 _COPIES = (
     *("sync", "sync_policy", "synced_rows", "transport", "delay", "drift_every", "dense_above"),
 )
-"""The keys of a run that say how copies of rows stay equal."""
+"""Run keys that say how row replicas stay equal."""
 
 
 class LoopConfig(Section):
-    """How long to train, how often to evaluate, and what to report meanwhile."""
+    """The number of steps, the evaluation interval, and progress reports."""
 
     steps: int = Field(default=200, ge=1)
-    """How many steps to train, if the data has as many batches."""
+    """Steps to train, if the data has as many batches."""
 
     global_batch_size: int = Field(default=1024, ge=1)
-    """Samples of all ranks together in a step."""
+    """Samples per step, over all ranks."""
 
     accumulate: int = Field(default=1, ge=1)
-    """How many batches a step is cut into: they are trained one after the other, and make one
-    update, that of the whole."""
+    """Batches per step (gradient accumulation): trained one after the other, then applied in one
+    update, as the whole step's batch would be."""
 
     eval_every: int = Field(default=0, ge=0)
-    """After how many steps to evaluate; 0 for the end alone."""
+    """Steps between evaluations; 0 evaluates only at the end."""
 
     eval_steps: int = Field(default=20, ge=0)
-    """How many held-out batches to evaluate on; 0 for all there are."""
+    """Held-out batches per evaluation; 0 for all."""
 
     metric: str = ""
-    """The metric by which evaluations are compared: loss, ne or auc of clicks, loss, recall@k or
-    ndcg@k of rankings. Empty for ne, or for the last of the rankings."""
+    """The metric that compares evaluations: loss, ne or auc for clicks; loss, recall@k or ndcg@k
+    for rankings. Empty for ne, or for the last ranking metric."""
 
     patience: int = Field(default=0, ge=0)
-    """After how many evaluations in a row that are no better than the best to stop; 0 for never."""
+    """Stop after this many evaluations in a row without improvement; 0 for never."""
 
     report_every: int = Field(default=10, ge=1)
-    """Steps between two reports of the progress."""
+    """Steps between progress reports."""
 
     final_steps: int = Field(default=20, ge=1)
-    """The final train loss is the mean over so many last steps."""
+    """The final train loss is the mean over this many last steps."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """The device on which each rank computes."""
 
     timeout_s: float = Field(default=1800, gt=0)
-    """How many seconds a rank may keep the others waiting before all of them give up, and name it.
-    Work of a single rank, such as making a vocabulary, has to be done in time."""
+    """Seconds that a rank may keep the others waiting before all give up and name it. Work on a
+    single rank, such as building a vocabulary, has to finish in time."""
 
     tensorboard_dir: OutputPath = ""
-    """The folder of TensorBoard scalars; empty for none."""
+    """The folder for TensorBoard scalars; empty for none."""
 
     @property
     def batch_size(self) -> int:
-        """Samples of all ranks together in a batch, of which a step has `accumulate`."""
+        """Samples per batch over all ranks; a step has `accumulate` batches."""
         return self.global_batch_size // self.accumulate
 
     @model_validator(mode="after")
@@ -111,22 +111,22 @@ class LoopConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Which checkpoints a run leaves, and how it saves them."""
+    """Checkpoints to keep, and how to save them."""
 
     folder: OutputPath = ""
-    """The folder of the checkpoints, with a folder for each run; empty for none."""
+    """The checkpoint folder, with a subfolder for each run; empty for none."""
 
     every: int = Field(default=1000, ge=1)
-    """Steps between two checkpoints; a run saves at its end as well."""
+    """Steps between checkpoints; a run also saves at its end."""
 
     keep_last: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints stay."""
+    """Newest checkpoints to keep."""
 
     keep_best: int = Field(default=1, ge=0)
-    """How many checkpoints stay of evaluations that were the best so far; 0 saves none of them."""
+    """Checkpoints to keep for the best evaluations so far; 0 saves none."""
 
     asynchronous: bool = False
-    """Whether a run trains on while a checkpoint is written, which takes memory for a copy."""
+    """True if training goes on while a checkpoint is written, which takes memory for a copy."""
 
     @model_validator(mode="after")
     def _check_folder(self) -> Self:
@@ -139,19 +139,19 @@ class CheckpointConfig(Section):
 
 
 class OutputConfig(Section):
-    """What a program leaves behind, beside checkpoints."""
+    """A program's output, besides checkpoints."""
 
     folder: OutputPath = ""
-    """The folder of the config, the record and each run's plan and traces; empty for none."""
+    """The folder for the config, the record and each run's plan and traces; empty for none."""
 
 
 class PlannedModelConfig(ModelConfig):
-    """TorchRec's DLRM or DCN, and what its planner may do."""
+    """TorchRec's DLRM or DCN, with planner options."""
 
     sharding_types: ShardingTypes = ("table_wise", "row_wise")
-    """The types that the planner may choose from. Column-wise shards have a row-wise moment each,
-    and data-parallel tables are trained by the dense optimizer: with those, runs on different
-    meshes train by different rules."""
+    """Sharding types that the planner may choose from. Column-wise shards have separate row-wise
+    moments, and the dense optimizer trains data-parallel tables: with those types, different meshes
+    train by different rules."""
 
     @field_validator("sharding_types")
     @classmethod
@@ -174,7 +174,7 @@ DataConfig = Annotated[
     Field(discriminator="kind"),
     BeforeValidator(lambda tree: for_kind(tree, get_args(_DataKinds), usual="synthetic")),
 ]
-"""A section ``[data]``: of one kind, with a method ``dataset()`` that makes the `Dataset`."""
+"""The section ``[data]``: each kind has a method ``dataset()`` that builds the `Dataset`."""
 
 _ModelKinds = PlannedModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig
 TrainedModelConfig = Annotated[
@@ -182,22 +182,22 @@ TrainedModelConfig = Annotated[
     Field(discriminator="kind"),
     BeforeValidator(lambda tree: for_kind(tree, get_args(_ModelKinds), usual="dlrm")),
 ]
-"""A section ``[model]``, of one kind."""
+"""The section ``[model]``."""
 
 _ENDLESS = ("synthetic", "synthetic_sequences")
-"""The kinds of data whose batches never end."""
+"""Data kinds whose batches never end."""
 
 
 def shape_of(config: DataConfig, dataset: Dataset) -> BatchShape:
     """Return the features that a model is built and planned for.
 
-    Synthetic clicks describe them themselves, and with them which rows are used most.
+    Synthetic clicks describe their own features, and the most used rows as well.
     """
     return config if isinstance(config, SyntheticData) else dataset
 
 
 def splits_of(dataset: Dataset) -> str:
-    """Say which rows of a log are trained on and which held out; empty for data without files."""
+    """Name a log's training and held-out rows; empty for data without files."""
     if isinstance(dataset, TableData):
         rows, held_out = (dataset.num_rows(split) for split in (Split.TRAIN, Split.EVAL))
         return f"{rows:,} rows to train on, {held_out:,} rows held out: {dataset.held_out.words}"
@@ -212,38 +212,38 @@ def splits_of(dataset: Dataset) -> str:
 
 
 class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
-    """One training of the model: mesh, replica sync, exchange, splits and deal of samples."""
+    """One training of the model: mesh, replica sync, exchange, splits and sample balancing."""
 
     stock: bool = False
-    """Whether TorchRec alone plans, shards and trains, to compare with: its planner, its sharders
-    and its `DistributedModelParallel`, on the same batches and from the same tables."""
+    """True if TorchRec alone plans, shards and trains, as a baseline: its planner, its sharders and
+    its `DistributedModelParallel`, on the same batches and from the same initial tables."""
 
     num_groups: int = Field(default=1, ge=0)
-    """How many copies of the tables there are; 1 is plain TorchRec. 0 leaves it to the planner, and
-    is the default of a run with a calibration, access statistics or a plan."""
+    """Table replicas; 1 is plain TorchRec. 0 lets the planner choose, and is the default for a run
+    with a calibration, access statistics or a plan."""
 
     layout: RankLayout = RankLayout.STRIDED
-    """How ranks are dealt to groups."""
+    """Rank placement in groups."""
 
     sharding_types: ShardingTypes = ()
-    """The types that the planner may choose from, if not those of the model."""
+    """Sharding types that the planner may choose from; empty for the model's."""
 
     dense: DensePartConfig = DDPConfig()
     """How ranks train what isn't sharded."""
 
     calibration: CalibrationPath = ""
-    """The measured network and machines, for a plan by predicted cost: a file, or the name of a
+    """The measured network and machines, for plans by predicted cost: a file, or the name of a
     calibration that ships. Empty for TorchRec's search."""
 
     access: PathBesideConfig = ""
-    """A file or a folder of access statistics, for a plan by cost and for hot rows."""
+    """A file or folder with access statistics, for plans by cost and for hot rows."""
 
     plan: PathBesideConfig = ""
     """A file with the plan to train by; empty for a planner."""
 
     @property
     def is_planned_by_cost(self) -> bool:
-        """Whether the planner predicts steps, and chooses what this config leaves open."""
+        """True if the planner predicts steps and chooses what this config leaves open."""
         return not self.plan and bool(self.calibration or not self.num_groups)
 
     @model_validator(mode="before")
@@ -278,7 +278,7 @@ class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
                 "calibration, leave num_groups out, or set hot_rows"
             )
         if self.num_groups == 1:
-            # Hot rows have a copy on each rank.
+            # Each rank has a copy of all hot rows.
             self.refuse_unread(
                 ["layout", *(() if self.hot_rows else _COPIES)],
                 "is for copies of the tables, and num_groups=1 has one; set num_groups, or leave "
@@ -309,29 +309,29 @@ class TrainConfig(Section):
     """
 
     data: DataConfig
-    """The data to train on: synthetic clicks, if it doesn't name another kind."""
+    """The training data: synthetic clicks, unless another kind is named."""
 
     model: TrainedModelConfig = PlannedModelConfig()
-    """The model to train: a DLRM, if it doesn't name another kind."""
+    """The model to train: a DLRM, unless another kind is named."""
 
     optimizer: ScheduledOptimizerConfig = ScheduledOptimizerConfig()
-    """The rules by which weights are updated."""
+    """Update rules for the weights."""
 
     loop: LoopConfig = LoopConfig()
-    """How long to train, and what to report."""
+    """Training length and progress reports."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Which checkpoints to leave."""
+    """Checkpoints to keep."""
 
     output: OutputConfig = OutputConfig()
-    """What else to leave."""
+    """Other output."""
 
     runs: dict[str, RunConfig]
-    """The runs by name, in the order in which they are trained."""
+    """The runs by name, in training order."""
 
     @property
     def metric(self) -> str:
-        """The metric by which evaluations are compared."""
+        """The metric that compares evaluations."""
         return self.loop.metric or metrics_of(self.model)[-1]
 
     @model_validator(mode="after")
@@ -401,7 +401,7 @@ class TrainConfig(Section):
                 )
 
     def mesh(self, run: str, world_size: int) -> Mesh2D | None:
-        """Return a run's mesh in a world of ``world_size`` ranks; `None` if it is planned."""
+        """Return a run's mesh for ``world_size`` ranks; `None` if it is planned."""
         num_groups = self.runs[run].num_groups
         if not num_groups:
             return None
@@ -428,7 +428,7 @@ class TrainConfig(Section):
             )
 
     def only(self, names: Sequence[str]) -> "TrainConfig":
-        """Return the config with these runs alone; with all of them for no name."""
+        """Return the config with only these runs; with all of them if no name is given."""
         unknown = [name for name in names if name not in self.runs]
         if unknown:
             raise ConfigError(

@@ -28,10 +28,10 @@ from torchrec_2dsp.programs.train.steps import closing_batches, evaluating
 
 
 class Meter:
-    """Collects a rank's steps, until all ranks put theirs together.
+    """Collects a rank's steps, until all ranks combine theirs.
 
-    The mean over ranks is the mean over the global batch: all have batches of one size, or each
-    weighs its loss by the size of its own (`weigh_losses_`).
+    The mean over ranks is the mean over the global batch: either all batches have one size, or each
+    weighs its loss by its size (`weigh_losses_`).
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -40,24 +40,24 @@ class Meter:
         self._seconds = 0.0
 
     def add(self, loss: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add one step of this rank."""
+        """Add one step on this rank."""
         labels = labels.double()
         self._rows.append(
             torch.stack([loss.double(), labels.sum(), labels.new_tensor(len(labels))])
         )
 
     def add_seconds(self, seconds: float) -> None:
-        """Add the time of this rank's steps."""
+        """Add the time for this rank's steps."""
         self._seconds += seconds
 
     def gather(self, step: int) -> StepsTrained:
-        """Average over the ranks all that was added since the last time.
+        """Average everything since the last call over the ranks.
 
         Args:
-            step: the last of the steps.
+            step: the last step.
 
         Collectives:
-            One all-reduce, of three float64 numbers for each step, one for each rank and one more.
+            One all-reduce: three float64 numbers per step, one per rank, and one more.
         """
         rows, self._rows = torch.stack(self._rows).to(self._device), []
         num_ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
@@ -81,16 +81,16 @@ class Meter:
 def mean_per_step(
     group: dist.ProcessGroup, device: torch.device, num_steps: int, totals: Mapping[str, int]
 ) -> dict[str, float]:
-    """Average a rank's totals over the ranks and over steps.
+    """Average a rank's totals over ranks and steps.
 
     Args:
         group: all ranks.
         device: this rank's device.
-        num_steps: how many steps the totals are of; without a step they stay totals.
+        num_steps: the steps that the totals cover; with 0 they stay totals.
         totals: by name, the same names on all ranks.
 
     Collectives:
-        One all-reduce, of a float64 number for each total.
+        One all-reduce: a float64 number per total.
     """
     means = torch.tensor(list(totals.values()), dtype=torch.float64, device=device)
     dist.all_reduce(means, group=group)
@@ -99,14 +99,14 @@ def mean_per_step(
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has used: of its GPU, or resident in the host's."""
+    """Return this process's peak memory: on its GPU, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the share of pairs of a click and another sample in which the click scores higher.
+    """Return the share of click and non-click pairs in which the click scores higher.
 
     Pairs with equal scores count half. `nan` if there are no pairs, or a score is `nan`.
 
@@ -131,13 +131,13 @@ def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     if not num_pairs:
         return math.nan
     others_below = others.cumsum(0) - others
-    # Twice the number of pairs in order, in whole numbers.
+    # Twice the correctly ordered pairs, as integers.
     doubled = int((clicks * (2 * others_below + others)).sum())
     return doubled / (2 * num_pairs)
 
 
 class ClickMetrics:
-    """Collects a rank's held-out batches, until all ranks put theirs together."""
+    """Collects a rank's held-out batches, until all ranks combine theirs."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -146,27 +146,27 @@ class ClickMetrics:
         self._labels: list[torch.Tensor] = []
 
     def add(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add one batch of this rank.
+        """Add one batch on this rank.
 
         Args:
-            loss: the mean log loss of the batch.
-            logits: one for each sample.
-            labels: one for each sample.
+            loss: the batch's mean log loss.
+            logits: one per sample.
+            labels: one per sample.
         """
         self._losses.append(loss.double().reshape(()))
         self._scores.append(logits.detach().float().reshape(-1))
         self._labels.append(labels.detach().float().reshape(-1))
 
     def gather(self, step: int) -> Evaluation:
-        """Compute the metrics of all ranks' batches; equal on all of them.
+        """Compute the metrics over all ranks' batches; equal on all ranks.
 
         Args:
-            step: how many steps were trained before.
+            step: the steps trained before.
 
         Collectives:
-            An all-gather of the number of batches and samples; one of two float64 numbers for each
-            batch; a gather to rank 0 of two float32 numbers for each sample, of as many as any rank
-            has; and a broadcast of three float64 numbers.
+            An all-gather with the number of batches and samples; one with two float64 numbers per
+            batch; a gather to rank 0 with two float32 numbers per sample, padded to the largest
+            rank; and a broadcast with three float64 numbers.
         """
         sizes = torch.tensor([labels.numel() for labels in self._labels], dtype=torch.float64)
         sums = torch.stack(self._losses).cpu() * sizes if self._losses else sizes
@@ -199,7 +199,7 @@ class ClickMetrics:
         )
 
     def _of_samples(self, samples: torch.Tensor, num_samples: list[int]) -> list[float]:
-        """Return the clicks, their predicted number, and the area, computed on rank 0 alone."""
+        """Return the clicks, their predicted number, and the AUC; called on rank 0 only."""
         own, is_first = samples.to(self._device), dist.get_rank(self._group) == 0
         parts = [torch.empty_like(own) for _ in num_samples] if is_first else None
         dist.gather(own, parts, group=self._group, group_dst=0)
@@ -218,7 +218,7 @@ class ClickMetrics:
         return figures.tolist()
 
     def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate the tensors of all ranks along their first dimension."""
+        """Concatenate all ranks' tensors along their first dimension."""
         own = tensor.to(self._device)
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(parts, own, group=self._group)
@@ -231,16 +231,16 @@ def evaluated(
     batches_of: Callable[[Split], Iterator[Batch]],
     step: int,
 ) -> Evaluation:
-    """Evaluate a model; the metrics are those of all ranks, and equal on all of them.
+    """Evaluate a model; the metrics cover all ranks and are equal on all of them.
 
     Args:
         config: says how, and on how many batches.
         model: the sharded model, in no pipeline.
-        batches_of: gives this rank's batches of a split.
-        step: how many steps were trained before.
+        batches_of: returns this rank's batches for a split.
+        step: the steps trained before.
 
     Collectives:
-        Those of the model's lookups, of `ClickMetrics.gather` and of `ranking_metrics`.
+        The model's lookups, `ClickMetrics.gather` and `ranking_metrics`.
     """
     world, device = world_group(), rank_device(config.loop.device)
 

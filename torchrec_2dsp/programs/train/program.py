@@ -1,4 +1,4 @@
-"""Train every run of a config, one after the other, on the ranks of this world.
+"""Train every run in a config, one after the other, on this world's ranks.
 
 ```text
 train --> train_run --> RunTrainer: model, optimizers, batches
@@ -64,7 +64,7 @@ from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 from torchrec_2dsp.samples.dealer import BalanceReport
 
 NEVER = Resume()
-"""Runs that begin anew."""
+"""Runs start from scratch."""
 
 
 def train(
@@ -75,21 +75,21 @@ def train(
     profiled: ProfiledSteps | None = None,
     reading: Progress | None = None,
 ) -> TrainResult:
-    """Train all runs of ``config``; `torch.distributed` must be initialised.
+    """Train all runs in ``config``; `torch.distributed` must be initialised.
 
     Args:
         config: equal on all ranks.
-        watchers: learn of this rank's progress; usually given on rank 0 only.
-        resume: where runs go on from.
-        profiled: the steps of which each rank writes a trace to the folder of the output.
-        reading: told how far this rank has read a log's files, before training.
+        watchers: notified about this rank's progress; usually given on rank 0 only.
+        resume: where runs resume.
+        profiled: the steps that each rank traces into the output folder.
+        reading: called with this rank's progress in reading a log's files, before training.
 
     Returns:
         The runs' results, equal on all ranks.
 
     Collectives:
-        Those of planning, sharding and training; one barrier per run; and agreements of all ranks
-        where watchers learn of a plan, of a checkpoint and of an end.
+        Same as planning, sharding and training; one barrier per run; and all ranks agree
+        whether watchers failed at a plan, a checkpoint or an end.
     """
     config.check_world(dist.get_world_size(world_group()))
     if resume.path is not None and len(config.runs) > 1:
@@ -98,7 +98,7 @@ def train(
             f"{', '.join(config.runs)}; choose a run with --only, or use --resume auto"
         )
     if profiled is not None and not config.output.folder:
-        raise ConfigError("--profile writes to the folder of the output; set output.folder")
+        raise ConfigError("--profile writes to the output folder; set output.folder")
     opened: Dataset = open_together(config.data, world_group(), reading)
     if text := splits_of(opened):
         with agreeing(world_group()):
@@ -125,9 +125,9 @@ def train_run(
     resume: Resume = NEVER,
     profiled: ProfiledSteps | None = None,
 ) -> RunResult:
-    """Plan, train and evaluate one run of ``config``; see `train`."""
+    """Plan, train and evaluate one run; see `train`."""
     trainer = RunTrainer(config, name, dataset)
-    # A watcher's failure, such as a full disk, is an error of all ranks.
+    # A watcher's failure, such as a full disk, is raised on all ranks.
     with agreeing(world_group()):
         for watcher in watchers:
             watcher.run_planned(name, trainer.planned, config)
@@ -152,10 +152,10 @@ def train_run(
 
 
 def _planted_ne(config: TrainConfig) -> float | None:
-    """Evaluate the planted model on the held-out batches, which no model beats.
+    """Evaluate the planted model on the held-out batches, a bound that no model beats.
 
     Collectives:
-        One all-reduce, of three numbers for each held-out batch.
+        One all-reduce: three numbers per held-out batch.
     """
     data, world = config.data, world_group()
     if not isinstance(data, SyntheticData):
@@ -175,7 +175,7 @@ def _planted_ne(config: TrainConfig) -> float | None:
 
 
 class RunTrainer:
-    """A run's model, sharded, and its way through the data."""
+    """A run's sharded model and its position in the data."""
 
     def __init__(self, config: TrainConfig, name: str, dataset: Dataset) -> None:
         """Plan and shard the model.
@@ -186,14 +186,14 @@ class RunTrainer:
             dataset: the data that the config names.
 
         Collectives:
-            Those of planning and sharding.
+            Same as planning and sharding.
         """
         self._config, self._name, self._dataset = config, name, dataset
         self._run, self._loop = config.runs[name], config.loop
         self._world = world_group()
         self._device = rank_device(config.loop.device)
         self._model, self.planned = sharded_model(config, name, dataset)
-        """The model of the run, and its plan."""
+        """The run's model and its plan."""
         self._board = NoticeBoard.of(self._world)
         self._optimizers = make_optimizers(self._model, config, self._run)
         self._base_rates = self._optimizers.rates()
@@ -207,14 +207,14 @@ class RunTrainer:
         self._checkpoints = Checkpoints(config.checkpoint, name)
         self._resumed_from = ""
         self._cuts = LayerCuts(self._model, self._optimizers.dense, self._run.dense)
-        # Ranks draw different numbers, where a model draws some.
+        # Where a model draws random numbers, each rank draws different ones.
         torch.manual_seed(config.model.seed + dist.get_rank(self._world))
 
     def resume(self, resume: Resume) -> Path | None:
-        """Go on from a checkpoint, and return it; none if the run begins anew.
+        """Resume from a checkpoint and return its path; none if the run starts from scratch.
 
         Collectives:
-            Those of `Checkpoints.first` and `Checkpoints.load`.
+            Same as `Checkpoints.first` and `Checkpoints.load`.
         """
         path = self._checkpoints.first(resume)
         if path is not None:
@@ -224,7 +224,7 @@ class RunTrainer:
 
     @property
     def step(self) -> int:
-        """How many steps are trained."""
+        """The steps trained so far."""
         return self._state.step
 
     def run(
@@ -233,7 +233,7 @@ class RunTrainer:
         """Train to the end; the result is equal on all ranks.
 
         Collectives:
-            Those of the model, of the reports, of evaluations and of checkpoints.
+            The model's, and those for reports, evaluations and checkpoints.
         """
         first_step = self.step
         dist.barrier(self._world)
@@ -311,7 +311,7 @@ class RunTrainer:
         return ending
 
     def _after_steps(self, stepper: Stepper, watchers: Sequence[TrainWatcher]) -> None:
-        """Do what is due; an evaluation comes before the checkpoint, which has it."""
+        """Report, evaluate and save if due; the checkpoint includes the evaluation."""
         if self.step == self._cuts.due_after(self.step - 1) and self.step < self._loop.steps:
             stepper.pause()
             if (cuts := self._cuts.recut()) is not None:
@@ -359,7 +359,7 @@ class RunTrainer:
         return has_more
 
     def _next_stop(self) -> int:
-        """Return the step after which ranks report, evaluate, save, cut layers or end."""
+        """Return the step after which ranks report, evaluate, save, move layers or end."""
         loop, step = self._loop, self.step
         stops = [loop.steps, (step // loop.report_every + 1) * loop.report_every]
         if loop.eval_every:
@@ -399,7 +399,7 @@ class RunTrainer:
         return 0 < self._loop.patience <= num_worse
 
     def _evaluate(self, watchers: Sequence[TrainWatcher]) -> None:
-        """Evaluate: every rank looks up its own part of the batches, together with its group."""
+        """Evaluate: every rank looks up its part of the batches, together with its group."""
         evaluation = evaluated(self._config, self._model, self._batches, self.step)
         self._history.evaluations.append(evaluation)
         is_best = best_of(self._history.evaluations, self._config.metric) is evaluation
@@ -409,7 +409,7 @@ class RunTrainer:
             self._checkpoints.save_best(self._optimizers.whole, self._state)
 
     def _batches(self, split: Split, start: int = 0) -> Iterator[Batch]:
-        """Return this rank's part of the batches of a split."""
+        """Return this rank's part of a split's batches."""
         return self._dataset.batches(
             split,
             global_batch_size=self._loop.batch_size,

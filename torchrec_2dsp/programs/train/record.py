@@ -1,11 +1,11 @@
-"""A run's figures: while it trains one JSON line after another, at its end one record.
+"""Keep a run's figures: JSON lines while it trains, one record at its end.
 
-- `StepsTrained`, `Evaluation`: the figures of some steps, and of an evaluation. Watchers,
-  checkpoints, ``progress.jsonl`` and ``record.json`` all have these.
-- `ProgressFile`: ``progress.jsonl``, the figures of a run that isn't over.
-- `RunRecord`, `TrainRecord`: ``record.json``, the figures of runs that are over.
+- `StepsTrained`, `Evaluation`: figures for a few steps, and for an evaluation. Watchers,
+  checkpoints, ``progress.jsonl`` and ``record.json`` share them.
+- `ProgressFile`: ``progress.jsonl``, for a run in progress.
+- `RunRecord`, `TrainRecord`: ``record.json``, for finished runs.
 
-This module needs neither torch nor TorchRec, so that a report is quick.
+This module needs neither torch nor TorchRec, so reports start quickly.
 """
 
 import math
@@ -19,96 +19,96 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.section import JsonFile, Section, writing
 
 LESS_IS_BETTER = ("loss", "ne")
-"""Metrics of which less is better: the log loss and the normalized entropy. Of others, such as the
-area under the ROC curve, more is better."""
+"""Metrics for which less is better: log loss and normalized entropy. For others, such as AUC, more
+is better."""
 
 TRAIN_RECORD_FORMAT = 4
-"""The format of the records that this version writes; it reads older ones, too."""
+"""The record format that this version writes; it also reads older ones."""
 
 PROGRESS_FILE = "progress.jsonl"
-"""The progress file's name, in the folder of a run."""
+"""The progress file's name, in a run's folder."""
 
 
 class _Figures(Section):
-    # A run that diverges has figures for which JSON has no numbers.
+    # JSON has no numbers for the figures of a run that diverges.
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
 
 class StepsTrained(_Figures):
-    """The figures of some steps, which all ranks have trained."""
+    """Figures for steps that all ranks have trained."""
 
     step: int
-    """The last of the steps, from 1."""
+    """The last step, counted from 1."""
 
     losses: tuple[float, ...] = Field(default=(), exclude=True)
-    """The mean loss of each step's global batch; no file has it."""
+    """Each step's mean loss over the global batch; never written to files."""
 
     loss: float | None = None
-    """The mean loss of the steps; `None` in files of format 1, as the other figures but `ne`."""
+    """The mean loss over the steps; `None` in format 1 files, like all figures but `ne`."""
 
     ne: float
-    """The normalized entropy of the steps, on batches before the model had learned from them."""
+    """The normalized entropy over the steps, on batches that the model hadn't seen yet."""
 
     click_rate: float | None = None
-    """The share of positive labels; `None` before format 4."""
+    """The positive labels' share; `None` before format 4."""
 
     seconds: float | None = None
     """The steps' time, averaged over the ranks; `None` before format 4."""
 
     table_lr: float | None = None
-    """The learning rate of the tables in the last of the steps."""
+    """The tables' learning rate in the last step."""
 
     dense_lr: float | None = None
-    """The learning rate of everything else in the last of the steps."""
+    """The learning rate for everything else in the last step."""
 
     samples_per_s: float | None = None
-    """Samples of all ranks per second."""
+    """Samples per second, over all ranks."""
 
     memory_bytes: Annotated[
         tuple[int, ...], BeforeValidator(lambda most: (most,) if isinstance(most, int) else most)
     ] = ()
-    """The most memory that each rank has used so far; before format 4 the largest alone."""
+    """Each rank's peak memory so far; before format 4 only the largest."""
 
     dense_density: float | None = None
-    """The share of dense gradients' elements that rank 0 chose, 0 if all steps were dense; `None`
-    unless gradients are thresholded, as the next three."""
+    """The share of dense gradient elements that rank 0 sent, 0 if all steps were dense; `None`
+    unless gradients are thresholded, like the next three."""
 
     dense_bytes_per_step: float | None = None
-    """Bytes of dense gradients that rank 0 sent to others."""
+    """Dense gradient bytes that rank 0 sent to other ranks."""
 
     dense_fp32_bytes_per_step: float | None = None
-    """Bytes like `dense_bytes_per_step`, had all elements been added up in fp32 by a ring."""
+    """The bytes that a ring all-reduce in fp32 would have sent instead."""
 
     dense_residual_norm: float | None = None
     """The Euclidean norm of the gradients that rank 0 hadn't sent yet after the last step."""
 
     @classmethod
     def of_losses(cls, losses: Sequence[float], click_rate: float, **figures: Any) -> Self:
-        """Build the figures of steps with these losses and this share of positive labels."""
+        """Build the figures from the steps' losses and their share of positive labels."""
         loss = sum(losses) / len(losses)
         ne = normalized_entropy(loss, click_rate)
         return cls(losses=tuple(losses), loss=loss, ne=ne, click_rate=click_rate, **figures)
 
 
 class Evaluation(_Figures):
-    """The figures of an evaluation on held-out batches."""
+    """Figures for an evaluation on held-out batches."""
 
     step: int
-    """How many steps were trained before."""
+    """The steps trained before."""
 
     losses: tuple[float, ...] = Field(default=(), exclude=True)
-    """The mean loss of each held-out batch, over all ranks; no file has it."""
+    """Each held-out batch's mean loss, over all ranks; never written to files."""
 
     click_rate: float | None = Field(default=None, exclude=True)
-    """The share of positive labels; no file has it."""
+    """The positive labels' share; never written to files."""
 
     metrics: dict[str, float]
-    """The metrics by name: loss, ne, auc and calibration of clicks; loss, recall and NDCG of
+    """The metrics by name: loss, ne, auc and calibration for clicks; loss, recall and NDCG for
     rankings."""
 
 
 def normalized_entropy(loss: float, click_rate: float) -> float:
-    """Divide a log loss by that of always predicting ``click_rate``.
+    """Divide a log loss by the loss when always predicting ``click_rate``.
 
     1 is as bad as knowing nothing; `nan` if all labels are equal.
 
@@ -127,7 +127,7 @@ def normalized_entropy(loss: float, click_rate: float) -> float:
 
 
 def best_of(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | None:
-    """Return the first evaluation that no other one beats; none if no value is finite."""
+    """Return the first evaluation that no other beats; none if no value is finite."""
     sign = 1 if metric in LESS_IS_BETTER else -1
     finite = [
         evaluation
@@ -138,13 +138,13 @@ def best_of(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | None
 
 
 def num_since_best(evaluations: Sequence[Evaluation], metric: str) -> int:
-    """Count the evaluations after the best one; all of them if none is finite."""
+    """Count the evaluations after the best; all of them if none is finite."""
     best = best_of(evaluations, metric)
     return len(evaluations) - (0 if best is None else 1 + evaluations.index(best))
 
 
 class RunRecord(_Figures):
-    """The figures of one run."""
+    """One run's figures."""
 
     name: str
     """The run's name in the config."""
@@ -156,97 +156,96 @@ class RunRecord(_Figures):
     """How replicas were kept equal, in words."""
 
     num_groups: int
-    """How many copies of the tables there were."""
+    """Table replicas."""
 
     curve: tuple[StepsTrained, ...]
-    """All steps, some at a time, also those before a resume."""
+    """All steps, a few at a time, including those before a resume."""
 
     eval_loss: float
-    """The mean loss of the held-out batches, at the end."""
+    """The mean loss on the held-out batches, at the end."""
 
     eval_ne: float
-    """The normalized entropy of the held-out batches, at the end."""
+    """The normalized entropy on the held-out batches, at the end."""
 
     samples_per_s: float
-    """Samples of all ranks trained per second, evaluation and set-up left out."""
+    """Samples per second over all ranks, without evaluation and set-up."""
 
     sync_bytes_per_step: float
     """Bytes that a rank sent to its replica peers per step, averaged over the ranks."""
 
     sync_fp32_bytes_per_step: float | None = None
-    """Bytes like `sync_bytes_per_step`, had nothing been encoded; `None` in files of format 1 and
-    2, as the next two."""
+    """The same bytes without encoding; `None` in format 1 and 2 files, like the next two."""
 
     rows_bytes_per_step: float | None = None
-    """Bytes of the rows, bags and gradients that a rank encoded per step, averaged over the ranks;
-    0 without a row transport."""
+    """Row, bag and gradient bytes that a rank encoded per step, averaged over the ranks; 0 without
+    a row transport."""
 
     rows_fp32_bytes_per_step: float | None = None
-    """Bytes like `rows_bytes_per_step`, before they were encoded."""
+    """The same bytes before encoding."""
 
     evaluations: tuple[Evaluation, ...] = ()
-    """All evaluations, the one at the end included."""
+    """All evaluations, including the last."""
 
     ending: str = ""
-    """Why the run ended, in words."""
+    """The reason why the run ended, in words."""
 
     plan: str = ""
     """The plan, in words."""
 
     explanation: str = ""
-    """Why the plan was chosen, in words, if it was searched by cost."""
+    """The reason for the plan, in words, if it was searched by cost."""
 
     memory_bytes: tuple[int, ...] = ()
-    """The most memory that each rank has used."""
+    """Each rank's peak memory."""
 
     resumed_from: str = ""
-    """The checkpoint that the run went on from, in its last life."""
+    """The checkpoint from which the run last resumed."""
 
     imbalance_before: float | None = None
-    """How many times the mean the slowest rank would have taken with the samples that it reads, by
-    their costs; `None` unless samples are dealt."""
+    """The slowest rank's cost relative to the mean, for the samples that ranks read; `None` unless
+    samples are balanced."""
 
     imbalance_after: float | None = None
-    """How many times the mean the slowest rank took with the samples that it was dealt."""
+    """The slowest rank's cost relative to the mean, for the samples as balanced."""
 
 
 class TrainRecord(JsonFile):
-    """All runs of one call."""
+    """All runs in one call."""
 
     what_it_is: ClassVar[str] = "what train --output writes"
 
     format: int = TRAIN_RECORD_FORMAT
-    """The format of this file."""
+    """This file's format."""
 
     config: dict[str, Any]
     """The whole config, seeds included."""
 
     world_size: int
-    """How many ranks trained."""
+    """Ranks that trained."""
 
     planted_ne: float | None = None
-    """The entropy of the held-out batches, as the model behind the labels predicts them; `None` for
-    data without such a model."""
+    """The held-out batches' entropy under the model that drew the labels; `None` for data without
+    such a model."""
 
     environment: dict[str, str] = Field(default_factory=dict)
-    """The versions of the packages that matter, and the processor."""
+    """The processor and the main packages' versions."""
 
     runs: tuple[RunRecord, ...]
-    """The runs, in the order of the config."""
+    """The runs, in config order."""
 
     @property
     def num_samples(self) -> int:
-        """How many samples each run was trained on."""
+        """Samples that each run was trained on."""
         loop = self.config["loop"]
         return loop["steps"] * loop["global_batch_size"]
 
     @property
     def seeds(self) -> tuple[int, int]:
-        """The seeds of the data and of the initial weights."""
+        """The seeds for the data and the initial weights."""
         return self.config["data"].get("seed", 0), self.config["model"].get("seed", 0)
 
     def only(self, names: Sequence[str]) -> "TrainRecord":
-        """Return the record with these runs alone; with all of them for no name.
+        """Return the record with only these runs; with all of them if no name is given.
 
         Raises:
             ConfigError: it has no such run.
@@ -260,11 +259,11 @@ class TrainRecord(JsonFile):
         return self._with_runs(sections, tuple(run for run in self.runs if run.name in names))
 
     def find(self, name: str) -> RunRecord | None:
-        """Return the run of this name, if there is one."""
+        """Return the run with this name, if there is one."""
         return next((run for run in self.runs if run.name == name), None)
 
     def joined(self, other: "TrainRecord") -> "TrainRecord":
-        """Return the runs of both records, which have the same config and seeds.
+        """Merge two records that have the same config and seeds.
 
         Raises:
             ConfigError: they differ in more than their runs, or have a run in common.
@@ -291,10 +290,10 @@ class TrainRecord(JsonFile):
 
 
 def joined(records: Sequence[TrainRecord]) -> list[TrainRecord]:
-    """Return one record for each pair of seeds, so that a variant can be trained later and join.
+    """Merge records with equal seeds, so that a variant can be trained later and join.
 
     Raises:
-        ConfigError: two records of the same seeds differ in more than their runs, or have a run
+        ConfigError: two records with equal seeds differ in more than their runs, or have a run
             in common.
     """
     by_seeds: dict[tuple[int, int], TrainRecord] = {}
@@ -305,44 +304,44 @@ def joined(records: Sequence[TrainRecord]) -> list[TrainRecord]:
 
 
 class ProgressLine(Section):
-    """A line of a progress file: one of its fields says something."""
+    """A line in a progress file: exactly one field is set."""
 
     point: StepsTrained | None = None
-    """Some steps that were trained."""
+    """Steps that were trained."""
 
     evaluation: Evaluation | None = None
     """An evaluation."""
 
     is_over: bool = False
-    """Whether the run has ended, so that the record has it."""
+    """True if the run has ended, so that the record has it."""
 
     def is_after(self, step: int) -> bool:
-        """Whether a run that goes on after ``step`` steps will write this line again."""
+        """Return whether a run that resumes after ``step`` steps will write this line again."""
         part = self.point or self.evaluation
         return part is None or part.step > step
 
 
 class ProgressFile:
-    """Adds lines to the progress of one run."""
+    """Appends lines to one run's progress."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin the progress anew; an earlier life's lines are kept for `resume`."""
+        """Start the progress anew; earlier lines are kept for `resume`."""
         self._path = folder / PROGRESS_FILE
         self._earlier = read_progress(folder)
         with writing(self._path):
             self._path.write_text("")
 
     def resume(self, step: int) -> None:
-        """Take over an earlier life's lines up to ``step``."""
+        """Take over earlier lines up to ``step``."""
         for line in self._earlier:
             if not line.is_after(step):
                 self.add(line)
 
     def add(self, line: ProgressLine) -> None:
-        """Add a line.
+        """Append a line.
 
         Raises:
-            OutputError: it can't be written; `read_progress` passes over a line without an end.
+            OutputError: it can't be written; `read_progress` skips a line without an end.
         """
         with writing(self._path), self._path.open("a") as file:
             file.write(line.model_dump_json(exclude_defaults=True) + "\n")
@@ -358,7 +357,7 @@ def read_progress(folder: Path) -> tuple[ProgressLine, ...]:
     if not path.exists():
         return ()
     try:
-        # A line without an end is one that a killed run was about to write.
+        # A killed run may leave a last line without an end.
         *lines, _ = path.read_text().split("\n")
         return tuple(map(ProgressLine.model_validate_json, lines))
     except OSError as error:

@@ -39,28 +39,28 @@ _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec-2dsp
 
 
 class Ending(StrEnum):
-    """Why a run has ended."""
+    """The reason why a run ended."""
 
     STEPS = "all steps are trained"
-    """It has trained as many steps as the config says."""
+    """All the config's steps are trained."""
 
     PATIENCE = "evaluations don't get better"
-    """So many evaluations as the config's patience were no better than the best."""
+    """The last `patience` evaluations brought no improvement."""
 
     DATA = "there are no more batches"
-    """The data has ended before."""
+    """The data ended first."""
 
 
 class RunResult(RunRecord):
-    """The result of one run: its record, and figures that no file has."""
+    """One run's result: its record, and figures that are never written to files."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     plan2d: Plan2D = Field(exclude=True)
-    """The plan that the run trained by; mesh and sync config are part of it."""
+    """The plan that the run trained by, mesh and sync config included."""
 
     losses: tuple[float, ...] = Field(exclude=True)
-    """The train loss of each step's global batch."""
+    """Each step's train loss over the global batch."""
 
     train_loss: float = Field(exclude=True)
     """The mean of the last losses (`LoopConfig.final_steps`)."""
@@ -69,27 +69,27 @@ class RunResult(RunRecord):
     """Rows that a rank's syncs wrote per step, averaged over the ranks."""
 
     balance: BalanceReport | None = Field(default=None, exclude=True)
-    """How even the ranks' work was since the last start, batches that were taken ahead included;
-    `None` unless samples are dealt."""
+    """How even the ranks' work was since the last start, prefetched batches included; `None` unless
+    samples are balanced."""
 
     @property
     def evaluated(self) -> Evaluation:
-        """The evaluation at the end."""
+        """The last evaluation."""
         return self.evaluations[-1]
 
 
 class TrainResult(Section):
-    """The results of all runs of a config."""
+    """The results for all runs in a config."""
 
     runs: tuple[RunResult, ...]
-    """The runs, in the order of the config."""
+    """The runs, in config order."""
 
     metric: str
-    """The metric by which evaluations are compared."""
+    """The metric that compares evaluations."""
 
     planted_ne: float | None = None
-    """The entropy of the held-out batches, as the model behind the labels predicts them; `None` for
-    data without such a model."""
+    """The held-out batches' entropy under the model that drew the labels; `None` for data without
+    such a model."""
 
     @property
     def reference(self) -> RunResult | None:
@@ -97,7 +97,7 @@ class TrainResult(Section):
         return next((run for run in self.runs if run.num_groups == 1), None)
 
     def record(self, config: TrainConfig) -> TrainRecord:
-        """Return the record of these runs of ``config``."""
+        """Return these runs' record."""
         return TrainRecord(
             config=config.model_dump(mode="json"),
             world_size=self.runs[0].plan2d.mesh.world_size,
@@ -108,13 +108,13 @@ class TrainResult(Section):
 
 
 def largest_loss_gap(run: RunResult, reference: RunResult) -> float:
-    """Return the largest difference of a step's losses, over the steps that both have trained."""
+    """Return the largest loss difference over the steps that both runs trained."""
     pairs = zip(run.losses, reference.losses, strict=False)
     return max(abs(loss - theirs) for loss, theirs in pairs)
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter, and the processor.
+    """Return Python's and the main packages' versions, and the processor.
 
     Example:
         >>> from torchrec_2dsp.programs.train.results import environment
@@ -126,52 +126,52 @@ def environment() -> dict[str, str]:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
-            continue  # Of the two packages of FBGEMM only one is installed.
+            continue  # Only one of the two FBGEMM packages is installed.
     return versions
 
 
 class TrainWatcher:
-    """Learns what happens on this rank, and does nothing; others build on it."""
+    """An observer of this rank's progress that does nothing; subclasses override its methods."""
 
     def data_opened(self, text: str) -> None:
-        """Learn that a log was opened; ``text`` says what is trained on, and what is held out."""
+        """Handle an opened log; ``text`` names the training and the held-out rows."""
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
-        """Learn that a run is about to start."""
+        """Handle a run's plan, just before it starts."""
 
     def run_resumed(self, name: str, path: Path, step: int) -> None:
-        """Learn that a run goes on from a checkpoint, after ``step`` steps."""
+        """Handle a resume from a checkpoint, after ``step`` steps."""
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
-        """Learn that some steps of a run were trained."""
+        """Handle trained steps."""
 
     def layers_moved(self, name: str, step: int, cuts: Mapping[str, tuple[int, ...]]) -> None:
-        """Learn that pipelined layers were cut anew after ``step`` steps.
+        """Handle moved pipeline layers after ``step`` steps.
 
-        ``cuts`` has the first layer of each stage but the first, by the name of the stack.
+        ``cuts`` has each stage's first layer, except the first stage's, by stack name.
         """
 
     def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
-        """Learn that a run was evaluated; ``is_best`` if it was never better before."""
+        """Handle an evaluation; ``is_best`` if it beats all earlier ones."""
 
     def run_finished(self, result: RunResult) -> None:
-        """Learn that a run is over."""
+        """Handle a run's end."""
 
     def all_finished(self, result: TrainResult) -> None:
-        """Learn that all runs are over."""
+        """Handle the end of all runs."""
 
 
 class RunFolder(TrainWatcher):
     """Writes, on one rank, the config, each run's plan, and a record that grows run by run.
 
-    - ``config.toml``: the config as it was resolved, with absolute paths;
-    - ``record.json``: a `TrainRecord` of the runs that are over;
+    - ``config.toml``: the resolved config, with absolute paths;
+    - ``record.json``: a `TrainRecord` with the finished runs;
     - ``<run>/plan.json`` and, after a search by cost, ``<run>/explanation.txt``;
-    - ``<run>/progress.jsonl``: the curve of a run, also of one that isn't over.
+    - ``<run>/progress.jsonl``: a run's curve, also while it trains.
     """
 
     def __init__(self, folder: str | Path, config: TrainConfig) -> None:
-        """Make the folder if there is none, and write the config.
+        """Create the folder if needed, and write the config.
 
         Raises:
             ConfigError: the folder can't be written to.
@@ -189,7 +189,7 @@ class RunFolder(TrainWatcher):
         write_whole(self._folder / "config.toml", content)
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
-        """Write the run's plan, and begin its progress."""
+        """Write the run's plan, and start its progress."""
         folder = self._folder / name
         with writing(folder):
             folder.mkdir(exist_ok=True)
@@ -200,30 +200,30 @@ class RunFolder(TrainWatcher):
             write_whole(folder / "explanation.txt", planned.explanation + "\n")
 
     def run_resumed(self, name: str, path: Path, step: int) -> None:
-        """Take over the earlier life's progress up to the checkpoint."""
+        """Keep the earlier progress up to the checkpoint."""
         self._progress[name].resume(step)
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
-        """Add the steps to the run's progress."""
+        """Append the steps to the run's progress."""
         self._progress[name].add(ProgressLine(point=progress))
 
     def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
-        """Add the evaluation to the run's progress."""
+        """Append the evaluation to the run's progress."""
         self._progress[name].add(ProgressLine(evaluation=evaluation))
 
     def run_finished(self, result: RunResult) -> None:
-        """Write the record of the runs so far, so that a stop loses none of them."""
+        """Write the record after each run, so that an interruption loses none."""
         self._results.append(result)
         self.all_finished(TrainResult(runs=tuple(self._results), metric=self._config.metric))
         self._progress[result.name].add(ProgressLine(is_over=True))
 
     def all_finished(self, result: TrainResult) -> None:
-        """Write the record of all runs."""
+        """Write the record with all runs."""
         result.record(self._config).save(self._folder / "record.json")
 
 
 def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the values for which TOML has no word."""
+    """Drop `None` values, which TOML can't express."""
     return {
         key: _without_none(value) if isinstance(value, Mapping) else value
         for key, value in tree.items()
@@ -232,15 +232,15 @@ def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TensorBoardWatcher(TrainWatcher):
-    """Writes losses by step, evaluations, and a run's other figures at its end.
+    """Writes losses by step, evaluations, and a run's final figures.
 
-    TensorBoard writes in a thread of its own, so a full disk is noticed some calls later, at the
-    latest when the run is over.
+    TensorBoard writes in a separate thread, so a full disk is noticed a few calls later, at the
+    latest when the run ends.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Each run writes to ``folder/<name of the run>``."""
-        # An extra, which may be missing.
+        """Prepare to write each run to ``folder/<name>``."""
+        # An optional dependency.
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder, self._make_writer = Path(folder), SummaryWriter
@@ -254,14 +254,14 @@ class TensorBoardWatcher(TrainWatcher):
             writer.add_text("config", f"```\n{config.model_dump_json(indent=1)}\n```")
 
     def run_resumed(self, name: str, path: Path, step: int) -> None:
-        """Let the new life's curves cover what an earlier one wrote after ``step``."""
+        """Purge points that an earlier process wrote after ``step``."""
         with writing(self._folder / name):
             self._writers[name].close()
             folder = str(self._folder / name)
             self._writers[name] = self._make_writer(folder, purge_step=step + 1)
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
-        """Write the loss of every step, and the other figures of all of them."""
+        """Write every step's loss, and the other figures once for all."""
         step, losses = progress.step, progress.losses
         figures = {
             "train/ne": progress.ne,
@@ -283,7 +283,7 @@ class TensorBoardWatcher(TrainWatcher):
                     writer.add_scalar(tag, value, step)
 
     def layers_moved(self, name: str, step: int, cuts: Mapping[str, tuple[int, ...]]) -> None:
-        """Write the first layer of each stage but the first, in words."""
+        """Write each later stage's first layer as text."""
         with writing(self._folder / name):
             for stack, firsts in cuts.items():
                 self._writers[name].add_text(f"dense/cuts of {stack}", str(firsts), step)
@@ -295,12 +295,12 @@ class TensorBoardWatcher(TrainWatcher):
                 self._writers[name].add_scalar(f"eval/{metric}", value, evaluation.step)
 
     def run_finished(self, result: RunResult) -> None:
-        """Write the figures of the whole run, at its last step."""
+        """Write the whole run's figures at its last step."""
         figures = {
             "speed/samples_per_s": result.samples_per_s,
             "sync/bytes_per_step": result.sync_bytes_per_step,
         }
-        # Where nothing is encoded, nothing is counted.
+        # Without encoding, nothing is counted.
         if result.rows_bytes_per_step:
             figures["bytes/rows_fp32"] = result.rows_fp32_bytes_per_step or 0.0
             figures["bytes/rows_sent"] = result.rows_bytes_per_step

@@ -68,26 +68,25 @@ _Sharders = list[ModuleSharder[Any]]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The plan of a run."""
+    """A run's plan."""
 
     plan: Plan2D
     """The plan, equal on all ranks."""
 
     tables: dict[str, tuple[int, int]]
-    """Each table's rows and dimension, by its name."""
+    """Each table's rows and dimension, by table name."""
 
     num_steps: int
-    """How many steps the run has, unless it is out of patience before: those of the config, or as
-    many as there are data for."""
+    """The run's steps, unless its patience ends first: the config's, or as many as the data has."""
 
     explanation: str = ""
-    """Why the plan was chosen, in words, on the rank that searched it by cost; else empty."""
+    """The reason for the plan, in words, on the rank that searched it by cost; else empty."""
 
     dense: str = ""
-    """What runs the dense part, in words, if it was planned."""
+    """The dense part, in words, if it was planned."""
 
     def with_dense(self, part: DensePart) -> "PlannedRun":
-        """Add the choice of the dense part, if that was planned, too."""
+        """Add the choice of dense part, if that was planned too."""
         if part.choices is None:
             return self
         texts = [self.explanation, str(part.choices)] if self.explanation else []
@@ -106,7 +105,7 @@ def sharded_model(
         dataset: the data that the config names.
 
     Collectives:
-        Those of planning and sharding.
+        Same as planning and sharding.
     """
     run, shape = config.runs[name], shape_of(config.data, dataset)
     device = rank_device(config.loop.device)
@@ -138,8 +137,8 @@ def sharded_model(
 def make_model(config: TrainConfig, run: RunConfig, shape: BatchShape) -> nn.Module:
     """Build a run's unsharded model.
 
-    Its tables have no weights, because no rank has to be able to hold them; those of a user's own
-    model are as the factory leaves them.
+    Its tables are on the meta device, since a whole table may not fit on any rank; a user's own
+    model keeps what its factory built.
     """
     model = build_any_model(shape, config.model, tables_device="meta")
     split_(model, run.splits, run.split_threshold)
@@ -147,9 +146,9 @@ def make_model(config: TrainConfig, run: RunConfig, shape: BatchShape) -> nn.Mod
 
 
 def make_sharders(config: TrainConfig, run: RunConfig, shape: BatchShape) -> _Sharders:
-    """Build the sharders of a run's bags and sequences.
+    """Build a run's sharders for bags and sequences.
 
-    They draw initial tables that no mesh changes, or keep those of a user's own model.
+    They draw initial tables that don't depend on the mesh, or keep a user's own model's weights.
     """
     optimizer = table_optimizer(
         config.optimizer,
@@ -164,7 +163,7 @@ def make_sharders(config: TrainConfig, run: RunConfig, shape: BatchShape) -> _Sh
     bags = EmbeddingBagCollectionSharder2D(
         optimizer, keep_weights=is_own, accumulates=accumulates, init_seed=init_seed
     )
-    # TorchRec keeps the weights of sequences by itself.
+    # TorchRec keeps the weights for sequences by itself.
     sequences = EmbeddingCollectionSharder2D(
         optimizer, accumulates=accumulates, init_seed=init_seed
     )
@@ -180,11 +179,10 @@ def _num_steps(config: TrainConfig, dataset: Dataset) -> int:
 def _plan_run(
     config: TrainConfig, name: str, shape: BatchShape, model: nn.Module, sharders: _Sharders
 ) -> tuple[Plan2D, str]:
-    """Read a run's plan, or search it with the run's pins; return it and its explanation.
+    """Read a run's plan, or search one with the run's pins; return it and its explanation.
 
     Collectives:
-        An agreement of all ranks on the files that are read, and one broadcast of a pickled object
-        from rank 0 of the world.
+        All ranks agree whether files could be read, and rank 0 broadcasts one pickled object.
     """
     run, world_size = config.runs[name], dist.get_world_size(world_group())
     with agreeing(world_group()):
@@ -236,10 +234,10 @@ def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
 
 
 def _make_dense_part(config: TrainConfig, run: RunConfig, model: nn.Module) -> DensePart:
-    """Build what runs the dense part of an unsharded model.
+    """Build the runner for an unsharded model's dense part.
 
     Collectives:
-        Those of `dense_part`.
+        Same as `dense_part`.
     """
     loop = config.loop
     return dense_part(
@@ -248,14 +246,14 @@ def _make_dense_part(config: TrainConfig, run: RunConfig, model: nn.Module) -> D
         calibration=run.calibration,
         batch_size=loop.batch_size // dist.get_world_size(world_group()),
         state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
-        # A DDP with a static graph learns it in its first backward, in which it adds up the
-        # gradients of each batch. That would be other bits after a resume.
+        # With a static graph, DDP learns the graph in its first backward, where it adds up the
+        # gradients of each batch. After a resume, that would give other bits.
         static_graph=loop.accumulate == 1,
     )
 
 
 def _stock_sharders(optimizer: OptimizerConfig) -> _Sharders:
-    """Build TorchRec's sharders of bags and sequences, with row-wise AdaGrad in their kernels."""
+    """Build TorchRec's sharders for bags and sequences, with fused row-wise AdaGrad."""
     fused_params: dict[str, Any] = {
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         "learning_rate": optimizer.lr,
@@ -269,15 +267,10 @@ def _stock_sharders(optimizer: OptimizerConfig) -> _Sharders:
 
 
 def _stock_plan(model: nn.Module, sharders: _Sharders, arguments: dict[str, Any]) -> Plan2D:
-    """Plan with TorchRec's planner; return the plan as one of a single group, to be shown.
-
-    Args:
-        model: the unsharded model.
-        sharders: TorchRec's.
-        arguments: of the planner.
+    """Plan with TorchRec's planner; return the plan as a single group's, for display.
 
     Collectives:
-        One broadcast of a pickled object from rank 0 of the world.
+        Rank 0 broadcasts one pickled object.
     """
     world = world_group()
     mesh = Mesh2D(1, dist.get_world_size(world))
@@ -292,17 +285,17 @@ def _stock_plan(model: nn.Module, sharders: _Sharders, arguments: dict[str, Any]
 def _stock_model(
     model: nn.Module, plan: Plan2D, sharders: _Sharders, device: torch.device, *, seed: int
 ) -> DistributedModelParallel:
-    """Shard a model by TorchRec alone, with the tables that this package's sharders draw.
+    """Shard a model with TorchRec alone, with the tables that this package's sharders draw.
 
     Args:
         model: the unsharded model, whose tables have no weights.
         plan: from `_stock_plan`.
         sharders: TorchRec's.
         device: this rank's device.
-        seed: of all tables.
+        seed: for all tables.
 
     Collectives:
-        Those of `DistributedModelParallel`.
+        Same as `DistributedModelParallel`.
     """
     tables = _configs_by_weight(model)
     world = world_group()
@@ -324,7 +317,7 @@ def _stock_model(
 
 
 def _configs_by_weight(model: nn.Module) -> dict[str, Any]:
-    """Return the configs of a model's tables, by the names of their weights in its state dict."""
+    """Return a model's table configs by their weights' names in its state dict."""
     tables: dict[str, Any] = {}
     for path, module in model.named_modules():
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
@@ -337,23 +330,23 @@ def _configs_by_weight(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunOptimizers:
-    """The optimizers of a run."""
+    """A run's optimizers."""
 
     whole: CombinedOptimizer
-    """The optimizer of all parameters."""
+    """The optimizer for all parameters."""
 
     tables: KeyedOptimizer
-    """The fused optimizers of the tables."""
+    """The tables' fused optimizers."""
 
     dense: KeyedOptimizer
-    """The optimizer of everything else, as each rank steps it."""
+    """The optimizer for everything else, as each rank steps it."""
 
     def rates(self) -> tuple[float, float]:
-        """Return the learning rates now, of the tables and of everything else."""
+        """Return the current learning rates, for the tables and for everything else."""
         return _rate(self.tables), _rate(self.dense)
 
     def set_rates(self, table_lr: float, dense_lr: float) -> None:
-        """Set the next step's learning rates; kernels get theirs as its gradients are cleared."""
+        """Set the next step's learning rates; kernels get theirs when gradients are cleared."""
         for optimizer, rate in ((self.tables, table_lr), (self.dense, dense_lr)):
             groups: Any = optimizer.param_groups
             for group in groups:
@@ -368,7 +361,7 @@ def _rate(optimizer: KeyedOptimizer) -> float:
 def make_optimizers(
     model: DistributedModelParallel, config: TrainConfig, run: RunConfig
 ) -> RunOptimizers:
-    """Build the tables' fused optimizers, and the optimizer of everything else."""
+    """Build the tables' fused optimizers and the optimizer for everything else."""
     params = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = dense_optimizer(config.optimizer, params, clip_norm=config.optimizer.dense_clip_norm)
     fused: Any = model.fused_optimizer
@@ -383,7 +376,7 @@ def ending_together(
 
     Args:
         model: the run's.
-        board: the notice board of the world.
+        board: the world's notice board.
     """
     if isinstance(model, ModelParallel2D):
         return failing_together(model)
@@ -391,15 +384,15 @@ def ending_together(
 
 
 def complete_tables(model: DistributedModelParallel) -> None:
-    """Make all copies of a run's tables equal and complete; TorchRec's own always are.
+    """Make all table replicas in a run equal and complete; TorchRec's own always are.
 
     Collectives:
-        Those of `ModelParallel2D.sync_now`.
+        Same as `ModelParallel2D.sync_now`.
     """
     if isinstance(model, ModelParallel2D):
         model.sync_now()
 
 
 def sync_total_of(model: DistributedModelParallel) -> SyncReport:
-    """Return the sum of all sync reports; empty by TorchRec alone."""
+    """Sum all sync reports; empty for TorchRec alone."""
     return model.sync_total if isinstance(model, ModelParallel2D) else SyncReport()

@@ -1,11 +1,11 @@
-"""Train one step: in a pipeline, or as several batches that make one update.
+"""Train one step: in a pipeline, or as several batches with one update.
 
 ```text
-batches --training_batches (dealt, if the run says so)--> Stepper.step --> loss, scores, labels
+batches --training_batches (balanced, if configured)--> Stepper.step --> loss, scores, labels
 ```
 
-Between two steps, `LayerCuts` moves the layers of a pipelined dense part. `StepProfiler` writes a
-trace of some steps.
+Between two steps, `LayerCuts` moves a pipelined dense part's layers. `StepProfiler` traces selected
+steps.
 """
 
 import re
@@ -43,7 +43,7 @@ from torchrec_2dsp.programs.traces import step_mark
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a model gives beside the loss that is trained: the detached loss, scores and labels."""
+"""A model's output besides the loss that is trained: the detached loss, scores and labels."""
 
 
 class Stepper(Protocol):
@@ -53,17 +53,17 @@ class Stepper(Protocol):
         """Train a step.
 
         Raises:
-            StopIteration: the batches are over.
+            StopIteration: the data has ended.
         """
         ...
 
     def pause(self) -> None:
-        """Give the model back, so that it can be evaluated; the next step takes it again."""
+        """Release the model for an evaluation; the next step takes it again."""
         ...
 
 
 class PipelinedSteps:
-    """Steps in one of TorchRec's pipelines, which takes batches ahead."""
+    """Steps in one of TorchRec's pipelines, which prefetches batches."""
 
     def __init__(
         self,
@@ -80,20 +80,20 @@ class PipelinedSteps:
     def step(self, batches: Iterator[Batch]) -> Output:
         """Train one batch."""
         if self._is_detached and not isinstance(self._model, ModelParallel2D):
-            # By default a pipeline starts the input exchange of its next batch once more. With
-            # TorchRec's own sequences, that loses the sizes of the exchange that is over.
+            # By default a pipeline starts the input exchange for its next batch once more. With
+            # TorchRec's own sequences, that loses the finished exchange's sizes.
             self._pipeline.attach(self._model, sparse_dist=False)
         self._is_detached = False
         return self._pipeline.progress(batches)
 
     def pause(self) -> None:
-        """Detach the model; batches that were taken ahead stay in the pipeline."""
+        """Detach the model; prefetched batches stay in the pipeline."""
         self._pipeline.detach()
         self._is_detached = True
 
 
 class AccumulatedSteps:
-    """Steps of several batches, which make one update."""
+    """Steps with several batches each, which make one update."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class AccumulatedSteps:
         self._device, self._num_batches = device, num_batches
 
     def step(self, batches: Iterator[Batch]) -> Output:
-        """Train as many batches as make a step; fewer at the data's end aren't trained.
+        """Train one step's batches; an incomplete last step isn't trained.
 
         Collectives:
-            Those of `accumulate` and of the model.
+            Same as `accumulate` and the model.
         """
         with record_function("## next_batch ##"):
             parts = [batch.to(self._device) for batch in islice(batches, self._num_batches)]
@@ -137,7 +137,7 @@ class AccumulatedSteps:
 class _TimedSteps:
     """Steps whose processor time each rank notes, so that slower ranks get less to do.
 
-    While a rank waits for others it uses no processor.
+    While a rank waits for others it uses no processor time.
     """
 
     def __init__(self, steps: Stepper, note_seconds: Callable[[float], None]) -> None:
@@ -151,12 +151,12 @@ class _TimedSteps:
         return output
 
     def pause(self) -> None:
-        """Give the model back."""
+        """Release the model."""
         self._steps.pause()
 
 
 def timed_steps(steps: Stepper, batches: Iterator[Batch], balance: BalanceConfig | None) -> Stepper:
-    """Return steps that note their times, if ranks' speeds are measured."""
+    """Wrap steps to note their times, if ranks' speeds are measured."""
     is_measured = balance is not None and balance.rank_speeds == MEASURED
     if is_measured and isinstance(batches, BalancedBatches):
         return _TimedSteps(steps, batches.note_seconds)
@@ -170,12 +170,12 @@ def training_batches(
     """Open the batches that a rank trains, and close them at the end.
 
     Args:
-        batches: those that this rank reads.
-        balance: how samples are dealt; without it each rank trains what it reads.
-        model: what is trained.
+        batches: the batches that this rank reads.
+        balance: how samples are balanced; without it each rank trains what it reads.
+        model: the model to train.
 
     Collectives:
-        Those of `deal_batches`.
+        Same as `deal_batches`.
     """
     with closing_batches(batches) as own:
         if balance is None:
@@ -198,7 +198,7 @@ def closing_batches(batches: Iterator[Batch]) -> Iterator[Iterator[Batch]]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let a model evaluate, without gradients, in this context."""
+    """Set a model to evaluation mode, without gradients, in this context."""
     model.eval()
     try:
         with torch.no_grad():
@@ -208,12 +208,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def dense_figures(model: nn.Module, before: GradientReport, num_steps: int) -> dict[str, float]:
-    """Return the figures of this rank's thresholded dense gradients; none if all are sent.
+    """Return figures for this rank's thresholded dense gradients; none if all are sent.
 
     Args:
         model: the sharded model.
-        before: what was sent before these steps.
-        num_steps: how many steps there were.
+        before: the bytes sent before these steps.
+        num_steps: the number of steps.
     """
     wrapper = thresholded_gradients(model)
     if wrapper is None:
@@ -228,7 +228,7 @@ def dense_figures(model: nn.Module, before: GradientReport, num_steps: int) -> d
 
 
 class LayerCuts:
-    """Moves the layers of a pipeline now and then, if a model has one."""
+    """Moves a pipeline's layers now and then, if a model has one."""
 
     def __init__(self, model: nn.Module, optimizer: KeyedOptimizer, dense: DenseKinds) -> None:
         wrapper = data_parallel_wrapper(model)
@@ -243,10 +243,10 @@ class LayerCuts:
         return (step // self._every + 1) * self._every
 
     def recut(self) -> Mapping[str, tuple[int, ...]] | None:
-        """Cut the layers anew, between two steps; return each stack's cuts if layers have moved.
+        """Move layers between two steps; return each stack's cuts if any moved.
 
         Collectives:
-            Those of `PipelinedDense.recut`.
+            Same as `PipelinedDense.recut`.
         """
         assert self._pipeline is not None, "no step is due"
         self._optimizer.zero_grad()
@@ -255,7 +255,7 @@ class LayerCuts:
 
 @dataclass(frozen=True)
 class ProfiledSteps:
-    """The steps that are profiled, counted from 1.
+    """The steps to profile, counted from 1.
 
     Example:
         >>> from torchrec_2dsp.programs.train.steps import ProfiledSteps
@@ -264,17 +264,17 @@ class ProfiledSteps:
     """
 
     first: int
-    """The first step of the trace."""
+    """The first traced step."""
 
     last: int
-    """The last step of the trace."""
+    """The last traced step."""
 
     @classmethod
     def of(cls, text: str) -> "ProfiledSteps":
         """Parse a text such as ``20:30``.
 
         Raises:
-            ConfigError: it says something else.
+            ConfigError: it has another form.
         """
         numbers = re.fullmatch(r"(\d+):(\d+)", text)
         if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
@@ -285,7 +285,7 @@ class ProfiledSteps:
 
 
 class StepProfiler:
-    """Records a rank's work in some steps, and writes it when they are over."""
+    """Records a rank's work in selected steps, and writes it afterwards."""
 
     def __init__(self, steps: ProfiledSteps, path: Path, device: torch.device) -> None:
         self._steps, self._path = steps, path
@@ -300,7 +300,7 @@ class StepProfiler:
         """Record the block, which trains ``step``, if it is due.
 
         Collectives:
-            Those of `finish` at the end of the last step to record.
+            Same as `finish`, after the last step to record.
         """
         if not self._steps.first <= step <= self._steps.last:
             yield
@@ -314,14 +314,14 @@ class StepProfiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was recorded, also if the run ends before the last step to record.
+        """Write the recording, also if the run ends before the last step to record.
 
         Collectives:
-            A barrier of all ranks.
+            A barrier over all ranks.
         """
         if self._is_running:
             self._is_running = False
-            # Row gradients travel from one step to the next. Behind the barrier all ranks have sent
+            # Row gradients travel from one step to the next. After the barrier all ranks have sent
             # theirs.
             dist.barrier(world_group())
             wait_for_exchanges()

@@ -1,5 +1,6 @@
 """Models that the sharders can't take over completely are refused by name, on all ranks."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchrec.modules.mc_embedding_modules import (
 from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     ManagedCollisionCollection,
+    ManagedCollisionModule,
     MCHManagedCollisionModule,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -46,7 +48,7 @@ MESH = tdsp.Mesh2D(2, 2)
 
 
 def managed(configs: Any) -> ManagedCollisionCollection:
-    modules = {
+    modules: dict[str, ManagedCollisionModule] = {
         config.name: MCHManagedCollisionModule(
             zch_size=config.num_embeddings,
             device=torch.device("cpu"),
@@ -256,8 +258,9 @@ def tower() -> nn.Module:
 
 def frozen_processors() -> nn.Module:
     sparse = processed_bags(is_trained=False)
+    processors: Any = sparse._feature_processors
     with torch.no_grad():
-        for weights in sparse._feature_processors.position_weights.values():
+        for weights in processors.position_weights.values():
             weights.copy_(torch.linspace(0.5, 2, len(weights)))
     return Scored(sparse, 48)
 
@@ -282,7 +285,7 @@ def largest_loss_gap(rank: int, world_size: int, case: str) -> float:
     model = make()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     parallel = tdsp.ModelParallel2D(model, plan=plan_of(model), sharders=sharders())
-    parallel.load_state_dict(weights)
+    parallel.load_state_dict(OrderedDict(weights))
     optimizer = make_optimizer(parallel, lr=LR)
     optimizer_alone = torch.optim.SGD(alone.parameters(), lr=LR)
     gap = 0.0

@@ -114,7 +114,7 @@ def losses_of(result: RunResult) -> list[float]:
 
 
 def rates_of(result: RunResult) -> list[float]:
-    return [point.click_rate for point in result.curve]
+    return [point.click_rate for point in result.curve if point.click_rate is not None]
 
 
 COST = {"balance": {"cost": {"quadratic": 0.1}}}

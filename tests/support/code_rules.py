@@ -46,7 +46,8 @@ def private_violations(package: Path) -> list[str]:
             f"of {ADAPTERS}, or make it public where it is ours"
             for node in ast.walk(module.tree)
             for owner, name in _reached(node)
-            if name.startswith("_")
+            if isinstance(node, ast.expr)
+            and name.startswith("_")
             and not name.startswith("__")
             and name not in PUBLIC_IN_SPITE
             and name not in own_names

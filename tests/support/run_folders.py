@@ -34,7 +34,7 @@ def point(step: int, *, clicks: bool = True, dense: bool = False) -> StepsTraine
         table_lr=0.1,
         dense_lr=0.01,
         samples_per_s=800.0 * 8,
-        memory_bytes=3_000_000_000,
+        memory_bytes=(3_000_000_000,),
         dense_bytes_per_step=1e6 if dense else None,
         dense_fp32_bytes_per_step=4e6 if dense else None,
     )

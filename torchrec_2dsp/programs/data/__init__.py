@@ -1,5 +1,5 @@
-"""Batches of samples: synthetic ones, which any rank draws from a seed, and those of logs in files.
+"""Batches of samples: synthetic ones, which any rank draws from a seed, and those from log files.
 
-A training program knows its data as a `Dataset`, which all ranks open together. Logs in files have
-a folder, ``logs``; negatives are added to the samples of any dataset.
+A training program sees its data as a `Dataset`, which all ranks open together. Logs in files are in
+``logs``; `negatives` adds negative items to any dataset's samples.
 """

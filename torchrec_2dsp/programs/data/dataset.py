@@ -1,4 +1,4 @@
-"""`Dataset`: the batches that a training program reads, wherever the data comes from."""
+"""`Dataset`: the batches that a training program reads, from any source."""
 
 import enum
 import os
@@ -12,7 +12,7 @@ from torchrec_2dsp.comms.alarm import agreeing
 
 
 class Split(enum.Enum):
-    """Streams of the same distribution that share no sample."""
+    """Streams with the same distribution that share no sample."""
 
     TRAIN = 0
     """The batches to train on."""
@@ -22,7 +22,7 @@ class Split(enum.Enum):
 
 
 class DatasetFeature(Protocol):
-    """One sparse feature, which has a table of its own."""
+    """A sparse feature, with its own table."""
 
     @property
     def name(self) -> str:
@@ -31,21 +31,21 @@ class DatasetFeature(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """The number of different ids."""
+        """The number of distinct ids."""
         ...
 
     @property
     def mean_ids(self) -> float:
-        """The mean number of ids of a sample."""
+        """The mean number of ids per sample."""
         ...
 
 
 class BatchShape(Protocol):
-    """The features of a batch, which say what tables and dense layers a model needs."""
+    """The features of a batch, which determine a model's tables and dense layers."""
 
     @property
     def features(self) -> Sequence[DatasetFeature]:
-        """The sparse features, in the order of the batch."""
+        """The sparse features, in batch order."""
         ...
 
     @property
@@ -57,12 +57,12 @@ class BatchShape(Protocol):
 class Dataset(BatchShape, Protocol):
     """Batches of samples, equal on all ranks and for every number of ranks.
 
-    A sample has dense features, ids of sparse features, and a label. Global batch ``n`` of a split
-    holds the same samples whatever the number of ranks; each rank reads its own part of it.
+    A sample has dense features, ids of sparse features, and a label. A split's global batch ``n``
+    holds the same samples for any number of ranks; each rank reads its own part.
     """
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return the number of global batches in all epochs together; `None` if they never end."""
+        """Return the number of global batches in all epochs; `None` if they never end."""
         ...
 
     def batches(
@@ -71,23 +71,23 @@ class Dataset(BatchShape, Protocol):
         """Read this rank's part of a split's global batches, from number ``start`` on.
 
         Args:
-            split: which samples.
-            global_batch_size: samples of all ranks together; a multiple of ``world_size``.
-            rank: which part of each batch.
-            world_size: how many parts there are.
-            start: how many global batches were read before, by this run or by the one that it
+            split: the samples' split.
+            global_batch_size: samples over all ranks; a multiple of ``world_size``.
+            rank: the part to read.
+            world_size: the number of parts.
+            start: the number of global batches read before, by this run or the one that it
                 continues. Batches are numbered through all epochs.
         """
         ...
 
 
 Progress = Callable[[str, int, int], None]
-"""A function that is told what is going on, how much of it was done, and of how much."""
+"""A callback that receives the current activity, the work done, and the total."""
 Opened = TypeVar("Opened", bound=Dataset, covariant=True)
 
 
 class DataSection(Protocol[Opened]):
-    """A section ``[data]`` of a config."""
+    """A config section ``[data]``."""
 
     def dataset(self) -> Opened:
         """Open the data."""
@@ -96,10 +96,10 @@ class DataSection(Protocol[Opened]):
 
 @runtime_checkable
 class LogSection(Protocol[Opened]):
-    """A section ``[data]`` of a log in files."""
+    """A config section ``[data]`` for a log in files."""
 
     def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
-        """Convert a rank's share of the files that have to be."""
+        """Convert a rank's share of the files where needed."""
         ...
 
     def dataset(self, progress: Progress | None = None) -> Opened:
@@ -112,20 +112,20 @@ def open_together(
 ) -> Opened:
     """Open the data that a section describes, on every rank.
 
-    All ranks convert their share of a log's files, then those of each host do what isn't there yet,
-    which is nothing where hosts share the folder. Rank 0 opens the log first, so that a pass over
-    it is made once where the section keeps what the pass finds.
+    All ranks convert their share of a log's files; each host's ranks then convert what is still
+    missing, which is nothing if hosts share the folder. Rank 0 opens the log first, so that a pass
+    over the log is made once if the section caches the results.
 
     Args:
         section: equal on all ranks.
         group: all ranks.
-        progress: called while files are converted and passed over.
+        progress: called during conversion and passes over the log.
 
     Raises:
         TwoDError: a rank can't open the files, or they differ between ranks; all ranks raise it.
 
     Collectives:
-        Two all-gathers of objects; four where the data is a log.
+        Two all-gathers of objects; four for a log.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if isinstance(section, LogSection):

@@ -1,4 +1,4 @@
-"""Random numbers as a function of where they are used, so that any rank can draw any part."""
+"""Random numbers as a function of their coordinates, so that any rank can draw any part."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Coordinate = int | NDArray[np.integer]
 
 
 def uniforms(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
-    """Numbers in the open interval (0, 1), one per element of the broadcast coordinates.
+    """Draw numbers in the open interval (0, 1), one per element of the broadcast coordinates.
 
     Example:
         >>> import numpy as np
@@ -30,12 +30,12 @@ def uniforms(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
     for coordinate in coordinates:
         step = np.asarray(coordinate).astype(np.uint64) * np.uint64(_GOLDEN)
         state = _mixed(np.atleast_1d(state + step))
-    # 53 bits are what a double holds; the half keeps 0 out.
+    # A double holds 53 bits; the half excludes 0.
     return ((np.atleast_1d(state) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 def normals(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
-    """Draw standard normal numbers, by Box and Muller's transform of two uniform ones."""
+    """Draw standard normal numbers by the Box-Muller transform."""
     radius = np.sqrt(-2.0 * np.log(uniforms(seed, *coordinates, 0)))
     return radius * np.cos(2.0 * np.pi * uniforms(seed, *coordinates, 1))
 
@@ -48,7 +48,7 @@ def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mixed_int(value: int) -> int:
-    # numpy warns when a scalar wraps around, which is what is wanted here.
+    # numpy warns when a scalar wraps around, which is intended here.
     return int(_mixed(np.array([value], dtype=np.uint64))[0])
 
 
@@ -59,9 +59,9 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Zipf:
-    """Row ids whose ``k``-th most frequent one has a probability in proportion to ``k**-skew``.
+    """A Zipf distribution over row ids: the ``k``-th most frequent has weight ``k**-skew``.
 
-    Sampled by rejection-inversion: exact, and no table of probabilities is kept.
+    Samples exactly, by rejection-inversion, without a probability table.
 
     Reference: W. Hörmann and G. Derflinger, Rejection-inversion to generate variates from
     monotone discrete distributions, ACM TOMACS 6(3), 1996.
@@ -81,7 +81,7 @@ class Zipf:
     """The exponent: 0 is uniform, click logs are near 1."""
 
     is_sorted: bool = False
-    """Whether the most frequent row is the first, and so on."""
+    """True if rows are numbered by frequency, the most frequent first."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_rows <= _MAX_NUM_ROWS:
@@ -90,11 +90,11 @@ class Zipf:
             raise ConfigError(f"skew={self.skew} must be a finite number >= 0")
 
     def sample(self, seed: int, *coordinates: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Row ids, one per element of the broadcast coordinates (see `counters.uniforms`)."""
+        """Draw row ids, one per element of the broadcast coordinates (see `uniforms`)."""
         return self.row_of_rank(self.sample_ranks(seed, *coordinates))
 
     def sample_ranks(self, seed: int, *coordinates: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Draws of `sample` as popularity ranks ``1..num_rows``."""
+        """Draw popularity ranks ``1..num_rows``; see `sample`."""
         shape = np.broadcast_shapes(*(part.shape for part in coordinates))
         waiting = [np.broadcast_to(part, shape).ravel() for part in coordinates]
         where = np.arange(waiting[0].size)
@@ -108,7 +108,7 @@ class Zipf:
         return ranks.reshape(shape)
 
     def row_of_rank(self, rank: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of a popularity rank: rows are spread over the table unless sorted."""
+        """Map a popularity rank to its row: rows are spread over the table unless sorted."""
         return (rank - 1) * (1 if self.is_sorted else golden_step(self.num_rows)) % self.num_rows
 
     def probability(self, rank: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -116,9 +116,9 @@ class Zipf:
         return rank.astype(np.float64) ** -self.skew / self._sum_of_weights()
 
     def _sum_of_weights(self) -> float:
-        """Sum all rows' weights: the first ones one by one, the others by an integral.
+        """Sum all rows' weights: the first ones directly, the others by an integral.
 
-        Between two integers, the integral by trapezoids errs by less than the change of the slope.
+        The trapezoidal rule errs by less than the slope's change between two integers.
         """
         num_added_up = min(self.num_rows, _ADDED_UP)
         weights = np.arange(1, num_added_up + 1, dtype=np.float64) ** -self.skew
@@ -129,7 +129,7 @@ class Zipf:
         return float(weights.sum() + last - first + ends)
 
     def _try(self, draws: _Floats) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """One attempt per draw: a rank, and whether to take it."""
+        """Make one attempt per draw: a rank, and whether to accept it."""
         top = self._area(np.array([1.5, self.num_rows + 0.5, 2.5]))
         area = top[1] + draws * (top[0] - 1.0 - top[1])
         x = self._area_inverse(area)

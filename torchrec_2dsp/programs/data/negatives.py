@@ -1,8 +1,8 @@
-"""`WithNegatives`: a dataset whose samples come with items that they are to be told from.
+"""`WithNegatives`: a dataset whose samples come with negative items to be told apart from.
 
-The negatives are drawn before a batch reaches the model, so their ids travel with those of the
-batch, in any pipeline. They follow from the number of a sample among all samples of the run: they
-are the same for every number of ranks, and others in each epoch.
+Negatives are drawn before a batch reaches the model, so their ids travel with the batch's own in
+any pipeline. They depend on a sample's number among all of the run's samples: they are the same for
+every number of ranks, but differ between epochs.
 """
 
 import enum
@@ -22,28 +22,28 @@ from torchrec_2dsp.programs.data.dataset import Dataset, DatasetFeature, Split
 from torchrec_2dsp.programs.data.draws import uniforms
 
 _SEED_OFFSET = 0x4E65_6761
-"""Set apart from the seeds of what else is drawn from a run's seed."""
+"""A seed offset that keeps negatives independent of the run's other draws."""
 
 
 def negatives_name(feature: str) -> str:
-    """Return the name of the feature that holds the negatives of another one."""
+    """Return the name of the feature that holds another feature's negatives."""
     return f"{feature}_negatives"
 
 
 class NegativeKind(enum.Enum):
-    """How often an item is drawn as a negative."""
+    """The sampling distribution of negatives."""
 
     UNIFORM = "uniform"
     """All items alike."""
 
     LOG_UNIFORM = "log_uniform"
-    """Item ``k`` in proportion to ``log((k + 2) / (k + 1))``, about as often as items that are
-    numbered by their frequency are looked up."""
+    """Item ``k`` in proportion to ``log((k + 2) / (k + 1))``, which approximates lookup frequencies
+    if items are numbered by frequency."""
 
 
 @dataclass(frozen=True)
 class NegativeItems:
-    """The distribution of the negatives of one table.
+    """The distribution of a table's negatives.
 
     Example:
         >>> import torch
@@ -57,10 +57,9 @@ class NegativeItems:
     """Items are ``0..num_items - 1``."""
 
     kind: NegativeKind = NegativeKind.UNIFORM
-    """How often each is drawn."""
 
     def draw(self, draws: NDArray[np.float64]) -> NDArray[np.int64]:
-        """One item for each number between 0 and 1."""
+        """Map each number between 0 and 1 to an item."""
         if self.kind is NegativeKind.UNIFORM:
             items = draws * self.num_items
         else:
@@ -68,7 +67,7 @@ class NegativeItems:
         return np.minimum(items.astype(np.int64), self.num_items - 1)
 
     def log_probability(self, items: torch.Tensor) -> torch.Tensor:
-        """Return the logarithm of each item's probability, in float32."""
+        """Return each item's log-probability, in float32."""
         if self.kind is NegativeKind.UNIFORM:
             return torch.full(items.shape, -math.log(self.num_items), device=items.device)
         # Not log((k + 2) / (k + 1)), which is log(1) in float32 for large k.
@@ -77,7 +76,7 @@ class NegativeItems:
 
 
 class WithNegatives:
-    """A `Dataset` whose batches have one more feature: the negatives of each sample.
+    """A `Dataset` whose batches have one more feature: each sample's negatives.
 
     Example:
         >>> from torchrec_2dsp.programs.data.dataset import Split
@@ -105,11 +104,11 @@ class WithNegatives:
 
         Args:
             dataset: the samples.
-            feature: whose ids are drawn.
-            num_negatives: how many each sample gets; an item may be drawn more than once.
-            eval_negatives: how many each held-out sample gets; 0 for as many.
-            kind: how often each item is drawn.
-            seed: another seed draws other negatives.
+            feature: the feature whose ids are drawn.
+            num_negatives: the number per sample; an item may be drawn more than once.
+            eval_negatives: the number per held-out sample; 0 for the same.
+            kind: the sampling distribution.
+            seed: seeds the negatives.
         """
         if num_negatives < 1:
             raise ConfigError(f"num_negatives={num_negatives} is no count; use 1 or more")
@@ -120,16 +119,16 @@ class WithNegatives:
 
     @property
     def features(self) -> Sequence[DatasetFeature]:
-        """The sparse features that have a table of their own, which the negatives haven't."""
+        """The sparse features with their own tables, which exclude the negatives."""
         return self._dataset.features
 
     @property
     def num_dense(self) -> int:
-        """How many dense features there are."""
+        """The number of dense features."""
         return self._dataset.num_dense
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """How many global batches there are to train on; see `Dataset.num_train_batches`."""
+        """Return the number of global training batches; see `Dataset.num_train_batches`."""
         return self._dataset.num_train_batches(global_batch_size)
 
     def batches(
@@ -162,10 +161,10 @@ class WithNegatives:
 
 
 def feature_of(features: Sequence[DatasetFeature], name: str) -> DatasetFeature:
-    """Return the feature of a name.
+    """Return the feature with this name.
 
     Raises:
-        ConfigError: the data has none of this name.
+        ConfigError: the data has none.
     """
     for feature in features:
         if feature.name == name:

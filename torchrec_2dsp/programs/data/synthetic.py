@@ -1,7 +1,7 @@
-"""A stream of clicks like Criteo's, with a planted model behind the labels.
+"""A synthetic click stream like Criteo's, with a planted model behind the labels.
 
-Everything is a pure function of (config, step, rank, world size): nothing is stored, nothing has
-to be read in order, and the global batch of a step is the same for every world size.
+Everything is a pure function of (config, step, rank, world size): nothing is stored, any step can
+be generated on its own, and a step's global batch is the same for every world size.
 """
 
 import enum
@@ -25,37 +25,38 @@ from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
 from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
 
 _MAX_HEAD_ROWS = 10_000
-"""So many of a table's most frequent rows are added up; each other one is too rare to matter."""
+"""The number of a table's most frequent rows to sum exactly; each other row is too rare to
+matter."""
 
 _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class LatentVectors:
-    """The latent vectors of a feature's rows: normal numbers, less their mean over the ids.
+    """A feature's latent row vectors: normal numbers, less their mean over the ids.
 
-    Without the mean, a feature's vector times another's mean would be an effect of its rows alone.
+    Without centring, a feature's vector times another's mean would act as a main effect of its
+    rows.
     """
 
     ids: Zipf
     """The distribution of the feature's ids."""
 
     feature_index: int
-    """The place of the feature among the features of the batch."""
+    """The feature's index in the batch."""
 
     rank: int
-    """How many numbers a vector has."""
+    """The dimension of the vectors."""
 
     seed: int
-    """The seed of the numbers."""
 
     def of_rows(self, rows: NDArray[np.int64]) -> _Floats:
-        """Return the vectors of some rows, one per row."""
+        """Return the rows' vectors, one per row."""
         return self._uncentred(rows) - _moments(self)[0]
 
     @property
     def covariance(self) -> _Floats:
-        """The covariance of the vector of one id, a matrix of ``rank`` times ``rank`` numbers."""
+        """The covariance of one id's vector, ``[rank, rank]``."""
         return _moments(self)[1]
 
     def _uncentred(self, rows: NDArray[np.int64]) -> _Floats:
@@ -66,7 +67,7 @@ class LatentVectors:
         share = self.ids.probability(ranks)[:, None]
         vectors = self._uncentred(self.ids.row_of_rank(ranks))
         mean = (share * vectors).sum(axis=0)
-        # The rare rows are so many that their numbers have the moments of the normal distribution.
+        # There are so many rare rows that their numbers have the normal distribution's moments.
         tail = max(0.0, 1.0 - share.sum()) if self.ids.num_rows > ranks.size else 0.0
         second_moment = (share * vectors).T @ vectors + tail * np.eye(self.rank)
         return mean, second_moment - np.outer(mean, mean)
@@ -79,10 +80,10 @@ def _moments(vectors: LatentVectors) -> tuple[_Floats, _Floats]:
 
 @dataclass(frozen=True)
 class PlantedInteractions:
-    """The interactions of all pairs of features, with a variance of 1 over the samples.
+    """Pairwise feature interactions, scaled to a variance of 1 over the samples.
 
-    A feature's bag is the mean of its rows' latent vectors, zero if the bag is empty. Bags of two
-    features give the dot product of the two.
+    A feature's bag is the mean of its rows' latent vectors, zero if the bag is empty. Two features
+    interact through their bags' dot product.
 
     Example:
         >>> import numpy as np
@@ -96,22 +97,22 @@ class PlantedInteractions:
     """
 
     features: tuple[LatentVectors, ...]
-    """The latent vectors of each feature."""
+    """Each feature's latent vectors."""
 
     mean_inverse_lengths: tuple[float, ...]
-    """The mean over the bags of one over the number of ids, by feature; empty bags count as 0."""
+    """The mean inverse bag length, by feature; empty bags count as 0."""
 
     def logits(self, bags: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> _Floats:
-        """Return the interactions of each sample.
+        """Return each sample's interactions.
 
         Args:
-            bags: the ids of all samples and how many each sample has, by feature.
+            bags: all samples' ids and the number of ids per sample, by feature.
         """
         pooled = [
             _mean_of_bags(vectors.of_rows(rows), lengths)
             for vectors, (rows, lengths) in zip(self.features, bags, strict=True)
         ]
-        # Twice the sum over pairs is the square of the sum, less the sum of squares.
+        # Twice the sum over pairs is the squared sum, less the sum of squares.
         of_sums = np.square(sum(pooled)).sum(axis=1)
         of_features = sum(np.square(vectors).sum(axis=1) for vectors in pooled)
         return (of_sums - of_features) / 2 / self._standard_deviation
@@ -131,7 +132,7 @@ class PlantedInteractions:
 
 
 def _mean_of_bags(vectors: _Floats, lengths: NDArray[np.int64]) -> _Floats:
-    """Return the mean of the vectors of each bag; zeros for one without ids."""
+    """Return each bag's mean vector; zeros for a bag without ids."""
     sample = np.repeat(np.arange(lengths.size), lengths)
     sums = [
         np.bincount(sample, weights=vectors[:, place], minlength=lengths.size)
@@ -141,7 +142,7 @@ def _mean_of_bags(vectors: _Floats, lengths: NDArray[np.int64]) -> _Floats:
 
 
 class SparseFeature(BaseModel):
-    """One sparse feature, which has a table of its own."""
+    """A sparse feature, with its own table."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -149,16 +150,16 @@ class SparseFeature(BaseModel):
     """The feature's name in the batch."""
 
     num_rows: int = Field(ge=1, le=2**31)
-    """How many different ids there are."""
+    """The number of distinct ids."""
 
     skew: float = Field(default=1.05, ge=0, allow_inf_nan=False)
     """The Zipf exponent of the ids: 0 is uniform, click logs are near 1."""
 
     min_ids: int = Field(default=1, ge=0)
-    """The fewest ids that a sample has."""
+    """The fewest ids per sample."""
 
     max_ids: int = Field(default=1, ge=1)
-    """The most ids that a sample has; the number of ids is uniform between the two."""
+    """The most ids per sample; the number of ids is uniform between the two."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "SparseFeature":
@@ -168,7 +169,7 @@ class SparseFeature(BaseModel):
 
     @property
     def mean_ids(self) -> float:
-        """The mean number of ids of a sample."""
+        """The mean number of ids per sample."""
         return (self.min_ids + self.max_ids) / 2
 
     @property
@@ -179,11 +180,11 @@ class SparseFeature(BaseModel):
 
 
 class SyntheticConfig(Section):
-    """The shape of the stream, and how its labels come about.
+    """The shape of a synthetic click stream and the model behind its labels.
 
-    A sample is clicked with probability ``sigmoid(bias + dense @ w + sum of row effects)``,
-    where the weights ``w`` and one effect per row of each table are fixed normal numbers. With an
-    ``interaction_share``, the logit has the `PlantedInteractions` of the features besides.
+    A sample is clicked with probability ``sigmoid(bias + dense @ w + sum of row effects)``, where
+    the weights ``w`` and one effect per table row are fixed normal numbers. An
+    ``interaction_share`` adds the features' `PlantedInteractions` to the logit.
 
     Example:
         >>> from torchrec_2dsp.programs.data import synthetic
@@ -195,34 +196,34 @@ class SyntheticConfig(Section):
     """
 
     features: tuple[SparseFeature, ...]
-    """The sparse features, in the order of the batch. In a file, one with ``count = 20`` is twenty
-    of them: ``click`` stands for ``click1`` to ``click20``."""
+    """The sparse features, in batch order. In a file, a feature with ``count = 20`` stands for
+    twenty: ``click`` becomes ``click1`` to ``click20``."""
 
     num_dense: int = Field(default=13, ge=1)
-    """How many dense features there are; they are standard normal."""
+    """The number of dense features, which are standard normal."""
 
     sorted_ids: bool = False
-    """Whether ids are numbered by frequency, as those of a vocabulary often are: the most frequent
-    is 0. Otherwise frequent ids are spread over the table."""
+    """Number ids by frequency, as vocabularies often do: the most frequent is 0. Otherwise frequent
+    ids are spread over the table."""
 
     seed: int = Field(default=0, ge=0)
-    """Another seed is another stream with another planted model."""
+    """The seed of the stream and of its planted model."""
 
     base_rate: float = Field(default=0.25, gt=0, lt=1)
-    """About which share of the samples is clicked."""
+    """The approximate share of clicked samples."""
 
     signal: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    """About the standard deviation of the planted logit: 0 leaves nothing to learn."""
+    """The approximate standard deviation of the planted logit: 0 leaves nothing to learn."""
 
     dense_share: float = Field(default=0.2, ge=0, le=1)
-    """The part of the logit's variance that the dense features explain."""
+    """The share of the logit's variance that the dense features explain."""
 
     interaction_share: float = Field(default=0.0, ge=0, le=1)
-    """The part of the logit's variance that pairs of sparse features explain; what neither this
-    nor the dense features explain belongs to the rows. With 0, a sum of effects explains all."""
+    """The share of the logit's variance that pairs of sparse features explain; row effects explain
+    the remainder."""
 
     interaction_rank: int = Field(default=8, ge=1, le=256)
-    """How many numbers the latent vectors of the interactions have."""
+    """The dimension of the interactions' latent vectors."""
 
     def distribution(self, feature: SparseFeature) -> Zipf:
         """Return the distribution of a feature's ids."""
@@ -264,13 +265,13 @@ class SyntheticConfig(Section):
 
 
 class _Purpose(enum.Enum):
-    """The purposes of random numbers: numbers for different ones are independent."""
+    """The purposes of random numbers; each has an independent stream."""
 
     LENGTH, ROW, DENSE, LABEL, ROW_EFFECT, DENSE_WEIGHT = range(6)
 
 
 def _repeated(feature: Any) -> Iterator[Any]:
-    """Yield a file's feature as often as it says; what isn't from a file or is wrong stays."""
+    """Yield a file's feature ``count`` times; pass on anything else, valid or not."""
     count = feature.get("count") if isinstance(feature, dict) else None
     if not isinstance(count, int) or count < 1:
         yield feature
@@ -289,15 +290,15 @@ def make_batch(
     world_size: int = 1,
     split: Split = Split.TRAIN,
 ) -> Batch:
-    """Return the part of a step's global batch that belongs to ``rank``.
+    """Return rank ``rank``'s part of a step's global batch.
 
     Args:
         config: the stream.
-        step: which global batch, from 0.
-        global_batch_size: samples of all ranks together; a multiple of ``world_size``.
-        rank: which part of the batch.
-        world_size: how many equal parts there are.
-        split: which stream.
+        step: the global batch's number, from 0.
+        global_batch_size: samples over all ranks; a multiple of ``world_size``.
+        rank: the part to make.
+        world_size: the number of equal parts.
+        split: the stream's split.
     """
     if global_batch_size < 1 or global_batch_size % world_size:
         raise ConfigError(
@@ -328,8 +329,8 @@ def make_batch(
 
 
 def click_probability(config: SyntheticConfig, batch: Batch) -> torch.Tensor:
-    """Return each sample's click probability by the planted model, which no other can beat."""
-    # The logistic function flattens what the normal logit spreads: this bias makes up for it.
+    """Return each sample's click probability by the planted model, the best possible prediction."""
+    # The logistic function compresses the normal logit's spread; this bias compensates for it.
     odds = math.log(config.base_rate / (1.0 - config.base_rate))
     logit = np.full(
         batch.dense_features.shape[0], odds * math.sqrt(1 + config.signal**2 * math.pi / 8)
@@ -354,7 +355,7 @@ def click_probability(config: SyntheticConfig, batch: Batch) -> torch.Tensor:
 def row_effects(
     config: SyntheticConfig, feature_index: int, rows: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the part of each row in the planted logit."""
+    """Return each row's contribution to the planted logit."""
     feature = config.features[feature_index]
     share = max(0.0, 1.0 - config.dense_share - config.interaction_share)
     variance = share / (len(config.features) * max(feature.mean_ids, 1.0))
@@ -363,7 +364,7 @@ def row_effects(
 
 
 def _interactions(config: SyntheticConfig) -> PlantedInteractions:
-    # These seeds count down from zero, so that those of a `_Purpose` stay what they are.
+    # These seeds count down from zero, so that no `_Purpose` seed changes.
     seed = -1 - config.seed
     return PlantedInteractions(
         features=tuple(
@@ -377,7 +378,7 @@ def _interactions(config: SyntheticConfig) -> PlantedInteractions:
 def _sparse(
     config: SyntheticConfig, index: int, split: Split, samples: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """One feature's ids and how many each sample has."""
+    """Draw a feature's ids and the number of ids per sample."""
     feature = config.features[index]
     spread = feature.max_ids - feature.min_ids + 1
     draws = uniforms(_seed(config, _Purpose.LENGTH, split), samples, index)
@@ -394,7 +395,7 @@ def _seed(config: SyntheticConfig, purpose: _Purpose, split: Split = Split.TRAIN
 
 
 class SyntheticDataset:
-    """Synthetic clicks without an end: every batch is computed from its number.
+    """Endless synthetic clicks, where each batch is computed from its number.
 
     Example:
         >>> from torchrec_2dsp.programs.data.dataset import Split
@@ -412,16 +413,16 @@ class SyntheticDataset:
 
     @property
     def features(self) -> Sequence[DatasetFeature]:
-        """The sparse features, in the order of the batch."""
+        """The sparse features, in batch order."""
         return self._config.features
 
     @property
     def num_dense(self) -> int:
-        """How many dense features there are."""
+        """The number of dense features."""
         return self._config.num_dense
 
     def num_train_batches(self, global_batch_size: int) -> None:
-        """Return none: training batches never end."""
+        """Return `None`: training batches never end."""
 
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
@@ -429,11 +430,11 @@ class SyntheticDataset:
         """Make this rank's part of a split's global batches, from ``start`` on, endlessly.
 
         Args:
-            split: which samples.
-            global_batch_size: samples of all ranks together; a multiple of ``world_size``.
-            rank: which part of each batch.
-            world_size: how many parts there are.
-            start: the number of the first batch.
+            split: the samples' split.
+            global_batch_size: samples over all ranks; a multiple of ``world_size``.
+            rank: the part to make.
+            world_size: the number of parts.
+            start: the first batch's number.
         """
         for number in count(start):
             yield make_batch(
@@ -447,11 +448,11 @@ class SyntheticDataset:
 
 
 class SyntheticData(SyntheticConfig):
-    """The section ``[data]`` of a config for synthetic clicks."""
+    """The config section ``[data]`` for synthetic clicks."""
 
     kind: Literal["synthetic"] = "synthetic"
-    """The kind of the data; a section that doesn't say it is synthetic."""
+    """The kind of data, which defaults to synthetic."""
 
     def dataset(self) -> SyntheticDataset:
-        """Return the batches that the section describes."""
+        """Return the dataset that the section describes."""
         return SyntheticDataset(self)

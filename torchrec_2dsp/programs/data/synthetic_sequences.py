@@ -1,9 +1,9 @@
-"""Synthetic sequences of items, with a planted rule for what comes next.
+"""Synthetic item sequences, with a planted rule for the next item.
 
-Items belong to clusters. With the probability `order`, the next item's cluster follows from those
-of the last two items, and the item is drawn from that cluster by its popularity; otherwise it is
-any item, by its popularity. As with the clicks, everything is a pure function of (config, step,
-rank, world size), and the global batch of a step is the same for every world size.
+Items belong to clusters. With probability `order`, the last two items' clusters determine the next
+item's cluster, from which it is drawn by popularity; otherwise it is any item, by popularity. Like
+the synthetic clicks, everything is a pure function of (config, step, rank, world size), and a
+step's global batch is the same for every world size.
 """
 
 import enum
@@ -27,7 +27,7 @@ _Ids = NDArray[np.int64]
 
 
 class SyntheticSequencesConfig(BaseModel):
-    """The shape of the sequences, and how much of them can be learned.
+    """The shape of the sequences, and how predictable they are.
 
     Example:
         >>> from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
@@ -42,33 +42,32 @@ class SyntheticSequencesConfig(BaseModel):
     """The kind of data."""
 
     num_items: int = Field(ge=2, le=2**31)
-    """How many different items there are."""
+    """The number of distinct items."""
 
     skew: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """The Zipf exponent of the items' popularity."""
+    """The Zipf exponent of item popularity."""
 
     sorted_ids: bool = False
-    """Whether items are numbered by popularity: the most popular is 0."""
+    """Number items by popularity: the most popular is 0."""
 
     min_length: int = Field(default=2, ge=1)
-    """The fewest items of a sequence."""
+    """The fewest items per sequence."""
 
     max_length: int = Field(default=50, ge=1)
-    """The most items of a sequence."""
+    """The most items per sequence."""
 
     length_skew: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """The Zipf exponent of the lengths: the shortest are the most frequent, and the tail is long.
+    """The Zipf exponent of sequence lengths: the shortest are the most frequent, with a long tail.
     With 0, all lengths are equally frequent."""
 
     num_clusters: int = Field(default=20, ge=1)
-    """How many clusters the items belong to."""
+    """The number of item clusters."""
 
     order: float = Field(default=0.8, ge=0, le=1)
-    """The share of items that follow from the last two; 0 leaves nothing but popularity to
-    learn."""
+    """The share of items that follow from the last two; 0 leaves only popularity to learn."""
 
     seed: int = Field(default=0, ge=0)
-    """Another seed is another stream with another planted rule."""
+    """The seed of the stream and of its planted rule."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -83,42 +82,42 @@ class SyntheticSequencesConfig(BaseModel):
 
     @property
     def mean_length(self) -> float:
-        """The mean number of items of a sequence."""
+        """The mean number of items per sequence."""
         ranks = np.arange(1, self.lengths.num_rows + 1)
         return float((self.lengths.probability(ranks) * (self.min_length + ranks - 1)).sum())
 
     @property
     def lengths(self) -> Zipf:
-        """The distribution of the lengths above the shortest."""
+        """The distribution of the lengths beyond the shortest."""
         return Zipf(self.max_length - self.min_length + 1, self.length_skew, is_sorted=True)
 
     def dataset(self) -> "SyntheticSequences":
-        """Return the batches that the section describes."""
+        """Return the dataset that the section describes."""
         return SyntheticSequences(self)
 
 
 @dataclass(frozen=True)
 class SequenceFeature:
-    """The items of a sequence, as a feature of a batch."""
+    """A sequence's items, as a batch feature."""
 
     name: str
     """The feature's name in the batch."""
 
     num_rows: int
-    """How many different items there are."""
+    """The number of distinct items."""
 
     mean_ids: float
-    """The mean number of items of a sequence."""
+    """The mean number of items per sequence."""
 
 
 class _Purpose(enum.Enum):
-    """The purposes of random numbers: numbers for different ones are independent."""
+    """The purposes of random numbers; each has an independent stream."""
 
     LENGTH, IS_PLANTED, ITEM, RULE = range(4)
 
 
 class SyntheticSequences:
-    """Sequences without an end, as a `Dataset` with the feature "item".
+    """Endless sequences, as a `Dataset` with the feature "item".
 
     All labels are 1: the sequences have happened.
     """
@@ -130,17 +129,17 @@ class SyntheticSequences:
 
     @property
     def features(self) -> Sequence[DatasetFeature]:
-        """The one feature, which holds the items in their order."""
+        """The single feature: a sequence's items, in order."""
         config = self._config
         return (SequenceFeature("item", config.num_items, config.mean_length),)
 
     @property
     def num_dense(self) -> int:
-        """How many dense features there are: none."""
+        """The number of dense features: none."""
         return 0
 
     def num_train_batches(self, global_batch_size: int) -> None:
-        """Return none: training batches never end."""
+        """Return `None`: training batches never end."""
 
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
@@ -156,7 +155,7 @@ class SyntheticSequences:
             yield self.batch(split, number * global_batch_size + rank * size + np.arange(size))
 
     def batch(self, split: Split, samples: _Ids) -> Batch:
-        """Return the sequences with these numbers."""
+        """Return the sequences with these sample numbers."""
         config = self._config
         seed = self._seed(_Purpose.LENGTH, split)
         lengths = config.min_length + config.lengths.sample_ranks(seed, samples) - 1
@@ -175,11 +174,11 @@ class SyntheticSequences:
         return (draws * self._config.num_clusters).astype(np.int64)
 
     def cluster_of_rank(self, ranks: _Ids) -> _Ids:
-        """Return the cluster of the item with a popularity rank; clusters are equally popular."""
+        """Map an item's popularity rank to its cluster; clusters are equally popular."""
         return (ranks - 1) % self._config.num_clusters
 
     def _ranks(self, split: Split, samples: _Ids, length: int) -> _Ids:
-        """Popularity ranks of items: a row for each sample, a column for each position."""
+        """Draw items as popularity ranks, ``[samples, positions]``."""
         seed = self._seed(_Purpose.ITEM, split)
         is_planted = self._seed(_Purpose.IS_PLANTED, split)
         ranks = np.empty((samples.size, length), dtype=np.int64)
@@ -187,7 +186,7 @@ class SyntheticSequences:
         for position in range(length):
             place = np.array([position])
             free = self._items.sample_ranks(seed, samples, place, np.array([0]))
-            # The popularity rank in the cluster, and from that the one among all items.
+            # The popularity rank within the cluster, converted to the rank among all items.
             inner = self._in_cluster.sample_ranks(seed, samples, place, np.array([1]))
             cluster = self.next_cluster(before_last, last)
             planted = (inner - 1) * self._config.num_clusters + cluster + 1

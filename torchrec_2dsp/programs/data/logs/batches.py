@@ -1,4 +1,4 @@
-"""From a log's rows to a rank's batches, which a thread makes ahead of time."""
+"""Turn a log's rows into a rank's batches, which a thread prefetches."""
 
 import queue
 import threading
@@ -20,7 +20,7 @@ from torchrec_2dsp.programs.data.logs.source import LogPiece, LogReader
 
 
 def check_batch(global_batch_size: int, rank: int, world_size: int, start: int) -> None:
-    """Raise `ConfigError` unless each rank gets as many samples of a batch."""
+    """Raise `ConfigError` unless a batch's samples divide equally among ranks."""
     if world_size < 1 or global_batch_size < 1 or global_batch_size % world_size:
         raise ConfigError(
             f"global_batch_size={global_batch_size} must be a positive multiple of the "
@@ -34,7 +34,7 @@ def check_batch(global_batch_size: int, rank: int, world_size: int, start: int) 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How the rows of an epoch become batches.
+    """Maps an epoch's rows to batches.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.batches import EpochPlan
@@ -44,14 +44,14 @@ class EpochPlan:
     """
 
     num_rows: int
-    """How many rows an epoch has."""
+    """The number of rows in an epoch."""
 
     global_batch_size: int
-    """Samples of all ranks together in a batch."""
+    """The number of samples in a batch over all ranks."""
 
     rest: Rest
-    """What becomes of the last rows, if they don't fill a batch: they are dropped, or the batch is
-    filled with rows from the beginning of the epoch."""
+    """The treatment of the last, incomplete batch: drop it, or pad it with the epoch's first
+    rows."""
 
     @property
     def num_batches(self) -> int:
@@ -65,14 +65,14 @@ class EpochPlan:
         return self.num_batches * self.global_batch_size
 
     def place(self, batch: int) -> tuple[int, int]:
-        """Return a batch's epoch, and its number in it."""
+        """Return a batch's epoch and its number within that epoch."""
         return divmod(batch, self.num_batches)
 
     def check(self, what: str) -> None:
         """Raise `ConfigError` if an epoch has no batch.
 
         Args:
-            what: the name of the rows, for the error.
+            what: names the rows in the error.
         """
         if not self.num_batches:
             raise ConfigError(
@@ -85,7 +85,7 @@ class EpochPlan:
     def own(
         self, start: int, stop: int, rank: int, world_size: int, first_batch: int
     ) -> NDArray[np.int64]:
-        """Return the positions of ``start..stop-1`` that belong to a rank, from a batch on."""
+        """Return the positions in ``start..stop-1`` that belong to a rank, from a batch on."""
         positions = np.arange(
             max(start, first_batch * self.global_batch_size), min(stop, self.num_samples)
         )
@@ -96,11 +96,10 @@ class EpochPlan:
 def windows(
     pieces: Sequence[LogPiece], *, epoch: int, shuffled_blocks: int, seed: int
 ) -> list[tuple[LogPiece, ...]]:
-    """Return the order in which an epoch reads pieces; those of one window are read together.
+    """Group pieces into windows, in reading order; a window's rows are read together.
 
-    Without shuffling, each piece is a window. With it, the units of the log come in a random order,
-    and as many pieces as ``shuffled_blocks`` make a window. It depends on nothing but the
-    arguments.
+    Without shuffling, each piece is a window. With it, the log's units come in a random order, and
+    ``shuffled_blocks`` pieces make a window. The order depends only on the arguments.
     """
     if not shuffled_blocks:
         return [(piece,) for piece in pieces]
@@ -125,9 +124,9 @@ def row_order(num_rows: int, *, epoch: int, window: int, seed: int) -> NDArray[n
 def placed(
     order: Sequence[tuple[LogPiece, ...]], num_samples: int
 ) -> Iterator[tuple[int, int, tuple[LogPiece, ...]]]:
-    """Yield an epoch's windows with their numbers and the positions of their first rows.
+    """Yield an epoch's windows with their numbers and first rows' positions.
 
-    They begin again where the last batch has to be filled.
+    They start over to fill the last batch.
     """
     start = 0
     for number, window in cycle(enumerate(order)):
@@ -139,37 +138,36 @@ def placed(
 
 @dataclass(frozen=True, kw_only=True)
 class PartReader:
-    """Reads the rows that belong to a rank, and makes batches of them."""
+    """Reads a rank's rows and makes batches."""
 
     pieces: Sequence[LogPiece]
-    """The rows of the split."""
+    """The split's pieces."""
 
     reader: LogReader
-    """The reader of the rows."""
 
     encoder: Encoder
-    """What makes samples of rows."""
+    """Makes samples from rows."""
 
     plan: EpochPlan
-    """How rows become batches."""
+    """Maps rows to batches."""
 
     rank: int
-    """The rank whose part is read."""
+    """The rank whose share to read."""
 
     world_size: int
-    """How many parts a batch has."""
+    """The number of ranks that share a batch."""
 
     epochs: int
-    """After how many epochs the batches end; 0 for never."""
+    """The number of epochs; 0 for no end."""
 
     shuffled_blocks: int
-    """How many blocks are mixed with each other; 0 keeps the rows in order."""
+    """The number of blocks to shuffle together; 0 keeps the rows in order."""
 
     seed: int
-    """Another seed is another order, if rows are mixed."""
+    """The seed for shuffling."""
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Make the batches from number ``start`` on."""
+        """Make batches from number ``start`` on."""
         size = self.plan.global_batch_size // self.world_size
         keys = [feature.name for feature in self.encoder.features]
         first_epoch, first_batch = self.plan.place(start)
@@ -189,7 +187,7 @@ class PartReader:
             first_batch = 0
 
     def _epoch(self, epoch: int, first_batch: int) -> Iterator[Samples]:
-        """Read the rank's samples of an epoch in their order, from a batch on."""
+        """Read the rank's samples in an epoch, in order, from a batch on."""
         order = windows(
             self.pieces,
             epoch=epoch,
@@ -208,7 +206,7 @@ class PartReader:
             yield self._rows(window, rows)
 
     def _rows(self, window: Sequence[LogPiece], rows: NDArray[np.int64]) -> Samples:
-        """Read some rows of a window, in the order of ``rows``."""
+        """Read a window's rows, in the order of ``rows``."""
         order = np.argsort(rows, kind="stable") if self.shuffled_blocks else None
         ascending = rows if order is None else rows[order]
         ends = np.cumsum([piece.num_rows for piece in window])
@@ -230,19 +228,19 @@ class PartReader:
 
 
 _POLL_S = 0.1
-"""How often a thread that waits looks whether it is still needed."""
+"""The interval at which a waiting thread checks whether it is still needed."""
 
 
 @dataclass
 class _Done:
-    """The last thing in the queue: the end of the batches, or an error."""
+    """The last item in the queue: the end of the batches, or an error."""
 
     error: BaseException | None
 
 
 @dataclass
 class _Shared:
-    """The part of a stream that its thread knows; the stream itself can be collected."""
+    """The state that the stream shares with its thread; the stream itself can be collected."""
 
     ready: "queue.Queue[Batch | _Done]"
     is_closed: threading.Event = field(default_factory=threading.Event)
@@ -251,10 +249,10 @@ class _Shared:
 
 
 class BatchStream(Iterator[Batch]):
-    """An iterator over batches, of which a few are always ready.
+    """An iterator over prefetched batches.
 
-    The thread ends with the batches, after an error, when the stream is closed, and when nobody
-    has the stream any more. An error of the thread is raised where its batch would have come.
+    The thread ends with the batches, after an error, and when the stream is closed or garbage
+    collected. The thread's error is raised in place of its batch.
 
     Example:
         >>> import torch
@@ -276,8 +274,8 @@ class BatchStream(Iterator[Batch]):
 
         Args:
             batches: makes the iterator, on the thread.
-            num_ahead: how many batches wait to be used; 0 for none, and no thread.
-            count: how many rows a batch has.
+            num_ahead: the number of batches to prefetch; 0 for none, without a thread.
+            count: returns a batch's number of rows.
         """
         self._shared = _Shared(queue.Queue(num_ahead))
         self._local: Iterator[Batch] | None = None
@@ -295,12 +293,12 @@ class BatchStream(Iterator[Batch]):
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that were made into batches."""
+        """The number of rows in the batches made so far."""
         return self._shared.num_rows
 
     @property
     def rows_per_s(self) -> float:
-        """Rows per second of making batches, without the time in which nobody took them."""
+        """The rate of making batches, in rows per second, without time spent on a full queue."""
         return self._shared.num_rows / self._shared.busy_s if self._shared.busy_s else 0.0
 
     def __next__(self) -> Batch:
@@ -338,7 +336,7 @@ class BatchStream(Iterator[Batch]):
 def _timed(
     batches: Callable[[], Iterator[Batch]], count: Callable[[Batch], int], shared: _Shared
 ) -> Iterator[Batch]:
-    """Yield the batches, and note how long making them takes."""
+    """Yield the batches, and time their making."""
     start = time.perf_counter()
     for batch in batches():
         shared.busy_s += time.perf_counter() - start
@@ -348,7 +346,7 @@ def _timed(
 
 
 def _fill(batches: Iterator[Batch], shared: _Shared) -> None:
-    """Put batches into the queue until they end or nobody needs them."""
+    """Put batches into the queue until they end or are no longer needed."""
     done = _Done(None)
     try:
         for batch in batches:

@@ -1,4 +1,4 @@
-"""The keys of logs in a config: files, columns, and how they are read."""
+"""The config keys for logs: files, columns, and reading options."""
 
 import math
 from typing import Literal, Self
@@ -18,7 +18,7 @@ _TIMES = ("hour", "weekday")
 class SparseColumn(Section):
     """A sparse feature: a column whose values become ids.
 
-    Row 0 is for missing values. With a vocabulary, row 1 is for values that it lacks.
+    Row 0 is for missing values. With a vocabulary, row 1 is for unknown values.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.config import SparseColumn
@@ -30,31 +30,32 @@ class SparseColumn(Section):
     """The feature's name in the batch."""
 
     column: str = ""
-    """The column's name in the files; empty if it is the feature's."""
+    """The column's name in the files; by default the feature's name."""
 
     encoding: Encoding = "hash"
-    """How values become ids. "hash" spreads them over the rows; "vocabulary" gives each frequent
-    value a row; "hour" and "weekday" are those of a time, in UTC, where Monday is the first day."""
+    """The mapping from values to ids. "hash" spreads them over the rows; "vocabulary" gives each
+    frequent value a row; "hour" and "weekday" are parts of a time, in UTC, with weeks from
+    Monday."""
 
     num_rows: int = Field(default=0, ge=0, le=2**31)
-    """How many rows the table has; of a vocabulary, how many at most, and 0 for no limit."""
+    """The table's number of rows; with a vocabulary, its upper limit, or 0 for none."""
 
     min_count: int = Field(default=1, ge=1)
-    """Values that the log has less often have no row in a vocabulary."""
+    """The smallest count with which a value enters a vocabulary."""
 
     separator: str = ""
-    """What stands between the values of a text; empty if a text is one value. Lists of a Parquet
-    file need none."""
+    """The separator between values in a string; empty if a string is one value. Parquet lists need
+    none."""
 
     max_ids: int = Field(default=0, ge=0)
-    """How many of a list's last values count; 0 for all."""
+    """The number of last values to keep from a list; 0 for all."""
 
     mean_ids: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """About how many values a row has, for planning."""
+    """The approximate number of values per row, for planning."""
 
     time_format: str = "unix"
-    """How a time is written: "unix", as seconds since 1970; "yymmddhh", as digits such as 14102100;
-    "iso", as in 2014-10-21T00:30Z; or a pattern of strptime, such as "%d/%b/%Y:%H:%M". A file's
+    """The time format: "unix", as seconds since 1970; "yymmddhh", as digits such as 14102100;
+    "iso", as in 2014-10-21T00:30Z; or a strptime pattern, such as "%d/%b/%Y:%H:%M". A file's
     timestamps need none."""
 
     @property
@@ -64,7 +65,7 @@ class SparseColumn(Section):
 
     @property
     def is_time(self) -> bool:
-        """Whether ids are parts of a time."""
+        """True if ids are parts of a time."""
         return self.encoding in _TIMES
 
     @model_validator(mode="after")
@@ -102,7 +103,7 @@ def _check_time_format(where: str, time_format: str, *names: str) -> None:
 
 
 class DenseColumn(Section):
-    """A dense feature: a column of numbers.
+    """A dense feature: a column with numbers.
 
     They are filled, clipped, put on a logarithmic scale and standardised, in this order.
     """
@@ -111,26 +112,26 @@ class DenseColumn(Section):
     """The column's name in the files."""
 
     fill: float = Field(default=0.0, allow_inf_nan=False)
-    """The value of what is missing, infinite, or not a number."""
+    """The replacement for missing, infinite and NaN values."""
 
     lowest: float = Field(default=-math.inf)
-    """Smaller values become this one."""
+    """The lower bound: smaller values are clipped to it."""
 
     highest: float = Field(default=math.inf)
-    """Larger values become this one."""
+    """The upper bound: larger values are clipped to it."""
 
     log1p: bool = False
-    """Whether x becomes log(1 + x). It needs a `lowest` above -1."""
+    """Replace x by log(1 + x). Requires a `lowest` above -1."""
 
     scale: Literal["none", "given", "measured"] = "none"
-    """Whether a mean is subtracted, and the difference divided by a standard deviation: those that
-    are given here, or those of the training rows."""
+    """Standardisation: subtract a mean and divide by a standard deviation, either given here or
+    measured on the training rows."""
 
     mean: float = Field(default=0.0, allow_inf_nan=False)
-    """What is subtracted, with ``scale = "given"``."""
+    """The mean, with ``scale = "given"``."""
 
     std: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The divisor, with ``scale = "given"``."""
+    """The standard deviation, with ``scale = "given"``."""
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
@@ -155,21 +156,21 @@ class HeldOut(Section):
     """The rows that are held out for evaluation."""
 
     by: Literal["last", "files", "hash"] = "last"
-    """How they are chosen: the last rows of the log, files of their own, or the rows whose value in
-    a column has a small hash, so that equal values are never in both splits."""
+    """The rule that selects them: the log's last rows, separate files, or the rows whose value in a
+    column has a small hash, so that equal values are never in both splits."""
 
     share: float = Field(default=0.1, ge=0, lt=1)
     """The share of rows, or of values, that is held out; not for files."""
 
     files: PathsBesideConfig = ()
-    """The files that are held out, with ``by = "files"``: paths and patterns."""
+    """The held-out files, with ``by = "files"``: paths and patterns."""
 
     column: str = ""
-    """The column whose hash decides, with ``by = "hash"``."""
+    """The column to hash, with ``by = "hash"``."""
 
     @property
     def words(self) -> str:
-        """A description of the choice.
+        """The rule in words.
 
         Example:
             >>> from torchrec_2dsp.programs.data.logs.config import HeldOut
@@ -193,47 +194,47 @@ class HeldOut(Section):
 
 
 class LogConfig(Section):
-    """The keys that all logs of rows have: the files, and how they are read."""
+    """The keys that all row logs have: the files and reading options."""
 
     files: PathsBesideConfig = Field(min_length=1)
-    """The files to train on, in their order: paths and patterns such as ``"day_*.gz"``, whose files
-    are sorted by name, ``day_9`` before ``day_10``; also ``s3://``, ``gs://``, ``hdfs://`` and all
-    else that pyarrow or fsspec opens. The name's end says what it is: ``.parquet``, ``.orc``,
+    """The files to train on, in order: paths and patterns such as ``"day_*.gz"``, whose files are
+    sorted by name, ``day_9`` before ``day_10``; also ``s3://``, ``gs://``, ``hdfs://`` and all else
+    that pyarrow or fsspec opens. The extension gives the format: ``.parquet``, ``.orc``,
     ``.feather``, ``.jsonl``, compressed (``.gz``, ``.bz2``, ``.zst``), or else a text file."""
 
     held_out: HeldOut = HeldOut()
     """The rows that are held out for evaluation."""
 
     epochs: int = Field(default=1, ge=0)
-    """How often the training rows are read; 0 for endlessly. Held-out rows are read once."""
+    """The number of passes over the training rows; 0 for no end. Held-out rows are read once."""
 
     rest: Rest = "drop"
-    """What becomes of the last rows of an epoch, if they don't fill a batch: they are dropped, or
-    the batch is filled with rows from the beginning of the epoch."""
+    """The treatment of an epoch's last, incomplete batch: drop it, or pad it with rows from the
+    beginning of the epoch."""
 
     shuffled_blocks: int = Field(default=0, ge=0)
-    """How many blocks of training rows are mixed with each other; 0 keeps the rows in order. Each
-    rank has its part of these rows in memory."""
+    """The number of training blocks to shuffle together; 0 keeps the rows in order. Each rank has
+    its share of these rows in memory."""
 
     seed: int = Field(default=0, ge=0)
-    """Another seed is another order, if rows are mixed."""
+    """The seed for shuffling."""
 
     block_bytes: int = Field(default=4 * 2**20, ge=1)
-    """About how many bytes of a text file are read together."""
+    """The approximate number of a text file's bytes to parse at a time."""
 
     block_rows: int = Field(default=2**15, ge=1)
-    """The most rows of another file that are read together."""
+    """The most rows to read at a time from a file in another format."""
 
     num_ahead: int = Field(default=4, ge=0)
-    """How many batches a thread makes ahead of time; 0 for none, and no thread."""
+    """The number of batches that a thread prefetches; 0 for none, without a thread."""
 
     malformed_limit: int = Field(default=0, ge=0)
-    """How many lines of text files a rank may find that can't be read. Such a line's place in its
-    batch is taken by the line before it."""
+    """The most malformed lines in text files that a rank accepts. The line before a malformed one
+    replaces it."""
 
     prepared: PathBesideConfig = ""
-    """The folder of files that were converted to Parquet, vocabularies, measured scales, and counts
-    of rows. Empty for converted files alone, in a folder among the machine's temporary files."""
+    """The folder for files converted to Parquet, vocabularies, measured scales, and row counts. If
+    empty, only converted files are kept, in the machine's temporary folder."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -246,24 +247,24 @@ class TableLayout(LogConfig):
     """A log of rows with a label, as text, Parquet, ORC, Feather or JSON lines."""
 
     label: str = Field(min_length=1)
-    """The column of the label, a number from 0 to 1."""
+    """The label column, a number from 0 to 1."""
 
     features: tuple[SparseColumn, ...] = Field(min_length=1)
-    """The sparse features, in the order of the batch."""
+    """The sparse features, in batch order."""
 
     dense: tuple[DenseColumn, ...] = ()
-    """The dense features, in the order of the batch."""
+    """The dense features, in batch order."""
 
     columns: tuple[str, ...] = ()
-    """The names of all columns of text files, in their order; a first line that repeats them is
-    skipped. Empty if the first line of each file has the names."""
+    """The names of all columns in text files, in order; a first line that repeats them is skipped.
+    Empty if each file's first line has the names."""
 
     delimiter: str = Field(default=",", min_length=1, max_length=1)
-    """What stands between two values of a text file."""
+    """The character between values in a text file."""
 
     quote: str = Field(default='"', max_length=1)
-    """What stands around values that have a delimiter in them; empty for nothing. A value can't
-    have a line end in it."""
+    """The quote character for values that contain a delimiter; empty for none. Values can't contain
+    line ends."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -283,7 +284,7 @@ class TableLayout(LogConfig):
 
     @property
     def layout(self) -> FileLayout:
-        """The way the files are read."""
+        """The files' layout."""
         return FileLayout(
             names=self.columns,
             delimiter=self.delimiter,
@@ -294,65 +295,65 @@ class TableLayout(LogConfig):
 
 
 class InteractionsLayout(Section):
-    """A log of interactions: who used which item when."""
+    """A log of interactions between users and items, with times."""
 
     files: PathsBesideConfig = Field(min_length=1)
     """The files, in any order: paths and patterns."""
 
     user: str = "user_id:token"
-    """The column of the users."""
+    """The user column."""
 
     item: str = "item_id:token"
-    """The column of the items."""
+    """The item column."""
 
     time: str = "timestamp:float"
-    """The column that orders the items of a user. Those of one time keep the order of the log."""
+    """The column that orders a user's items. Items with equal times keep the log's order."""
 
     time_format: str = "unix"
-    """How a time is written: "unix", as a number; "iso"; or a pattern of strptime. Timestamps of a
-    file need none."""
+    """The time format: "unix", as a number; "iso"; or a strptime pattern. A file's timestamps need
+    none."""
 
     feature: str = Field(default="item", min_length=1)
     """The name of the items' feature in the batch."""
 
     max_length: int = Field(default=50, ge=2)
-    """How many of a user's last items a sample has; of a held-out sample, the item to predict is
-    the last one."""
+    """The number of a user's last items in a sample; a held-out sample's last item is the one to
+    predict."""
 
     min_items: int = Field(default=3, ge=3)
-    """Users with fewer items are left out: one is held out, and of two more one is predicted."""
+    """The fewest items per user; users with fewer are dropped. One item is held out, and at least
+    one of two others is predicted."""
 
     is_shuffled: bool = True
-    """Whether each epoch has the users in another random order; held-out users never have."""
+    """Shuffle the users in each epoch; held-out users keep their order."""
 
     seed: int = Field(default=0, ge=0)
-    """Another seed is another order."""
+    """The seed for shuffling."""
 
     epochs: int = Field(default=1, ge=0)
-    """How often the users are read; 0 for endlessly. Held-out samples are read once."""
+    """The number of passes over the users; 0 for no end. Held-out samples are read once."""
 
     rest: Rest = "drop"
-    """What becomes of the last users of an epoch, if they don't fill a batch: they are dropped, or
-    the batch is filled with users from the beginning of the epoch."""
+    """The treatment of an epoch's last, incomplete batch: drop it, or pad it with users from the
+    beginning of the epoch."""
 
     columns: tuple[str, ...] = ()
-    """The names of all columns of text files; empty if the first line of each has them."""
+    """The names of all columns in text files; empty if each file's first line has them."""
 
     delimiter: str = Field(default="\t", min_length=1, max_length=1)
-    """What stands between two values of a text file."""
+    """The character between values in a text file."""
 
     quote: str = Field(default="", max_length=1)
-    """What stands around values of a text file; empty for nothing."""
+    """The quote character in a text file; empty for none."""
 
     malformed_limit: int = Field(default=0, ge=0)
-    """How many rows may lack a value, and how many lines may be unreadable."""
+    """The most rows without a value, and the most malformed lines, to accept."""
 
     num_ahead: int = Field(default=4, ge=0)
-    """How many batches a thread makes ahead of time; 0 for none, and no thread."""
+    """The number of batches that a thread prefetches; 0 for none, without a thread."""
 
     prepared: PathBesideConfig = ""
-    """The folder of files that were converted to Parquet. Empty for one among the machine's
-    temporary files."""
+    """The folder for files converted to Parquet; by default in the machine's temporary folder."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -367,7 +368,7 @@ class InteractionsLayout(Section):
 
     @property
     def layout(self) -> FileLayout:
-        """The way the files are read."""
+        """The files' layout."""
         return FileLayout(
             names=self.columns,
             delimiter=self.delimiter,

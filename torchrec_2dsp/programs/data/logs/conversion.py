@@ -1,12 +1,12 @@
-"""Convert files that aren't Parquet into Parquet files below ``prepared``, once.
+"""Convert files in other formats to Parquet files below ``prepared``, once.
 
     day_0.csv   --parts of 256 MB-->  logs/day_0.csv-<digest>/0000.parquet  0001.parquet ...
     day_1.gz    --one part------->    logs/day_1.gz-<digest>/0000.parquet
 
-All ranks convert, each its share of the parts. A row group is a block of lines. The digest is of
-the file's state and of the settings, so other ones have another folder. A part appears under its
-name when it is complete, so an interrupted conversion leaves nothing that a reader takes for one,
-and runs at the same time only do the same work twice.
+Each rank converts its share of the parts. A block of lines becomes a row group. The digest covers
+the file's state and the settings, so a change in either leads to a new folder. A part gets its
+name once it is complete: an interrupted conversion leaves no partial files under final names, and
+concurrent runs merely repeat work.
 """
 
 import contextlib
@@ -53,38 +53,39 @@ from torchrec_2dsp.programs.data.logs.text import (
 )
 
 MALFORMED = "malformed line"
-"""A column of converted text: the reason and the text of a line that another row stands in for."""
+"""A column in converted text files: a malformed line's reason and text, in the row that replaces
+it."""
 
 _PART_BYTES = 256 * 2**20
 _VERSION = 1
-"""Another number converts all files anew."""
+"""The format version; a new number converts all files again."""
 _STALE_S = 3600.0
 _MALFORMED_TYPE = pa.struct([("reason", pa.string()), ("text", pa.string())])
 _NUMBERS = (ColumnKind.NUMBER, ColumnKind.LABEL)
 
 
 class ConvertedFile:
-    """The Parquet files that take the place of one file of another format."""
+    """The Parquet files that replace one file in another format."""
 
     def __init__(self, file: str, layout: FileLayout, columns: Columns, prepared: str) -> None:
-        """Look at the file, and lay out its parts.
+        """Inspect the file and lay out its parts.
 
         Args:
             file: the path.
-            layout: how it is read.
+            layout: the file's layout.
             columns: the columns to convert.
-            prepared: the folder of what was prepared; empty for one among the temporary files.
+            prepared: the folder for prepared files; by default a temporary one.
 
         Raises:
             ConfigError: it can't be read, or is a text file that lacks a column.
         """
         self.file = file
-        """The path of the file."""
+        """The file's path."""
         self._layout, self._columns = layout, columns
         self._state = state_of(file)
         self._kind = kind_of(file)
         self.head = TextHead(file, layout) if self._kind.format == "text" else None
-        """The names of a text file's columns; `None` for other formats."""
+        """A text file's column names; `None` for other formats."""
         self._num_chunks = num_parts = 1
         self._chunks_per_part = max(1, _PART_BYTES // layout.block_bytes)
         if self.head is not None:
@@ -97,20 +98,20 @@ class ConvertedFile:
             check_names(file, self.source_fragment().physical_schema, columns)
         self._folder = _folder_of(prepared) / f"{Path(file).name}-{self._digest()}"
         self.parts = tuple(self._folder / f"{part:04}.parquet" for part in range(num_parts))
-        """The Parquet files, in the order of their rows."""
+        """The Parquet files, in row order."""
 
     @property
     def is_one_unit(self) -> bool:
-        """Whether shuffling keeps the blocks together, as in a compressed file."""
+        """True if shuffling keeps the blocks together, as in a compressed file."""
         return self._kind.compression is not None
 
     @property
     def num_bytes(self) -> int:
-        """The size of the file."""
+        """The file's size."""
         return self._state.num_bytes
 
     def source_fragment(self) -> ds.Fragment:
-        """Return the file, which has a format that names its columns, as a fragment."""
+        """Return a file with named columns as a fragment."""
         return columnar_fragment(self.file, _columnar_format(self._kind.format, self._columns))
 
     def convert(self, part: int, advance: Callable[[int], None]) -> None:
@@ -118,11 +119,11 @@ class ConvertedFile:
 
         Args:
             part: its number.
-            advance: called with the bytes of the file that were read.
+            advance: called with the number of bytes read.
 
         Raises:
             ConfigError: the file can't be read or has changed, or the part can't be written.
-            InputError: lines can't be told apart, or none of a block can be read.
+            InputError: lines run together, or a whole block is malformed.
         """
         path = self.parts[part]
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.draft")
@@ -168,7 +169,7 @@ class ConvertedFile:
         return pa.schema([*fields, (MALFORMED, _MALFORMED_TYPE)])
 
     def _tables(self, advance: Callable[[int], None]) -> Iterator[pa.Table]:
-        """Read a file whose format names its columns, as many rows at a time as a block has."""
+        """Read a file with named columns, one block's rows at a time."""
         size, pending = self._layout.block_rows, None
         with reading(self.file):
             batches = self.source_fragment().to_batches(
@@ -218,10 +219,7 @@ class ConvertedFile:
                     advance(raw.tell() - begin)
 
     def _parsed(self, parser: TextParser, data: bytes, start: int, first_row: int) -> pa.Table:
-        """Parse a block.
-
-        For a line that can't be read stands the readable one before it, or else the first one.
-        """
+        """Parse a block; replace malformed lines by the readable one before, or the first."""
         try:
             parsed = parser.parse(data)
         except pa.ArrowInvalid as error:
@@ -259,7 +257,7 @@ def convert(
     world_size: int = 1,
     progress: Progress | None = None,
 ) -> None:
-    """Convert this rank's share of the parts that aren't there yet."""
+    """Convert this rank's share of the missing parts."""
     parts = [(file, part) for file in files for part in range(len(file.parts))]
     own = [(file, part) for file, part in parts[rank::world_size] if not file.parts[part].exists()]
     total = sum(file.num_bytes // len(file.parts) for file, _ in own)
@@ -297,7 +295,7 @@ def _columnar_format(name: str, columns: Columns) -> ds.FileFormat:
         return ds.OrcFileFormat()
     if name == "feather":
         return ds.FeatherFileFormat()
-    # A number may be an integer in the first lines, from which types are inferred.
+    # Types are inferred from the first lines, where a number may be an integer.
     numbers = [(name, pa.float64()) for name, column in columns.items() if column.kind in _NUMBERS]
     options = pa_json.ParseOptions(
         explicit_schema=pa.schema(numbers), unexpected_field_behavior="infer"
@@ -312,7 +310,7 @@ def _folder_of(prepared: str) -> Path:
 
 
 def _remove_stale_drafts(folder: Path) -> None:
-    """Remove what killed processes left; a draft that is being written is younger."""
+    """Remove drafts of killed processes, which are older than any draft in progress."""
     for draft in folder.glob("*.draft"):
         with contextlib.suppress(OSError):
             if time.time() - draft.stat().st_mtime > _STALE_S:

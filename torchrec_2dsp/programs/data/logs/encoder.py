@@ -1,4 +1,4 @@
-"""Encode rows of a log as samples, by vocabularies and scales that a pass over the rows finds."""
+"""Encode a log's rows as samples, with vocabularies and scales from a pass over the rows."""
 
 import json
 import math
@@ -44,13 +44,13 @@ _SCALES = "scales.json"
 
 @dataclass(frozen=True)
 class FeatureIds:
-    """The ids of one feature."""
+    """One feature's ids."""
 
     ids: NDArray[np.int64]
-    """The ids of all samples, one after another."""
+    """The concatenated ids of all samples."""
 
     lengths: NDArray[np.int32] | None
-    """How many ids each sample has; `None` if each has one."""
+    """The number of ids per sample; `None` if each has one."""
 
     def part(self, start: int, stop: int) -> "FeatureIds":
         """Return consecutive samples' bags."""
@@ -61,7 +61,7 @@ class FeatureIds:
         return FeatureIds(self.ids[before : before + inside], self.lengths[start:stop])
 
     def ordered(self, order: NDArray[np.int64]) -> "FeatureIds":
-        """Return the bags of the samples with these numbers, in their order."""
+        """Return the bags at these sample indices, in this order."""
         if self.lengths is None:
             return FeatureIds(self.ids[order], None)
         starts = (np.cumsum(self.lengths) - self.lengths)[order]
@@ -73,7 +73,7 @@ class FeatureIds:
 
 @dataclass(frozen=True)
 class Samples:
-    """Encoded rows, as arrays that are cut and joined until they are batches."""
+    """Encoded rows, as arrays to slice and join into batches."""
 
     dense: NDArray[np.float32]
     """The dense features, ``[samples, features]``."""
@@ -95,12 +95,12 @@ class Samples:
         return Samples(self.dense[start:stop], self.labels[start:stop], bags)
 
     def ordered(self, order: NDArray[np.int64]) -> "Samples":
-        """Return the samples with these numbers, in their order."""
+        """Return the samples at these indices, in this order."""
         bags = tuple(bags.ordered(order) for bags in self.bags)
         return Samples(self.dense[order], self.labels[order], bags)
 
     def batch(self, keys: Sequence[str]) -> Batch:
-        """Return the samples as TorchRec's batch, with these names of the features."""
+        """Return the samples as a TorchRec batch with these feature names."""
         lengths = np.ones((len(self.bags), len(self)), dtype=np.int32)
         for row, bags in zip(lengths, self.bags, strict=True):
             if bags.lengths is not None:
@@ -111,12 +111,12 @@ class Samples:
             values=torch.from_numpy(np.concatenate(ids)),
             lengths=torch.from_numpy(lengths.reshape(-1)),
         )
-        # Parts of larger arrays would keep these in memory.
+        # Copy, since slices would keep the larger arrays in memory.
         return Batch(torch.from_numpy(self.dense.copy()), sparse, torch.tensor(self.labels))
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """Join samples one after another; there is at least one part."""
+    """Concatenate samples; there is at least one part."""
     if len(parts) == 1:
         return parts[0]
     return Samples(
@@ -134,31 +134,29 @@ def _join(bags: Sequence[FeatureIds]) -> FeatureIds:
 
 @dataclass(frozen=True)
 class LogFeature:
-    """One sparse feature of a log, which has a table of its own."""
+    """A log's sparse feature, with its own table."""
 
     name: str
     """The feature's name in the batch."""
 
     num_rows: int
-    """How many rows its table has."""
+    """The number of rows in the table."""
 
     mean_ids: float
-    """About how many ids a sample has."""
+    """The approximate number of ids per sample."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The mean and the standard deviation of a dense feature."""
+    """A dense feature's mean and standard deviation."""
 
     mean: float
-    """The number that is subtracted."""
 
     std: float
-    """The number that the difference is divided by."""
 
 
 class Encoder:
-    """Makes samples of rows."""
+    """Encodes rows as samples."""
 
     def __init__(
         self,
@@ -168,27 +166,27 @@ class Encoder:
         vocabularies: Mapping[str, Vocabulary],
         scales: Mapping[str, Scale],
     ) -> None:
-        """Encode by these vocabularies and scales.
+        """Set up encoding with these vocabularies and scales.
 
         Args:
-            label: the column of the labels.
+            label: the label column.
             dense: the dense features.
             features: the sparse features.
-            vocabularies: those of the features that have one, by feature.
-            scales: those of the dense features that are standardised, by column.
+            vocabularies: by feature, for features that use one.
+            scales: by column, for standardised dense features.
         """
         self._label, self._dense, self._features = label, tuple(dense), tuple(features)
         self._vocabularies, self._scales = vocabularies, scales
         self.columns = columns_of(label, dense, features)
-        """The columns that are read, and what they are for."""
+        """The columns to read, with their purposes."""
         self.features = tuple(
             LogFeature(feature.name, self._num_rows(feature), feature.mean_ids)
             for feature in features
         )
-        """The features of the samples."""
+        """The samples' features."""
 
     def encode(self, table: pa.Table) -> Samples:
-        """Encode some rows."""
+        """Encode a table's rows."""
         dense = np.empty((table.num_rows, len(self._dense)), dtype=np.float32)
         for number, column in enumerate(self._dense):
             values = transformed(table[column.column], column)
@@ -209,7 +207,7 @@ class Encoder:
             if feature.encoding == "vocabulary":
                 return self._vocabularies[feature.name].rows(values)
             hashes = hash_texts(values)
-            # Missing values have hash 0, and with it row 0.
+            # Missing values have hash 0, and so row 0.
             return rows_of(hashes, feature.num_rows - 1) + (hashes != MISSING)
 
         return FeatureIds(*encoded_texts(column, rows, feature.separator, feature.max_ids))
@@ -223,7 +221,7 @@ class Encoder:
 def columns_of(
     label: str, dense: Sequence[DenseColumn], features: Sequence[SparseColumn]
 ) -> dict[str, LogColumn]:
-    """Return the columns that are read, and what they are for."""
+    """Return the columns to read, with their purposes."""
     columns = {column.column: LogColumn(ColumnKind.NUMBER) for column in dense}
     for feature in features:
         column = LogColumn(ColumnKind.TEXT)
@@ -237,7 +235,7 @@ def columns_of(
                 f"column {feature.source!r} is a time ({column.time_format or other.time_format}) "
                 "for one feature, and something else for another; give all one time_format"
             )
-        # Integers are numbers as well as texts, so they serve several features.
+        # Integers are valid as numbers and as text, so they can serve several features.
         if other != column:
             columns[feature.source] = LogColumn(ColumnKind.INTEGER)
     columns[label] = LogColumn(ColumnKind.LABEL)
@@ -245,7 +243,7 @@ def columns_of(
 
 
 def transformed(column: pa.ChunkedArray, rules: DenseColumn) -> NDArray[np.float32]:
-    """Fill and clip a dense feature, and put it on its logarithmic scale."""
+    """Fill and clip a dense feature, and apply its logarithm."""
     numbers = column.cast(pa.float32(), safe=False).to_numpy()
     values = np.where(np.isfinite(numbers), numbers, np.float32(rules.fill))
     np.clip(values, np.float32(rules.lowest), np.float32(rules.highest), out=values)
@@ -255,7 +253,7 @@ def transformed(column: pa.ChunkedArray, rules: DenseColumn) -> NDArray[np.float
 
 
 def time_rows(column: pa.ChunkedArray, feature: SparseColumn) -> NDArray[np.int64]:
-    """Return the rows of a part of a time: 1 for the first hour or day, 0 where it is missing."""
+    """Map part of a time to rows: 1 for the first hour or day, 0 for a missing time."""
     if feature.time_format not in ("unix", "yymmddhh"):
         texts = column
         column, is_wrong = times_of(texts, feature.time_format)
@@ -281,7 +279,7 @@ def time_rows(column: pa.ChunkedArray, feature: SparseColumn) -> NDArray[np.int6
 
 
 def _seconds(digits: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Turn times such as 14102100 into seconds since 1970."""
+    """Convert times such as 14102100 into seconds since 1970."""
     days, hours = digits // 100, digits % 100
     months = (days // 10_000 + _CENTURY - 1970) * 12 + np.maximum(days // 100 % 100, 1) - 1
     first_days = months.astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)
@@ -289,13 +287,13 @@ def _seconds(digits: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Moments:
-    """The mean and the standard deviation of numbers that come in parts, by Chan's rule."""
+    """Accumulates the mean and the standard deviation over chunks, by Chan's rule."""
 
     def __init__(self) -> None:
         self._count, self._mean, self._squares = 0, 0.0, 0.0
 
     def add(self, numbers: NDArray[np.float32]) -> None:
-        """Add some numbers."""
+        """Add a chunk."""
         if not len(numbers):
             return
         part = numbers.astype(np.float64)
@@ -307,7 +305,7 @@ class Moments:
         self._count = count
 
     def scale(self, column: str) -> Scale:
-        """Return the moments of all numbers; the column is named in the error."""
+        """Return the moments of all numbers; ``column`` is for the error message."""
         std = math.sqrt(self._squares / self._count) if self._count else 0.0
         if not std > 0:
             raise ConfigError(
@@ -318,19 +316,19 @@ class Moments:
 
 
 class Prepared:
-    """Vocabularies and scales in a folder.
+    """A folder of vocabularies and scales.
 
-    What isn't there is made by one pass. What is there is used as it is, also for other files, so
-    that ids stay what they were.
+    Missing ones are built in one pass. Existing ones are reused, for other files too, so that ids
+    stay stable.
     """
 
     def __init__(
         self, folder: str, dense: tuple[DenseColumn, ...], features: tuple[SparseColumn, ...]
     ) -> None:
-        """Note which features need a vocabulary or a measured scale.
+        """List the features that need a vocabulary or a measured scale.
 
         Args:
-            folder: where they are kept.
+            folder: keeps the vocabularies and scales.
             dense: the dense features.
             features: the sparse features.
         """
@@ -349,7 +347,7 @@ class Prepared:
     def prepare(
         self, selection: Selection, progress: Progress | None = None
     ) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
-        """Return the vocabularies by feature and the scales by column, made of training rows."""
+        """Return the vocabularies by feature and the scales by column, built from training rows."""
         counters = {
             name: ValueCounter() for name in self._features if not self._file(name).exists()
         }
@@ -372,10 +370,10 @@ class Prepared:
         return self._vocabularies(), scales
 
     def read(self) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
-        """Return the vocabularies by feature and the scales by column, all of which have to exist.
+        """Return the existing vocabularies by feature and scales by column.
 
         Raises:
-            ConfigError: one doesn't.
+            ConfigError: one is missing.
         """
         scales = self._read_scales()
         missing = [

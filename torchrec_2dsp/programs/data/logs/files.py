@@ -1,4 +1,4 @@
-"""A log's files on any file system: listed in a fixed order, opened with errors that name them."""
+"""List and open a log's files on any file system, in a fixed order, with errors that name them."""
 
 import os
 import re
@@ -29,17 +29,17 @@ _LOCAL = fs.LocalFileSystem()
 
 
 class FileKind(NamedTuple):
-    """A file's format, by its name."""
+    """A file's format, from its name."""
 
     format: str
     """ "parquet", "orc", "feather", "json" or "text"."""
 
     compression: str | None
-    """pyarrow's name of the compression; `None` for none."""
+    """pyarrow's name for the compression; `None` for none."""
 
 
 def kind_of(file: str) -> FileKind:
-    """Return a file's format, by the endings of its name; any other name is a text file's."""
+    """Infer a file's format from its extensions; unknown ones mean text."""
     stem, ending = os.path.splitext(file.lower())
     compression = _COMPRESSIONS.get(ending)
     if compression is not None:
@@ -48,7 +48,7 @@ def kind_of(file: str) -> FileKind:
 
 
 def file_system(file: str) -> tuple[fs.FileSystem, str]:
-    """Return a path's file system, by pyarrow or else by fsspec, and the path in it."""
+    """Return a path's file system, from pyarrow or else fsspec, and the path in it."""
     if "://" not in file:
         return _LOCAL, file
     try:
@@ -62,12 +62,12 @@ def file_system(file: str) -> tuple[fs.FileSystem, str]:
 
 
 def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
-    """List the files that paths and patterns name.
+    """List the files that paths and patterns match.
 
-    Files of one pattern come in the order of the numbers in their names.
+    A pattern's files are sorted by the numbers in their names.
 
     Raises:
-        ConfigError: a pattern names no file or a folder, or two name the same file.
+        ConfigError: a pattern matches no file or matches a folder, or two match the same file.
     """
     files: list[str] = []
     for pattern in patterns:
@@ -79,7 +79,7 @@ def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
                 raise ConfigError(
                     f"files: {pattern} is a folder; name its files, such as {pattern}/*.csv"
                 )
-            # A path may have brackets of its own.
+            # A path may itself contain brackets.
             is_file = info.type != fs.FileType.NotFound
             names = [path] if is_file else _matching(system, path)
         if not names:
@@ -93,7 +93,7 @@ def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _matching(system: fs.FileSystem, pattern: str) -> list[str]:
-    """Return the files that a pattern names; ``**`` stands for any number of folders."""
+    """Return the files that match a pattern; ``**`` matches any number of folders."""
     special = _PATTERN.search(pattern)
     if special is None:
         return []
@@ -121,13 +121,13 @@ def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _by_numbers(name: str) -> list[tuple[str, int]]:
-    """Return the key of a name in an order in which ``day_9`` is before ``day_10``."""
+    """Return a sort key that puts ``day_9`` before ``day_10``."""
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 @contextmanager
 def reading(file: str) -> Iterator[None]:
-    """Turn the system's errors into a `ConfigError` that names the file."""
+    """Turn operating-system errors into a `ConfigError` that names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -140,17 +140,16 @@ def reading(file: str) -> Iterator[None]:
 
 
 class FileState(NamedTuple):
-    """A file's size and time, by which a changed one is noticed."""
+    """A file's size and modification time, which reveal changes."""
 
     num_bytes: int
-    """The size."""
 
     mtime_ns: int
-    """When it was written, where the file system knows; else 0."""
+    """The modification time if the file system has it; else 0."""
 
 
 def state_of(file: str) -> FileState:
-    """Look up a file's size and time."""
+    """Look up a file's size and modification time."""
     system, path = file_system(file)
     with reading(file):
         info = system.get_file_info(path)
@@ -160,7 +159,7 @@ def state_of(file: str) -> FileState:
 
 
 def open_stream(file: str) -> tuple[pa.NativeFile, pa.NativeFile]:
-    """Open a file; return what it holds, decompressed, and the file itself."""
+    """Open a file; return its decompressed stream and the raw file."""
     system, path = file_system(file)
     raw = system.open_input_file(path)
     compression = kind_of(file).compression
@@ -170,15 +169,15 @@ def open_stream(file: str) -> tuple[pa.NativeFile, pa.NativeFile]:
 def columnar_fragment(
     file: str, file_format: ds.FileFormat, at: tuple[fs.FileSystem, str] | None = None
 ) -> ds.Fragment:
-    """Return a file whose format names its columns, as a fragment of a pyarrow dataset.
+    """Return a file with named columns as a pyarrow dataset fragment.
 
     Args:
-        file: the file that errors name.
-        file_format: how it is read.
-        at: what is read in its stead.
+        file: the file to name in errors.
+        file_format: the file's format.
+        at: the path to read instead.
 
     Raises:
-        ConfigError: it is damaged, or of another format.
+        ConfigError: it is damaged, or in another format.
     """
     system, path = at or file_system(file)
     with reading(file):
@@ -194,7 +193,7 @@ def columnar_fragment(
 
 
 def write_prepared(path: Path, content: bytes) -> None:
-    """Write a file that was prepared as a whole, whoever writes it at the same time.
+    """Write a prepared file atomically, safe against concurrent writers.
 
     Raises:
         ConfigError: it can't be written.
@@ -206,7 +205,7 @@ def write_prepared(path: Path, content: bytes) -> None:
 
 @contextmanager
 def writing_prepared(path: Path) -> Iterator[None]:
-    """Turn the system's errors into a `ConfigError` that names the key ``prepared``."""
+    """Turn operating-system errors into a `ConfigError` that names the key ``prepared``."""
     try:
         yield
     except OSError as error:

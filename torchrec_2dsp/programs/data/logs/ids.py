@@ -1,4 +1,4 @@
-"""Turn a column's values into texts, and texts into ids, by a hash or a vocabulary, or times."""
+"""Convert column values to text, and text to times or, by hash or vocabulary, to ids."""
 
 import math
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.logs.files import write_prepared
 
 compute: Any = pyarrow.compute
-"""pyarrow's functions, which it makes when it is imported, so that type checkers don't see them."""
+"""pyarrow's compute functions, which are created at import time and so unknown to type checkers."""
 
 MISSING_ROW, UNKNOWN_ROW, NUM_RESERVED = 0, 1, 2
-"""The rows of values that are missing, or that the vocabulary lacks, and how many these are."""
+"""The rows for missing and for unknown values, and the number of these rows."""
 MISSING = np.uint64(0)
-"""The hash of an empty text, and, once in 2**64 times, of another one."""
+"""The hash of an empty string, and, once in 2**64 times, of another string."""
 Hashes = NDArray[np.uint64]
 
 TIMES = pa.timestamp("us")
-"""The type of times in files that were converted."""
+"""The type of times in converted files."""
 
 _MAX_PENDING = 4_000_000
 _LENGTH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -40,25 +40,25 @@ _MASKS = np.array(
 
 @dataclass(frozen=True)
 class Texts:
-    """The values of some rows."""
+    """Some rows' values."""
 
     values: pa.BinaryArray
-    """All values one after another, as texts without nulls; an empty text is a missing value."""
+    """All values concatenated, as strings without nulls; an empty string is a missing value."""
 
     lengths: NDArray[np.int32] | None
-    """How many values each row has; `None` if each has one."""
+    """The number of values per row; `None` if each has one."""
 
 
 def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> Texts:
-    """Return a column's values as texts without nulls.
+    """Return a column's values as strings without nulls.
 
-    An integer and its text are the same value, so that a log has the same ids as CSV and as
-    Parquet. A row without a list has an empty one.
+    An integer and its decimal string are the same value, so that a log has the same ids as CSV and
+    as Parquet. A null list becomes an empty one.
 
     Args:
-        column: text, integers or booleans, or lists of them.
-        separator: what stands between the values of a text; empty where each text is one value.
-        max_ids: how many of a list's last values count; 0 for all.
+        column: strings, integers or booleans, or lists with such values.
+        separator: separates the values in a string; empty if each string is one value.
+        max_ids: the number of last values to keep from a list; 0 for all.
 
     Example:
         >>> import pyarrow as pa
@@ -79,7 +79,7 @@ def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> 
     lengths = np.asarray(compute.list_value_length(array).fill_null(0)).astype(np.int32)
     values = _as_binary(array.flatten())
     if separator:
-        # A text without values is split into one empty value.
+        # Splitting an empty string yields one empty value.
         is_empty = np.zeros(len(lengths), dtype=bool)
         ends = np.cumsum(lengths)
         is_single = np.flatnonzero(lengths == 1)
@@ -101,7 +101,7 @@ def encoded_texts(
     separator: str = "",
     max_ids: int = 0,
 ) -> tuple[NDArray[Any], NDArray[np.int32] | None]:
-    """Encode a column's values, each distinct one of a dictionary once, and return the lengths."""
+    """Encode a column's values, each distinct dictionary value once, and return the lengths."""
     num_values = (
         sum(len(chunk.dictionary) for chunk in column.chunks)
         if (pt.is_dictionary(column.type))
@@ -138,11 +138,11 @@ def _as_binary(array: pa.Array) -> pa.BinaryArray:
 def times_of(
     column: pa.ChunkedArray, time_format: str
 ) -> tuple[pa.ChunkedArray, NDArray[np.bool_]]:
-    """Parse texts as times, in UTC, and return which of them aren't missing and are no time.
+    """Parse strings as times in UTC, and return a mask of invalid ones.
 
     Args:
-        column: texts or timestamps; an empty text is missing.
-        time_format: "iso", or a pattern of strptime.
+        column: strings or timestamps; an empty string is missing, not invalid.
+        time_format: "iso", or a strptime pattern.
 
     Example:
         >>> import pyarrow as pa
@@ -177,11 +177,10 @@ def _iso_time(text: str | None) -> datetime | None:
 
 
 def hash_texts(texts: pa.BinaryArray) -> Hashes:
-    """Hash each text to 64 bits, equal on every platform: `MISSING` for an empty one; none is null.
+    """Hash each string to 64 bits, equally on every platform; an empty one to `MISSING`.
 
-    Every eight bytes of a text are one number, read as little-endian, and are mixed into the state
-    by the finaliser of splitmix64. The loop runs over the words of the longest text, not over
-    values.
+    Each 8-byte word is read as a little-endian number and mixed into the state by splitmix64's
+    finaliser. The loop runs over the longest string's words, not over values. There are no nulls.
 
     Example:
         >>> import pyarrow as pa
@@ -212,10 +211,10 @@ def hash_texts(texts: pa.BinaryArray) -> Hashes:
 
 
 def rows_of(hashes: Hashes, num_rows: int) -> NDArray[np.int64]:
-    """Return a row in 0..num_rows-1 for each hash; ``num_rows`` is at most 2**31.
+    """Map each hash to a row in 0..num_rows-1; ``num_rows`` is at most 2**31.
 
-    The hash's upper half is a fraction, of which ``num_rows`` is taken: that is as even as a
-    remainder, and faster.
+    Multiplies the hash's upper half, as a fraction, by ``num_rows``: as uniform as a remainder, but
+    faster.
     """
     rows = hashes >> np.uint64(32)
     rows *= np.uint64(num_rows)
@@ -224,7 +223,7 @@ def rows_of(hashes: Hashes, num_rows: int) -> NDArray[np.int64]:
 
 
 def fractions_of(hashes: Hashes) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each hash, independent of its row in any table."""
+    """Map each hash to a number in [0, 1) that is independent of its row in any table."""
     mixed = hashes ^ _LENGTH_FACTOR
     _mix_(mixed)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -246,7 +245,7 @@ def collision_rate(num_values: float, num_rows: int) -> float:
 
 
 def values_behind(rows_used: float, num_rows: int) -> float:
-    """Estimate how many values were hashed to that many rows; infinite if all rows were hit.
+    """Estimate how many values hash to that many rows; infinite if all rows were hit.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.ids import values_behind
@@ -261,7 +260,7 @@ def values_behind(rows_used: float, num_rows: int) -> float:
 
 
 def _mix_(state: Hashes) -> None:
-    """Mix every number, in place."""
+    """Mix every number in place."""
     shifted = state >> np.uint64(30)
     state ^= shifted
     state *= _FACTORS[0]
@@ -281,7 +280,7 @@ def _offsets(texts: pa.BinaryArray) -> NDArray[np.int64]:
 
 
 def _words(texts: pa.BinaryArray) -> Hashes:
-    """Return the eight bytes from each place of the texts on, zeros behind their end."""
+    """Return the 8-byte words that start at each position, zero-padded past a string's end."""
     data = texts.buffers()[2]
     num_bytes = 0 if data is None else data.size
     padded = np.zeros(num_bytes + _WORD_BYTES, dtype=np.uint8)
@@ -293,8 +292,8 @@ def _words(texts: pa.BinaryArray) -> Hashes:
 class Vocabulary:
     """Maps the most frequent values to rows of their own.
 
-    A value is recognised by its 64-bit hash: an unknown value has the hash of a known one once in
-    10^13 values for a million rows.
+    Values are looked up by their 64-bit hashes: with a million rows, one in about 10^13 unknown
+    values collides with a known one.
 
     Example:
         >>> import pyarrow as pa
@@ -304,7 +303,7 @@ class Vocabulary:
     """
 
     def __init__(self, values: pa.BinaryArray) -> None:
-        """Sort the values by their hashes.
+        """Sort the values by hash.
 
         Args:
             values: distinct values, the most frequent first.
@@ -318,7 +317,7 @@ class Vocabulary:
 
     @property
     def num_rows(self) -> int:
-        """How many rows a table needs."""
+        """The number of rows that a table needs."""
         return len(self._rows) + NUM_RESERVED
 
     def rows(self, values: pa.BinaryArray) -> NDArray[np.int64]:
@@ -333,14 +332,14 @@ class Vocabulary:
 
 
 class ValueCounter:
-    """Counts a feature's distinct values, all of them in memory."""
+    """Counts a feature's distinct values in memory."""
 
     def __init__(self) -> None:
         self._counted: list[pa.Table] = []
         self._num_pending = 0
 
     def add(self, values: pa.BinaryArray) -> None:
-        """Count some values; missing ones don't count."""
+        """Count values; missing ones don't count."""
         counts = compute.value_counts(
             values.filter(compute.not_equal(compute.binary_length(values), 0))
         )
@@ -353,11 +352,11 @@ class ValueCounter:
             self._num_pending = 0
 
     def frequent(self, min_count: int, max_values: int) -> pa.Table:
-        """Return the most frequent values with their counts; on ties the smaller text is first.
+        """Return the most frequent values with their counts; ties are in lexical order.
 
         Args:
-            min_count: rarer values are left out.
-            max_values: the most values; 0 for all.
+            min_count: the smallest count to keep.
+            max_values: the most values to keep; 0 for all.
         """
         table = self._merged()
         table = table.filter(compute.greater_equal(table["count"], min_count))
@@ -377,7 +376,7 @@ def write_vocabulary(path: Path, table: pa.Table, rules: str) -> None:
     Args:
         path: the file.
         table: the column "value", and others that describe values, such as "count".
-        rules: how it was chosen, which a reader has to name again.
+        rules: the selection rules, which must match when it is read.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata({"rules": rules}), sink)
@@ -385,7 +384,7 @@ def write_vocabulary(path: Path, table: pa.Table, rules: str) -> None:
 
 
 def read_vocabulary(path: Path, rules: str) -> pa.BinaryArray:
-    """Read the values of a vocabulary that was chosen by these rules."""
+    """Read a vocabulary's values; raise unless it was selected by these rules."""
     try:
         table = pq.read_table(path)
         values = table["value"].cast(pa.binary())

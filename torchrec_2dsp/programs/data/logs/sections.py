@@ -1,4 +1,4 @@
-"""The section ``[data]`` of a config, for logs: tables, two of them well known, interactions."""
+"""The config section ``[data]`` for logs: tables, two well-known logs, and interactions."""
 
 from abc import abstractmethod
 from typing import Literal, Self
@@ -25,7 +25,7 @@ _AVAZU = (
     *("device_type", "device_conn_type", "C14", "C15", "C16", "C17", "C18", "C19", "C20", "C21"),
 )
 _AVAZU_SIZES = ("C15", "C16")
-"""The width and the height of the banner, the only numbers of the log that aren't names."""
+"""The banner's width and height, the only columns with numbers rather than names."""
 
 
 class TableConfig(TableLayout):
@@ -49,32 +49,32 @@ class TableConfig(TableLayout):
     def dataset(self, progress: Progress | None = None) -> TableData:
         """Open the log.
 
-        Converts files, and makes vocabularies and scales, that ``prepared`` doesn't have yet.
+        Converts files and builds vocabularies and scales where ``prepared`` lacks them.
 
         Args:
-            progress: told how far that is.
+            progress: called during that work.
         """
         return TableData(self, progress)
 
     def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
-        """Convert a rank's share of the files that have to be, so that opening them is quick."""
+        """Convert a rank's share of the files, so that opening them is fast."""
         convert(files_to_convert(self), rank=rank, world_size=world_size, progress=progress)
 
 
 class KnownLogConfig(LogConfig):
-    """The keys of a log whose columns are known."""
+    """The keys of a log with known columns."""
 
     encoding: Literal["hash", "vocabulary"] = "hash"
-    """How values become ids: hashed, or by a vocabulary of the training rows."""
+    """The mapping from values to ids: hashed, or by a vocabulary from the training rows."""
 
     num_rows: int = Field(default=1_000_000, ge=3, le=2**31)
-    """How many rows each table has; of a vocabulary, how many at most."""
+    """The number of rows per table; with a vocabulary, its upper limit."""
 
     rows: dict[str, int] = Field(default_factory=dict)
-    """Other numbers of rows, by feature."""
+    """Different numbers of rows, by feature."""
 
     min_count: int = Field(default=10, ge=1)
-    """Values that the log has less often have no row in a vocabulary."""
+    """The smallest count with which a value enters a vocabulary."""
 
     @model_validator(mode="after")
     def _check_encoding(self) -> Self:
@@ -85,7 +85,7 @@ class KnownLogConfig(LogConfig):
         return self
 
     def sparse(self, names: tuple[str, ...]) -> tuple[SparseColumn, ...]:
-        """Return the sparse features of some columns."""
+        """Return these columns as sparse features."""
         unknown = sorted(self.rows.keys() - set(names))
         if unknown:
             raise ValueError(f"rows: there is no feature {unknown[0]!r}; use {', '.join(names)}")
@@ -101,7 +101,7 @@ class KnownLogConfig(LogConfig):
         )
 
     def log_keys(self) -> dict[str, object]:
-        """Return the keys that a table has, too."""
+        """Return the keys that a table shares."""
         return {name: getattr(self, name) for name in LogConfig.model_fields}
 
     @abstractmethod
@@ -123,7 +123,7 @@ class KnownLogConfig(LogConfig):
 
 
 class CriteoConfig(KnownLogConfig):
-    """Criteo's click logs: a label, 13 counts, 26 categories; tab separated, without names.
+    """Criteo's click logs: a label, 13 counts, 26 categories; tab separated, without a header.
 
     Counts are clipped at 0, and put on a logarithmic scale.
 
@@ -154,9 +154,9 @@ class CriteoConfig(KnownLogConfig):
 
 
 class AvazuConfig(KnownLogConfig):
-    """Avazu's click logs: 21 categories, the hour of the day and the weekday as ids.
+    """Avazu's click logs: 21 categories, with the hour and the weekday as ids.
 
-    The width and the height of the banner are dense features as well.
+    The banner's width and height are dense features as well.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.sections import AvazuConfig
@@ -189,11 +189,10 @@ class AvazuConfig(KnownLogConfig):
 
 
 class InteractionsConfig(InteractionsLayout):
-    """A log of interactions: who used which item when.
+    """A log of interactions between users and items, with times.
 
-    It becomes one sequence for each user, of which the last item is held out.
-
-    The names of columns are those of RecBole's files, unless others are given.
+    Each user becomes one sequence, whose last item is held out. Column names default to those in
+    RecBole's files.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
@@ -205,7 +204,7 @@ class InteractionsConfig(InteractionsLayout):
     """The kind of data."""
 
     def dataset(self, progress: Progress | None = None) -> SequenceData:
-        """Open the log and read all of it; see `TableConfig.dataset`."""
+        """Open the log and read it completely; see `TableConfig.dataset`."""
         return SequenceData(self, progress)
 
     def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:

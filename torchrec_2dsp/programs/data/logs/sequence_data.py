@@ -1,7 +1,7 @@
 """`SequenceData`: a log of interactions as a dataset, one sequence for each user.
 
-Sequences need all interactions of a user, which may be anywhere in the files. So a log is grouped
-in memory: about 30 bytes an interaction remain.
+A user's interactions may be anywhere in the files, so the log is grouped in memory, with about 30
+bytes per interaction.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,27 +29,27 @@ from torchrec_2dsp.programs.data.logs.text import ColumnKind, Columns, LogColumn
 
 @dataclass(frozen=True)
 class InteractionLog:
-    """The items of each user, in the order of time."""
+    """Each user's items, in time order."""
 
     items: NDArray[np.int64]
-    """The items of all users, one user after another, in the order in which users first appear. The
-    most frequent item is 0."""
+    """The items of all users, user by user, in the order in which users first appear. The most
+    frequent item is 0."""
 
     starts: NDArray[np.int64]
-    """Where each user's items begin."""
+    """The offset of each user's first item."""
 
     lengths: NDArray[np.int64]
-    """How many items each user has."""
+    """The number of items per user."""
 
     item_values: pa.BinaryArray
-    """The items as the log names them, in the order of their numbers."""
+    """The items' names in the log, indexed by item id."""
 
     num_left_out: int
-    """How many users had too few items."""
+    """The number of users with too few items."""
 
     @cached_property
     def item_names(self) -> tuple[str, ...]:
-        """The items' names, with a mark for bytes that are no text."""
+        """The items' names, with a mark for invalid UTF-8."""
         return tuple(value.decode("utf-8", "replace") for value in self.item_values.to_pylist())
 
     @property
@@ -60,12 +60,12 @@ class InteractionLog:
     def last_items(
         self, users: NDArray[np.int64], *, max_length: int, without_last: bool
     ) -> FeatureIds:
-        """Return the last items of some users, oldest first.
+        """Return each user's last items, oldest first.
 
         Args:
-            users: numbers of users.
-            max_length: how many items at most.
-            without_last: leaves out each user's last item, and ends before it.
+            users: user indices.
+            max_length: the most items per user.
+            without_last: drop each user's very last item first.
         """
         ends = self.starts[users] + self.lengths[users] - without_last
         lengths = np.minimum(ends - self.starts[users], max_length)
@@ -88,12 +88,12 @@ def read_interactions(
 
     Args:
         source: the rows.
-        user: the column of the users.
-        item: the column of the items.
-        time: the column that orders a user's items; those of one time stay in the log's order.
-        time_format: how a time is written.
-        min_items: users with fewer items are left out.
-        incomplete_limit: how many rows may lack a user, an item or a time; they are left out.
+        user: the user column.
+        item: the item column.
+        time: the column that orders a user's items; items with equal times stay in the log's order.
+        time_format: the time format.
+        min_items: the fewest items per user; users with fewer are dropped.
+        incomplete_limit: the most rows without a user, an item or a time, which are dropped.
 
     Raises:
         InputError: more rows are incomplete.
@@ -138,7 +138,7 @@ def read_interactions(
 
 
 def _by_frequency(values: pa.BinaryArray) -> tuple[NDArray[np.int64], pa.BinaryArray]:
-    """Rank values, the most frequent 0; of equally frequent ones, the smaller text first."""
+    """Rank values from the most frequent, 0; ties are in lexical order."""
     encoded = values.dictionary_encode()
     numbers = np.asarray(encoded.indices).astype(np.int64)
     counts = np.bincount(numbers, minlength=len(encoded.dictionary))
@@ -169,9 +169,9 @@ _USERS_AT_ONCE = 4096
 
 
 class SequenceData:
-    """The sequences of a log of interactions, as a `Dataset` with one sparse feature.
+    """A `Dataset` of user sequences, with one sparse feature.
 
-    A training sample is a user's last items without the very last; a held-out sample has it, too.
+    A training sample is a user's last items without the very last; a held-out sample includes it.
     All labels are 1, and there are no dense features.
     """
 
@@ -179,12 +179,12 @@ class SequenceData:
         """Read and group the log.
 
         Args:
-            config: the section of the config.
-            progress: called while files are converted.
+            config: the config's section.
+            progress: called during conversion.
         """
         self._config = config
         self.malformed = MalformedLines(config.malformed_limit)
-        """The lines that couldn't be read."""
+        """The malformed lines."""
         source = LogSource(
             config.layout,
             list_files(config.files),
@@ -207,7 +207,7 @@ class SequenceData:
         self.features: Sequence[LogFeature] = (
             LogFeature(config.feature, len(self.log.item_values), float(lengths.mean())),
         )
-        """The one feature, which holds the items in their order."""
+        """The single feature: a sequence's items."""
 
     @property
     def num_dense(self) -> int:
@@ -215,15 +215,15 @@ class SequenceData:
         return 0
 
     def num_rows(self, split: Split) -> int:
-        """Return how many samples a split has: one for each user."""
+        """Return the number of samples in a split: one per user."""
         return self.log.num_users
 
     def num_batches(self, split: Split, global_batch_size: int) -> int:
-        """Return how many batches an epoch of a split has."""
+        """Return the number of batches in a split's epoch."""
         return self._plan(global_batch_size).num_batches
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return how many global batches all epochs have; `None` if epochs never end."""
+        """Return the number of global batches in all epochs; `None` if they never end."""
         if not self._config.epochs:
             return None
         return self._config.epochs * self.num_batches(Split.TRAIN, global_batch_size)
@@ -241,7 +241,7 @@ class SequenceData:
         return self._stream(lambda: self._read(split, plan, rank, world_size, start))
 
     def samples_once(self, split: Split, *, rank: int, world_size: int) -> BatchStream:
-        """Make a sample of every user once, dealt to ranks, in batches of any size."""
+        """Make one sample per user once, dealt to ranks, in batches of any size."""
 
         def batches() -> Iterator[Batch]:
             users = np.arange(rank, self.log.num_users, world_size)
@@ -284,7 +284,7 @@ class SequenceData:
 
 
 def interactions_to_convert(config: InteractionsLayout) -> list[ConvertedFile]:
-    """Return the log's files that are converted before they are read."""
+    """List the log's files that need conversion."""
     files = list_files(config.files)
     return converted_files(config.layout, files, _columns(config), config.prepared)
 

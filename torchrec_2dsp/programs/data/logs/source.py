@@ -1,7 +1,7 @@
-"""Read rows of Parquet files, a log's own or those that it was converted to, by blocks.
+"""Read a log's rows in blocks from Parquet files, its own or converted ones.
 
-A block is a row group, or some thousand rows of one. How many rows each block has is known from the
-footers, so that any rank finds the rows of any batch by arithmetic.
+A block is a row group, or some thousand rows from one. Parquet footers give each block's row count,
+so any rank finds any batch's rows by arithmetic.
 """
 
 import json
@@ -51,42 +51,40 @@ class LogBlock:
     """Rows of a file that are read together."""
 
     file: str
-    """The path of the log's file."""
+    """The log file's path."""
 
     part: int
-    """The number of the Parquet file among the source's."""
+    """The Parquet file's index in the source."""
 
     unit: int
-    """The number of the blocks that shuffling keeps together, in their order."""
+    """The index of the unit: shuffling keeps a unit's blocks together, in order."""
 
     row_group: int
-    """The row group that has the rows."""
+    """The index of the row group that has the rows."""
 
     offset: int
-    """The first row in the row group."""
+    """The first row within the row group."""
 
     first_row: int
-    """How many rows of the file come before the block."""
+    """The number of the file's rows before the block."""
 
     num_rows: int
-    """How many rows the block has."""
 
 
 @dataclass(frozen=True)
 class HashSplit:
-    """A split by the hash of a column: equal values are in one split."""
+    """A split by a column's hash: equal values are in one split."""
 
     column: str
-    """Whose values are hashed."""
+    """The column to hash."""
 
     share: float
-    """The share of the values that is held out."""
+    """The share of values that is held out."""
 
     split: Split
-    """The split."""
 
     def rows(self, table: pa.Table) -> Rows:
-        """Return the numbers of the split's rows in a table."""
+        """Return the split's row numbers in a table."""
         hashes, _ = encoded_texts(table[self.column], hash_texts)
         is_held_out = fractions_of(hashes) < self.share
         return np.flatnonzero(is_held_out == (self.split is Split.EVAL))
@@ -94,47 +92,46 @@ class HashSplit:
 
 @dataclass(frozen=True)
 class LogPiece:
-    """Rows of one block, all in a row or chosen by the hash of a column."""
+    """Rows of one block, contiguous or chosen by a column's hash."""
 
     block: LogBlock
-    """The block."""
 
     first: int
-    """The first of the rows, if they are in a row."""
+    """The first row, if they are contiguous."""
 
     num_rows: int
-    """How many rows belong to the split."""
+    """The number of rows in the split."""
 
     by_hash: HashSplit | None = None
-    """How the rows are chosen; `None` if they are in a row."""
+    """The split that chooses rows; `None` if they are contiguous."""
 
 
 class Selection:
-    """Rows of a source, numbered through."""
+    """Consecutively numbered rows of a source."""
 
     def __init__(self, source: "LogSource", pieces: Sequence[LogPiece]) -> None:
         """Select pieces of a source.
 
         Args:
-            source: has the rows.
-            pieces: which rows, in their order; pieces without rows are left out.
+            source: the source to read.
+            pieces: the rows, in order; pieces without rows are skipped.
         """
         self._source = source
         self.pieces = tuple(piece for piece in pieces if piece.num_rows)
-        """Which rows, in their order."""
+        """The rows, in order."""
         self.num_rows = sum(piece.num_rows for piece in self.pieces)
-        """How many rows there are."""
+        """The number of rows."""
 
     def reader(self) -> "LogReader":
-        """Return a reader of these rows, for one thread."""
+        """Return a reader for these rows, for use by one thread."""
         return LogReader(self._source)
 
 
 class LogSource:
-    """The rows of a log's files.
+    """The rows in a log's files.
 
-    A line that couldn't be read has the row of a neighbour in its place, so that batches have the
-    same samples whatever the number of ranks. Which lines these are is in `MalformedLines`.
+    A neighbouring row replaces a malformed line, so that batches have the same samples for any
+    number of ranks. `MalformedLines` counts these lines.
     """
 
     def __init__(
@@ -147,15 +144,15 @@ class LogSource:
         malformed: MalformedLines,
         progress: Progress | None = None,
     ) -> None:
-        """Convert the files that have to be, and list the blocks of all.
+        """Convert files where needed, and list all blocks.
 
         Args:
-            layout: how the files are read.
-            files: the paths, in their order.
-            columns: the columns that each has to have.
-            prepared: the folder of files that were converted.
-            malformed: counts lines that couldn't be read.
-            progress: called while files are converted.
+            layout: the files' layout.
+            files: the paths, in order.
+            columns: the columns that each file must have.
+            prepared: the folder for converted files.
+            malformed: counts malformed lines.
+            progress: called during conversion.
 
         Raises:
             ConfigError: a file can't be read, has no rows, or lacks a column.
@@ -172,9 +169,9 @@ class LogSource:
             for file, source in converted.items()
             if source.head is not None
         }
-        """How many lines come before a text file's first row."""
+        """The number of lines before a text file's first row."""
         self.blocks: list[LogBlock] = []
-        """All blocks, in the order of the files and of their rows."""
+        """All blocks, in file and row order."""
         for file in files:
             source = converted.get(file)
             blocks = self._direct(file) if source is None else self._converted(source)
@@ -185,7 +182,7 @@ class LogSource:
             self.blocks += blocks
 
     def _direct(self, file: str) -> list[LogBlock]:
-        """Return a Parquet file's blocks, which are parts of its row groups."""
+        """List a Parquet file's blocks, which are parts of its row groups."""
         fragment = self._fragment(file)
         if any(group.num_rows for group in fragment.row_groups):
             self._check(file, fragment.physical_schema)
@@ -200,7 +197,7 @@ class LogSource:
         return blocks
 
     def _converted(self, source: ConvertedFile) -> list[LogBlock]:
-        """Return a converted file's blocks, which are the row groups of its parts."""
+        """List a converted file's blocks, which are the row groups of its parts."""
         if source.head is None:
             self._check(source.file, source.source_fragment().physical_schema)
         blocks: list[LogBlock] = []
@@ -216,7 +213,7 @@ class LogSource:
         return blocks
 
     def _fragment(self, file: str, path: str = "") -> ds.ParquetFileFragment:
-        """Open a Parquet file, whose texts are read as dictionaries."""
+        """Open a Parquet file, with strings read as dictionaries."""
         at = file_system(path or file)
         schema = columnar_fragment(file, ds.ParquetFileFormat(), at).physical_schema
         texts = [
@@ -263,12 +260,12 @@ class LogSource:
         return {Split.TRAIN: Selection(self, trained), Split.EVAL: Selection(self, held_out)}
 
     def rows_of_files(self, files: Sequence[str]) -> Selection:
-        """Select all rows of some files."""
+        """Select all rows of the given files."""
         pieces = [LogPiece(block, 0, block.num_rows) for block in self.blocks]
         return Selection(self, [piece for piece in pieces if piece.block.file in set(files)])
 
     def hashed_rows(self, column: str, share: float, prepared: str) -> dict[Split, Selection]:
-        """Hold out rows by a column's hash. Counting takes a pass, which ``prepared`` remembers."""
+        """Hold out rows by a column's hash; one pass counts them, cached in ``prepared``."""
         if self.columns[column].kind not in (ColumnKind.TEXT, ColumnKind.INTEGER):
             raise ConfigError(
                 f"held_out.column={column!r} is a dense feature, a time or the label; split by a "
@@ -300,21 +297,21 @@ class LogSource:
 
 
 class LogReader:
-    """Reads rows of a source, for one thread; reading on where it stopped is quick."""
+    """Reads a source's rows on one thread; sequential reads are fast."""
 
     def __init__(self, source: LogSource) -> None:
         self._source = source
         self._cursor: _Cursor | None = None
 
     def read(self, piece: LogPiece, rows: Rows | None = None) -> pa.Table:
-        """Read some rows of a piece.
+        """Read a piece's rows.
 
         Args:
             piece: the piece.
-            rows: numbers of rows in the piece, ascending; by default all.
+            rows: ascending row numbers within the piece; all by default.
 
         Raises:
-            InputError: too many lines couldn't be read, or a row has no label from 0 to 1.
+            InputError: too many lines are malformed, or a row has no label from 0 to 1.
         """
         if piece.by_hash is not None:
             table = self.block(piece.block)
@@ -325,7 +322,7 @@ class LogReader:
         return self.block(piece.block, rows + piece.first)
 
     def block(self, block: LogBlock, rows: Rows | None = None) -> pa.Table:
-        """Read some rows of a block, by default all, and check them; see `read`."""
+        """Read and check a block's rows, all by default; see `read`."""
         fragment = self._source.fragments[block.part]
         names = list(self._source.columns)
         if MALFORMED in fragment.physical_schema.names:
@@ -376,7 +373,7 @@ class LogReader:
                     )
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the open file."""
         self._cursor = None
 
     def __enter__(self) -> "LogReader":
@@ -387,7 +384,7 @@ class LogReader:
 
 
 class _Cursor:
-    """A row group that is read from its start on."""
+    """Reads a row group sequentially."""
 
     def __init__(
         self,
@@ -424,7 +421,7 @@ class _Cursor:
 
 
 class _Remembered:
-    """Counts of rows in a file, by the log's file, for as long as that stays as it is."""
+    """Caches a file's row counts until the file changes."""
 
     def __init__(self, prepared: str) -> None:
         self._path = Path(prepared, _COUNTS) if prepared else None
@@ -438,7 +435,7 @@ class _Remembered:
                 ) from error
 
     def counts(self, file: str, how: str, count: Callable[[], list[int]]) -> list[int]:
-        """Return what was counted of a file, or count it."""
+        """Return a file's cached counts, or count its rows."""
         state = {"file": list(state_of(file)), "how": how}
         key = f"{file if '://' in file else os.path.abspath(file)}: {how}"
         entry = self._counted.get(key, {})
@@ -452,7 +449,7 @@ class _Remembered:
 def converted_files(
     layout: FileLayout, files: Sequence[str], columns: Columns, prepared: str
 ) -> list[ConvertedFile]:
-    """Return the files that have to be converted before they are read."""
+    """List the files that need conversion."""
     return [
         ConvertedFile(file, layout, columns, prepared)
         for file in files
@@ -461,7 +458,7 @@ def converted_files(
 
 
 def _described(kind: pa.DataType) -> str:
-    """Return what a column holds, in words; types that hold the same are the same."""
+    """Name a column type's values for messages; types with equal contents have one name."""
     if pt.is_dictionary(kind):
         return _described(kind.value_type)
     if pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):

@@ -35,18 +35,18 @@ _NAMES = {Split.TRAIN: "training", Split.EVAL: "held-out"}
 
 
 class TableData:
-    """The rows of a log as batches."""
+    """Serves a log's rows as batches."""
 
     def __init__(self, config: TableLayout, progress: Progress | None = None) -> None:
         """Open the log.
 
         Args:
-            config: the section of the config.
-            progress: called while files are converted, and vocabularies and scales are made.
+            config: the config's section.
+            progress: called during conversion, and while vocabularies and scales are built.
         """
         self._config = config
         self.malformed = MalformedLines(config.malformed_limit)
-        """The lines that this process couldn't read."""
+        """The malformed lines that this process read."""
         prepared = Prepared(config.prepared, config.dense, config.features)
         self._selections = _select(config, self.malformed, progress)
         trained = self._selections[Split.TRAIN]
@@ -54,7 +54,7 @@ class TableData:
 
     @property
     def features(self) -> Sequence[LogFeature]:
-        """The sparse features, in the order of the batch."""
+        """The sparse features, in batch order."""
         return self._encoder.features
 
     @property
@@ -64,19 +64,19 @@ class TableData:
 
     @property
     def held_out(self) -> HeldOut:
-        """The rule by which rows are held out."""
+        """The rule that selects held-out rows."""
         return self._config.held_out
 
     def num_rows(self, split: Split) -> int:
-        """Return how many rows a split has."""
+        """Return the number of rows in a split."""
         return self._selections[split].num_rows
 
     def num_batches(self, split: Split, global_batch_size: int) -> int:
-        """Return how many batches an epoch of a split has."""
+        """Return the number of batches in a split's epoch."""
         return self._plan(split, global_batch_size).num_batches
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return how many global batches all epochs have; `None` if epochs never end."""
+        """Return the number of global batches in all epochs; `None` if they never end."""
         if not self._config.epochs:
             return None
         return self._config.epochs * self.num_batches(Split.TRAIN, global_batch_size)
@@ -86,8 +86,8 @@ class TableData:
     ) -> BatchStream:
         """Read this rank's part of a split's global batches; see `Dataset.batches`.
 
-        Batch n of an epoch is rows n*B to (n+1)*B of the split. Training batches end after the
-        config's epochs, held-out ones after one. Held-out rows are never mixed.
+        An epoch's batch n is the split's rows n*B to (n+1)*B. Training batches end after the
+        config's epochs, held-out ones after one. Held-out rows are never shuffled.
         """
         check_batch(global_batch_size, rank, world_size, start)
         plan = self._plan(split, global_batch_size)
@@ -111,7 +111,7 @@ class TableData:
         return self._stream(selection, read)
 
     def samples_once(self, split: Split, *, rank: int, world_size: int) -> BatchStream:
-        """Read every row of a split once, dealt to ranks by blocks, in batches of any size."""
+        """Read every row in a split once, dealt to ranks by blocks, in batches of any size."""
         keys = [feature.name for feature in self.features]
         selection = self._selections[split]
 
@@ -125,7 +125,7 @@ class TableData:
         self, selection: Selection, read: Callable[[LogReader], Iterator[Batch]]
     ) -> BatchStream:
         def batches() -> Iterator[Batch]:
-            # A reader of its own: several streams may be read at the same time.
+            # Each stream has its own reader, since several may be read at the same time.
             with selection.reader() as reader:
                 yield from read(reader)
 
@@ -136,7 +136,7 @@ class TableData:
 
 
 def prepared_encoder(config: TableLayout) -> Encoder:
-    """Return the encoder of a log whose rows needn't exist, only what was prepared for it.
+    """Return a log's encoder from ``prepared`` alone; the log itself needn't exist.
 
     Raises:
         ConfigError: a vocabulary or a scale is missing.
@@ -146,7 +146,7 @@ def prepared_encoder(config: TableLayout) -> Encoder:
 
 
 def files_to_convert(config: TableLayout) -> list[ConvertedFile]:
-    """Return the log's files that are converted before they are read."""
+    """List the log's files that need conversion."""
     files = [*list_files(config.files), *list_files(config.held_out.files)]
     return converted_files(config.layout, files, _columns(config), config.prepared)
 
@@ -169,7 +169,7 @@ def _encoder(
 def _select(
     config: TableLayout, malformed: MalformedLines, progress: Progress | None
 ) -> dict[Split, Selection]:
-    """Select the rows of each split."""
+    """Select each split's rows."""
     columns, choice = _columns(config), config.held_out
     files, held_out = list_files(config.files), list_files(choice.files)
     both = sorted(set(files) & set(held_out))

@@ -1,4 +1,4 @@
-"""Parse lines of text files into columns, and say which lines can't be read and why."""
+"""Parse lines of text files into columns, and report malformed lines with reasons."""
 
 import csv
 import enum
@@ -17,64 +17,63 @@ from torchrec_2dsp.programs.data.logs.files import open_stream, reading
 from torchrec_2dsp.programs.data.logs.ids import TIMES, compute, times_of
 
 Rows = NDArray[np.int64]
-"""Numbers of rows, ascending."""
+"""Ascending row numbers."""
 
 
 class ColumnKind(enum.Enum):
-    """The purpose of a column, which says what its values may be."""
+    """A column's purpose, which determines its valid values."""
 
     TEXT = "text, integers or booleans, or lists of them"
-    """Values that ids are made from."""
+    """Values that become ids."""
 
     NUMBER = "numbers"
     """A dense feature."""
 
     INTEGER = "integers or timestamps"
-    """A time that ids are made from, or integers that are ids and a dense feature."""
+    """A time that becomes ids, or integers that serve as ids and as a dense feature."""
 
     TIME = "integers, numbers or timestamps"
     """A time that rows are sorted by."""
 
     WRITTEN_TIME = "timestamps, dates or text"
-    """A time that is written in a form of its own."""
+    """A time in a given format."""
 
     LABEL = "numbers from 0 to 1"
-    """The label, which no row may lack."""
+    """The label, which every row must have."""
 
 
 @dataclass(frozen=True)
 class LogColumn:
-    """A column that is read."""
+    """A column to read."""
 
     kind: ColumnKind
-    """What it is for."""
 
     time_format: str = ""
-    """The form of a `WRITTEN_TIME`: "iso", or a pattern of strptime."""
+    """The format of a `WRITTEN_TIME`: "iso", or a strptime pattern."""
 
 
 Columns = Mapping[str, LogColumn]
-"""The columns that are read, by name."""
+"""The columns to read, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """How files are read."""
+    """The layout of a log's files."""
 
     names: tuple[str, ...]
-    """The names of a text file's columns; empty if its first line has them."""
+    """A text file's column names; empty if its first line has them."""
 
     delimiter: str
-    """What stands between two values of a text file."""
+    """The character between values in a text file."""
 
     quote: str
-    """What stands around values of a text file; empty for nothing."""
+    """The quote character in a text file; empty for none."""
 
     block_bytes: int
-    """About how many bytes of a text file are parsed together."""
+    """The approximate number of a text file's bytes to parse at a time."""
 
     block_rows: int
-    """The most rows of another file that are read together."""
+    """The most rows to read at a time from a file in another format."""
 
 
 _MISSING = ("", "NA", "N/A", "NULL", "null", "None", "nan", "NaN")
@@ -86,7 +85,7 @@ COLUMN_TYPES = {
     ColumnKind.WRITTEN_TIME: TIMES,
     ColumnKind.LABEL: pa.float32(),
 }
-"""What a text file's column becomes."""
+"""The Arrow type of each kind of text column."""
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _PATTERNS = {
     ColumnKind.NUMBER: _NUMBER,
@@ -103,7 +102,7 @@ _MAX_TEXT = 80
 
 
 class TextHead:
-    """The names of a file's columns, and where its first row begins."""
+    """A file's column names, and the position of its first row."""
 
     def __init__(self, file: str, layout: FileLayout) -> None:
         with reading(file), open_stream(file)[0] as stream:
@@ -127,11 +126,11 @@ class TextHead:
             )
         has_names = not layout.names or names == list(layout.names)
         self.names = tuple(layout.names or names)
-        """The names of the columns, in their order."""
+        """The column names, in order."""
         self.offset = len(line + line_end) if has_names else skipped
         """The number of bytes before the first row."""
         self.num_lines = int(has_names)
-        """How many lines come before the first row."""
+        """The number of lines before the first row."""
         repeated = sorted({name for name in self.names if self.names.count(name) > 1})
         if repeated:
             raise ConfigError(
@@ -139,7 +138,7 @@ class TextHead:
             )
 
     def check(self, file: str, columns: Columns) -> None:
-        """Raise `ConfigError` unless the file has these columns."""
+        """Raise `ConfigError` unless a file has these columns."""
         for name in columns:
             if name not in self.names:
                 raise ConfigError(
@@ -172,15 +171,16 @@ def blocks_of_lines(
     block_bytes: int,
     num_bytes: int | None = None,
 ) -> Iterator[bytes]:
-    """Cut a stream into blocks that end with a line.
+    """Cut a stream into blocks that end at a line end.
 
     Args:
-        stream: stands where a line begins.
-        file: the name of what is read.
-        first_bytes: how many bytes are read first.
-        block_bytes: how many bytes are read each other time.
-        num_bytes: how many bytes are read in all; bytes behind their last line end are left to the
-            next part of the file. `None` for all, with a last line that needn't have an end.
+        stream: positioned at the start of a line.
+        file: the file's name, for errors.
+        first_bytes: the size of the first read.
+        block_bytes: the size of each later read.
+        num_bytes: the total number of bytes to read; bytes after the last line end among them
+            belong to the file's next part. `None` reads to the end, where the last line needs no
+            line end.
 
     Raises:
         ConfigError: a line is too long.
@@ -206,7 +206,7 @@ def blocks_of_lines(
 
 
 def line_start_before(stream: pa.NativeFile, position: int, lowest: int) -> int:
-    """Return where the line begins that a position of a file is in, searching backwards."""
+    """Search backwards for the start of the line at a position."""
     while position > lowest:
         start = max(lowest, position - 2**16)
         stream.seek(start)
@@ -218,7 +218,7 @@ def line_start_before(stream: pa.NativeFile, position: int, lowest: int) -> int:
 
 
 def line_ends(data: bytes) -> NDArray[np.int64]:
-    """Return the place of each line's last byte; the last line needn't have a line end.
+    """Return the position of each line's last byte; the last line needs no line end.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.text import line_ends
@@ -241,28 +241,28 @@ def _without_lines(data: bytes, lines: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class ParsedLines:
-    """The columns of the lines that could be read."""
+    """Columns parsed from the readable lines."""
 
     table: pa.Table
     """One row for each readable line."""
 
     readable: Rows
-    """The numbers of these lines."""
+    """The readable lines' numbers."""
 
     reasons: Mapping[int, str]
-    """What is wrong with each other line, by its number."""
+    """The reason why each other line is malformed, by its number."""
 
 
 class TextParser:
-    """Parses lines of one layout with pyarrow, on the thread that calls it."""
+    """Parses lines of one layout with pyarrow, on the calling thread."""
 
     def __init__(self, names: Sequence[str], layout: FileLayout, columns: Columns) -> None:
-        """Parse lines of this layout.
+        """Store the layout.
 
         Args:
-            names: the names of all columns, in their order.
-            layout: what separates values.
-            columns: the columns to parse, by which a line is judged malformed.
+            names: all column names, in order.
+            layout: gives the delimiter and the quote character.
+            columns: the columns to parse and validate.
         """
         self._names, self._columns = tuple(names), columns
         self._delimiter, self._quote = layout.delimiter, layout.quote
@@ -271,7 +271,7 @@ class TextParser:
         """Parse whole lines.
 
         Raises:
-            ArrowInvalid: a quote opens that no line closes, so that lines run into each other.
+            ArrowInvalid: a quote isn't closed on its line, so that lines run together.
         """
         num_lines = data.count(_LINE_END) + (not data.endswith(_LINE_END))
         broken = self._broken(data)
@@ -286,7 +286,7 @@ class TextParser:
         try:
             table, invalid = self._read(data, types)
         except pa.ArrowInvalid:
-            # A value that is no number. pyarrow names one, so the numbers are looked at as texts.
+            # pyarrow reports only one invalid number, so read the numbers as strings.
             table, invalid = self._read(data, dict.fromkeys(types, pa.binary()))
             table, unreadable = _numbers(table, self._columns)
         else:
@@ -305,7 +305,7 @@ class TextParser:
         return ParsedLines(table, lines, reasons)
 
     def _broken(self, data: bytes) -> dict[int, str]:
-        """Return lines that aren't lines to pyarrow: with an open quote, or a return."""
+        """List lines that pyarrow can't split: those with an open quote or a carriage return."""
         broken: dict[int, str] = {}
         num_returns = data.count(_RETURN)
         if num_returns and num_returns != data.count(_RETURN + _LINE_END):
@@ -328,7 +328,7 @@ class TextParser:
         invalid: dict[int, str] = {}
 
         def skip(row: pa_csv.InvalidRow) -> str:
-            # Numbers of rows are exact on one thread.
+            # Row numbers are exact only on one thread.
             number = (row.number or 0) - 1
             invalid[number] = f"{row.actual_columns} values for {row.expected_columns} columns"
             return "skip"
@@ -353,7 +353,7 @@ class TextParser:
 
 
 def _numbers(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str]]:
-    """Turn texts into numbers where numbers belong, and list the rows with other texts."""
+    """Convert strings to numbers in numeric columns, and list rows with invalid ones."""
     unreadable: dict[int, str] = {}
     arrays = {}
     for name, column in columns.items():
@@ -372,7 +372,7 @@ def _numbers(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str
 
 
 def _times(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str]]:
-    """Turn texts into times where times are written, and list the rows with other texts."""
+    """Convert strings to times in time columns, and list rows with invalid ones."""
     unreadable: dict[int, str] = {}
     for place, (name, column) in enumerate(columns.items()):
         if column.kind is ColumnKind.WRITTEN_TIME:
@@ -387,7 +387,7 @@ def _times(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str]]
 
 
 def _bad_labels(table: pa.Table, columns: Columns) -> dict[int, str]:
-    """List the rows without a label, or with one that isn't between 0 and 1."""
+    """List the rows without a label from 0 to 1."""
     bad: dict[int, str] = {}
     for name, column in columns.items():
         if column.kind is ColumnKind.LABEL:
@@ -398,43 +398,43 @@ def _bad_labels(table: pa.Table, columns: Columns) -> dict[int, str]:
 
 
 def label_numbers(column: pa.ChunkedArray) -> NDArray[np.float32]:
-    """Return labels as numbers, NaN for missing ones."""
+    """Return labels as numbers, with NaN for missing ones."""
     return column.cast(pa.float32(), safe=False).to_numpy().astype(np.float32, copy=False)
 
 
 def is_label(labels: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return which numbers are labels."""
+    """Return a mask of the valid labels."""
     return (labels >= 0) & (labels <= 1)
 
 
 @dataclass(frozen=True)
 class MalformedLine:
-    """A line that can't be read."""
+    """A malformed line."""
 
     file: str
-    """The path of its file."""
+    """The file's path."""
 
     line: int
-    """Its number in the file, from 1, the header counted."""
+    """The line number in the file, counted from 1 and including the header."""
 
     reason: str
-    """What is wrong with it."""
+    """The reason why the line is malformed."""
 
     text: str
-    """Its beginning."""
+    """The beginning of the line."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}: {self.text!r}"
 
 
 class MalformedLines:
-    """Counts the different malformed lines that this process has met, up to a limit."""
+    """Counts the distinct malformed lines that this process reads, up to a limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        """How many lines may be malformed."""
+        """The most malformed lines allowed."""
         self.examples: list[MalformedLine] = []
-        """The first ones."""
+        """The first malformed lines."""
         self._lines: set[tuple[str, int]] = set()
 
     def __len__(self) -> int:
@@ -444,7 +444,7 @@ class MalformedLines:
         """Count a line, unless it was counted before.
 
         Raises:
-            InputError: these are more than the limit.
+            InputError: there are more lines than the limit.
         """
         if (file, line) in self._lines:
             return

@@ -8,7 +8,8 @@ import pytest
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
-from tests.support.cell_plans import group_plan
+from tests.support.cells import group_plan
+from tests.support.devices import rank_device
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, build
 from tests.support.oracle import batch_of, local_loss, trained_oracle
 from tests.support.parity import (
@@ -21,7 +22,6 @@ from tests.support.parity import (
     make_optimizer,
     oracle_of,
 )
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import iteration_of
 from torchrec_2dsp.comms.counting import count_collectives

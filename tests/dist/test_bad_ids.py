@@ -7,6 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import rank_device
 from tests.support.loops import (
     PIPELINES,
     Tensors,
@@ -21,7 +22,6 @@ from tests.support.loops import (
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer, make_sharder
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 
 FAULTY_RANK = 2

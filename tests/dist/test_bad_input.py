@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
-from tests.support.cell_plans import group_planner
+from tests.support.cells import group_planner
 from tests.support.models import SEQUENCE_TABLES, Model, ModelSpec, TableSpec, build
 from tests.support.parity import Cell, group_plan, local_world_size, make_sharder
 from tests.support.ranks import RankPool

@@ -11,13 +11,13 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.batches import Sessions, check_samples, count_dealing_threads, sessions
+from tests.support.devices import rank_device
 from tests.support.loops import largest_gap, shard_loss_model, snapshot
 from tests.support.models import ModelSpec, make_batch, tables_of
 from tests.support.oracle import Oracle
 from tests.support.parity import LR, TOLERANCE, Cell, compare, make_optimizer, make_parallel
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
-from tests.support.sessions import Sessions, check_samples, count_dealing_threads, sessions
 
 SIZES = {
     "even": [[8, 8, 8, 8]] * 3,

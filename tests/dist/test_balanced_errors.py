@@ -11,8 +11,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.batches import Sessions, check_samples, count_dealing_threads, sessions
 from tests.support.ranks import RankPool
-from tests.support.sessions import Sessions, check_samples, count_dealing_threads, sessions
 from torchrec_2dsp.errors import ConfigError, InputError, RankError, TwoDError, UnsupportedError
 from torchrec_2dsp.samples.balanced_batches import Ahead
 

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 
 from tests.support.bench_results import NO_LINKS, bench_result
-from tests.support.click_configs import click_data
 from tests.support.faulty_bench import CONFIG
 from tests.support.loops import local_tensors
 from tests.support.programs import forked
 from tests.support.ranks import RankPool
-from tests.support.sequence_configs import SEQUENCES
+from tests.support.train_runs import SEQUENCES, click_data
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.programs.bench import replay

@@ -17,6 +17,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import copied, on_rank_device, rank_device
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
 from tests.support.oracle import Oracle, local_loss, trained_oracle
 from tests.support.parity import (
@@ -30,7 +31,6 @@ from tests.support.parity import (
     make_parallel,
     oracle_of,
 )
-from tests.support.rank_device import copied, on_rank_device, rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 

@@ -18,7 +18,7 @@ def test_the_examples_run(dealt: Deal) -> None:
     scripts = dealt([str(script) for script in every if script.name not in NEED_A_MODEL])
     assert scripts
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.forked_scripts", *scripts],
+        [sys.executable, "-m", "tests.support.forks", "scripts", *scripts],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import rank_device
 from tests.support.loops import LossModel, largest_gap, make_stream, plain_loop, shard, snapshot
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.comms.counting import count_collectives

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.logs import REAL_LOGS
 from tests.support.ranks import RankPool
-from tests.support.real_logs import REAL_LOGS
 from torchrec_2dsp.programs.config.config_file import load_config
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.exits import NUM_RANKS, WAYS, count_threads
+from tests.support.forks import NUM_RANKS, WAYS, count_threads
 from tests.support.rank_worker import GLOO_TIMEOUT, REPOSITORY
 from tests.support.ranks import RankPool
 from tests.support.slices import patient
@@ -286,7 +286,7 @@ def test_no_thread_of_a_group_outlives_the_world() -> None:
 def test_programs_exit_with_code_0(tmp_path: Path) -> None:
     ways = list(WAYS)
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.support.exits", str(tmp_path), *ways],
+        [sys.executable, "-m", "tests.support.forks", "ways", str(tmp_path), *ways],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,

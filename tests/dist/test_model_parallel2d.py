@@ -13,10 +13,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import rank_device
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import TOLERANCE, Cell, local_world_size, make_parallel
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 
 STEPS = 3

@@ -16,6 +16,7 @@ from torchrec.distributed.types import ShardingPlan
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import EPS
+from tests.support.devices import rank_device
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import (
@@ -29,7 +30,6 @@ from tests.support.parity import (
     make_parallel,
     make_sharder,
 )
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.plan.plan2d import plan_for_rank

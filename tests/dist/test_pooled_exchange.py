@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
+from tests.support.devices import rank_device
 from tests.support.loops import (
     PIPELINES,
     by_pipelines,
@@ -36,7 +37,6 @@ from tests.support.parity import (
     make_sharder,
     run_cells,
 )
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives

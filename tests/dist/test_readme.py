@@ -32,7 +32,7 @@ def test_the_script_of_the_readme_runs_when_it_is_pasted(tmp_path: Path) -> None
     script = tmp_path / "train.py"
     script.write_text(source)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.forked_scripts", str(script)],
+        [sys.executable, "-m", "tests.support.forks", "scripts", str(script)],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

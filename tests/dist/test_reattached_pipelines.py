@@ -8,12 +8,12 @@ import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import rank_device
 from tests.support.loops import largest_gap, snapshot
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.oracle import batches_of
 from tests.support.parity import Cell, make_optimizer
 from tests.support.prefetching import sharded
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
+from tests.support.devices import rank_device
 from tests.support.loops import (
     PIPELINES,
     by_pipelines,
@@ -35,7 +36,6 @@ from tests.support.parity import (
     run_cells,
     tolerance_of,
 )
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives

@@ -16,11 +16,11 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import rank_device
 from tests.support.loops import LossModel, largest_gap, local_loss, make_stream, shard, snapshot
 from tests.support.models import MIXED, SEQUENCE_TABLES, BagModel, ModelSpec, TableSpec
 from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.prefetching import STEPS, Counts, compare, drain, run, sharded
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives

@@ -13,11 +13,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import EPS
+from tests.support.devices import rank_device
 from tests.support.loops import largest_gap, make_stream
 from tests.support.oracle import local_loss
 from tests.support.parity import LR, TOLERANCE, Cell
 from tests.support.prefetching import STEPS, Trained, run
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 

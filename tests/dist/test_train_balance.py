@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.support.loops import largest_gap, snapshot
 from tests.support.ranks import RankPool
-from tests.support.sequence_configs import SEQUENCES
+from tests.support.train_runs import SEQUENCES
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.models.balance import WeightedBatch, weigh_losses_, weighted_batch

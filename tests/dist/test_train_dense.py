@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import RankPool
-from tests.support.sequence_configs import SEQUENCES
+from tests.support.train_runs import SEQUENCES
 from torchrec_2dsp.dense.pipelined import cut_stack
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config

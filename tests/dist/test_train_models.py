@@ -5,8 +5,8 @@ from typing import Any, cast
 import pytest
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from tests.support.click_configs import click_data, click_model
 from tests.support.ranks import RankPool
+from tests.support.train_runs import click_data, click_model
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.support.rank_worker import marking_spans
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, config_with
-from tests.support.unwatched import marking_spans
 from torchrec_2dsp.errors import ConfigError, TwoDError
 from torchrec_2dsp.programs.config.config_file import (
     load_config,

@@ -17,6 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support import prefetching
+from tests.support.batches import changed, make_variable_batch, written_out
+from tests.support.devices import rank_device
 from tests.support.loops import (
     by_pipelines,
     largest_gap,
@@ -30,9 +32,7 @@ from tests.support.loops import (
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import TOLERANCE, Cell, make_optimizer, make_sharder, run_cells
-from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
-from tests.support.variable_batches import changed, make_variable_batch, written_out
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.shard.batch import BadIds
 

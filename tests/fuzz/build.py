@@ -34,7 +34,7 @@ from tests.fuzz.case import Case, DenseCase, TableCase, table_name
 from tests.fuzz.model import FuzzModel, initial_state
 from tests.fuzz.refusals import REFUSALS
 from tests.fuzz.state import EPS, LR, OUTER_LR, OUTER_MOMENTUM, initial_dense
-from tests.support.rank_device import copied, rank_device
+from tests.support.devices import copied, rank_device
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -25,9 +25,9 @@ from tests.fuzz.build import (
 from tests.fuzz.case import Case
 from tests.fuzz.model import Batch, to_batch
 from tests.fuzz.seen import Piece, Seen, StateSeen
+from tests.support.devices import copied, rank_device
 from tests.support.loops import local_tensors
 from tests.support.parity import local_shards
-from tests.support.rank_device import copied, rank_device
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.shard.parted import sharded_tables
 

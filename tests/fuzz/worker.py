@@ -35,10 +35,9 @@ from tests.fuzz.case import Case
 from tests.fuzz.judge import Verdict, judge
 from tests.fuzz.run import run_case
 from tests.fuzz.seen import RankReport
-from tests.support.devices import device_env
-from tests.support.rank_device import join_world
+from tests.support.devices import device_env, join_world
+from tests.support.rank_worker import leave_out_watchers
 from tests.support.ranks import PRELOADED
-from tests.support.unwatched import leave_out_watchers
 
 GRACE_S = 15.0
 """How long the other ranks may go on after one has failed."""

@@ -12,10 +12,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import copied
 from tests.support.loops import shard
 from tests.support.models import BagModel, make_batch
 from tests.support.parity import Cell, make_sharder
-from tests.support.rank_device import copied
 from torchrec_2dsp.comms.counting import count_collectives
 
 LR = 0.05

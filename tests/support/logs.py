@@ -2,6 +2,7 @@
 
 import gzip
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -163,3 +164,7 @@ def plain_hash(text: bytes) -> int:
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
         state ^= state >> 31
     return state
+
+
+REAL_LOGS = Path(os.environ.get("REAL_LOGS", "real_logs"))
+"""The environment names it: ``REAL_LOGS=~/logs make test``."""

@@ -21,6 +21,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.batches import make_variable_batch
+from tests.support.devices import copied, on_rank_device, rank_device
 from tests.support.models import BagModel, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import (
@@ -31,8 +33,6 @@ from tests.support.parity import (
     make_optimizer,
     make_sharder,
 )
-from tests.support.rank_device import copied, on_rank_device, rank_device
-from tests.support.variable_batches import make_variable_batch
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.parted import sharded_tables

@@ -11,8 +11,8 @@ from typing import NamedTuple, cast
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.support.batches import make_variable_batch, written_out
 from tests.support.models import Model, ModelSpec, build, make_batch, tables_of
-from tests.support.variable_batches import make_variable_batch, written_out
 
 
 @torch.no_grad()

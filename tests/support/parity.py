@@ -13,11 +13,10 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
-from tests.support.cell_plans import group_plan, plan_by_cost
-from tests.support.cells import Cell
+from tests.support.cells import Cell, group_plan, plan_by_cost
+from tests.support.devices import on_rank_device, rank_device
 from tests.support.models import build
 from tests.support.oracle import Oracle, OracleKind, batch_of, local_loss, trained_oracle
-from tests.support.rank_device import on_rank_device, rank_device
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.shard.parted import sharded_tables

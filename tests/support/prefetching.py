@@ -17,10 +17,10 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import rank_device
 from tests.support.loops import LossModel, Tensors, largest_gap, make_stream, shard, snapshot
 from tests.support.models import SequenceModel
 from tests.support.parity import Cell, make_optimizer, make_sharder
-from tests.support.rank_device import rank_device
 from torchrec_2dsp.comms.row_wire import TravellingRows
 from torchrec_2dsp.shard.row_exchange.journey import Halves, RowJourney
 

@@ -16,7 +16,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import whole
-from tests.support.rank_device import rank_device
+from tests.support.devices import rank_device
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 

@@ -14,10 +14,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import rank_device
 from tests.support.loops import shard, snapshot
 from tests.support.models import BagModel, ModelSpec, make_batch
 from tests.support.parity import Cell, make_sharder
-from tests.support.rank_device import rank_device
 
 M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
 HOT = (("t0", (0, 1, 5, 39)), ("t1", (0, 2, 3)))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import tomli_w
 
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.programs.run_report.contents import RunContents
+from torchrec_2dsp.programs.run_report.page import run_page
 from torchrec_2dsp.programs.train.record import (
     Evaluation,
     ProgressFile,
@@ -18,6 +21,7 @@ from torchrec_2dsp.programs.train.record import (
     StepsTrained,
     TrainRecord,
 )
+from torchrec_2dsp.report.page import Page
 
 STEPS = (10, 20, 30)
 CLICKS = {"loss": 0.5, "ne": 0.9, "auc": 0.7, "calibration": 1.02}
@@ -159,3 +163,28 @@ def write_access(path: Path) -> Path:
     counts[7], counts[2], counts[5] = 70, 20, 10
     AccessStats({"t_user": TableAccess.of_counts(counts, num_samples=50)}).save(path)
     return path
+
+
+def page_of(folder: Path) -> Page:
+    """The page on the runs of a folder."""
+    return run_page(RunContents.read(folder))
+
+
+def words_of(page: Page) -> str:
+    """The page without scripts and tags."""
+    html = re.sub(r"(?s)<(script|style).*?</\1>", "", page.html())
+    return re.sub(r"<[^>]*>", " ", html)
+
+
+def headings_of(page: Page) -> list[str]:
+    """The headings of the parts of a page."""
+    return re.findall("<h2>(.*?)</h2>", page.html())
+
+
+def figure(page: Page, heading: str) -> dict[str, Any]:
+    """What plotly draws under a heading: the drawn things by name, and all of them."""
+    html = page.html()
+    number = re.compile('id="plot-([0-9]+)"').search(html, html.index(f"<h2>{heading}</h2>"))
+    assert number is not None
+    drawn: Any = page.figures[int(number[1]) - 1].data
+    return {trace.name or f"mark {place}": trace for place, trace in enumerate(drawn)}

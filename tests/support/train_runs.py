@@ -1,4 +1,4 @@
-"""A tiny training config, and what the plain model makes of it on the global batches."""
+"""Tiny training configs, and what the plain model makes of them on the global batches."""
 
 import math
 from typing import Any, cast
@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from tests.support.click_configs import click_data, click_model
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.synthetic import make_batch
+from torchrec_2dsp.programs.data.synthetic import SyntheticData, make_batch
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.train.config import TrainConfig
 
@@ -121,3 +121,29 @@ def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float
         "auc": above.mean().item(),
         "calibration": (predicted.sum() / labels.sum()).item(),
     }
+
+
+def click_data(config: Any) -> SyntheticData:
+    """The synthetic clicks of a training or benchmark config."""
+    assert isinstance(config.data, SyntheticData)
+    return config.data
+
+
+def click_model(config: Any) -> ModelConfig:
+    """The DLRM or DCN of a training or benchmark config."""
+    assert isinstance(config.model, ModelConfig)
+    return config.model
+
+
+SEQUENCES: dict[str, Any] = {
+    "data": {"kind": "synthetic_sequences", "num_items": 60, "num_clusters": 5, "max_length": 12},
+    "model": {
+        "kind": "sequence",
+        "dim": 8,
+        "max_length": 8,
+        "num_blocks": 1,
+        "num_negatives": 4,
+        "loss_mean": "samples",
+    },
+}
+"""The data, and a model of one block."""

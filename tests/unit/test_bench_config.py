@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
-from tests.support.click_configs import click_data
+from tests.support.train_runs import click_data
 from torchrec_2dsp.programs.bench import contestants
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
-from tests.support.click_configs import click_data, click_model
 from tests.support.planning import SHARDERS, planner
 from tests.support.traces import COMPUTING_US, WAITING_US, step_events
+from tests.support.train_runs import click_data, click_model
 from tests.unit.test_bench_config import CONFIGS, config_of
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork

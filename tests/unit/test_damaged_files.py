@@ -1,4 +1,4 @@
-"""Damages change something for certain, are the same for the same seed, and say what they did."""
+"""Damages change something for certain and repeat with a seed; files damaged so are refused."""
 
 from pathlib import Path
 from random import Random

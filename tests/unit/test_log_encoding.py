@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.support.logs import (
+    REAL_LOGS,
     content_of,
     global_batches,
     hashed_row,
@@ -22,7 +23,6 @@ from tests.support.logs import (
     table_config,
     write_log,
 )
-from tests.support.real_logs import REAL_LOGS
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.data.dataset import Split

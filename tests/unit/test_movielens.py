@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.support.real_logs import REAL_LOGS
+from tests.support.logs import REAL_LOGS
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic_sequences import SequenceFeature

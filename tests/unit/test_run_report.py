@@ -12,14 +12,17 @@ from typer.testing import CliRunner
 
 from tests.support.run_folders import (
     EXPLANATION,
+    figure,
+    headings_of,
+    page_of,
     plan,
     point,
     run_record,
+    words_of,
     write_access,
     write_progress,
     write_run,
 )
-from tests.support.run_pages import figure, headings_of, page_of, words_of
 from tests.support.traces import step_events, write_trace
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_folders import run_record, write_run
-from tests.support.run_pages import figure, headings_of, page_of, words_of
+from tests.support.run_folders import figure, headings_of, page_of, run_record, words_of, write_run
 from tests.support.traces import COMPUTING_US, WAITING_US, step_events, write_trace
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.steps import (

@@ -9,8 +9,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.support.click_configs import click_data
-from tests.support.train_runs import config_with, plain_metrics
+from tests.support.train_runs import click_data, config_with, plain_metrics
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.train_state.values import check_states
 from torchrec_2dsp.programs.cli.app import app

@@ -9,8 +9,8 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from tests.support.batches import make_variable_batch, written_out
 from tests.support.models import BagModel, ModelSpec, build
-from tests.support.variable_batches import make_variable_batch, written_out
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.shard.batch import distinct_bags
 

@@ -110,21 +110,18 @@ def dealt(pytestconfig: pytest.Config) -> Deal:
 
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
-    """Two ranks on one host."""
     with RankPool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[RankPool]:
-    """Four ranks on one host."""
     with RankPool(4) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def two_hosts() -> Iterator[RankPool]:
-    """Two ranks on each of two hosts."""
     with RankPool(4, local_world_size=2) as pool:
         yield pool
 

@@ -73,7 +73,7 @@ def test_parts_have_one_layer() -> None:
 
 
 def package_of(folder: Path, **sources: str) -> Path:
-    """A package with one file per keyword; ``__`` in a keyword is a folder."""
+    """Return a package with one file per keyword; ``__`` in a keyword is a folder."""
     package = folder / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("from pkg.mesh import a\n")

@@ -36,7 +36,7 @@ class Block:
 
 
 def python_blocks(text: str) -> list[Block]:
-    """The Python blocks of a Markdown text, also those inside lists."""
+    """Return the Python blocks of a Markdown text, also those inside lists."""
     pattern = r"^(?P<indent> *)```python(?P<info>[^\n]*)\n(?P<source>.*?)^(?P=indent)```"
     blocks = []
     for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL):
@@ -57,14 +57,13 @@ def relative_links(text: str) -> list[str]:
 
 
 def run_doctest(test: doctest.DocTest) -> str:
-    """Its failures as text."""
     output: list[str] = []
     doctest.DocTestRunner(verbose=False, optionflags=FLAGS).run(test, out=output.append)
     return "".join(output)
 
 
 def run_blocks(text: str, name: str) -> list[str]:
-    """What goes wrong in the Python blocks of a page."""
+    """Return what goes wrong in the Python blocks of a page."""
     failures = []
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in python_blocks(text):

@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 
 
 def drawn_layers(text: str) -> list[frozenset[str]]:
-    """The rooms of each line of the drawing of layers, from the bottom up.
+    """Return the rooms of each line of the drawing of layers, from the bottom up.
 
     A line of the drawing is the names of rooms with ``|`` between them, and, after two spaces or
     more, what they are for. Lines that begin with a space go on with the text of the line above.
@@ -41,7 +41,7 @@ def test_a_drawing_is_read() -> None:
 
 
 def texts_of(tree: ast.AST) -> list[str]:
-    """The string literals of a module; ``...`` stands for what an f-string fills in."""
+    """Return the string literals of a module; ``...`` stands for what an f-string fills in."""
     texts = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -56,13 +56,13 @@ def texts_of(tree: ast.AST) -> list[str]:
 
 @cache
 def package_texts() -> str:
-    """All string literals of the package, one to a line."""
+    """Return all string literals of the package, one to a line."""
     trees = (parsed(path) for path in sorted(PACKAGE.rglob("*.py")))
     return "\n".join(text for tree in trees for text in texts_of(tree))
 
 
 def error_texts() -> list[str]:
-    """The texts in the first table of the page on errors."""
+    """Return the texts in the first table of the page on errors."""
     page = (DOCS / "guides" / "troubleshooting.md").read_text()
     table = page.partition("## Errors and warnings of this package")[2].partition("\n## ")[0]
     return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)

@@ -102,7 +102,7 @@ def test_type_checkers_see_the_names_that_are_loaded_when_used() -> None:
 
 
 def modules_after(code: str) -> set[str]:
-    """The modules that a fresh interpreter has loaded after ``code``."""
+    """Return the modules that a fresh interpreter has loaded after ``code``."""
     ending = "; import sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code + ending], capture_output=True, text=True, check=True

@@ -17,7 +17,6 @@ COMMAND = (
 
 
 def link_bytes(contestant: ContestantResult) -> list[float]:
-    """What the interface counted in each block."""
     counted = [block.link_bytes for block in contestant.blocks]
     assert None not in counted
     return [num_bytes for num_bytes in counted if num_bytes is not None]

@@ -32,7 +32,7 @@ END_TIMEOUT_S = 10
 
 
 def processes_with(text: str) -> list[int]:
-    """All processes of the machine that have it in their command line."""
+    """Return all processes of the machine that have it in their command line."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def processes_with(text: str) -> list[int]:
 
 
 def names_of(pid: int) -> set[ClusterName]:
-    """The clusters of a process, from the namespaces that exist."""
+    """Return the clusters of a process, from the namespaces that exist."""
     names = {ClusterName.of(entry) for entry in os.listdir("/var/run/netns")}
     return {name for name in names if name is not None and name.pid == pid}
 

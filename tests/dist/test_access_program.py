@@ -63,7 +63,7 @@ def sequences_are_counted(rank: int, world_size: int, config: AccessConfig) -> f
 
 
 def malformed_part(rank: int, world_size: int, config: AccessConfig) -> str:
-    """The error of a log of which only one rank's part is malformed."""
+    """Return the error of a log of which only one rank's part is malformed."""
     with pytest.raises(InputError) as caught:
         count_access(config, world_group())
     return str(caught.value)

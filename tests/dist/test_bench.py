@@ -182,7 +182,7 @@ def test_a_ceiling_communicates_nothing_and_waits_for_nobody(result: BenchResult
 
 
 def learning(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]]:
-    """All weights after a step, after a second one, and after one without learning."""
+    """Return all weights after a step, after a second one, and after one without learning."""
     config = make_config(BenchConfig, CONFIG)
     mesh = config.mesh(name, world_size, world_size)
     trainer = build_trainer(config, config.planned[name], mesh, NO_LINKS)
@@ -286,7 +286,7 @@ DENSE_CONFIG = make_config(
 
 
 def built_and_trained(rank: int, world_size: int) -> dict[str, tuple[str, list[float]]]:
-    """The plan of each contestant's dense part, and its losses."""
+    """Return the plan of each contestant's dense part, and its losses."""
     reports = {}
     for name, contestant in DENSE_CONFIG.planned.items():
         trainer = build_trainer(DENSE_CONFIG, contestant, Mesh2D(1, world_size), NO_LINKS)

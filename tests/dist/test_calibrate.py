@@ -105,7 +105,7 @@ CROSS = {"cross_host_all_to_all_bytes_per_s", "cross_host_all_reduce_bytes_per_s
 
 
 def measure(rank: int, world_size: int, local_world_size: int) -> tuple[LinkSpeeds, int]:
-    """The speeds, and the groups that are left."""
+    """Return the speeds, and the groups that are left."""
     world = dist.group.WORLD
     assert world is not None
     before = set(_world.pg_names.values())

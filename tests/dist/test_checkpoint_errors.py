@@ -58,7 +58,7 @@ def refused(rank: int, world_size: int, path: Path, cells: list[Cell], dense: st
 
 
 def texts_of(pool: RankPool, path: Path, cells: list[Cell], dense: str = "") -> list[str]:
-    """The one text of each refusal, with the folder's name shortened."""
+    """Return the one text of each refusal, with the folder's name shortened."""
     by_rank: list[list[Refusal]] = pool.run(refused, path, cells, dense)
     for of_rank in by_rank:
         assert [refusal.text for refusal in of_rank] == [r.text for r in by_rank[0]]
@@ -67,7 +67,6 @@ def texts_of(pool: RankPool, path: Path, cells: list[Cell], dense: str = "") -> 
 
 
 def with_table(index: int, **changes: Any) -> Cell:
-    """The saved model with another table."""
     tables = list(TABLES)
     tables[index] = replace(TABLES[index], **changes)
     return Cell(M22, "row_wise", spec=ModelSpec(tables=tuple(tables)))

@@ -87,7 +87,7 @@ class Arrival:
 
 
 def make(cell: Cell, world_size: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """The cell's model with the weights of seed 0, and its optimizers."""
+    """Return the cell's model with the weights of seed 0, and its optimizers."""
     model = (
         make_stock(cell, world_size)
         if isinstance(cell, StockCell)
@@ -97,7 +97,7 @@ def make(cell: Cell, world_size: int) -> tuple[DistributedModelParallel, Combine
 
 
 def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
-    """The cell's model with nothing from this package."""
+    """Return the cell's model with nothing from this package."""
     model = build(cell.spec, seed=0)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     kind = EmbeddingCollectionSharder if cell.spec.sequence else AnyTypeSharder
@@ -127,14 +127,12 @@ def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
 
 
 def batches(cell: Cell, step: int, world_size: int) -> list:
-    """The global batch of a step."""
     return [make_batch(cell.spec, seed=1000 * step + rank) for rank in range(world_size)]
 
 
 def train(
     model: DistributedModelParallel, optimizer: CombinedOptimizer, cell: Cell, steps: range
 ) -> None:
-    """Some steps on this rank's batches."""
     for step in steps:
         optimizer.zero_grad()
         backward(model, cell, step)
@@ -142,7 +140,6 @@ def train(
 
 
 def backward(model: DistributedModelParallel, cell: Cell, step: int) -> None:
-    """The first half of a step."""
     batch = make_batch(cell.spec, seed=1000 * step + dist.get_rank())
     local_loss(model(batch)).backward()
 
@@ -150,7 +147,7 @@ def backward(model: DistributedModelParallel, cell: Cell, step: int) -> None:
 def full_state(
     model: DistributedModelParallel, optimizer: CombinedOptimizer | None = None
 ) -> dict[str, torch.Tensor]:
-    """Every table and moment, whole, from the shards of all ranks; replicas must be equal."""
+    """Gather every table and moment, whole; replicas must be equal."""
     # Arrays: hundreds of small tensors take long to pickle.
     mine = [
         (name, offsets, copied(shard).numpy())
@@ -182,7 +179,7 @@ def full_state(
 def state_entries(
     model: DistributedModelParallel, optimizer: CombinedOptimizer | None
 ) -> Iterator[tuple[str, object]]:
-    """Names and values as a checkpoint has them."""
+    """Yield names and values as a checkpoint has them."""
     for name, value in model.state_dict().items():
         yield f"model.{name}", value
     states = model.fused_optimizer.state_dict()["state"]
@@ -194,7 +191,7 @@ def state_entries(
 
 
 def distance(actual: dict[str, torch.Tensor], oracle: Oracle) -> float:
-    """The largest difference from the oracle's tables, moments and dense weights."""
+    """Return the largest difference from the oracle's tables, moments and dense weights."""
     expected = {f"model.{name}": value for name, value in oracle.model.state_dict().items()}
     for name in [name for name in actual if name.endswith(".momentum1")]:
         moments = oracle.moments[name.split(".")[-2]]
@@ -210,7 +207,6 @@ def travel(rank: int, world_size: int, trips: list[Trip], folder: Path) -> list[
 
 
 def arrive(trip: Trip, path: Path, world_size: int) -> Arrival:
-    """One trip."""
     source, source_optimizer = make(trip.source, world_size)
     train(source, source_optimizer, trip.source, range(3))
     expected = full_state(source)
@@ -248,7 +244,6 @@ def arrive(trip: Trip, path: Path, world_size: int) -> Arrival:
 
 
 def check_arrivals(pool: RankPool, trips: list[Trip], folder: Path) -> None:
-    """All trips in one call."""
     for of_rank in pool.run(travel, trips, folder, timeout_s=300):
         for trip, arrival in zip(trips, of_rank, strict=True):
             tables = len(trip.source.spec.tables)
@@ -262,12 +257,11 @@ def check_arrivals(pool: RankPool, trips: list[Trip], folder: Path) -> None:
 
 
 def stock(sharding: str, **options: object) -> Cell:
-    """A cell without anything from this package."""
     return StockCell(M14, sharding, **options)  # type: ignore[arg-type]
 
 
 def differences(rank: int, world_size: int) -> tuple[float, float, str]:
-    """The distance before and after one moment is changed, and what a changed replica gives."""
+    """Return distance before and after one moment is changed, and what a changed replica gives."""
     cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
     model, optimizer = make(cell, world_size)
     train(model, optimizer, cell, range(1))

@@ -22,7 +22,6 @@ Arguments = Callable[[int], dict[str, Any]]
 
 
 def save_fails(rank: int, world_size: int, path: Path, make_arguments: Arguments) -> str:
-    """The text of a save that fails."""
     model, _ = make(Cell(tdsp.Mesh2D(2, 1), "row_wise"), world_size)
     arguments: dict[str, Any] = {"path": path, **make_arguments(rank)}
     with pytest.raises(tdsp.TwoDError) as caught:

@@ -36,7 +36,7 @@ TREE = {
 
 
 def losses(rank: int, world_size: int) -> dict[str, tuple[tuple[float, ...], float]]:
-    """The losses of each run, and its largest distance from DDP's."""
+    """Return the losses of each run, and its largest distance from DDP's."""
     runs = {run.name: run for run in train(make_config(TrainConfig, TREE)).runs}
     return {name: (run.losses, largest_loss_gap(run, runs["ddp"])) for name, run in runs.items()}
 

@@ -38,14 +38,13 @@ pytestmark = pytest.mark.dealt_file
 def trained(
     ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Trained]]]:
-    """The folder of all cells, and what each of the ranks that trained them says."""
+    """Return the folder of all cells, and what each of the ranks that trained them says."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, ranks2.run(train_all, folder)
 
 
 @pytest.fixture(scope="module")
 def served(trained: tuple[Path, Any]) -> dict[str, tuple[ExportSource, Path, ExportRecord]]:
-    """Every cell, exported."""
     folder, exports = trained[0], {}
     for cell in CELLS:
         source = ExportSource.find(folder / cell / "out")

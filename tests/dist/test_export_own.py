@@ -71,7 +71,6 @@ def make_model(
 def served(
     ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[ExportSource, Path, ExportRecord]:
-    """The model, trained and exported."""
     folder = tmp_path_factory.mktemp("own")
     tree = {
         "data": DATA,

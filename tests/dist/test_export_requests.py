@@ -79,7 +79,7 @@ def check_refusals(encoder: RequestEncoder, columns: dict[str, list[Any]], serve
 
 
 def expected_ids(row: Row, vocabulary: list[str]) -> tuple[list[int], list[int]]:
-    """The rows of a row's values, as the guide says them."""
+    """Return the rows of a row's values, as the guide says them."""
     known = vocabulary.index(row.user) + 2 if row.user in vocabulary else 1
     tags = [hashed_row(tag.encode(), NUM_TAGS) for tag in row.tags]
     return [known if row.user else 0], tags
@@ -145,7 +145,7 @@ MAX_LENGTH = 5
 
 
 def write_interactions(path: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """A log whose items are numbers, and one a text of two bytes a letter.
+    """Return a log whose items are numbers, and one a text of two bytes a letter.
 
     Returns:
         The items of each user in the order of time, and all items, the most frequent first.

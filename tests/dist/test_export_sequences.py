@@ -42,7 +42,7 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A model that has learned something of which item comes next."""
+    """Return a model that has learned something of which item comes next."""
     folder = tmp_path_factory.mktemp("sequences")
     tree = {
         # A sample of one item has no history, and one of nine is longer than the model looks.
@@ -86,20 +86,19 @@ def weight_of(model: Any) -> torch.Tensor:
 
 
 def plain_next(model: Any, history: list[int]) -> torch.Tensor:
-    """What comes next after one history, which nothing fills up, by the trained layers."""
+    """Return what comes next after one history, which nothing fills up, by the trained layers."""
     rows = weight_of(model)[history[1 - MAX_LENGTH :]]
     return model.dense(rows.unsqueeze(0))[0, -1]
 
 
 def plain_best(model: Any, history: list[int], exclude_seen: bool) -> list[int]:
-    """All items after one history, the best one first."""
+    """Return all items after one history, the best one first."""
     scores = (weight_of(model) @ plain_next(model, history)).tolist()
     allowed = set(range(NUM_ITEMS)) - (set(history) if exclude_seen else set())
     return sorted(allowed, key=lambda item: -scores[item])
 
 
 def held_out(source: ExportSource) -> Histories:
-    """The held-out samples."""
     batches = source.config.data.dataset().batches(
         Split.EVAL, global_batch_size=source.config.loop.batch_size, rank=0, world_size=1
     )

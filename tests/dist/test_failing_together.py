@@ -31,7 +31,7 @@ UNEVEN = (
 
 
 def in_context(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int], int]:
-    """The gap to a loop without the context, alarms by step, and what was posted meanwhile."""
+    """Return gap to a loop without the context, alarms by step, and what was posted meanwhile."""
     batches = [step[rank] for step in make_stream(cell, 3)]
     plain = shard(cell)
     plain_loop(plain, make_optimizer(plain), batches)
@@ -70,7 +70,7 @@ def test_a_good_loop_trains_the_same_and_posts_nothing(ranks4: RankPool, loop: s
 
 
 def uneven(rank: int, world_size: int, cell: Cell) -> tuple[str, tuple[int, ...], int, float]:
-    """What is raised, whom it names, after how many steps, and whether the model can be read."""
+    """Return the error, the ranks it names, its step and whether the model can be read."""
     model = shard(cell)
     optimizer = make_optimizer(model)
     batches = [step[rank] for step in make_stream(cell, 3)][: 2 if rank == 1 else 3]
@@ -124,7 +124,7 @@ def test_an_error_of_a_loader_is_told_with_its_place(ranks4: RankPool) -> None:
 
 
 def prefetching(rank: int, world_size: int, num_batches: list[int]) -> tuple[str, list[float]]:
-    """What `TrainPipelineRowPrefetch` raises, and the losses until then."""
+    """Return what `TrainPipelineRowPrefetch` raises, and the losses until then."""
     torch.manual_seed(0)
     model = shard(ROWS, model=LossModel(ROWS.spec))
     pipeline: Any = tdsp.TrainPipelineRowPrefetch(model, make_optimizer(model), rank_device())
@@ -157,7 +157,7 @@ def test_a_prefetching_pipeline_names_the_rank_without_a_batch(ranks4: RankPool)
 
 
 def switching(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """Losses of a pipeline that goes on with another iterator, and of one that doesn't."""
+    """Return losses of a pipeline that goes on with another iterator, and of one that doesn't."""
     batches = [step[rank] for step in make_stream(ROWS, 6)]
     losses: list[list[float]] = []
     for parts in ([batches], [batches[:4], batches[4:]]):
@@ -202,7 +202,7 @@ def test_what_all_ranks_raise_is_no_fault_of_one(ranks4: RankPool) -> None:
 
 
 def after_an_error(rank: int, world_size: int) -> list[str]:
-    """What a model raises whose row gradients were bad, again and again."""
+    """Return what a model raises whose row gradients were bad, again and again."""
     model: Any = shard(replace(EXACT, sync=tdsp.GradientSync()))
     (batches,) = make_stream(EXACT, 1)
     (local_loss(model(batches[rank])) * float("nan" if rank == 1 else 1)).backward()

@@ -51,7 +51,7 @@ def fill(file: Path) -> None:
 def saved(
     rank: int, world_size: int, config: TrainConfig
 ) -> tuple[str, tuple[float, ...], Path | None]:
-    """The error of a run that goes on if it can, its losses, and what there is to go on from."""
+    """Return error of a run that goes on if it can, its losses, and what there is to go on from."""
     text, losses = "", ()
     try:
         losses = train(config, resume=Resume.of("auto")).runs[0].losses

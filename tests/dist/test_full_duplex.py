@@ -59,7 +59,7 @@ def new_group(backend: str = "", **options: Any) -> Iterator[Any]:
 
 
 def random_rows(rank: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of any bytes, not-a-numbers included; of zeros and ones for bools."""
+    """Return rows of any bytes, not-a-numbers included; of zeros and ones for bools."""
     generator = torch.Generator().manual_seed(rank)
     top = 2 if dtype == torch.bool else 256
     shape = (num_rows, 3 * dtype.itemsize)
@@ -146,7 +146,7 @@ def test_receives_come_first_and_every_rank_starts_with_another_peer(ranks4: Ran
 
 
 def fly(rank: int, world_size: int) -> list[bool]:
-    """Several large exchanges at once: waited for backwards, polled, or never looked at again."""
+    """Start large exchanges at once; wait for them backwards, poll them or leave them."""
     size = world_size * 500_000
     with new_group() as group:
         sent = [torch.full((size,), 10.0 * number + rank) for number in range(6)]

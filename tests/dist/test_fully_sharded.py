@@ -51,7 +51,7 @@ def test_weights_are_those_of_ddp(ranks4: RankPool, name: str) -> None:
 
 
 def accumulate(rank: int, world_size: int, kind: str) -> list[dict[str, torch.Tensor]]:
-    """The dense weights after each step of two batches."""
+    """Return the dense weights after each step of two batches."""
     plan = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
     wrappers: dict[str, Any] = {
         "ddp": lambda: None,

@@ -155,7 +155,7 @@ def test_fresh_processes_for_one_call() -> None:
 
 
 def world_collectives(rank: int, world_size: int) -> tuple[list[Collective], int]:
-    """One of each, by Python calls, functional ones and on the process group itself."""
+    """Run one of each, by Python calls, functional ones and on the process group itself."""
     four = torch.ones(4)
     world = dist.group.WORLD
     assert world is not None

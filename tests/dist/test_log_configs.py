@@ -48,7 +48,7 @@ class Splits(TrainWatcher):
 def train_log(
     rank: int, world_size: int, name: str, overrides: tuple[str, ...]
 ) -> tuple[Figures, str]:
-    """The losses and the last metrics of stock TorchRec and of exact copies, and the splits."""
+    """Return losses and the last metrics of stock TorchRec and of exact copies, and the splits."""
     splits = Splits()
     config = load_config(TrainConfig, name, overrides).only(["stock", "exact"])
     runs = train(config, [splits]).runs
@@ -86,7 +86,7 @@ def test_exact_copies_train_a_real_log_as_torchrec_alone(ranks4: RankPool, name:
 
 
 def criteo_lines(num_lines: int, seed: int) -> str:
-    """Lines in the form of Criteo's: a label, 13 counts and 26 values, some of them missing."""
+    """Return lines in Criteo's format, some values missing."""
     random = np.random.default_rng(seed)
     counts = random.geometric(0.1, (num_lines, 13))
     values = random.zipf(1.3, (num_lines, 26)) % 2**32

@@ -30,7 +30,7 @@ AXES = ("sharding_group", "replica_peers", "hot_rows", "world")
 
 
 def ranks_and_sums(rank: int, groups: MeshGroups) -> dict[str, tuple[list[int], int]]:
-    """Each group's ranks and the sum of ``2 ** rank`` over them."""
+    """Return each group's ranks and the sum of ``2 ** rank`` over them."""
     actual = {}
     for axis in AXES:
         group = getattr(groups, axis)
@@ -53,7 +53,7 @@ def expected_ranks_and_sums(rank: int, mesh: Mesh2D) -> dict[str, tuple[list[int
 
 
 def use_meshes(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str, Any]]:
-    """Several meshes, open at the same time, used in turn."""
+    """Use several meshes in turn, open at the same time."""
     opened = [MeshGroups.for_mesh(mesh, "cpu") for mesh in meshes]
     actual = [ranks_and_sums(rank, groups) for groups in opened]
     for groups in opened:

@@ -23,7 +23,7 @@ STEPS = 3
 
 
 def losses_of(parallel: DistributedModelParallel, spec: ModelSpec, rank: int) -> list[float]:
-    """The losses of a few steps from the same weights, tables by the fused default optimizer."""
+    """Return losses of a few steps from the same weights, tables by the fused default optimizer."""
     weights = build(spec, seed=0).state_dict()
     parallel.load_state_dict(cast(Any, weights))
     losses = []
@@ -54,7 +54,7 @@ def logged() -> Iterator[list[str]]:
 
 
 def train_both(rank: int, world_size: int, spec: ModelSpec) -> tuple[list[float], list[float], str]:
-    """Losses of ours and of stock, both without a plan, and what was logged."""
+    """Return losses of ours and of stock, both without a plan, and what was logged."""
     with logged() as lines:
         ours = tdsp.ModelParallel2D(build(spec, seed=1))
     assert ours.mesh == tdsp.Mesh2D(1, world_size)

@@ -54,7 +54,7 @@ CELLS = [
 
 
 def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
-    """The cell by TorchRec alone: its sharder, its wrapper, the same placement."""
+    """Return the cell by TorchRec alone: its sharder, its wrapper, the same placement."""
     model = build(cell.spec, seed=0)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     kind = EmbeddingCollectionSharder if cell.spec.sequence else EmbeddingBagCollectionSharder
@@ -74,7 +74,7 @@ def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
 
 
 def differing_entries(rank: int, world_size: int, cells: list[Cell]) -> list[str]:
-    """Which losses or weights of three steps differ in any bit from stock TorchRec's."""
+    """Return which losses or weights of three steps differ in any bit from stock TorchRec's."""
     found = []
     for cell in cells:
         ours, stock = (

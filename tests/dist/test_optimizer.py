@@ -304,7 +304,7 @@ def test_stock_row_wise_adagrad_loads_the_state(
 
 
 def hooked(rank: int, world_size: int, kind: str) -> tuple[list[bool], list[bool], int]:
-    """Gradients of a DDP that goes on at step 4, as it is and in the order of the other one."""
+    """Return gradients of a DDP that resumes at step 4, in its own and the other's order."""
     calls: list[int] = []
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

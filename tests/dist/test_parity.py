@@ -36,7 +36,7 @@ METHODS = (
 
 
 def matrix(sharding: str, meshes: tuple[Mesh2D, ...]) -> list[Cell]:
-    """All cells of one sharding type that apply."""
+    """Return all cells of one sharding type that apply."""
     cells = [
         Cell(mesh, sharding, spec, optimizer, sync, hot_rows)
         for mesh, spec, (optimizer, sync), hot_rows in product(

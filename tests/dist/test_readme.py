@@ -23,7 +23,7 @@ MIGRATION = ROOT / "docs" / "guides" / "migrate.md"
 
 
 def blocks(page: Path, info: str) -> list[str]:
-    """The contents of the fenced blocks of a page that begin with ``info``."""
+    """Return the contents of the fenced blocks of a page that begin with ``info``."""
     return re.findall(rf"^```{info}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -47,14 +47,14 @@ def test_the_script_of_the_readme_runs_when_it_is_pasted(tmp_path: Path) -> None
 
 
 def swapped() -> str:
-    """The lines of the migration guide's diff that are there afterwards."""
+    """Return the lines of the migration guide's diff that are there afterwards."""
     (block,) = blocks(MIGRATION, "diff")
     lines = [line for line in block.splitlines() if not line.startswith("- ")]
     return "\n".join(line[2:] for line in lines)
 
 
 def run_swap(rank: int, world_size: int, source: str) -> list[float]:
-    """Losses of a few steps after the swap."""
+    """Return losses of a few steps after the swap."""
     calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
     spec = ModelSpec()
     script: dict[str, Any] = {

@@ -160,7 +160,7 @@ SORTED = ModelSpec((TableSpec("t0", 4_000, 8, ("f0",)),))
 
 
 def rows_sent(rank: int, world_size: int, cell: Cell) -> tuple[float, int]:
-    """The bytes of rows that this rank sends in a step, ids sorted by frequency, and the loss."""
+    """Return the row bytes that this rank sends in a step, ids by frequency, and the loss."""
     ranks = Zipf(4_000, 1.05).sample_ranks(7, torch.arange(1_000).numpy() + 1_000 * rank)
     batch = KeyedJaggedTensor.from_lengths_sync(
         keys=["f0"], values=torch.from_numpy(ranks - 1), lengths=torch.ones(1_000).int()

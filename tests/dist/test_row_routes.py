@@ -73,7 +73,6 @@ def rows_of(rank: int, step: int, shape: Shape) -> Rows:
 
 
 def dense(rows: Rows) -> list[torch.Tensor]:
-    """Every row of every block."""
     tables = [torch.zeros(block.num_rows, block.dim) for block in BLOCKS]
     for table, entry in zip(tables, rows, strict=True):
         table[entry.keys] += entry.grads

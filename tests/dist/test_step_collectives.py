@@ -22,7 +22,7 @@ HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", 
 
 
 def one_hot_batch(cell: Cell, rank: int) -> KeyedJaggedTensor:
-    """Four samples with one id per feature: the first and the last row of each table, twice.
+    """Return four samples with one id per feature: the first and the last row of each table, twice.
 
     Instead of the first a hot row, not the same on all ranks, if the table has any.
     """

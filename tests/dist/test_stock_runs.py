@@ -55,7 +55,7 @@ Figures = tuple[list[float], dict[str, float], str]
 
 
 def train_all(rank: int, world_size: int, folder: Path) -> tuple[list[Figures], list[set[type]]]:
-    """The figures of all runs, and the types of what they were sharded by."""
+    """Return the figures of all runs, and the types of what they were sharded by."""
     figures: list[Figures] = []
     types: list[set[type]] = []
     evaluate = trainer.evaluated
@@ -76,7 +76,7 @@ def train_all(rank: int, world_size: int, folder: Path) -> tuple[list[Figures], 
 
 
 def resume_stock(rank: int, world_size: int, folder: Path) -> list[float]:
-    """The losses of a run that goes on from the middle, by TorchRec alone."""
+    """Return the losses of a run that goes on from the middle, by TorchRec alone."""
     config = clicks_in(folder).only(["stock"])
     resume = Resume(path=folder / "checkpoints" / "stock" / "last" / "3")
     checkpoint = config.checkpoint.model_copy(update={"folder": ""})

@@ -140,7 +140,7 @@ def test_the_state_can_be_read_in_inference_mode(ranks4: RankPool, cell: Cell) -
 
 
 def without_sync(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """Stock DistributedModelParallel and no sync, against ModelParallel2D with syncs."""
+    """Compare stock DistributedModelParallel without syncs to ModelParallel2D with them."""
     gaps = []
     for cell in cells:
         stream = make_stream(cell, 3)
@@ -274,7 +274,7 @@ def test_two_lookups_in_one_forward(ranks4: RankPool) -> None:
 
 
 def two_backwards(rank: int, world_size: int, cell: Cell) -> float:
-    """Two forwards, two backwards, then one sync, on the sharded module itself."""
+    """Run two forwards, two backwards and one sync on the sharded module itself."""
     parallel = shard(cell)
     (part,) = sharded_tables(parallel)
     stream = make_stream(cell, 2)

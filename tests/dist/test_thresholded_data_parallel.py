@@ -46,7 +46,7 @@ class ThresholdOracle:
     def mean(
         self, gradients: Sequence[dict[str, torch.Tensor]], *, flush: bool = False
     ) -> dict[str, torch.Tensor]:
-        """What all ranks get, from the gradients of each."""
+        """Return what all ranks get, from the gradients of each."""
         is_dense = flush or self.num_steps < self.warm_up
         self.num_steps += 1
         num_ranks = len(gradients)
@@ -64,7 +64,7 @@ class ThresholdOracle:
         return means
 
     def _largest(self, due: torch.Tensor) -> torch.Tensor:
-        """The tensor, with zeros in place of all but its largest elements."""
+        """Return the tensor, with zeros in place of all but its largest elements."""
         capacity = -int(-self.density * due.numel() // 1)
         chosen = due.abs().argsort(descending=True)[:capacity].sort().values
         codec = FlatCodec(self.values.codec)
@@ -78,7 +78,7 @@ def expected_weights(
     oracle: ThresholdOracle,
     flush_at: int = -1,
 ) -> list[dict[str, torch.Tensor]]:
-    """The weights by the reference, trained on one process."""
+    """Return the weights by the reference, trained on one process."""
     torch.manual_seed(0)
     model = TowerModel(cell.spec)
     dense = {name: value for name, value in model.named_parameters() if "ebc" not in name}
@@ -196,7 +196,7 @@ def test_owners_lose_nothing_and_keep_ranks_equal(ranks4: RankPool, density: flo
 
 
 def conserve(rank: int, world_size: int, route: str, values: str, num_steps: int) -> list[float]:
-    """How far what was applied and what is left are from the sum of all gradients.
+    """Return how far what was applied and what is left are from the sum of all gradients.
 
     The loss is linear in the weights, so that gradients don't depend on them.
     """
@@ -264,7 +264,7 @@ def test_reports_count_bytes(ranks4: RankPool) -> None:
 
 
 def accumulate(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """How many steps there were after each of three, and how many of them were thresholded."""
+    """Count the steps after each of three, and those that were thresholded."""
     cell = cell_of(world_size, groups=world_size)
     dense = tdsp.ThresholdedDataParallel(0.1, warm_up=1, route="gather")
     model = model_of(cell, dense)

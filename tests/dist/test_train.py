@@ -96,7 +96,7 @@ def train_tiny(rank: int, world_size: int) -> tuple[TrainResult, list[str], str]
 
 @pytest.fixture(scope="module")
 def trained(ranks4: RankPool) -> list[tuple[TrainResult, list[str], str]]:
-    """The tiny program, run once for all tests of this module."""
+    """Return the tiny program, run once for all tests of this module."""
     return ranks4.run(train_tiny)
 
 

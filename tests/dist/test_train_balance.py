@@ -158,7 +158,7 @@ def test_dealt_samples_train_as_those_that_stay(
 
 
 def measure(rank: int, world_size: int) -> tuple[list[float], list[float], int, list[float]]:
-    """The losses as read and with measured speeds, samples moved, and seconds that were noted_s."""
+    """Return losses as read and with measured speeds, moved samples and noted seconds."""
     noted_s: list[float] = []
     note = BalancedBatches.note_seconds
 
@@ -186,7 +186,7 @@ def test_measured_speeds_train_the_same(ranks2: RankPool) -> None:
 
 
 def lose_weight(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """The losses as read, and dealt by speed when batches don't carry their weights."""
+    """Return the losses as read, and dealt by speed when batches don't carry their weights."""
     runs = {"as_read": {}, "dealt": SPEED}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "weigh_losses_", lambda model: None)
@@ -222,7 +222,7 @@ def test_stopped_runs_go_on_with_the_same_bits(ranks2: RankPool, tmp_path: Path)
 
 
 def refuse(rank: int, world_size: int) -> list[str]:
-    """The texts of errors that only the ranks can find."""
+    """Return the texts of errors that only the ranks can find."""
     texts = []
     for section in ({"lengths": ["pages"]}, {"rank_speeds": [1.0, 2.0, 3.0]}):
         with pytest.raises(ConfigError) as raised:

@@ -36,7 +36,7 @@ def config_with(runs: dict[str, Any], **sections: Any) -> TrainConfig:
 
 @contextmanager
 def layers_that_move() -> Iterator[None]:
-    """A context in which other cuts seem better each time that they are looked for."""
+    """Yield a context in which other cuts seem better each time that they are looked for."""
     numbers = count(1)
 
     def others(seconds: Sequence[float], cuts: Sequence[int], least_gain: float) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def results_of(run: RunResult) -> tuple[Any, ...]:
 
 
 def fixed_and_moving(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[Any]]:
-    """What comes of layers that stay, and that move, go on from a checkpoint and move again."""
+    """Train with layers that stay, and with layers that move, resume and move again."""
     moving = PIPELINED | {"recut_every": 2}
     config = config_with({"fixed": {"dense": PIPELINED}, "moving": {"dense": moving}})
     watcher = Watcher()

@@ -72,7 +72,7 @@ def group_names() -> set[str]:
 
 
 def what_runs_leave(rank: int, world_size: int, folder: Path, names: list[str]) -> list[str]:
-    """What each run has left behind, in words; the first one is run twice, with equal losses."""
+    """Describe what each run leaves; the first runs twice, with equal losses."""
     left: list[str] = []
     of_first: list[tuple[float, ...]] = []
     for number, name in enumerate([names[0], *names]):

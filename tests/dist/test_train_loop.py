@@ -54,7 +54,7 @@ def plain_adamw(params: list[Any], lr: float) -> torch.optim.Optimizer:
 
 
 def train_beside(rank: int, world_size: int) -> dict[str, Any]:
-    """The tiny program in one batch and in four, and the plain model."""
+    """Return the tiny program in one batch and in four, and the plain model."""
     pipelined = config_with(
         optimizer=OPTIMIZER,
         loop={"eval_every": 4},
@@ -273,7 +273,7 @@ def test_a_batch_is_cut_over_ranks_and_parts() -> None:
 
 
 def shown(rank: int, world_size: int, tree: dict[str, Any]) -> tuple[str, int, str]:
-    """What a display shows, the steps that were trained, and why the run ended."""
+    """Return what a display shows, the steps that were trained, and why the run ended."""
     console = Console(file=io.StringIO(), width=200)
     result = train(make_config(TrainConfig, tree), [TrainDisplay(console)])
     (run,) = result.runs

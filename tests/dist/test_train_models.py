@@ -51,7 +51,7 @@ def config_of(model: dict[str, Any], optimizer: dict[str, Any]) -> TrainConfig:
 def unsharded_losses(
     config: TrainConfig, *, is_trained: bool = True, is_split: bool = True
 ) -> list[float]:
-    """The losses of the plain model on the global batches, and of those that are held out."""
+    """Return losses of the plain model on the global batches, and of those that are held out."""
     model = build_model(click_data(config), click_model(config))
     run = config.runs["rows"]
     split_(model, run.splits if is_split else {}, run.split_threshold)

@@ -43,7 +43,7 @@ CHECKPOINT = {"every": 4, "keep_last": 3, "keep_best": 2}
 
 
 def config_in(folder: Path, *, runs: Any = None, **sections: Any) -> TrainConfig:
-    """A config whose runs leave checkpoints in a folder."""
+    """Return a config whose runs leave checkpoints in a folder."""
     loop, checkpoint = sections.pop("loop", {}), sections.pop("checkpoint", {})
     return config_with(
         optimizer=sections.pop("optimizer", SCHEDULED),
@@ -61,7 +61,7 @@ def through(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
 def on_from(
     rank: int, world_size: int, config: TrainConfig, resume: str = "auto"
 ) -> tuple[TrainResult, dict[str, int]]:
-    """The result of a program that goes on, and the steps at which its runs did."""
+    """Return the result of a program that goes on, and the steps at which its runs did."""
     resumed: dict[str, int] = {}
 
     class Seen(TrainWatcher):
@@ -182,7 +182,7 @@ def test_other_meshes_and_worlds_go_on_within_rounding(
 
 
 def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    """What is said of runs that can't go on from a folder."""
+    """Return what is said of runs that can't go on from a folder."""
     runs = {"plain": {}}
     cases: dict[str, tuple[TrainConfig, str]] = {
         "never": (config_in(folder, runs=runs), "never"),
@@ -227,7 +227,7 @@ def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: 
 
 
 def slow_to_save(rank: int, world_size: int, config: TrainConfig) -> tuple[int, int]:
-    """The steps that were trained, and the saves that began, where a save takes its time."""
+    """Return the steps that were trained, and the saves that began, where a save takes its time."""
     finish, num_saves = ChecksumWriter.finish, 0
 
     def finish_late(self: Any, **what: Any) -> None:

@@ -15,7 +15,7 @@ from torchrec_2dsp.programs.train.results import RunResult, TensorBoardWatcher
 
 
 def train_rounded(rank: int, world_size: int, folder: str) -> RunResult:
-    """A run that rounds rows and row gradients, with its scalars; see `TensorBoardWatcher`."""
+    """Train with rounded rows and row gradients; return the run with its scalars."""
     rounded = {
         "num_groups": 2,
         "sharding_types": ["row_wise"],

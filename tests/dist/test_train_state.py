@@ -59,7 +59,7 @@ def test_runs_go_on_from_any_step(ranks4: RankPool, tmp_path: Path) -> None:
 
 
 def differences_without(rank: int, world_size: int, folder: Path) -> list[str]:
-    """What a run differs in that loads no train state, and one without saves."""
+    """Return what a run differs in that loads no train state, and one without saves."""
     variant = replace(VARIANTS["every 3"], draws=False)
     through, alone, other = Run(variant), Run(variant), Run(variant)
     for step in range(1, 5):
@@ -87,7 +87,7 @@ def test_the_comparison_sees_what_a_train_state_restores(ranks4: RankPool, tmp_p
 
 
 def save_four(rank: int, world_size: int, folder: Path, is_losses_equal: bool) -> dict[str, Any]:
-    """A checkpoint of four ranks, and what they had counted together."""
+    """Return a checkpoint of four ranks, and what they had counted together."""
     run = Run(Variant(Cell(M22, hot_rows=HOT, sync=tdsp.WeightSync(policy=tdsp.every(3))), 2))
     for _ in range(4):
         run.step()
@@ -147,7 +147,7 @@ def test_what_was_another_on_each_rank_is_refused_elsewhere(
 
 
 def synced_steps(rank: int, world_size: int, start: int) -> list[int]:
-    """The steps at which a model syncs whose policy goes on at one."""
+    """Return the steps at which a model syncs whose policy goes on at one."""
     cell = Cell(tdsp.Mesh2D(2, 1), sync=tdsp.WeightSync(policy=tdsp.every(3)))
     model: Any = make_parallel(cell, world_size, world_size)
     optimizer = make_optimizer(model)

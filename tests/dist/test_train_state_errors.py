@@ -15,7 +15,7 @@ from torchrec_2dsp.shard.parted import sharded_tables
 
 
 def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    """The errors of saves and loads that can't be done."""
+    """Return the errors of saves and loads that can't be done."""
     cell = Cell(M14)
     model = make_parallel(cell, world_size, world_size)
     optimizer = make_optimizer(model)

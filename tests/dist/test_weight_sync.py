@@ -37,7 +37,7 @@ ROUNDING = 1e-6
 
 @pytest.fixture(scope="module")
 def ranks3() -> Iterator[RankPool]:
-    """Three ranks: the mean of three equal floats need not be that float."""
+    """Yield three ranks: the mean of three equal floats need not be that float."""
     with RankPool(3) as pool:
         yield pool
 
@@ -151,7 +151,7 @@ def test_nor_are_they_when_whole_shards_are_averaged(ranks3: RankPool) -> None:
 
 
 def raw(parallel: torch.nn.Module, name: str) -> torch.Tensor:
-    """All values of a kind on this rank, read behind the sync point's back."""
+    """Return all values of a kind on this rank, read behind the sync point's back."""
     tensors = [
         shard.tensors[name].reshape(-1)
         for part in sharded_tables(parallel)
@@ -164,7 +164,7 @@ def raw(parallel: torch.nn.Module, name: str) -> torch.Tensor:
 def watch_replicas(
     rank: int, world_size: int, sync: tdsp.WeightSync
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights and moments after every step, then after an evaluation and after a read."""
+    """Return weights and moments after every step, then after an evaluation and after a read."""
     cell = Cell(FOUR, "table_wise", LARGE, sync=sync)
     parallel, stream, seen = shard(cell), make_stream(cell, 7), []
     optimizer = make_optimizer(parallel)
@@ -262,7 +262,7 @@ def test_the_share_decides_what_is_written(
 
 
 def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str, float]:
-    """One step after rank 1 got a bad weight: what it raises, and how much the sync wrote."""
+    """Step after rank 1 got a bad weight; return its error and the rows that the sync wrote."""
     parallel, (batches,) = shard(cell), make_stream(cell, 1)
     local_loss(parallel(batches[rank])).backward()
     (tensor,) = [

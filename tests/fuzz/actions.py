@@ -56,12 +56,12 @@ class Action:
 
     @property
     def in_stream(self) -> bool:
-        """Whether a pipeline takes the batch from its stream."""
+        """Tell whether a pipeline takes the batch from its stream."""
         return 0 <= self.batch < _EXTRA
 
 
 def batches_of(case: Case, action: Action) -> list[int]:
-    """The numbers of the batches of an action, which make one update."""
+    """Return the numbers of the batches of an action, which make one update."""
     is_accumulated = action.kind == "train" and case.loop == "plain"
     return [
         action.batch + _ACCUMULATED * number
@@ -70,7 +70,6 @@ def batches_of(case: Case, action: Action) -> list[int]:
 
 
 def actions_of(case: Case) -> list[Action]:
-    """All of a run, in order."""
     actions: list[Action] = []
     batch, hot = 0, 0
     for step in range(case.steps):
@@ -96,12 +95,12 @@ def actions_of(case: Case) -> list[Action]:
 
 
 def has_refusals(case: Case) -> bool:
-    """Whether some batches are refused; in a pipeline those under way would be lost."""
+    """Tell whether some batches are refused; in a pipeline those under way would be lost."""
     return case.has_bad_ids and case.bad_ids == "raise" and case.loop == "plain"
 
 
 def _distributed_ahead(actions: list[Action], loop: str) -> list[Action]:
-    """The actions of a pipeline, whose next batches were distributed before a refresh."""
+    """Return the actions of a pipeline, whose next batches were distributed before a refresh."""
     num_ahead = 1 if loop == "sparse_dist" else 2
     stream = [index for index, action in enumerate(actions) if action.in_stream]
     now = {index: actions[index].hot for index in range(len(actions))}

@@ -29,7 +29,7 @@ class Lookups:
         return torch.arange(self.ids.numel()) - starts
 
     def of_bags(self, bags: torch.Tensor) -> "Lookups":
-        """Those of samples that have these bags, by number."""
+        """Return the samples that have these bags, by number."""
         starts = self.lengths.cumsum(0) - self.lengths
         places = [
             torch.arange(start, start + length)
@@ -66,12 +66,12 @@ class LocalBatch:
 
     @property
     def sent(self) -> dict[tuple[int, int], Lookups]:
-        """What ranks get, also bags that no sample has."""
+        """Return what ranks get, also bags that no sample has."""
         return self.features | {key: bags.lookups for key, bags in self.shared.items()}
 
 
 def sizes_of(case: Case, number: int) -> tuple[int, ...]:
-    """The samples of each rank in a batch."""
+    """Return the samples of each rank in a batch."""
     if not case.rotated:
         return case.sizes
     first = number % len(case.sizes)
@@ -79,7 +79,7 @@ def sizes_of(case: Case, number: int) -> tuple[int, ...]:
 
 
 def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False) -> LocalBatch:
-    """A rank's share of a batch, with bad ids where the case has them.
+    """Return a rank's share of a batch, with bad ids where the case has them.
 
     Args:
         case: says how batches look.
@@ -119,17 +119,17 @@ def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False)
 
 
 def num_rows(module: ModuleCase, feature: int) -> int:
-    """How many ids a feature may have: the rows of its smallest table."""
+    """Return how many ids a feature may have: the rows of its smallest table."""
     return min(table.rows for table in module.tables if feature in table.features)
 
 
 def has_bad_ids(case: Case, number: int) -> bool:
-    """Whether the bad ids of a batch leave it trainable, and it has some."""
+    """Tell whether the bad ids of a batch leave it trainable, and it has some."""
     return case.has_bad_ids and case.bad_ids != "raise" and number % 2 == 0
 
 
 def is_refused(case: Case, number: int) -> bool:
-    """Whether a batch that is to be refused has a bad id on some rank."""
+    """Tell whether a batch that is to be refused has a bad id on some rank."""
     batches = [local_batch(case, number, rank, is_refused=True) for rank in range(case.world_size)]
     return any(
         bool(((lookups.ids < 0) | (lookups.ids >= num_rows(case.modules[place], feature))).any())
@@ -139,7 +139,7 @@ def is_refused(case: Case, number: int) -> bool:
 
 
 def corrected(case: Case, batch: LocalBatch) -> LocalBatch:
-    """What is left of a batch by the case's ``bad_ids``."""
+    """Return what is left of a batch by the case's ``bad_ids``."""
     features = {}
     for (place, feature), lookups in batch.features.items():
         rows = num_rows(case.modules[place], feature)

@@ -57,7 +57,7 @@ class NotedLocalDense(tdsp.LocalDense):
 
 
 def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
-    """The wrapper; `None` for the one that TorchRec takes by itself."""
+    """Return the wrapper; `None` for the one that TorchRec takes by itself."""
     # DDP has to be told of parameters without a gradient.
     in_ddp: dict[str, Any] = (
         {"static_graph": False, "find_unused_parameters": True} if dense.has_shortcut else {}
@@ -108,7 +108,7 @@ def make_dense_optimizer(
     wrapper: DataParallelWrapper | None,
     seen: Callable[[], None],
 ) -> KeyedOptimizer:
-    """The optimizer of the dense part.
+    """Return the optimizer of the dense part.
 
     Args:
         case: says which one.
@@ -138,7 +138,7 @@ def make_dense_optimizer(
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """A copy of a parameter, or of a gradient, flat.
+    """Return a copy of a parameter, or of a gradient, flat.
 
     Collectives:
         An all-gather, if ranks hold shares.
@@ -148,7 +148,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(case: Case, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All parameters of the dense part, flat, of which ranks have some each.
+    """Return all parameters of the dense part, flat, of which ranks have some each.
 
     Collectives:
         An all-gather of objects.
@@ -172,7 +172,6 @@ _OURS = {"moment_scaled": tdsp.MomentScaledRowWiseAdaGrad}
 
 
 def make_plan(case: Case) -> tdsp.Plan2D:
-    """The plan, written by hand."""
     node_size = case.mesh.node_group_size(case.local_world_size)
     modules = {
         (_first_path(case) if number == 0 else f"m{number}"): EmbeddingModuleShardingPlan(
@@ -203,7 +202,6 @@ def _first_path(case: Case) -> str:
 
 
 def make_sharders(case: Case) -> list[Any]:
-    """One for each kind of module."""
     known: dict[str, Any] = {"bad_ids": case.bad_ids, "accumulates": case.accumulated > 1}
     if case.qcomms != "none":
         kind = CommType(case.qcomms)
@@ -225,7 +223,7 @@ def make_sharders(case: Case) -> list[Any]:
 
 
 def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> DistributedModelParallel:
-    """The sharded model, with the case's weights.
+    """Return the sharded model, with the case's weights.
 
     Args:
         case: says how it is sharded.
@@ -251,12 +249,11 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
 
 
 def dense_params(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """The parameters of the dense part."""
     return {name: param for name, param in _unfused(parallel).items() if "over." in name}
 
 
 def named_dense(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """The parameters of the dense part, by their names in a model without a wrapper."""
+    """Return the parameters of the dense part, by their names in a model without a wrapper."""
     params = dense_params(parallel)
     return {name.removeprefix("module."): param for name, param in params.items()}
 
@@ -267,7 +264,7 @@ def make_optimizer(
     dense: DataParallelWrapper | None,
     seen: Callable[[], None],
 ) -> CombinedOptimizer:
-    """The fused optimizer, that of the dense part, and SGD for data-parallel tables.
+    """Return the fused optimizer, that of the dense part, and SGD for data-parallel tables.
 
     Args:
         case: says how the dense part is trained.
@@ -296,7 +293,7 @@ def _unfused(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
 
 
 def _sharding(table: TableCase, size: int, node_size: int) -> ParameterSharding:
-    """How a group of ``size`` ranks, ``node_size`` on each host, shards a table."""
+    """Return how a group of ``size`` ranks, ``node_size`` on each host, shards a table."""
     kind = table.sharding
     if kind == "data_parallel":
         return ParameterSharding(kind, "dense", list(range(size)), None)
@@ -316,7 +313,6 @@ def _sharding(table: TableCase, size: int, node_size: int) -> ParameterSharding:
 
 
 def _ranks(table: TableCase, size: int, node_size: int) -> list[int]:
-    """Where the shards of a table are, by shard."""
     num_hosts = size // node_size
     first = table.place % num_hosts * node_size
     if table.sharding == "table_wise":

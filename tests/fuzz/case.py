@@ -64,12 +64,12 @@ class DenseCase:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether ranks choose what they send, which the oracle then takes from them."""
+        """Tell whether ranks choose what they send, which the oracle then takes from them."""
         return self.kind in ("thresholded", "local") and self.density < 1
 
     @property
     def is_apart(self) -> bool:
-        """Whether there are steps after which ranks have different weights."""
+        """Tell whether there are steps after which ranks have different weights."""
         return self.kind == "local" and self.local_steps > 1
 
 
@@ -115,7 +115,7 @@ class TableCase:
 
     @property
     def num_blocks(self) -> int:
-        """How many column shards the table has, each with row-wise moments of its own."""
+        """Return how many column shards the table has, each with row-wise moments of its own."""
         if self.sharding in ("column_wise", "table_column_wise", "grid_shard"):
             return max(1, self.dim // 4)
         return 1
@@ -151,7 +151,7 @@ class SyncCase:
 
     @property
     def config(self) -> tdsp.GradientSync | tdsp.WeightSync:
-        """What the plan carries."""
+        """Return what the plan carries."""
         transport, drift_every = tdsp.Transport(self.transport), self.drift_every
         if self.kind == "gradient":
             return tdsp.GradientSync(transport=transport, delay=self.delay, drift_every=drift_every)
@@ -246,12 +246,12 @@ class Case:
         }
 
     def to_json(self) -> str:
-        """One line, without what is as by default."""
+        """Return one line, without default values."""
         return json.dumps(_without_defaults(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "Case":
-        """The case of such a line; other names than fields are errors."""
+        """Return the case of such a line; other names than fields are errors."""
         values = json.loads(text)
         if "sync" in values:
             values["sync"] = SyncCase(**values["sync"])
@@ -268,12 +268,10 @@ class Case:
 
 
 def table_name(module: int, table: int) -> str:
-    """The name of a module's table."""
     return f"m{module}t{table}"
 
 
 def feature_name(module: int, feature: int) -> str:
-    """The name of a module's feature."""
     return f"m{module}f{feature}"
 
 

@@ -32,7 +32,7 @@ class DenseNet:
         self._has_shortcut = case.dense.has_shortcut
 
     def forward(self, values: torch.Tensor, inputs: torch.Tensor, uses_shortcut: bool) -> NetPass:
-        """The scores of a batch.
+        """Return the scores of a batch.
 
         Args:
             values: of all parameters, flat.
@@ -53,7 +53,7 @@ class DenseNet:
     def backward(
         self, values: torch.Tensor, made: NetPass, score_grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of all parameters, flat, and those of the inputs.
+        """Return the gradients of all parameters, flat, and those of the inputs.
 
         Args:
             values: as in `forward`.
@@ -164,7 +164,7 @@ class DenseState:
         self._outer_lr /= 2
 
     def copy(self) -> "DenseState":
-        """A copy of the state, which further training doesn't change."""
+        """Return a copy of the state, which further training doesn't change."""
         other = copy.copy(self)
         other.values, other._optimizer = self.values.clone(), self._optimizer.copy()
         other._outer_momentum = self._outer_momentum.clone()
@@ -177,7 +177,7 @@ class DenseState:
         self._outer_momentum = saved._outer_momentum
 
     def _sent(self, mean: torch.Tensor, applied: torch.Tensor | None) -> torch.Tensor:
-        """The mean of what ranks have sent: all that there is, or what they have chosen."""
+        """Return the mean of what ranks have sent: all that there is, or what they have chosen."""
         due = self.left_out + mean
         # A rank that is alone sends nothing, so it leaves nothing out.
         self.sent_whole = (
@@ -212,11 +212,11 @@ class _Optimizer:
         self._means, self._squares = torch.zeros_like(values), torch.zeros_like(values)
 
     def copy(self) -> "_Optimizer":
-        """One with the same moments; they are replaced and never written into."""
+        """Return a copy with the same moments; they are replaced and never written into."""
         return copy.copy(self)
 
     def direction(self, grads: torch.Tensor) -> torch.Tensor:
-        """What is taken off for a learning rate of 1."""
+        """Return what is taken off for a learning rate of 1."""
         self._num_updates += 1
         if self._kind == "sgd":
             return grads

@@ -104,7 +104,7 @@ UNSETTLED_SHARE = 0.03
 
 
 def draw_case(seed: int) -> Case:
-    """The case of a seed: the same wherever and whenever it is drawn, for a device."""
+    """Return the case of a seed: the same wherever and whenever it is drawn, for a device."""
     rng = random.Random(f"case {seed}")
     groups, size = rng.choice(MESHES)
     world = groups * size
@@ -136,7 +136,7 @@ def draw_case(seed: int) -> Case:
 
 
 def settled(case: Case) -> Case:
-    """The case with nothing in it that the documents exclude."""
+    """Return the case with nothing in it that the documents exclude."""
     has_sequences = any(module.kind == "sequences" for module in case.modules)
     sizes = tuple(max(1, size) for size in case.sizes) if has_sequences else case.sizes
     if case.refused and not REFUSALS[case.refused].applies(case):
@@ -159,7 +159,7 @@ def settled(case: Case) -> Case:
 
 
 def _may_happen(case: Case, event: str) -> bool:
-    """Whether the documents allow what happens between two steps.
+    """Tell whether the documents allow what happens between two steps.
 
     Ranks that haven't met have different weights, of which a checkpoint would keep some.
     """

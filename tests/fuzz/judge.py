@@ -103,13 +103,12 @@ def _check_sum(case: Case, applied: torch.Tensor, num_messages: int, where: str)
 
 
 def _most_of(case: Case, size: int) -> int:
-    """How many elements of a parameter a rank may send at once."""
+    """Return how many elements of a parameter a rank may send at once."""
     share = case.dense.density * size
     return max(1, round(share)) if case.dense.kind == "local" else math.ceil(share)
 
 
 def _by_param(case: Case, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """The size and the values of each dense parameter, of which the case has all in one tensor."""
     sizes = [param.numel() for param in initial_dense(case).values()]
     yield from zip(sizes, values.split(sizes), strict=True)
 
@@ -160,7 +159,6 @@ class Verdict:
 
 
 def judge(case: Case, reports: list[RankReport]) -> Verdict:
-    """The verdict on what the ranks did."""
     if case.refused:
         return _judge_refusal(case, reports)
     if any(report.outcome != "returned" for report in reports):
@@ -202,7 +200,6 @@ def _has_no_ids(case: Case) -> bool:
 
 
 def _failed(reports: list[RankReport]) -> Verdict:
-    """Ranks that raised, died or hung."""
     shown = "\n".join(
         f"---- rank {rank} {report.outcome}: {report.error} {report.message}\n{report.trace}"
         for rank, report in enumerate(reports)
@@ -225,7 +222,7 @@ def _failed(reports: list[RankReport]) -> Verdict:
 
 
 def _stem(message: str) -> str:
-    """An error's text without what differs from case to case."""
+    """Return an error's text without what differs from case to case."""
     line = message.strip().splitlines()[0] if message.strip() else ""
     return re.sub(r"'[^']*'|m\d[tf]\d+|[-\d.]+|\([^)]*\)", "_", line)[:90]
 
@@ -336,13 +333,12 @@ class _Comparison:
                 raise Difference("copies differ", text)
 
     def _holder(self, table: str, group: int, rank: int) -> int:
-        """Which of `_holders` a rank belongs to."""
         if self._case.tables[table].sharding == "data_parallel":
             return rank
         return 0 if self._case.tables[table].once else group
 
     def _holders(self, table: str) -> range:
-        """Those that together hold a whole table: each rank, each group, or the world."""
+        """Return ranks that hold a whole table together: each rank, each group, or the world."""
         if self._case.tables[table].sharding == "data_parallel":
             return range(self._case.world_size)
         return range(1 if self._case.tables[table].once else self._case.groups)

@@ -65,7 +65,7 @@ class Summary:
 
     @property
     def complaints(self) -> list[str]:
-        """What is wrong with the machine itself."""
+        """Return what is wrong with the machine itself."""
         if self.num_cases < ENOUGH_CASES:
             return []
         complaints = []
@@ -163,12 +163,12 @@ class Machine:
         return summary
 
     def _is_known(self, verdict: Verdict, summary: Summary) -> bool:
-        """Whether enough findings of that kind were made smaller."""
+        """Tell whether enough findings of that kind were made smaller."""
         kinds = [finding.verdict.kind for finding in summary.findings]
         return kinds.count(verdict.kind) >= self._max_of_kind
 
     def shrunk(self, case: Case, verdict: Verdict) -> Finding:
-        """The smallest case that fails in the same way, as far as there is time."""
+        """Return the smallest case that fails in the same way, as far as there is time."""
         if not self._shrink_s:
             return Finding(case, case, verdict)
         deadline = time.monotonic() + self._shrink_s
@@ -193,7 +193,7 @@ class Machine:
     def _verdicts(
         self, cases: Iterator[Case], goes_on: Callable[[], bool]
     ) -> Iterator[tuple[Case, Verdict]]:
-        """Each case with its verdict, in the order in which they come."""
+        """Yield each case with its verdict, in the order in which they come."""
         idle, running = list(self._workers), {}
         while True:
             while idle and goes_on() and (case := next(cases, None)) is not None:

@@ -38,7 +38,7 @@ class Batch(Pipelineable):
     uses_shortcut: bool = True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """A copy of the batch on another device."""
+        """Return a copy of the batch on another device."""
         inputs = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in vars(self).items()
@@ -55,12 +55,11 @@ class Batch(Pipelineable):
                 value.record_stream(cast(Any, stream))
 
     def pin_memory(self) -> "Batch":
-        """The batch itself."""
         return self
 
 
 def input_of(case: Case, module: int) -> str:
-    """Which field of a `Batch` a module looks up."""
+    """Return which field of a `Batch` a module looks up."""
     if not case.joined:
         return f"m{module}"
     return "weighted_ids" if case.modules[module].kind == "weighted" else "ids"
@@ -81,7 +80,7 @@ def formed(values: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Batch:
-    """TorchRec's form of a rank's batch, if need be with its features in reversed order."""
+    """Return TorchRec's form of a rank's batch, if need be with its features in reversed order."""
     parts: dict[str, list[tuple[int, int]]] = {}
     for module, feature in local.features:
         parts.setdefault(input_of(case, module), []).append((module, feature))
@@ -127,7 +126,7 @@ torch.fx.wrap("losses_of")
 
 @torch.fx.wrap
 def sums_of_sequences(sequences: JaggedTensor) -> torch.Tensor:
-    """One vector for each sample, to which later rows add more."""
+    """Return one vector for each sample, to which later rows add more."""
     lengths = sequences.lengths().long()
     samples = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -140,7 +139,7 @@ def sums_of_sequences(sequences: JaggedTensor) -> torch.Tensor:
 def plus_shortcut(
     scores: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, uses_shortcut: bool
 ) -> torch.Tensor:
-    """The scores, to which a layer beside the others may add something."""
+    """Return the scores, to which a layer beside the others may add something."""
     return scores + inputs @ weight.T if uses_shortcut else scores
 
 
@@ -208,7 +207,7 @@ class FuzzModel(nn.Module):
 
 
 def embedding_module(number: int, module: ModuleCase) -> nn.Module:
-    """A module without weights: they come by `load_state_dict`."""
+    """Return a module without weights: they come by `load_state_dict`."""
     configs = list(_configs(number, module))
     device = torch.device("meta")
     if module.kind == "sequences":
@@ -219,7 +218,7 @@ def embedding_module(number: int, module: ModuleCase) -> nn.Module:
 
 
 def initial_state(case: Case) -> dict[str, torch.Tensor]:
-    """The tables in the state dict that all ranks load."""
+    """Return the tables in the state dict that all ranks load."""
     state = {}
     for name, table in initial_tables(case).items():
         module = int(name[1 : name.index("t")])

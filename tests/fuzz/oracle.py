@@ -53,7 +53,7 @@ class TableWire:
 
     @classmethod
     def of(cls, case: Case, name: str, noise: Noise) -> "TableWire":
-        """The ways of the numbers of the table with this name."""
+        """Return the ways of the numbers of the table with this name."""
         (module,) = (of for of in numbered_modules(case) if name in of)
         table, kind = module[name], case.modules[int(name[1 : name.index("t")])].kind
         together = [other for other in module.values() if _message(other) == _message(table)]
@@ -82,7 +82,7 @@ class TableWire:
 
     @property
     def _divides_late(self) -> bool:
-        """Whether bags of a mean travel as sums."""
+        """Tell whether bags of a mean travel as sums."""
         is_mean = self.is_bags and self.table.pooling == "mean"
         return is_mean and (self.table.sharding in BY_OWNER or self.table.hot != "none")
 
@@ -100,7 +100,7 @@ class TableWire:
     def bags(
         self, weights: torch.Tensor, lookups: Lookups, shares: torch.Tensor, hot: torch.Tensor
     ) -> torch.Tensor:
-        """A feature's bags of one rank.
+        """Return a feature's bags of one rank.
 
         Args:
             weights: of the table.
@@ -129,7 +129,7 @@ class TableWire:
     def row_gradients(
         self, bags: torch.Tensor, lookups: Lookups, shares: torch.Tensor, hot: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of each id's row, from those of the bags."""
+        """Return the gradient of each id's row, from those of the bags."""
         if self._by_row:
             return bags[lookups.samples] * shares
         is_hot = hot[lookups.ids][:, None]
@@ -143,14 +143,14 @@ class TableWire:
         return torch.where(is_hot, exact, rows)
 
     def summed_gradients(self, grads: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
-        """What a rank's gradients of all rows come to at their owners."""
+        """Return what a rank's gradients of all rows come to at their owners."""
         if not self._by_row:
             return grads
         return torch.where(hot[:, None], grads, self._sent(grads))
 
 
 def numbered_modules(case: Case) -> list[dict[str, TableCase]]:
-    """The tables of each module by their names."""
+    """Return the tables of each module by their names."""
     modules: list[dict[str, TableCase]] = [{} for _ in case.modules]
     for name, table in case.tables.items():
         modules[int(name[1 : name.index("t")])][name] = table
@@ -158,7 +158,7 @@ def numbered_modules(case: Case) -> list[dict[str, TableCase]]:
 
 
 def _message(table: TableCase) -> tuple[Any, ...]:
-    """What tables whose numbers travel in one message have in common."""
+    """Return what tables whose numbers travel in one message have in common."""
     return table.sharding, table.exchange, table.transport, table.once
 
 
@@ -187,14 +187,14 @@ class Expected:
 
 
 def losses_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of each sample. Its gradient is bounded, so that no case trains away."""
+    """Return the loss of each sample. Its gradient is bounded, so that no case trains away."""
     return nn.functional.smooth_l1_loss(scores, targets.to(scores.dtype), reduction="none")
 
 
 def expect(
     case: Case, noise: Noise | None = None, applied: Mapping[int, torch.Tensor] | None = None
 ) -> Expected:
-    """What a case must give.
+    """Return what a case must give.
 
     Args:
         case: which is run.
@@ -238,7 +238,6 @@ class _Simulation:
         self._saved: tuple[dict[str, TableState], DenseState] | None = None
 
     def run(self) -> Expected:
-        """All actions."""
         expected = Expected()
         for index, action in enumerate(actions_of(self._case)):
             if action.kind in ("train", "detach"):
@@ -296,7 +295,6 @@ class _Simulation:
     def _look_up_all(
         self, index: int, action: Action, expected: Expected, number: int
     ) -> list[tuple[LocalBatch, NetPass, torch.Tensor]]:
-        """Each rank's batch, what the dense part makes of it, and the gradient of the mean loss."""
         for part in self._parts:
             part.hold(action.hot)
         looked_up = []
@@ -373,7 +371,6 @@ class _Simulation:
     def _pool(
         self, batch: LocalBatch, column: _Column, group: int, hot_number: int
     ) -> torch.Tensor:
-        """A feature's bags of one rank."""
         lookups = batch.features[column.module, column.feature]
         weights = self._states[column.table].weights_of(group)
         is_hot = self._is_hot(column.table, hot_number)
@@ -389,7 +386,7 @@ class _Simulation:
         return is_hot
 
     def _shares(self, column: _Column, lookups: Lookups) -> torch.Tensor:
-        """What each id's row is multiplied by in its bag."""
+        """Return what each id's row is multiplied by in its bag."""
         shares = torch.ones(lookups.ids.numel())
         module = self._case.modules[column.module]
         if module.kind == "weighted":
@@ -415,7 +412,7 @@ def _columns(case: Case) -> Iterator[_Column]:
 
 
 def output_names(module: int, case: ModuleCase) -> list[str]:
-    """What TorchRec calls the outputs of a module: by table, then by feature."""
+    """Return what TorchRec calls the outputs of a module: by table, then by feature."""
     users = [feature for table in case.tables for feature in table.features]
     return [
         feature_name(module, feature)

@@ -133,7 +133,6 @@ class _Run:
         self._seen = Seen()
 
     def run(self) -> Seen:
-        """All actions."""
         for index, action in enumerate(self._actions):
             self._do(index, action)
         if isinstance(self._parallel, tdsp.ModelParallel2D):
@@ -171,7 +170,7 @@ class _Run:
                 self._watch.after_step(index, self._seen)
 
     def _look_up(self, action: Action) -> torch.Tensor:
-        """What the model gives for a batch: scores, or losses in a pipeline of layers."""
+        """Return what the model gives for a batch: scores, or losses in a pipeline of layers."""
         if self._pipeline is not None and action.in_stream:
             with self._evaluating() if action.kind == "evaluate" else contextlib.nullcontext():
                 return self._pipeline.progress(self._stream)
@@ -192,7 +191,7 @@ class _Run:
         return outputs
 
     def _train(self, action: Action) -> torch.Tensor:
-        """A step of a plain loop; what the model gives for its last batch."""
+        """Train a plain loop's step; return the model's output for its last batch."""
         has_sync = isinstance(self._parallel, tdsp.ModelParallel2D)
         if self._case.zero_grad != "after":
             self._optimizer.zero_grad(set_to_none=self._case.zero_grad == "before")
@@ -224,7 +223,7 @@ class _Run:
         return to_batch(self._case, local)
 
     def _refused(self, action: Action) -> str:
-        """The error of a batch with bad ids; empty if there was none."""
+        """Return the error of a batch with bad ids; empty if there was none."""
         self._optimizer.zero_grad()
         try:
             self._parallel(self._batch(action))
@@ -312,7 +311,7 @@ class _Run:
 
 
 def _moments(parallel: nn.Module) -> list[Piece]:
-    """The moments of this rank's shards, a column for each column of the shard."""
+    """Return the moments of this rank's shards, a column for each column of the shard."""
     pieces = []
     for part in sharded_tables(parallel):
         for kernel in part.kernels():
@@ -328,7 +327,7 @@ def _moments(parallel: nn.Module) -> list[Piece]:
 
 
 def _hot_copies(parallel: nn.Module) -> dict[str, torch.Tensor]:
-    """What this rank has of hot rows, where it is up to date."""
+    """Return what this rank has of hot rows, where it is up to date."""
     copies = {}
     for part in sharded_tables(parallel):
         hot_rows = part.hot_rows

@@ -22,7 +22,7 @@ def shrink(case: Case, still_fails: Callable[[Case], bool]) -> Case:
 
 
 def simpler_cases(case: Case) -> Iterator[Case]:
-    """All cases that are simpler by one thing, the greatest steps first."""
+    """Yield all cases that are simpler by one thing, the greatest steps first."""
     if case.events:
         yield replace(case, events=())
     yield from (

@@ -20,7 +20,7 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 
 
 def initial_tables(case: Case) -> dict[str, torch.Tensor]:
-    """The weights of all tables, in their types."""
+    """Return the weights of all tables, in their types."""
     return {
         name: (0.3 * _normal(case, index, (table.rows, table.dim))).to(DTYPES[table.dtype])
         for index, (name, table) in enumerate(case.tables.items())
@@ -28,7 +28,7 @@ def initial_tables(case: Case) -> dict[str, torch.Tensor]:
 
 
 def initial_dense(case: Case) -> dict[str, torch.Tensor]:
-    """The parameters of the dense part, by the names that they have in it."""
+    """Return the parameters of the dense part, by the names that they have in it."""
     width = sum(table.dim * len(table.features) for table in case.tables.values())
     widths = [width, *case.dense.hidden, 1]
     params = {}
@@ -65,7 +65,7 @@ class Noise:
     """The share of its row's largest number by which a number is larger before it is rounded."""
 
     def rounded(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The values with errors of the size that rounding to a type has at worst.
+        """Return the values with errors of the size that rounding to a type has at worst.
 
         Rounding itself may hit a number by chance and be no measure.
         """
@@ -77,7 +77,7 @@ class Noise:
     def sent(
         self, values: torch.Tensor, transport: tdsp.Transport, width: int | None = None
     ) -> torch.Tensor:
-        """The values as they come after they have travelled.
+        """Return the values as they come after they have travelled.
 
         Args:
             values: their last dimension is that of rows.
@@ -152,20 +152,19 @@ class TableState:
 
     @property
     def has_moments(self) -> bool:
-        """Whether its optimizer has a state."""
+        """Tell whether its optimizer has a state."""
         return self._moments.shape[2] > 0
 
     def weights_of(self, group: int) -> torch.Tensor:
-        """The copy that a group looks up."""
         return self.weights[group if self.is_copied else 0]
 
     def moment_columns(self) -> torch.Tensor:
-        """The first copy's moments, one for each column: ``[rows, dim]``."""
+        """Return the first copy's moments, one for each column: ``[rows, dim]``."""
         moments = self._moments[0]
         return moments.repeat_interleave(self._table.dim // moments.shape[1], dim=1)
 
     def copy(self) -> "TableState":
-        """A copy of the state, which further training doesn't change."""
+        """Return a copy of the state, which further training doesn't change."""
         other = copy.copy(self)
         other.weights, other._moments = self.weights.clone(), self._moments.clone()
         other._synced = (self._synced[0].clone(), self._synced[1].clone())
@@ -227,7 +226,7 @@ class TableState:
         self._synced = (synced_weight, synced_moment)
 
     def _mean(self, copies: torch.Tensor, synced: torch.Tensor, width: int) -> torch.Tensor:
-        """The mean of all copies, as the last synced values and the mean of the changes."""
+        """Return the mean of all copies, as the last synced values and the mean of the changes."""
         changes = self._noise.sent(copies - synced, self._transport, width)
         return synced + changes.mean(dim=0)
 
@@ -336,7 +335,6 @@ class Part:
 
 
 def parts_of_case(case: Case, states: Mapping[str, TableState]) -> list[Part]:
-    """The parts of all modules."""
     parts = []
     for number, module in enumerate(case.modules):
         named = {table_name(number, index): table for index, table in enumerate(module.tables)}

@@ -41,7 +41,7 @@ def test_a_line_with_an_unknown_field_is_an_error() -> None:
 
 
 def parts_of_cases() -> Iterator[tuple[dict[str, tuple[Any, ...]], object]]:
-    """Each drawn object with the choices of its fields."""
+    """Yield each drawn object with the choices of its fields."""
     for case in CASES:
         yield CASE_CHOICES, case
         yield SYNC_CHOICES, case.sync

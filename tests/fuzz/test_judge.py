@@ -17,7 +17,7 @@ FINAL = 2
 
 
 def right_reports() -> list[RankReport]:
-    """What the ranks of `CASE` report when all is well."""
+    """Return what the ranks of `CASE` report when all is well."""
     expected = expect(CASE)
     reports = []
     for rank in range(2):

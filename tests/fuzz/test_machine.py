@@ -44,14 +44,13 @@ def test_an_update_applied_twice_is_found_in_a_drawn_case_and_made_smaller(
 
 @pytest.fixture(scope="module")
 def healthy() -> Iterator[Worker]:
-    """One without a fault."""
     worker = Worker()
     yield worker
     worker.close()
 
 
 def with_and_without(plant: Plant, healthy: Worker, case: Case) -> tuple[Verdict, Verdict]:
-    """The verdicts on a case with a planted fault, and without it."""
+    """Return the verdicts on a case with a planted fault, and without it."""
     faulty = Worker(plant)
     try:
         for worker in (faulty, healthy):
@@ -62,7 +61,7 @@ def with_and_without(plant: Plant, healthy: Worker, case: Case) -> tuple[Verdict
 
 
 def is_plain(case: Case) -> bool:
-    """Whether a case is one of the quick ones."""
+    """Tell whether a case is one of the quick ones."""
     is_small = case.world_size == 2 and len(case.modules) == 1
     return is_small and case.loop == "plain" and case.dense.kind == DenseCase().kind
 

@@ -62,7 +62,7 @@ class Tolerances:
         """Whether the tolerances are so large that they say little."""
 
     def of(self, kind: str, table: str) -> float:
-        """What rounding may add, for one kind of numbers of a table; of scores, without a name."""
+        """Return what rounding may add to a kind of a table's numbers, or to scores without a name."""
         return self._noise[kind, table]
 
 
@@ -95,11 +95,11 @@ class RoundedExactly:
             num_trained += action.kind in ("train", "detach")
 
     def covers(self, index: int) -> bool:
-        """Whether what an action sees is known to the bit, but for numbers half way between two."""
+        """Tell whether what an action sees is known to the bit, but for ties in rounding."""
         return self.is_known and index in self._covered
 
     def tolerance(self, kind: str, key: Any) -> torch.Tensor:
-        """What may be added to `BASE`, for each number."""
+        """Return what may be added to `BASE`, for each number."""
         wanted = vars(self.expected)[kind][key]
         gaps = [(vars(other)[kind][key] - wanted).abs() for other in self._others]
         return NOISE_FACTOR["fp32"] * torch.stack(gaps).amax(dim=0)
@@ -115,7 +115,7 @@ def _precision(case: Case) -> str:
 
 
 def _knows_bags(case: Case) -> bool:
-    """Whether the oracle adds parts of bags as ranks do.
+    """Tell whether the oracle adds parts of bags as ranks do.
 
     TorchRec's own reduce-scatter adds them in the type in which they travel, in gloo's order.
     """
@@ -126,7 +126,7 @@ def _knows_bags(case: Case) -> bool:
 
 
 def _knows_gradients(case: Case) -> bool:
-    """Whether the oracle rounds gradients where ranks do, and as often."""
+    """Tell whether the oracle rounds gradients where ranks do, and as often."""
     tables = case.tables.values()
     return (
         _knows_sync(case)
@@ -143,7 +143,7 @@ def _knows_gradients(case: Case) -> bool:
 
 
 def _knows_sync(case: Case) -> bool:
-    """Whether the oracle rounds what replicas send where they do: once, in a single hop."""
+    """Tell whether the oracle rounds what replicas send where they do: once, in a single hop."""
     sync = case.sync
     if sync.transport == "fp32":
         return True
@@ -163,7 +163,6 @@ def _largest_of(tensors: dict[Any, torch.Tensor], table: str) -> float:
 
 
 def _gaps(exact: dict[Any, torch.Tensor], noisy: list[dict[Any, torch.Tensor]]) -> dict[str, float]:
-    """The largest difference of the tensors of each table; under "" of those that are of none."""
     differences: dict[str, list[torch.Tensor]] = defaultdict(list)
     for key, tensor in exact.items():
         differences[_table_of(key)] += [tensor - values[key].double() for values in noisy]

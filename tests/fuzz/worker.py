@@ -127,7 +127,7 @@ def _written(folder: Path, rank: int) -> str:
 
 
 def _be_rank(rank: int, case: Case, folder: Path, writing: int) -> NoReturn:
-    """What the fork of a rank does; it never returns."""
+    """Serve as a rank's fork; never return."""
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         report = _answer(rank, case, folder)
@@ -205,7 +205,7 @@ class Worker:
         self.connection.send((case, deadline_s))
 
     def answer(self) -> Verdict:
-        """The verdict on the case that was asked for last."""
+        """Return the verdict on the case that was asked for last."""
         return self.connection.recv()
 
     def close(self) -> None:

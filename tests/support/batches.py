@@ -26,7 +26,7 @@ class Sessions:
 
 
 def sessions(first: int, lengths: list[int], step: int = 0) -> Sessions:
-    """A batch of samples that are numbered from ``first``."""
+    """Return a batch of samples that are numbered from ``first``."""
     numbers = torch.arange(first, first + len(lengths))
     num_ids = torch.tensor(lengths, dtype=torch.int32)
     clicks = (numbers % 3).int()
@@ -52,7 +52,7 @@ def sessions(first: int, lengths: list[int], step: int = 0) -> Sessions:
 
 
 def check_samples(batch: Sessions) -> list[int]:
-    """The numbers of the samples, after a look at all of their tensors."""
+    """Return the numbers of the samples, after a look at all of their tensors."""
     numbers = batch.numbers
     history, clicks = (batch.history[key] for key in ("history", "clicks"))
     assert torch.equal(history.values(), numbers.repeat_interleave(history.lengths()))
@@ -73,7 +73,6 @@ def check_samples(batch: Sessions) -> list[int]:
 
 
 def count_dealing_threads() -> int:
-    """How many threads deal batches."""
     return sum(thread.name == "balanced batches" for thread in threading.enumerate())
 
 

@@ -69,7 +69,7 @@ def bench_result(
     probe_ms: float | None = None,
     **setting: Any,
 ) -> BenchResult:
-    """A result of contestants that all behaved alike.
+    """Return a result of contestants that all behaved alike.
 
     Args:
         steps_ms: each contestant's blocks, by round.
@@ -124,7 +124,7 @@ PREDICTED_S = {"stock": 0.22, "stock_duplex": 0.19, "exact_2d": 0.12}
 
 
 def with_predictions(result: BenchResult, *names: str) -> BenchResult:
-    """The result with the steps of some contestants predicted, or of all that train."""
+    """Return the result with the steps of some contestants predicted, or of all that train."""
     predicted = [
         contestant.model_copy(
             update={"predicted": {"dense_s": PREDICTED_S[contestant.name] - 0.02, "sync_s": 0.02}}

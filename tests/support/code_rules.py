@@ -71,7 +71,7 @@ def _reached(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _is_own_object(value: ast.expr) -> bool:
-    """Whether an expression is ``self``, ``cls`` or ``super()``."""
+    """Tell whether an expression is ``self``, ``cls`` or ``super()``."""
     if isinstance(value, ast.Call):
         return isinstance(value.func, ast.Name) and value.func.id == "super"
     return isinstance(value, ast.Name) and value.id in ("self", "cls")
@@ -125,7 +125,7 @@ def _classes(module: Module) -> list[ast.ClassDef]:
 def _own_bases(
     kind: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]
 ) -> Iterator[ast.ClassDef]:
-    """A class and those of ours that it inherits from, by their names."""
+    """Yield a class and those of ours that it inherits from, by their names."""
     yield kind
     for base in kind.bases:
         called = base.value if isinstance(base, ast.Subscript) else base
@@ -134,7 +134,7 @@ def _own_bases(
 
 
 def _given_names(kind: ast.ClassDef) -> set[str]:
-    """The names that a class gives a value, in its body or by an assignment to ``self``.
+    """Return the names that a class gives a value, in its body or by an assignment to ``self``.
 
     Outside a dataclass an annotation alone gives none: it may be of what another class sets.
     """
@@ -164,7 +164,7 @@ def _is_stored_in_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 
 def swallowed_errors(package: Path) -> list[str]:
-    """Handlers of all errors that neither raise one nor say which it was."""
+    """Return handlers of all errors that neither raise one nor say which it was."""
     return [
         f"{module.path}:{handler.lineno}: catches all errors and drops them; raise an error of "
         "ours, or name those that may be ignored"
@@ -182,12 +182,12 @@ def _is_broad(caught: ast.expr) -> bool:
 
 
 def _keeps(node: ast.AST, name: str | None) -> bool:
-    """Whether a part of a handler raises, or uses the error."""
+    """Tell whether a part of a handler raises, or uses the error."""
     return isinstance(node, ast.Raise) or (isinstance(node, ast.Name) and node.id == name)
 
 
 def import_effects(package: Path) -> list[str]:
-    """Registrations and exit handlers at the top level of files: an import must have no effect."""
+    """List registrations and exit handlers at the top level: imports must have no effect."""
     return [
         f"{module.path}:{node.lineno}: {ast.unparse(node)[:60]} runs when the file is imported; "
         "do it where it is first needed"
@@ -211,12 +211,12 @@ def group_creations(package: Path) -> list[str]:
 
 
 def _called_name(call: ast.Call) -> str:
-    """The name of what is called, without what it is an attribute of."""
+    """Return the name of what is called, without what it is an attribute of."""
     return ast.unparse(call.func).split(".")[-1]
 
 
 def _run_at_import(statement: ast.stmt) -> Iterator[ast.AST]:
-    """What an import runs of a statement: decorators of functions, but not their bodies."""
+    """Yield what an import runs of a statement: decorators of functions, but not their bodies."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
         for decorator in statement.decorator_list:
             yield from ast.walk(decorator)

@@ -90,7 +90,7 @@ def load_damaged(
 
 
 def summary(by_rank: list[list[Outcome]]) -> tuple[Counter[str], list[str]]:
-    """How often each result came, and all that should not have been."""
+    """Return how often each result came, and all that should not have been."""
     counts: Counter[str] = Counter()
     wrong = []
     for number, outcomes in enumerate(zip(*by_rank, strict=True)):
@@ -114,7 +114,6 @@ def _trained(world_size: int) -> tuple[DistributedModelParallel, CombinedOptimiz
 
 
 def _state(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[torch.Tensor]:
-    """This rank's shards of all that is stored."""
     return [
         shard.detach().clone()
         for _, value in state_entries(model, optimizer)
@@ -157,7 +156,7 @@ def _without_checksums(folder: Path, damaged: Path, random: Random) -> str:
 
 
 def _hostile_metadata(folder: Path, damaged: Path, random: Random) -> str:
-    """A pickle that runs code, alone or behind metadata, with checksums that are right."""
+    """Return a pickle that runs code, alone or behind metadata, with checksums that are right."""
     gadgets = RUNNING | MISLEADING
     name = random.choice(sorted(gadgets))
     data = gadgets[name](folder / "ran")
@@ -206,7 +205,7 @@ def _hostile_data(folder: Path, damaged: Path, random: Random) -> str:
 
 
 def _lying_metadata(folder: Path, damaged: Path, random: Random) -> str:
-    """Metadata that name other places, with checksums that are right."""
+    """Return metadata that name other places, with checksums that are right."""
     metadata: Any = dcp.FileSystemReader(damaged).read_metadata()
     index, second = random.sample(sorted(metadata.storage_data, key=str), 2)
     place = metadata.storage_data[index]
@@ -252,7 +251,7 @@ def _seal(damaged: Path, metadata: Any) -> None:
 
 
 def _stray_files(folder: Path, damaged: Path, random: Random) -> str:
-    """What a save that was stopped may have left, which a load must not mind."""
+    """Return what a save that was stopped may have left, which a load must not mind."""
     for name in ("__9_0.distcp", ".metadata.tmp", "notes.txt"):
         (damaged / name).write_bytes(random.randbytes(50))
     return "added"

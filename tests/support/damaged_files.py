@@ -99,7 +99,6 @@ def _clear(data: bytes, random: Random) -> tuple[bytes, str]:
 
 
 def _copy(data: bytes, random: Random) -> tuple[bytes, str]:
-    """Bytes of another place of the same file, as a disk writes a block to the wrong place."""
     start, stop = _span(data, random)
     source = random.randrange(len(data) - (stop - start) + 1)
     after = _replaced(data, start, data[source : source + stop - start])

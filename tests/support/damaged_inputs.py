@@ -87,7 +87,7 @@ READERS = (
 
 
 def outcomes(reader: Reader, folder: Path, damages: int, seed: int = 0) -> Counter[str]:
-    """How often a damaged file was refused, and how often it loaded as it was.
+    """Return how often a damaged file was refused, and how often it loaded as it was.
 
     Raises:
         AssertionError: a damage loaded as something else, or failed without a typed error.
@@ -104,7 +104,7 @@ def outcomes(reader: Reader, folder: Path, damages: int, seed: int = 0) -> Count
 
 
 def folder_outcomes(folder: Path, damages: int, seed: int = 0) -> Counter[str]:
-    """What comes of files that are deleted, or exchanged for another kind of file."""
+    """Return what comes of files that are deleted, or exchanged for another kind of file."""
     seen: Counter[str] = Counter()
     for number in range(damages):
         for reader in READERS:

@@ -64,7 +64,7 @@ def cell_of(world_size: int, *, groups: int = 1, stock: bool = False) -> Cell:
 
 
 def model_of(cell: Cell, wrapper: Any) -> DistributedModelParallel:
-    """The tower with seed 0; its tables learn nothing, so that dense gradients say everything."""
+    """Build the tower with seed 0; its tables learn nothing, so that only dense gradients count."""
     torch.manual_seed(0)
     model = shard(cell, make_sharder(cell), TowerModel(cell.spec), data_parallel_wrapper=wrapper)
     for group in cast(Any, model.fused_optimizer.param_groups):
@@ -132,7 +132,7 @@ def train_dtensors(rank: int, world_size: int, cell: Cell, wrapper: Any) -> Trai
 
 
 def whole(value: Any) -> torch.Tensor:
-    """A copy of a parameter, on all ranks, if each has a part of it."""
+    """Return a copy of a parameter, on all ranks, if each has a part of it."""
     with warnings.catch_warnings():
         # FSDP2 over tensor-parallel shards gathers twice, and says so.
         warnings.simplefilter("ignore")

@@ -10,12 +10,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 def on_gpus() -> bool:
-    """Whether ranks compute on GPUs, and talk NCCL."""
+    """Tell whether ranks compute on GPUs, and talk NCCL."""
     return os.environ.get("TESTS_DEVICE", "cpu") == "cuda"
 
 
 def ranks_per_host(wanted: int) -> int:
-    """How many ranks of a pool count as those of one host: on GPUs, as many as there are GPUs."""
+    """Return how many of a pool's ranks share a host: on GPUs, one for each GPU."""
     if not on_gpus():
         return wanted
     import torch
@@ -24,7 +24,7 @@ def ranks_per_host(wanted: int) -> int:
 
 
 def device_env(rank: int) -> dict[str, str]:
-    """What the process of a rank must be told about its device.
+    """Return what the process of a rank must be told about its device.
 
     NCCL refuses two ranks of a host on one GPU. Ranks that say they are on hosts of their own may
     share one, and talk to each other through sockets. Its monitor would take it for a failure

@@ -71,7 +71,7 @@ runpy.run_path(script, run_name="__main__")
 
 
 def config_of(cell: str, folder: Path) -> TrainConfig:
-    """The config of a cell, whose runs leave all that an export needs."""
+    """Return the config of a cell, whose runs leave all that an export needs."""
     model, run = CELLS[cell]
     tree = {
         "data": DATA,
@@ -121,7 +121,7 @@ def train_config(rank: int, world_size: int, config: TrainConfig) -> None:
 
 
 def printed_alone(example: str, folder: Path) -> list[str]:
-    """The lines that an example prints of an export in a process without this package."""
+    """Return the lines that an example prints of an export in a process without this package."""
     done = subprocess.run(
         [sys.executable, "-c", ALONE, f"docs/examples/{example}", str(folder)],
         cwd=ROOT,
@@ -138,14 +138,14 @@ def printed_alone(example: str, folder: Path) -> list[str]:
 
 
 def quantized_by_hand(weight: torch.Tensor) -> torch.Tensor:
-    """A table after a round trip through eight bits, written down in plain arithmetic."""
+    """Return a table after a round trip through eight bits, written down in plain arithmetic."""
     low = weight.amin(dim=1, keepdim=True).half().float()
     scale = ((weight.amax(dim=1, keepdim=True) - low) / 255).half().float()
     return (torch.round((weight - low) / scale)).clamp(0, 255) * scale + low
 
 
 def stock_model(source: ExportSource) -> nn.Module:
-    """The trained model as TorchRec and torch alone load it."""
+    """Return the trained model as TorchRec and torch alone load it."""
     config = source.config
     run = config.runs[source.run]
     model = build_any_model(shape_of(config.data, config.data.dataset()), config.model)
@@ -158,7 +158,7 @@ def stock_model(source: ExportSource) -> nn.Module:
 
 
 def plain_scores(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The scores of a batch, by the model's own parts."""
+    """Return the scores of a batch, by the model's own parts."""
     whole: Any = model
     if hasattr(whole, "user_tower"):
         users, items = whole.vectors(batch.sparse_features, batch.dense_features)
@@ -167,14 +167,14 @@ def plain_scores(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def thresholds_of(model: nn.Module) -> list[torch.Tensor]:
-    """The running thresholds of a model's splits by "laplace", in the model's order."""
+    """Return the running thresholds of a model's splits by "laplace", in the model's order."""
     return [value for name, value in model.named_buffers() if name.endswith("running_threshold")]
 
 
 def plain_evaluation(
     source: ExportSource, *, num_ranks: int, thresholds: Sequence[Sequence[float]] = ()
 ) -> dict[str, float]:
-    """The metrics of the trained model, by their definitions, each rank's part of a batch apart.
+    """Return metrics of the trained model, by their definitions, each rank's part of a batch apart.
 
     Args:
         source: the checkpoint.

@@ -98,7 +98,7 @@ FAULTS = (
 
 
 def can_happen(program: Program, fault: Fault) -> bool:
-    """Whether a program comes to that moment."""
+    """Tell whether a program comes to that moment."""
     is_pipeline = program.loop != "plain"
     if fault.moment == "refresh" and not program.cell.hot_rows:
         return False
@@ -109,7 +109,6 @@ def can_happen(program: Program, fault: Fault) -> bool:
 
 
 def all_cases() -> Iterator[Case]:
-    """The whole table."""
     for name, program in PROGRAMS.items():
         for fault in FAULTS:
             if can_happen(program, fault):
@@ -117,7 +116,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def chosen_cases() -> list[Case]:
-    """Some of each kind, which the tests deal among commits."""
+    """Return cases of each kind, which the tests deal among commits."""
     chosen = (
         ("2x2 exact", Fault(RAISES, "loss")),
         ("2x2 exact", Fault(KILLED, "backward")),

@@ -157,7 +157,7 @@ def _hook(model: Any, optimizer: Any, faults: Faults) -> None:
 
 
 def _loaded(stream: list[KeyedJaggedTensor], faults: Faults) -> Iterator[KeyedJaggedTensor]:
-    """A loader; it may be asked before the step begins."""
+    """Yield a loader's batches; it may be asked before the step begins."""
     for number, batch in enumerate(stream, 1):
         step, faults.step = faults.step, number
         faults.at("loader")

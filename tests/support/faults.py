@@ -73,7 +73,7 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
-        """What isn't as it should be."""
+        """Return what isn't as it should be."""
         problems = []
         if aborted := [end.rank for end in self.ends if end.exit_code in (-6, -11)]:
             problems.append(f"aborted: {aborted}")
@@ -138,7 +138,7 @@ def run_case(case: Case, make_store: Callable[[], dist.Store], folder: Path) -> 
 
 
 def _wait(pids: dict[int, int]) -> dict[int, int]:
-    """Exit codes by rank; a rank that is still there at the end has none, and is killed."""
+    """Return exit codes by rank; a rank that is still there at the end has none, and is killed."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + _LIMIT_S
     others = set(pids.values()) - {FAULTY_RANK}
@@ -221,7 +221,7 @@ EXAMPLES = (
 
 
 def page(outcomes: Sequence[Told], *, timeout_s: float, deadline_s: float) -> str:
-    """A Markdown page with a row for each fault."""
+    """Return a Markdown page with a row for each fault."""
     by_fault: dict[str, list[Told]] = {str(case.fault): [] for case in all_cases()}
     for told in outcomes:
         by_fault[str(Fault(**told["case"]["fault"]))].append(told)

@@ -41,7 +41,6 @@ def _named(module: str, name: str) -> bytes:
 
 
 def dumps(value: object) -> Gadget:
-    """A gadget that needs no marker."""
     return lambda marker: pickle.dumps(value)
 
 

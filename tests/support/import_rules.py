@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def parsed(path: Path) -> ast.Module:
-    """The tree of a file, which is parsed once as long as it stays the same."""
+    """Return the tree of a file, which is parsed once as long as it stays the same."""
     return _parsed_text(path.read_text())
 
 
@@ -75,7 +75,7 @@ class Module:
 
     @property
     def part(self) -> str:
-        """What `LAYERS` ranks: the name below the package, or below its programs.
+        """Return what `LAYERS` ranks: the name below the package, or below its programs.
 
         The package itself and the wing of the programs have none.
         """
@@ -84,7 +84,7 @@ class Module:
 
 
 def read_package(package: Path) -> dict[str, Module]:
-    """All modules of a package by dotted name."""
+    """Return all modules of a package by dotted name."""
     modules = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -108,7 +108,7 @@ def imported(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def layer_violations(package: Path) -> list[str]:
-    """Imports that point up or sideways, and parts that no layer names."""
+    """Return imports that point up or sideways, and parts that no layer names."""
     found = []
     modules = read_package(package)
     ranks = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
@@ -142,7 +142,7 @@ def layer_violations(package: Path) -> list[str]:
 
 
 def cycle_violations(package: Path) -> list[str]:
-    """Modules that import each other, directly or around several corners."""
+    """Return modules that import each other, directly or around several corners."""
     modules = read_package(package)
     graph = {
         name: {
@@ -161,7 +161,7 @@ def cycle_violations(package: Path) -> list[str]:
 
 
 def upstream_violations(package: Path) -> list[str]:
-    """Imports of TorchRec or FBGEMM internals outside the adapters."""
+    """Return imports of TorchRec or FBGEMM internals outside the adapters."""
     return [
         f"{module.path}:{line}: {name} is internal to {name.split('.')[0]}; "
         f"import it in {ADAPTERS} and take it from there"
@@ -173,7 +173,7 @@ def upstream_violations(package: Path) -> list[str]:
 
 
 def drawing_violations(package: Path) -> list[str]:
-    """Imports of libraries that draw, outside the rooms that do."""
+    """Return imports of libraries that draw, outside the rooms that do."""
     return [
         f"{module.path}:{line}: {name} draws; hand a chart or a table to {DRAWING_ROOMS[0]}"
         for module in read_package(package).values()
@@ -184,7 +184,7 @@ def drawing_violations(package: Path) -> list[str]:
 
 
 def unchecked_rooms(package: Path) -> list[str]:
-    """Rooms of the library that need TorchRec or FBGEMM and don't check their versions first."""
+    """List rooms that need TorchRec or FBGEMM and don't check their versions first."""
     modules = read_package(package)
     needing = {
         module.part
@@ -200,7 +200,6 @@ def unchecked_rooms(package: Path) -> list[str]:
 
 
 def _resolve(name: str, modules: dict[str, Module]) -> Module | None:
-    """The module that an imported name is, or is defined in; `None` if it is another package's."""
     while name not in modules and "." in name:
         name = name.rpartition(".")[0]
     return modules.get(name)

@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nobody could tell that there were kills."""
+        """Tell whether nobody could tell that there were kills."""
         return not self.exit_code and not self.different
 
 
@@ -92,7 +92,7 @@ def worker(variant: str, folder: Path, steps: int) -> None:
 def uninterrupted(
     rank: int, world_size: int, variant: str, folder: Path, steps: int
 ) -> dict[int, str]:
-    """The losses of a run that saves at the same steps."""
+    """Return the losses of a run that saves at the same steps."""
     from tests.support.resuming import Run, variant_for
 
     run, losses = Run(variant_for(variant, world_size)), {}
@@ -107,7 +107,7 @@ def uninterrupted(
 def launch(
     variant: str, folder: Path, *, num_ranks: int, steps: int, kills: int, chance: random.Random
 ) -> Outcome:
-    """One launch of torchrun, with kills; the losses aren't compared yet."""
+    """Launch torchrun once, with kills; don't compare losses yet."""
     started, outcome = time.monotonic(), Outcome(variant)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), "--max-restarts", str(MAX_RESTARTS)]
@@ -171,7 +171,7 @@ def kill_one(
 
 
 def entries(path: Path) -> Iterator[dict]:  # type: ignore[type-arg]
-    """What a worker has noted so far; the last line may be cut."""
+    """Yield what a worker has noted so far; the last line may be cut."""
     if path.exists():
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
@@ -201,7 +201,7 @@ def compare(outcome: Outcome, folder: Path, expected: list[dict[int, str]]) -> N
 def run_variant(
     pool: RankPool, variant: str, *, kills: int, steps: int, chance: random.Random
 ) -> Outcome:
-    """A variant with kills, compared with itself without."""
+    """Run a variant with kills and compare it with itself without."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         num_ranks = pool.world_size

@@ -52,7 +52,7 @@ def write_criteo_like(path: Path, num_rows: int, seed: int = 0) -> None:
 
 
 def pyarrow_seconds(path: Path) -> float:
-    """Processor seconds that pyarrow takes to parse the file, a block after another."""
+    """Return processor seconds that pyarrow takes to parse the file, a block after another."""
     start = time.process_time()
     types = {name: pa.binary() if name[0] == "C" else pa.float32() for name in _NAMES}
     reader = pa_csv.open_csv(
@@ -85,13 +85,12 @@ def _reader_seconds(path: Path, folder: str, batch_size: int) -> tuple[float, fl
 
 
 def count_rows(path: Path) -> int:
-    """How many lines a file has."""
     with path.open("rb") as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
 
 
 def peak_bytes() -> int:
-    """The most memory that this process had until now."""
+    """Return the most memory that this process had until now."""
     factor = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * factor
 

@@ -51,7 +51,7 @@ FEATURES = [
 
 
 def make_rows(num_rows: int, seed: int = 0) -> list[Row]:
-    """Rows with a few users, some of them missing, and no to three tags."""
+    """Return rows with a few users, some of them missing, and no to three tags."""
     random = np.random.default_rng(seed)
     return [
         Row(
@@ -85,7 +85,7 @@ def write_log(path: Path, rows: Sequence[Row], *, row_group: int = 7) -> Path:
 
 
 def table_config(*files: Path, **keys: Any) -> TableConfig:
-    """The section of a log of such files, in small blocks and without a thread."""
+    """Return the section of a log of such files, in small blocks and without a thread."""
     is_parquet = files[0].suffix == ".parquet"
     features = [dict(feature) for feature in FEATURES]
     if is_parquet:
@@ -112,7 +112,7 @@ def global_batches(
     start: int = 0,
     split: Split = Split.TRAIN,
 ) -> Iterator[list[Batch]]:
-    """The parts of all ranks of each batch."""
+    """Yield the parts of all ranks of each batch."""
     streams = [
         data.batches(
             split,
@@ -127,12 +127,12 @@ def global_batches(
 
 
 def numbers_of(parts: Sequence[Batch]) -> list[int]:
-    """The numbers of the rows of a batch, in their order."""
+    """Return the numbers of the rows of a batch, in their order."""
     return torch.cat([part.dense_features[:, 0] for part in parts]).int().tolist()
 
 
 def content_of(parts: Sequence[Batch]) -> list[tuple[object, ...]]:
-    """All that a batch says of each row, in the order of the rows."""
+    """Return all that a batch says of each row, in the order of the rows."""
     content: list[tuple[object, ...]] = []
     for part in parts:
         features = part.sparse_features
@@ -145,18 +145,18 @@ def content_of(parts: Sequence[Batch]) -> list[tuple[object, ...]]:
 
 @cache
 def expected_content(row: Row) -> tuple[object, ...]:
-    """What a batch must say of a row, by a hash of plain integers."""
+    """Return what a batch must say of a row, by a hash of plain integers."""
     tags = [hashed_row(tag.encode(), NUM_TAGS) for tag in row.tags]
     return float(row.label), [float(row.number)], [hashed_row(row.user.encode(), NUM_USERS)], tags
 
 
 def hashed_row(text: bytes, num_rows: int) -> int:
-    """The row of a text: 0 if it is missing, and else by its hash."""
+    """Return the row of a text: 0 if it is missing, and else by its hash."""
     return 1 + (((plain_hash(text) >> 32) * (num_rows - 1)) >> 32) if text else 0
 
 
 def plain_hash(text: bytes) -> int:
-    """The hash of a text, word by word."""
+    """Return the hash of a text, word by word."""
     state = len(text) * 0x9E3779B97F4A7C15 & _MASK
     for word in range(math.ceil(len(text) / 8)):
         state ^= int.from_bytes(text[8 * word : 8 * word + 8], "little")

@@ -121,7 +121,7 @@ class Emulation:
                 setattr(group, name, value)
 
     def step(self, batches: list[KeyedJaggedTensor]) -> None:
-        """One step of all groups."""
+        """Train all groups for a step."""
         hot = self._read_hot_rows()
         for number, group in enumerate(self.groups):
             own = [

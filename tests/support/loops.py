@@ -93,7 +93,7 @@ def shard_loss_model(cell: Cell) -> DistributedModelParallel:
 
 
 def stock_dmp(cell: Cell, world_size: int) -> DistributedModelParallel:
-    """Stock TorchRec on all ranks, with row-wise AdaGrad and other weights."""
+    """Return a stock TorchRec model on all ranks, with row-wise AdaGrad and other weights."""
     model = build(cell.spec, seed=1)
     sharder: Any = EmbeddingBagCollectionSharder(
         {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR}
@@ -122,7 +122,7 @@ def entries(parallel: DistributedModelParallel) -> dict[str, Any]:
 
 
 def snapshot(parallel: DistributedModelParallel) -> Tensors:
-    """Copies of everything that this rank trains, read as a user would: by the state dicts."""
+    """Copy everything that this rank trains, read as a user would: by the state dicts."""
     return {
         f"{name}{number}": copied(part)
         for name, value in entries(parallel).items()
@@ -131,7 +131,7 @@ def snapshot(parallel: DistributedModelParallel) -> Tensors:
 
 
 def local_tensors(value: Any) -> list[torch.Tensor]:
-    """This rank's parts of an entry of a state dict."""
+    """Return this rank's parts of an entry of a state dict."""
     if isinstance(value, DTensor):
         return list(cast(Any, value.to_local()).local_shards())
     if hasattr(value, "local_shards"):

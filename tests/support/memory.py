@@ -72,14 +72,13 @@ class Tables(nn.Module):
         self.bags = build(spec, device="meta").ebc
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A loss, and something to return."""
         bags: KeyedTensor = self.bags(features)  # pyright: ignore[reportCallIssue]
         loss = bags.values().sum()
         return loss, loss.detach()
 
 
 def grown(rank: int, world_size: int, case: Case) -> tuple[int, MemoryCost]:
-    """Bytes by which this rank grew, and what was expected of the fullest one."""
+    """Return bytes by which this rank grew, and what was expected of the fullest one."""
     gc.freeze()
     _train(rank, case, SMALL, batch_size=4)
     give_back_memory()
@@ -155,7 +154,7 @@ def _batches(
 
 
 def measured(name: str) -> tuple[int, MemoryCost]:
-    """The growth of the rank that grew most, on two hosts of two ranks, and what was expected."""
+    """Return how much the fullest of four ranks grew on two hosts, and what was expected."""
     # New processes each time: memory that others freed would be there already.
     with RankPool(4, local_world_size=2) as ranks:
         found = ranks.run(grown, CASES[name], timeout_s=200)
@@ -163,7 +162,7 @@ def measured(name: str) -> tuple[int, MemoryCost]:
 
 
 def main(names: list[str]) -> None:
-    """Print what was found."""
+    """Print the table of measurements."""
     print("| plan | expected MB | grown MB | expected / grown | largest parts |")
     print("| --- | ---: | ---: | ---: | --- |")
     for name in names or list(CASES):

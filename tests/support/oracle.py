@@ -82,7 +82,7 @@ class Oracle:
         self.moments = {name: self._moment(name) for name in self.weights}
 
     def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
-        """One update on the batches of all ranks; each rank's loss before it."""
+        """Update once on all ranks' batches; return each rank's loss before it."""
         self.model.zero_grad()
         batches = [written_out(batch) for batch in batches]
         losses = [local_loss(self.model(batch)) for batch in batches if batch.stride() > 0]
@@ -129,7 +129,6 @@ class OracleKind(NamedTuple):
     column_blocks: tuple[tuple[str, int], ...]
 
     def make(self) -> Oracle:
-        """An untrained one."""
         return Oracle(
             self.spec,
             optimizer=self.optimizer,
@@ -178,7 +177,7 @@ def trained_oracle(
     steps: int,
     variable: bool = False,
 ) -> tuple[Oracle, tuple[list[float], ...]]:
-    """An oracle after some steps, which nobody may train further, and the losses of each step."""
+    """Return a trained oracle, which nobody may train further, and each step's losses."""
     oracle = kind.make()
     losses = [
         oracle.step(batches_of(kind.spec, seed, sizes, max_length, n, variable))

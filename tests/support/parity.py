@@ -134,7 +134,7 @@ def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
 
 
 def run_cells(rank: int, world_size: int, cells: list[Cell], steps: int = STEPS) -> list[Gap]:
-    """Several cells in one call."""
+    """Train several cells in one call."""
     return [run_cell(rank, world_size, cell, steps) for cell in cells]
 
 

@@ -80,7 +80,7 @@ def problem(
 
 
 def best_of_all(candidates: list[Candidate], setting: CostSetting, room: float = ENOUGH) -> float:
-    """The best step of all choices of all tables, with all ranks for table-wise ones."""
+    """Return the best step of all choices of all tables, with all ranks for table-wise ones."""
     group = setting.group
     ways = []
     for candidate in candidates:

@@ -47,14 +47,13 @@ names = st.text("abcdefgh_.", min_size=1, max_size=8)
 
 
 def shard(rank: int, offsets: tuple[int, int], sizes: tuple[int, int]) -> ShardMetadata:
-    """A shard on the CPU of ``rank``."""
     return ShardMetadata(list(offsets), list(sizes), f"rank:{rank}/cpu")
 
 
 def sharding(
     sharding_type: ShardingType, ranks: list[int], num_rows: int, dim: int = 4
 ) -> ParameterSharding:
-    """A stock sharding of one table, as a planner makes it: one shard per rank."""
+    """Return a stock sharding of one table, as a planner makes it: one shard per rank."""
     shards = None
     if sharding_type is ShardingType.COLUMN_WISE:
         shards = [
@@ -74,7 +73,6 @@ def sharding(
 
 @st.composite
 def shardings(draw: st.DrawFn, group_size: int) -> ParameterSharding:
-    """A stock sharding for one sharding group."""
     sharding_type = draw(
         st.sampled_from(
             [
@@ -99,7 +97,7 @@ def shardings(draw: st.DrawFn, group_size: int) -> ParameterSharding:
 
 @st.composite
 def stock_plans(draw: st.DrawFn, group_size: int) -> ShardingPlan:
-    """A stock plan of up to two modules for one sharding group."""
+    """Return a stock plan of up to two modules for one sharding group."""
     tables = st.dictionaries(names, shardings(group_size), min_size=1, max_size=3)
     modules = draw(st.dictionaries(names, tables, min_size=1, max_size=2))
     return ShardingPlan({path: EmbeddingModuleShardingPlan(plan) for path, plan in modules.items()})
@@ -107,7 +105,7 @@ def stock_plans(draw: st.DrawFn, group_size: int) -> ShardingPlan:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan2D:
-    """A valid `Plan2D`, some tables with hot rows."""
+    """Return a valid `Plan2D`, some tables with hot rows."""
     mesh = draw(meshes)
     plan = Plan2D.from_stock(draw(stock_plans(mesh.group_size)), mesh, draw(syncs))
     for table in sorted({name for _, module in plan.modules() for name in module}):

@@ -28,7 +28,7 @@ _GRACE_S = 10.0
 def torchrun(
     module: str, *arguments: str, ranks: int = 2, timeout_s: float = 200, columns: int = 80
 ) -> "subprocess.CompletedProcess[str]":
-    """What ``torchrun -m module`` does, as a user starts it."""
+    """Run ``torchrun -m module`` as a user does."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     return subprocess.run(
         [sys.executable, *launcher, "-m", module, *arguments],
@@ -96,7 +96,7 @@ def forked(
 def _first_failure(
     processes: list[ForkServerProcess], timeout_s: float, grace_s: float, num_stopped: int
 ) -> int:
-    """The exit code of the first process that fails, or 0 if none does."""
+    """Return the exit code of the first process that fails, or 0 if none does."""
     deadline = time.monotonic() + timeout_s
     failure = 0
     while True:

@@ -138,7 +138,7 @@ def leave_out_watchers() -> None:
 
 @contextmanager
 def marking_spans() -> Iterator[None]:
-    """A context in which torch marks spans again, after `leave_out_watchers`."""
+    """Yield a context in which torch marks spans again, after `leave_out_watchers`."""
     from torch.autograd.profiler import record_function
 
     marked: Any = record_function

@@ -167,7 +167,6 @@ class RankPool:
         return results
 
     def _collect(self, timeout_s: float, grace_s: float) -> list[Any]:
-        """Every rank's answer to one message."""
         deadline = time.monotonic() + timeout_s
         answers: dict[int, tuple[str, Any]] = {}
         pending = {rank.connection: rank for rank in self._ranks}

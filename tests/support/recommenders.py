@@ -94,7 +94,7 @@ def train_sharded(
 
 
 def shard_model(model: nn.Module, way: Way) -> tdsp.ModelParallel2D:
-    """The model on all ranks, with the weights that it has."""
+    """Return the model on all ranks, with the weights that it has."""
     mesh = tdsp.Mesh2D(way.num_groups, dist.get_world_size() // way.num_groups)
     rule = tdsp.MomentScaledRowWiseAdaGrad(LR)
     sharders: Any = [
@@ -124,7 +124,7 @@ def _configs_of(module: Any) -> list[str]:
 
 
 def optimizer_of(parallel: Any, way: Way) -> KeyedOptimizer:
-    """The fused optimizer, SGD for everything else, and meetings after every step."""
+    """Return the fused optimizer, SGD for everything else, and meetings after every step."""
     params: Any = dict(in_backward_optimizer_filter(parallel.named_parameters()))
     dense: KeyedOptimizer = KeyedOptimizerWrapper(
         params, lambda values: torch.optim.SGD(values, lr=DENSE_LR, foreach=False)

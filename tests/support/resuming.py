@@ -82,7 +82,7 @@ VARIANTS = {
 
 
 def variant_for(name: str, world_size: int) -> Variant:
-    """The variant of this name, on two ranks with half of each group."""
+    """Return the variant of this name, on two ranks with half of each group."""
     variant = VARIANTS[name]
     mesh = variant.cell.mesh
     if mesh.world_size == world_size:
@@ -111,7 +111,7 @@ class TowerModel(BagModel):
 
 
 def batch_of(spec: ModelSpec, step: int, rank: int) -> KeyedJaggedTensor:
-    """The batch of a rank; the most used rows are others after every few steps."""
+    """Return the batch of a rank; the most used rows are others after every few steps."""
     batch = make_batch(spec, seed=1000 * step + rank, batch_size=16)
     rows = torch.tensor([table.num_rows for _, table in spec.features])
     by_id = rows.repeat_interleave(torch.tensor(batch.length_per_key()))
@@ -270,7 +270,7 @@ def go_on_everywhere(
 
 
 def final_state(run: Run) -> dict[str, torch.Tensor]:
-    """All that a run has come to, as tensors."""
+    """Return a run's final state as tensors."""
     counters = {
         f"counter {name}": torch.from_numpy(run.counter.stats()[name].counts.copy())
         for name in run.counter.tables

@@ -69,7 +69,7 @@ class RoundingOracle(Oracle):
             self._num_hosts = cell.mesh.group_size // host_size
 
     def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
-        """One update on the batches of all ranks; each rank's loss before it."""
+        """Update once on all ranks' batches; return each rank's loss before it."""
         self.model.zero_grad()
         losses = [
             local_loss(self.scores(batch)) if batch.stride() else torch.zeros(())

@@ -45,7 +45,7 @@ def point(step: int, *, clicks: bool = True, dense: bool = False) -> StepsTraine
 
 
 def evaluations(metrics: dict[str, float]) -> tuple[Evaluation, ...]:
-    """Three evaluations, of which the second is the best by all metrics but the calibration."""
+    """Return three evaluations; the second is best by all metrics but the calibration."""
     signs = {"loss": 1, "ne": 1, "calibration": 1}
     return tuple(
         Evaluation(
@@ -59,7 +59,6 @@ def evaluations(metrics: dict[str, float]) -> tuple[Evaluation, ...]:
 
 
 def run_record(name: str, *, clicks: bool = True, **changes: Any) -> RunRecord:
-    """A run that is over."""
     record = RunRecord(
         name=name,
         mesh="Mesh2D(2x2, strided)",
@@ -81,7 +80,7 @@ def run_record(name: str, *, clicks: bool = True, **changes: Any) -> RunRecord:
 
 
 def plan(hot_rows: Sequence[int] | None = None) -> dict[str, Any]:
-    """A plan of one table, as a plan file has it."""
+    """Return a plan of one table, as a plan file has it."""
     shards = [
         {"placement": f"rank:{n}/cpu", "shard_offsets": [500 * n, 0], "shard_sizes": [500, 16]}
         for n in range(2)
@@ -166,23 +165,22 @@ def write_access(path: Path) -> Path:
 
 
 def page_of(folder: Path) -> Page:
-    """The page on the runs of a folder."""
+    """Return the page on the runs of a folder."""
     return run_page(RunContents.read(folder))
 
 
 def words_of(page: Page) -> str:
-    """The page without scripts and tags."""
     html = re.sub(r"(?s)<(script|style).*?</\1>", "", page.html())
     return re.sub(r"<[^>]*>", " ", html)
 
 
 def headings_of(page: Page) -> list[str]:
-    """The headings of the parts of a page."""
+    """Return the headings of the parts of a page."""
     return re.findall("<h2>(.*?)</h2>", page.html())
 
 
 def figure(page: Page, heading: str) -> dict[str, Any]:
-    """What plotly draws under a heading: the drawn things by name, and all of them."""
+    """Return what plotly draws under a heading: the drawn things by name, and all of them."""
     html = page.html()
     number = re.compile('id="plot-([0-9]+)"').search(html, html.index(f"<h2>{heading}</h2>"))
     assert number is not None

@@ -40,9 +40,7 @@ _SHUFFLED = 36
 class Deal(Protocol):
     """Deals the cells of a matrix, see the fixture `dealt`."""
 
-    def __call__(self, cells: Sequence[Item]) -> list[Item]:
-        """The cells that are to run."""
-        ...
+    def __call__(self, cells: Sequence[Item]) -> list[Item]: ...
 
 
 def parse_slice(text: str) -> tuple[int, int]:
@@ -61,19 +59,19 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def hand_number(text: str) -> int:
-    """The number that chooses hands: for ``"commit/24"`` one that the slice says nothing of, or
+    """Return number that chooses hands: for ``"commit/24"`` one that the slice says nothing of, or
     slow tests would always get the same hand of their cells."""
     number, count = parse_slice(text)
     return seed_of_commit() // count if text.startswith("commit/") else number
 
 
 def slice_of(names: Sequence[str], number: int, count: int) -> set[str]:
-    """Every so many-th name, so that neighbours, which take alike long, are in other slices."""
+    """Return each n-th name, so that neighbours, which take alike long, are in other slices."""
     return set(sorted(names)[number::count])
 
 
 def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> list[Item]:
-    """A hand of the cells in their order, at least one; each cell belongs to a single hand.
+    """Return a hand of the cells in their order, at least one; each cell belongs to a single hand.
 
     Neighbours have most in common, and every sixth of a product may lack a factor: cells are
     shuffled before they are dealt, always alike.
@@ -94,7 +92,7 @@ _SHORT_S = 20.0
 
 
 def patient(seconds: float) -> float:
-    """A deadline that no test should reach, longer by each lane.
+    """Return a deadline that no test should reach, longer by each lane.
 
     Short ones are left as they are: they belong to tests that wait for them.
     """

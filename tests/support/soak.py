@@ -70,7 +70,7 @@ class Soak:
         self._last = ""
 
     def events(self) -> dict[int, Callable[[int], object]]:
-        """What happens, by how many steps lie between."""
+        """Return what happens, by how many steps lie between."""
         events: dict[int, Callable[[int], object]] = {
             40: lambda step: self._model.state_dict(),
             50: self._evaluate,
@@ -119,7 +119,7 @@ class Soak:
 
 
 def soak(rank: int, world_size: int, name: str, steps: int, folder: Path) -> list[Usage]:
-    """A rank's usage after each tenth of the run."""
+    """Return a rank's usage after each tenth of the run."""
     run = Soak(rank, CELLS[name], folder)
     events, usages = run.events(), []
     for step in range(1, steps + 1):

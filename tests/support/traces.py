@@ -13,7 +13,7 @@ TRAINING, BACKWARD, OTHER = 1, 2, 3
 def event(
     name: str, start: float, end: float, *, thread: int = TRAINING, is_operator: bool = False
 ) -> dict[str, Any]:
-    """An event in the form of Chrome's traces, from ``start`` to ``end`` in microseconds."""
+    """Return an event in the form of Chrome's traces, from ``start`` to ``end`` in microseconds."""
     return {
         "ph": "X",
         "cat": "cpu_op" if is_operator else "user_annotation",
@@ -26,19 +26,17 @@ def event(
 
 
 def operator(name: str, start: float, end: float, *, thread: int = TRAINING) -> dict[str, Any]:
-    """An operator of torch."""
     return event(name, start, end, thread=thread, is_operator=True)
 
 
 def backward_operator(name: str, start: float, end: float, thread: int) -> dict[str, Any]:
-    """An operator that torch's backward calls."""
     return operator(f"autograd::engine::evaluate_function: {name}", start, end, thread=thread)
 
 
 def step_events(
     step: int = 7, start: float = 0.0, *, backward_thread: int = TRAINING, late: float = 0.0
 ) -> list[dict[str, Any]]:
-    """A step of 100 us, and of ``late`` us more for its next batch.
+    """Return a step of 100 us, and of ``late`` us more for its next batch.
 
     Exchanges are under way at 28 to 42, 70 to 75 and 79 to 90 us, counted without ``late``.
     """

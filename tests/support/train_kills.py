@@ -130,14 +130,12 @@ def kill_one(
 
 
 def newest(checkpoints: Path) -> int:
-    """The largest step whose save has begun."""
     if not checkpoints.is_dir():
         return 0
     return max((int(path.name) for path in checkpoints.iterdir()), default=0)
 
 
 def children(pid: int) -> list[int]:
-    """The workers of a launcher."""
     workers = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -151,7 +149,7 @@ def children(pid: int) -> list[int]:
 
 
 def differences(run: RunRecord, expected: RunRecord) -> list[str]:
-    """The steps whose losses differ, and the evaluations."""
+    """Return the steps whose losses differ, and the evaluations."""
     losses, expected_losses = (
         {point.step: point.loss for point in record.curve} for record in (run, expected)
     )

@@ -30,14 +30,14 @@ TREE: dict[str, Any] = {
 
 
 def config_with(**sections: Any) -> TrainConfig:
-    """The tiny config, with other values in some sections and other runs."""
+    """Return the tiny config, with other values in some sections and other runs."""
     runs = sections.pop("runs", TREE["runs"])
     tree = {name: TREE.get(name, {}) | values for name, values in sections.items()}
     return make_config(TrainConfig, TREE | tree | {"runs": runs})
 
 
 def share_of_rate(schedule: dict[str, Any], step: int, num_steps: int) -> float:
-    """The share of a learning rate in a step, written down once more."""
+    """Return the share of a learning rate in a step, written down once more."""
     warm_up = schedule.get("warm_up", 0)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -71,7 +71,6 @@ class PlainRun:
         self.clipped_steps = 0
 
     def batch(self, number: int, split: Split = Split.TRAIN) -> Batch:
-        """A global batch."""
         size = self.config.loop.global_batch_size
         return make_batch(click_data(self.config), step=number, global_batch_size=size, split=split)
 
@@ -96,7 +95,7 @@ class PlainRun:
         return losses
 
     def held_out(self, num_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits and the labels of held-out samples."""
+        """Return the logits and the labels of held-out samples."""
         self.model.eval()
         with torch.no_grad():
             outputs = [
@@ -108,7 +107,7 @@ class PlainRun:
 
 
 def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """The metrics of held-out samples, by their definitions."""
+    """Return the metrics of held-out samples, by their definitions."""
     predicted, labels = torch.sigmoid(logits.double()), labels.double()
     loss = nn.functional.binary_cross_entropy(predicted, labels).item()
     rate = labels.mean().item()
@@ -124,13 +123,13 @@ def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float
 
 
 def click_data(config: Any) -> SyntheticData:
-    """The synthetic clicks of a training or benchmark config."""
+    """Return the synthetic clicks of a training or benchmark config."""
     assert isinstance(config.data, SyntheticData)
     return config.data
 
 
 def click_model(config: Any) -> ModelConfig:
-    """The DLRM or DCN of a training or benchmark config."""
+    """Return the DLRM or DCN of a training or benchmark config."""
     assert isinstance(config.model, ModelConfig)
     return config.model
 

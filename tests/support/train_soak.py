@@ -60,7 +60,7 @@ class Sampler(TrainWatcher):
 def soak(
     rank: int, world_size: int, kind: str, steps: int, folder: Path
 ) -> dict[str, list[list[Usage]]]:
-    """A rank's samples of each run, by its fifths."""
+    """Return a rank's samples of each run, by its fifths."""
     keep_freed_memory()
     every = steps // SAVES_PER_RUN
     config = config_with(
@@ -88,18 +88,16 @@ def soak(
 
 
 def _parts(usages: list[Usage]) -> list[list[Usage]]:
-    """The fifths of a run's samples."""
     size = len(usages) // NUM_PARTS
     return [usages[start : start + size] for start in range(0, NUM_PARTS * size, size)]
 
 
 def typical(usages: list[Usage]) -> Usage:
-    """The medians: a sample that meets a save has a thread and a file more."""
+    """Return the medians: a sample that meets a save has a thread and a file more."""
     return Usage(*(statistics.median_low(numbers) for numbers in zip(*usages, strict=True)))
 
 
 def growth(before: Usage, after: Usage) -> list[str]:
-    """The names of what has grown."""
     grown = [
         name
         for name, count, later in zip(Usage._fields[1:], before[1:], after[1:], strict=True)
@@ -110,7 +108,7 @@ def growth(before: Usage, after: Usage) -> list[str]:
 
 
 def findings(runs: dict[str, list[list[Usage]]]) -> list[str]:
-    """What has grown on a rank, as text."""
+    """Return what has grown on a rank, as text."""
     parts = {name: [typical(part) for part in run] for name, run in runs.items()}
     first, second = (parts[name] for name in RUNS)
     pairs = {

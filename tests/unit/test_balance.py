@@ -56,7 +56,7 @@ def greedy_loads(times: Floats, num_bins: int) -> Floats:
 
 
 def best(items: Items, bins: Bins) -> float:
-    """The lowest maximum of all assignments that fit; infinite without any."""
+    """Return the lowest maximum of all assignments that fit; infinite without any."""
     every = itertools.product(range(len(bins.times)), repeat=len(items.times))
     results = [np.array(entry) for entry in every]
     return min(
@@ -176,7 +176,7 @@ class Set(NamedTuple):
 
 
 def random_sets() -> Iterator[Set]:
-    """Tables whose lookups differ by orders of magnitude, three to twelve per rank."""
+    """Yield tables whose lookups differ by orders of magnitude, three to twelve per rank."""
     for seed in range(100):
         generator = np.random.default_rng(seed)
         num_ranks = int(generator.choice([4, 8, 16, 32]))
@@ -310,7 +310,6 @@ def model(seed: int, num_tables: int = 24) -> EmbeddingBagCollection:
 
 
 def topology(memory_bytes: int = GIB) -> Topology:
-    """Two hosts."""
     return Topology(
         world_size=RANKS,
         local_world_size=2,
@@ -321,7 +320,7 @@ def topology(memory_bytes: int = GIB) -> Topology:
 
 
 def options(seed: int, kinds: "dict[str, str]") -> list[ShardingOption]:
-    """One option for each table: table-wise, unless ``kinds`` says otherwise."""
+    """Return one option for each table: table-wise, unless ``kinds`` says otherwise."""
     tables = model(seed)
     enumerator = EmbeddingEnumerator(
         topology(),

@@ -39,7 +39,6 @@ def printed(result: BenchResult) -> str:
 
 
 def save(folder: Path, *results: BenchResult) -> list[str]:
-    """Where each was written."""
     paths = [folder / f"result_{index}.json" for index in range(len(results))]
     for path, result in zip(paths, results, strict=True):
         result.save(path)
@@ -47,7 +46,6 @@ def save(folder: Path, *results: BenchResult) -> list[str]:
 
 
 def text_of(path: Path) -> set[str]:
-    """All texts of an SVG."""
     return {text.strip() for text in ElementTree.parse(path).getroot().itertext()}
 
 

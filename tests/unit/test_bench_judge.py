@@ -32,7 +32,6 @@ def verdicts(
     losses: Mapping[str, Any],
     **loss_section: float,
 ) -> dict[str, ContestantResult]:
-    """The contestants after judgement."""
     config = config_of(
         {name: dict(contestant) for name, contestant in contestants.items()}, loss=loss_section
     )
@@ -48,7 +47,6 @@ def verdicts(
 
 
 def other(losses: Any, contestant: Mapping[str, Any] = TWO_D["other"]) -> ContestantResult:
-    """A contestant against a reference that learns."""
     contestants = {"plain": {"kind": "stock"}, "other": contestant}
     return verdicts(contestants, {"plain": FALLING, "other": losses})["other"]
 

@@ -32,12 +32,11 @@ from torchrec_2dsp.samples.dealer import BalanceReport
 
 
 def settings_of(*shapes: tuple[int, str]) -> list[BenchResult]:
-    """Results of several clusters: hosts and network."""
     return [bench_result(hosts=hosts, network=network) for hosts, network in shapes]
 
 
 def rows_of(page: str, heading: str) -> list[list[str]]:
-    """The cells of the first table after a heading, its headings first."""
+    """Return the cells of the first table after a heading, its headings first."""
     lines = page[page.index(heading) :].splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("|"))
     rows = []

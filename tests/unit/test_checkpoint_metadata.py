@@ -29,7 +29,7 @@ from torchrec_2dsp.parallel.checkpoint.metadata import read_metadata
 
 
 def good() -> Metadata:
-    """A table of two shards, a number and an object."""
+    """Return a table of two shards, a number and an object."""
     size, half = torch.Size((4, 2)), torch.Size((2, 2))
     offsets = [torch.Size((0, 0)), torch.Size((2, 0))]
     chunks = [ChunkStorageMetadata(offset, half) for offset in offsets]

@@ -340,7 +340,7 @@ LAYOUTS = st.sampled_from(list(RankLayout))
 
 
 def traffic_of(messages: Messages, local_world_size: int) -> Traffic:
-    """The busiest rank's bytes inside its host, and the busiest host's, by direction."""
+    """Return the busiest rank's bytes inside its host, and the busiest host's, by direction."""
     local: defaultdict[tuple[str, int], float] = defaultdict(float)
     link: defaultdict[tuple[str, int], float] = defaultdict(float)
     for source, target, num_bytes in messages:

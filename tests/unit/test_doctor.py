@@ -136,7 +136,7 @@ def run_python(*arguments: str, first_on_path: Path) -> subprocess.CompletedProc
 
 
 def pretend(folder: Path, torchrec: str) -> Path:
-    """A folder that makes Python believe in another torchrec when it comes first on the path."""
+    """Return a folder that fakes another torchrec when it comes first on the path."""
     info = folder / f"torchrec-{torchrec}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchrec\nVersion: {torchrec}\n")

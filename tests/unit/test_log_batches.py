@@ -42,7 +42,7 @@ def write_files(folder: Path, sizes: Sequence[int], ending: str) -> tuple[list[P
 def expected_batches(
     rows: Sequence[Row], size: int, *, rest: str, epochs: int
 ) -> list[list[tuple[object, ...]]]:
-    """The batches that the order of the rows makes: the oracle."""
+    """Return the batches that the order of the rows makes: the oracle."""
     batches = []
     for _ in range(epochs):
         for first in range(0, len(rows), size):

@@ -147,7 +147,7 @@ def interactions(folder: Path, ending: str, **keys: Any) -> Dataset:
 
 
 def digest(data: Dataset, *, world_size: int = 2, start: int = 0) -> str:
-    """A digest of all batches of both splits, of the features, and of the malformed lines."""
+    """Return a digest of both splits' batches, the features and the malformed lines."""
     total = hashlib.sha256()
     for feature in data.features:
         total.update(f"{feature.name} {feature.num_rows}".encode())

@@ -46,7 +46,7 @@ def interactions(*files: Path, **keys: Any) -> SequenceData:
 
 
 def expected_sequences(log: list[Interaction]) -> list[list[str]]:
-    """Each user's items in the order of time: the oracle."""
+    """Return each user's items in the order of time: the oracle."""
     by_user = defaultdict(list)
     for user, item, time in log:
         by_user[user].append((time, item))
@@ -58,7 +58,7 @@ def expected_sequences(log: list[Interaction]) -> list[list[str]]:
 
 
 def sequences(data: SequenceData, split: Split, size: int, **keys: int) -> list[list[list[str]]]:
-    """The batches of all ranks, with the items as the log names them."""
+    """Return the batches of all ranks, with the items as the log names them."""
     batches = []
     for parts in global_batches(data, split=split, global_batch_size=size, **keys):  # type: ignore[arg-type]
         rows = [row.tolist() for part in parts for row in part.sparse_features["item"].to_dense()]

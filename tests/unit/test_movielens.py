@@ -27,7 +27,7 @@ Sequences = list[NDArray[np.int64]]
 
 
 def read_sequences() -> Sequences:
-    """The items of each user in the order of time; equal times stay in the order of the file."""
+    """Return items of each user in the order of time; equal times stay in the order of the file."""
     user, item, _, time = np.loadtxt(LOG, skiprows=1, dtype=np.int64).T
     order = np.lexsort((time, user))
     ends = np.flatnonzero(np.diff(user[order])) + 1

@@ -74,7 +74,6 @@ def test_a_config_of_another_command_is_named_in_one_sentence(
 
 
 def samples_per_rank(num_ranks: int, *overrides: str) -> float:
-    """The predicted samples per second and rank."""
     config = load_config(
         PlanConfig, Path("configs/runs/scale.toml"), [f"machines.num_ranks={num_ranks}", *overrides]
     )

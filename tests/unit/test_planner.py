@@ -48,7 +48,6 @@ SHARDERS: list[ModuleSharder[nn.Module]] = [AnyTypeSharder()]  # pyright: ignore
 
 
 def bags(num_tables: int = 2, rows: int = 40, dim: int = 64) -> EmbeddingBagCollection:
-    """Tables t0, t1, ... without memory."""
     return EmbeddingBagCollection(
         device=torch.device("meta"),
         tables=[
@@ -64,7 +63,6 @@ def bags(num_tables: int = 2, rows: int = 40, dim: int = 64) -> EmbeddingBagColl
 
 
 def world(world_size: int, local_world_size: int | None = None, **figures: float) -> Topology:
-    """A CPU topology."""
     return Topology(
         world_size=world_size,
         local_world_size=local_world_size,
@@ -91,7 +89,7 @@ def constrained(
 def planner_for(
     mesh: tdsp.Mesh2D, topology: Topology | None = None, **settings: object
 ) -> Planner2D:
-    """A planner of small batches that reserves nothing."""
+    """Return a planner of small batches that reserves nothing."""
     given = {"batch_size": 8, "storage_reservation": nothing_reserved(), **settings}
     return Planner2D(
         topology=topology or world(mesh.world_size),

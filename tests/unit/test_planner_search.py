@@ -58,7 +58,6 @@ def stock_planner(
     mesh: tdsp.Mesh2D = MESH,
     **settings: object,
 ) -> EmbeddingShardingPlanner:
-    """TorchRec's planner with our parts."""
     sync = sync or tdsp.GradientSync()
     given = {
         "partitioner": Partitioner2D(),

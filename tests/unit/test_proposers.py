@@ -306,7 +306,7 @@ CALIBRATION = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
 def options_planner(
     calibration: tdsp.Calibration | None = CALIBRATION, **settings: Any
 ) -> tdsp.Planner2D:
-    """A planner for two hosts of two ranks; by cost, unless the calibration is left out."""
+    """Return a planner for two hosts of two ranks; by cost, unless the calibration is left out."""
     return tdsp.Planner2D(
         topology=world(4, 2),
         batch_size=64,
@@ -321,7 +321,7 @@ def geometry(option: ShardingOption) -> list[tuple[int | None, list[int], list[i
 
 
 def planned(plan: tdsp.Plan2D, table: str) -> tuple[str, list[tuple[int, list[int], list[int]]]]:
-    """The sharding type of a table and its shards, as the plan has them."""
+    """Return the sharding type of a table and its shards, as the plan has them."""
     sharding = cast(Any, plan.plan[""])[table]
     shards = [
         (shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes))

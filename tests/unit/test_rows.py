@@ -62,7 +62,7 @@ def captured(capture: RowCapture, batch: Batch) -> torch.Tensor:
 
 
 def train_both(case: Case, batches: list[Batch]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Weights and state after fused steps, and after captured ones."""
+    """Return weights and state after fused steps, and after captured ones."""
     fused, ours = make_tbe(case), make_tbe(case)
     start = tensors_of(ours)
     capture, updater = row_capture(ours), RowUpdater(ours)
@@ -395,7 +395,7 @@ def test_it_is_quicker_than_the_fused_backward() -> None:
 
 
 def trained(case: Case, direct: bool) -> list[torch.Tensor]:
-    """Weights and state after some steps, updated by the rule or by FBGEMM's kernel."""
+    """Return weights and state after some steps, updated by the rule or by FBGEMM's kernel."""
     tbe = make_tbe(case)
     capture = RowCapture(tbe, [f"t{table}" for table in range(len(case.tables))])
     updater = DirectUpdater(tbe, RULES[case.optimizer]) if direct else RowUpdater(tbe)

@@ -33,7 +33,7 @@ CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-ch
 
 
 def everything(folder: Path) -> Path:
-    """Two finished runs with all that a page can show."""
+    """Return two finished runs with all that a page can show."""
     stats = write_access(folder.parent / "access.parquet")
     dense = tuple(point(step, dense=True) for step in (10, 20, 30))
     runs = [

@@ -75,7 +75,7 @@ def test_a_page_says_what_the_slowest_rank_costs_with_and_without_dealt_samples(
 
 
 def split_of(rank: int, *computing_us: float, first: int = 5) -> RankSplit:
-    """The split of steps of 100 us each."""
+    """Return the split of steps of 100 us each."""
     steps = {first + place: StepTimes(time, 100.0) for place, time in enumerate(computing_us)}
     return RankSplit(
         rank=rank,

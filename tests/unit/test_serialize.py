@@ -90,7 +90,6 @@ SHARD = f"{TABLE}/shards/0"
 
 
 def edited(where: str, value: object) -> str:
-    """The example's text with one value replaced."""
     data = json.loads(EXAMPLE)
     *parents, key = where.split("/")
     parent = data

@@ -147,7 +147,7 @@ def test_ci_runs_what_every_change_has_to_pass() -> None:
 
 
 def project_files() -> list[Path]:
-    """All files that are, or would be, tracked."""
+    """Return all files that are, or would be, tracked."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

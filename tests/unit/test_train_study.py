@@ -139,7 +139,6 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 
 def part(seed: int, *names: str, **changes: object) -> TrainRecord:
-    """A record of these runs alone."""
     whole = record(seed, runs={name: RUNS[name] for name in names}, **changes)
     return whole.model_copy(update={"runs": tuple(run for run in whole.runs if run.name in names)})
 

@@ -18,7 +18,7 @@ def transports_of(plan: tdsp.Plan2D) -> set[tdsp.Transport]:
 
 
 def sharded_planner(link: str, **settings: Any) -> tdsp.Planner2D:
-    """A planner for one group, in which no table is on every rank."""
+    """Return a planner for one group, in which no table is on every rank."""
     demands = {
         name: ParameterConstraints(sharding_types=["table_wise", "row_wise"])
         for name in tables().embedding_bags

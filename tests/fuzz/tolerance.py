@@ -62,7 +62,7 @@ class Tolerances:
         """Whether the tolerances are so large that they say little."""
 
     def of(self, kind: str, table: str) -> float:
-        """Return what rounding may add to a kind of a table's numbers, or to scores without a name."""
+        """Return what rounding may add to a kind of numbers of a table, or to scores."""
         return self._noise[kind, table]
 
 

@@ -38,7 +38,7 @@ LONGEST_FILES = (
     "tests/dist/test_row_routes.py",
     "tests/dist/test_row_exchange.py",
     "tests/dist/test_row_prefetch.py",
-    "tests/dist/test_examples.py",
+    "tests/dist/test_documents.py",
     "tests/cluster/test_bench_on_cluster.py",
     "tests/fuzz/test_machine.py",
     "tests/dist/test_train.py",

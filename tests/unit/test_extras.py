@@ -1,5 +1,6 @@
 """What is an extra isn't needed without it: the library loads, and the command line says so."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import torchrec_2dsp
+from tests.support.slices import Deal
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 EXTRAS = ("matplotlib", "plotly", "rich", "tensorboard", "typer")
@@ -98,3 +100,36 @@ def test_what_else_is_missing_is_named_as_it_is() -> None:
 
 def test_the_console_script_is_the_module() -> None:
     assert PROJECT["scripts"] == {PROJECT["name"]: "torchrec_2dsp.__main__:main"}
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import os
+import sys
+
+import torchrec
+
+import torchrec_2dsp
+
+for name in sys.argv[1:]:
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        getattr(torchrec_2dsp, name)
+        print(name, "is there", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_every_public_name_can_be_used_first(dealt: Deal) -> None:
+    names = dealt(torchrec_2dsp.__all__)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *names],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [f"{name} is there" for name in names], done.stderr

@@ -1,5 +1,6 @@
 """The page on a training run: what it shows, for which runs, and what it refuses."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -23,11 +24,17 @@ from tests.support.run_folders import (
     write_progress,
     write_run,
 )
-from tests.support.traces import step_events, write_trace
+from tests.support.traces import COMPUTING_US, WAITING_US, step_events, write_trace
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
+from torchrec_2dsp.programs.run_report.steps import (
+    common_steps,
+    rank_shares,
+    slowest_counts,
+)
+from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, StepTimes
 
 CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 
@@ -250,3 +257,186 @@ def test_a_browser_draws_every_plot_without_an_error(tmp_path: Path) -> None:
     assert "CONSOLE" not in shown.stderr, shown.stderr
     # What plotly has drawn has axes and lines.
     assert shown.stdout.count('class="main-svg"') >= len(page.figures)
+
+
+def _without_config(folder: Path) -> None:
+    (folder / "config.toml").unlink()
+
+
+def _without_runs(folder: Path) -> None:
+    (folder / "config.toml").write_text("[data]\n[model]\n[loop]\n")
+
+
+def _of_another_format(folder: Path) -> None:
+    record = json.loads((folder / "record.json").read_text())
+    (folder / "record.json").write_text(json.dumps({**record, "format": 99}))
+
+
+def _no_json(folder: Path) -> None:
+    (folder / "record.json").write_text("{")
+
+
+def _no_record(folder: Path) -> None:
+    (folder / "record.json").write_text(json.dumps({"format": 3}))
+
+
+def _no_plan(folder: Path) -> None:
+    (folder / "main" / "plan.json").write_text("{}")
+
+
+def _no_progress(folder: Path) -> None:
+    (folder / "main" / "progress.jsonl").write_text('{"point": 3}\n')
+
+
+def _gone(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_gone, r"there is no folder .*run; give the folder that train wrote to"),
+        (_without_config, r"config\.toml can't be read: No such file"),
+        (_without_runs, r"config\.toml is no config of train: it has no section runs"),
+        (_of_another_format, r"record\.json has format=99, and this version reads 1 to 4; use"),
+        (_no_json, r"record\.json is not JSON"),
+        (_no_record, r"record\.json is not what train --output writes"),
+        (_no_plan, r"plan\.json is not a plan file"),
+        (_no_progress, r"progress\.jsonl is not the progress of a run"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
+    folder = write_run(tmp_path / "run", [run_record("main")])
+    damage(folder)
+    with pytest.raises(ConfigError, match=message):
+        RunContents.read(folder)
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert result.exit_code == 2
+
+
+def test_without_plotly_the_command_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(ConfigError, match=r"pip install 'torchrec-2dsp\[report\]'"):
+        run_page(RunContents.read(write_run(tmp_path / "run", [run_record("main")])))
+
+
+def test_profiled_steps_are_split_by_phase_and_the_slowest_rank_is_marked(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [run_record("traced"), run_record("plain")])
+    # The next batch of rank 2 takes 30 us more.
+    for rank in (0, 2, 10):
+        events = step_events(late=30 * (rank == 2))
+        write_trace(folder / "traced" / f"trace_rank{rank}.json", events)
+    traced, plain = RunContents.read(folder).runs
+    assert [path.stem for path in traced.traces] == ["trace_rank0", "trace_rank2", "trace_rank10"]
+    assert not plain.traces
+    page = page_of(folder)
+    places = ["traced, rank 0", "traced, rank 2 (slowest)", "traced, rank 10"]
+    bars = figure(page, "Where a step goes")
+    assert {*bars} == {
+        *(phase.value for phase in COMPUTING_US),
+        *(f"{phase.value}: waiting" for phase in WAITING_US),
+    }
+    assert list(bars["next batch"].y) == places
+    assert list(bars["next batch"].x) == [0.01, 0.04, 0.01]
+    assert list(bars["rows: waiting"].x) == [0.011] * 3
+    assert bars["rows: waiting"].marker.pattern.shape == "/"
+    ends = [sum(trace.x[place] for trace in bars.values()) for place in range(3)]
+    assert ends == pytest.approx([0.1, 0.13, 0.1])
+    words = " ".join(words_of(page).split())
+    assert "The mean of 1 step of 3 ranks. Rank 2 computes longest, 0.10 ms." in words
+    assert f"Traces, for Perfetto or Chrome: {folder / 'traced'}." in words
+    # 10, 40 and 10 us of 100, 130 and 100 us.
+    assert "next batch 0.02 18.2% 0.02 0.00 0.01 (rank 0) 0.04 (rank 2)" in words
+    assert "rows 0.01 13.6% 0.00 0.01 0.00 (rank 0) 0.00 (rank 10)" in words
+    assert "the step 0.11 100.0% 0.08 0.03 0.07 (rank 0) 0.10 (rank 2)" in words
+    assert "Phases of a step of plain" not in words
+    # Of steps of 110 us ranks compute 83 in the mean, and the slowest 103.
+    assert "traced as read 75.5% 18.2% 1.24" in words
+    assert "2 0.10 0.03 79.2% 1 of 1" in words
+
+
+def test_a_page_says_what_the_slowest_rank_costs_with_and_without_dealt_samples(
+    tmp_path: Path,
+) -> None:
+    records = [
+        run_record("plain"),
+        run_record("dealt", imbalance_before=1.36, imbalance_after=1.02),
+        run_record("unprofiled"),
+    ]
+    sections = {"plain": {}, "dealt": {"balance": {}}, "unprofiled": {}}
+    folder = write_run(tmp_path / "run", records, sections=sections)
+    # A rank computes 73 us of 100, and in one of two steps of the plain run 50 us more.
+    for rank in range(2):
+        first, second = (step_events(n, 200 * n, late=50 * (n == rank)) for n in range(2))
+        write_trace(folder / "plain" / f"trace_rank{rank}.json", [*first, *second])
+        write_trace(folder / "dealt" / f"trace_rank{rank}.json", step_events())
+    page = page_of(folder)
+    words = " ".join(words_of(page).split())
+    assert "plain as read 78.4% 20.0% 1.26 dealt dealt by cost 73.0% 0.0% 1.00 1.36 1.02" in words
+    assert "rank computing ms waiting ms busy slowest in steps" in words
+    assert "0 0.10 0.03 78.4% 1 of 2 1 0.10 0.03 78.4% 1 of 2" in words
+    assert "Ranks in a step of unprofiled" not in headings_of(page)
+
+
+def split_of(rank: int, *computing_us: float, first: int = 5) -> RankSplit:
+    """Return the split of steps of 100 us each."""
+    steps = {first + place: StepTimes(time, 100.0) for place, time in enumerate(computing_us)}
+    return RankSplit(
+        rank=rank,
+        num_steps=len(steps),
+        step_us=100.0,
+        computing_us={StepPhase.OTHER: sum(computing_us) / len(steps)},
+        waiting_us={},
+        steps=steps,
+    )
+
+
+def test_what_is_lost_to_the_slowest_rank_is_found_step_by_step() -> None:
+    splits = [split_of(0, 80, 40), split_of(3, 40, 80)]
+    assert rank_shares(splits) == RankShares(busy=0.6, lost=0.2)
+    assert slowest_counts(splits) == {0: 1, 3: 1}
+    # Steps that a trace lacks are left out.
+    later = split_of(9, 20, 10, first=6)
+    assert common_steps([*splits, later]) == [6]
+    shares = rank_shares([*splits, later])
+    assert shares is not None
+    assert shares.imbalance == pytest.approx(80 / (140 / 3))
+    assert shares.lost == pytest.approx(0.8 - 1.4 / 3)
+    assert rank_shares([splits[0], split_of(1, 5, first=9)]) is None
+    assert rank_shares([]) is None
+    assert rank_shares(splits[:1]) == RankShares(busy=0.6, lost=0.0)
+
+
+def test_a_page_says_how_to_profile_if_no_step_was_profiled(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", [run_record("main")]))
+    assert "train --profile 20:30 records steps 20 to 30" in words_of(page)
+    assert "Where a step goes" not in headings_of(page)
+
+
+def test_a_trace_that_marks_no_steps_leaves_the_rest_of_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [run_record("older"), run_record("newer")])
+    write_trace(folder / "older" / "trace_rank0.json", step_events()[1:])
+    write_trace(folder / "newer" / "trace_rank0.json", step_events())
+    page = page_of(folder)
+    assert re.search(
+        "Where a step of older goes can.*t be shown.*trace_rank0.json doesn.*t mark", words_of(page)
+    )
+    assert list(figure(page, "Where a step goes")["ids"].y) == ["newer, rank 0"]
+    assert "The mean of 1 step of 1 rank. Traces" in words_of(page)
+
+
+def test_of_many_ranks_the_fastest_and_the_slowest_have_bars(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [run_record("main")])
+    for rank in range(20):
+        write_trace(folder / "main" / f"trace_rank{rank}.json", step_events(late=rank * 7 % 20))
+    page = page_of(folder)
+    # Those with 8 to 11 us more than the fastest have none.
+    shown = [rank for rank in range(20) if not 8 <= rank * 7 % 20 < 12]
+    slowest = next(rank for rank in range(20) if rank * 7 % 20 == 19)
+    assert list(figure(page, "Where a step goes")["ids"].y) == [
+        f"main, rank {rank}{' (slowest)' * (rank == slowest)}" for rank in shown
+    ]
+    assert "half of those shown compute most" in words_of(page)
+    assert "of 20 ranks" in words_of(page)

@@ -1,4 +1,4 @@
-"""What the README and the migration guide print runs as it is printed."""
+"""The code in README, migration guide and examples runs as it is printed."""
 
 import os
 import re
@@ -16,6 +16,7 @@ from tests.support.loops import LossModel
 from tests.support.models import ModelSpec, make_batch
 from tests.support.parity import make_optimizer
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal, patient
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -81,3 +82,26 @@ def test_the_swap_of_the_migration_guide_runs(ranks2: RankPool) -> None:
     assert source.rstrip().rpartition("\n")[2].startswith("pipeline = ")
     for losses in ranks2.run(run_swap, source):
         assert len(set(losses)) == 3
+
+
+EXAMPLES = ROOT / "docs" / "examples"
+NEED_A_MODEL = {"serve.py", "serve_next_items.py"}
+"""The examples that read what `export` writes; the tests of the export run them."""
+
+
+def test_the_examples_run(dealt: Deal) -> None:
+    every = sorted(EXAMPLES.glob("*.py"))
+    scripts = dealt([str(script) for script in every if script.name not in NEED_A_MODEL])
+    assert scripts
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.forks", "scripts", *scripts],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=patient(200),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    for script in scripts:
+        assert f"done\n{script} 0 0 0 0\n" in done.stdout, done.stdout

@@ -1,4 +1,4 @@
-"""The sequence model in one process: its inputs, its loss, and its predictions."""
+"""Sequence and two-tower models on one process, against their definitions."""
 
 import math
 from itertools import chain
@@ -7,14 +7,18 @@ from typing import Any, cast
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.errors import InputError
+from torchrec_2dsp.errors import ConfigError, InputError, UnsupportedError
 from torchrec_2dsp.programs.data.negatives import NegativeItems, NegativeKind
+from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig, make_batch
+from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.models.ranking import rank_all_items
 from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
 from torchrec_2dsp.programs.models.sequence_layers import SampledSoftmax
+from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
 
 NUM_ITEMS, NUM_NEGATIVES, MAX_LENGTH = 20, 3, 5
 SEQUENCES = [[4, 9, 2], [7], [], [1, 2, 3, 4, 5, 6, 7], [8, 8]]
@@ -258,3 +262,122 @@ def test_batches_without_fitting_negatives_are_refused() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         SequenceModelConfig.model_validate(options)
+
+
+DATA = SyntheticConfig(
+    num_dense=2,
+    base_rate=0.5,
+    features=(
+        SparseFeature(name="user", num_rows=40),
+        SparseFeature(name="item", num_rows=9),
+        SparseFeature(name="tags", num_rows=2, min_ids=0, max_ids=2),
+    ),
+)
+DATA_NAMES = [feature.name for feature in DATA.features]
+TOWER_BATCH = make_batch(DATA, step=0, global_batch_size=24)
+
+
+def towers_of(items: tuple[str, ...], **options: Any) -> TwoTowerModel:
+    settings = {"user_features": ["user"], "item_features": items, "dim": 8, "layers": [6]}
+    model = build_any_model(DATA, TwoTowerConfig.model_validate(settings | options))
+    assert isinstance(model, TwoTowerModel)
+    return model
+
+
+def vectors_of(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    pooled = model.embeddings(batch.sparse_features)
+    items = [pooled[name] for name in model._config.item_features]
+    users = torch.cat([pooled["user"], batch.dense_features], dim=1)
+    return model.user_tower(users), model.item_tower(torch.cat(items, dim=1))
+
+
+def test_clicks_are_predicted_by_dot_products() -> None:
+    model = towers_of(("item", "tags"), temperature=0.5)
+    users, items = vectors_of(model, TOWER_BATCH)
+    loss, (_, logits, labels) = model(TOWER_BATCH)
+    expected = torch.stack([user @ item for user, item in zip(users, items, strict=True)])
+    torch.testing.assert_close(logits, expected.detach())
+    torch.testing.assert_close(loss, binary_cross_entropy_with_logits(expected, TOWER_BATCH.labels))
+    assert torch.equal(labels, TOWER_BATCH.labels)
+
+
+def test_logits_are_cosines_over_the_temperature() -> None:
+    plain, cosines = towers_of(("item",)), towers_of(("item",), normalized=True, temperature=0.1)
+    _, (_, logits, _) = cosines(TOWER_BATCH)
+    users, items = vectors_of(plain, TOWER_BATCH)
+    expected = torch.nn.functional.cosine_similarity(users, items) / 0.1
+    torch.testing.assert_close(logits, expected.detach())
+
+
+@pytest.mark.parametrize("items", [("item",), ("item", "tags")])
+def test_in_a_batch_each_other_item_counts_once(items: tuple[str, ...]) -> None:
+    model = towers_of(items, loss="in_batch")
+    with torch.no_grad():
+        users, vectors = vectors_of(model, TOWER_BATCH)
+        loss = model(TOWER_BATCH)[0]
+        places = model.eval()(TOWER_BATCH)[1][1].tolist()
+    jagged = [TOWER_BATCH.sparse_features[name].to_dense() for name in items]
+    keys = [
+        tuple(tuple(sorted(ids.tolist())) for ids in sample) for sample in zip(*jagged, strict=True)
+    ]
+    assert 1 < len(set(keys)) < 24
+    by_key = dict(zip(keys, vectors, strict=True))
+    losses = []
+    for sample, key in enumerate(keys):
+        if not TOWER_BATCH.labels[sample]:
+            assert places[sample] == 0
+            continue
+        scores = {other: users[sample] @ vector for other, vector in by_key.items()}
+        losses.append(torch.stack(list(scores.values())).logsumexp(0) - scores[key])
+        ahead = [other for other in scores if other != key and scores[other] >= scores[key]]
+        assert places[sample] == 1 + len(ahead)
+    assert 0 < len(losses) < 24
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+def test_a_batch_may_have_no_items() -> None:
+    size = 3
+    features = KeyedJaggedTensor(
+        DATA_NAMES, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(3 * size).int()
+    )
+    model = towers_of(("item", "tags"), loss="in_batch")
+    loss, (_, scores, _) = model(Batch(torch.zeros(size, 2), features, torch.ones(size)))
+    # All samples have the same item, which is told from no other.
+    assert loss.item() == 0
+    assert scores.shape == (size,)
+    assert model.eval()(Batch(torch.zeros(size, 2), features, torch.ones(size)))[1][1].tolist() == (
+        [1] * size
+    )
+
+
+def test_all_items_are_ranked() -> None:
+    model = towers_of(("item",)).eval()
+    places = rank_all_items(model, [TOWER_BATCH], chunk_size=4)
+    with torch.no_grad():
+        users, _ = vectors_of(model, TOWER_BATCH)
+        table = model.embeddings.embedding_bags["t_item"].weight
+        scores = users @ model.item_tower(table).t()
+    for sample, item in enumerate(TOWER_BATCH.sparse_features["item"].values().tolist()):
+        ahead = (scores[sample] > scores[sample, item]).sum().item()
+        assert places[sample] == (1 + ahead if TOWER_BATCH.labels[sample] else 0)
+
+
+def test_items_that_cannot_be_listed_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="features item, tags can't be listed from one"):
+        rank_all_items(towers_of(("item", "tags")), [TOWER_BATCH])
+    with pytest.raises(UnsupportedError, match="between 0 and 2 ids of 'tags'; to rank all"):
+        rank_all_items(towers_of(("tags",)), [TOWER_BATCH])
+
+
+def test_wrong_options_of_towers_are_refused() -> None:
+    with pytest.raises(ValidationError, match="the feature 'user' is named twice"):
+        towers_of(("user",))
+    among_all, sampled = {"among": "all"}, {"among": "sampled"}
+    with pytest.raises(ValidationError, match="among='all' lists all items from one table, and"):
+        towers_of(("item", "tags"), ranking=among_all)
+    with pytest.raises(ValidationError, match="among='sampled' ranks the items of a batch, for"):
+        towers_of(("item",), ranking=sampled)
+    with pytest.raises(ValidationError, match="item_features"):
+        towers_of(())
+    with pytest.raises(ConfigError, match="no sparse feature 'page'; the model may use user, item"):
+        towers_of(("page",))

@@ -294,8 +294,6 @@ def test_what_can_not_be_is_refused(make: Any, error: type[Exception], text: str
         make()
 
 
-pytestmark = pytest.mark.dealt_file
-
 KNOWN = "configs/hardware/emulated_1gbit.toml"
 DATA = '{num_dense=2, features=[{name="a", num_rows=5000}, {name="b", num_rows=9}]}'
 
@@ -327,6 +325,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
+@pytest.mark.dealt_file
 def test_ways_to_run_the_layers_are_compared(tmp_path: Path) -> None:
     code, text = run("plan", "--config", config(tmp_path, "measured.toml", TRANSFORMER))
     assert code == 0, text
@@ -334,6 +333,7 @@ def test_ways_to_run_the_layers_are_compared(tmp_path: Path) -> None:
         assert words in text
 
 
+@pytest.mark.dealt_file
 def test_worlds_have_a_best_way_each(tmp_path: Path) -> None:
     path = config(tmp_path, "measured.toml", TRANSFORMER)
     code, text = run("simulate", "--config", path, "--ranks", "4,16")
@@ -341,6 +341,7 @@ def test_worlds_have_a_best_way_each(tmp_path: Path) -> None:
     assert "By itself it is run best so:" in text
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize(
     ("calibration", "dense", "words"),
     [

@@ -6,21 +6,30 @@ from pathlib import Path
 import pytest
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint_harness import (
-    HOT,
-    OTHER_HOT,
-    SEQUENCE,
-    Trip,
-    check_arrivals,
-    stock,
-)
 from tests.support.models import ModelSpec, TableSpec
-from tests.support.parity import Cell
+from tests.support.parity import Cell, local_shards, make_oracle
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
+from tests.support.trips import (
+    HOT,
+    M14,
+    M22,
+    M22_CONTIGUOUS,
+    M41,
+    OTHER_HOT,
+    SEQUENCE,
+    TOLERANCE,
+    Trip,
+    batches,
+    check_arrivals,
+    distance,
+    full_state,
+    make,
+    state_entries,
+    stock,
+    train,
+)
 
-M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
-M22_CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 MEAN = ModelSpec(pooling="mean")
 
 
@@ -180,3 +189,30 @@ def test_every_way_to_stock_and_back(ranks4: RankPool, tmp_path: Path, mesh: tds
     ]
     assert len(trips) == 36
     check_arrivals(ranks4, trips, tmp_path)
+
+
+def differences(rank: int, world_size: int) -> tuple[float, float, str]:
+    """Return distance before and after one moment is changed, and what a changed replica gives."""
+    cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
+    model, optimizer = make(cell, world_size)
+    train(model, optimizer, cell, range(1))
+    oracle = make_oracle(cell)
+    oracle.step(batches(cell, 0, world_size))
+    before = full_state(model)
+    ((_, shard),) = (
+        (name, value) for name, value in state_entries(model, None) if "t2.mom" in name
+    )
+    ((moment, _),) = local_shards(shard)
+    moment[32] += 1
+    changed = full_state(model)
+    moment[0] += rank
+    with pytest.raises(AssertionError) as caught:
+        full_state(model)
+    return distance(before, oracle), distance(changed, oracle), str(caught.value)
+
+
+def test_the_comparison_sees_one_moment_and_one_replica(ranks2: RankPool) -> None:
+    for before, changed, text in ranks2.run(differences):
+        assert before < TOLERANCE
+        assert changed == pytest.approx(1, abs=TOLERANCE)
+        assert "momentum1 differ" in text

@@ -12,11 +12,10 @@ import pytest
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint import M14, M22, M41
-from tests.dist.test_checkpoint_harness import HOT, SEQUENCE, batches, make, stock
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, run_ranks
+from tests.support.trips import HOT, M14, M22, M41, SEQUENCE, batches, make, stock
 from torchrec_2dsp.comms.groups import WorldGroups
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint

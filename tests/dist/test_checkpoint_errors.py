@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint import M14, M22, M41
 from tests.dist.test_checkpoint_files import dense_optimizer, save
-from tests.dist.test_checkpoint_harness import HOT, SEQUENCE, full_state, make, stock
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
+from tests.support.trips import HOT, M14, M22, M41, SEQUENCE, full_state, make, stock
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.load import check_part

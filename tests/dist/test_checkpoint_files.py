@@ -13,9 +13,15 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint import M14, M22, M22_CONTIGUOUS, M41
-from tests.dist.test_checkpoint_harness import (
+from tests.support.models import ModelSpec, TableSpec
+from tests.support.parity import Cell, make_oracle
+from tests.support.ranks import RankPool
+from tests.support.trips import (
     HOT,
+    M14,
+    M22,
+    M22_CONTIGUOUS,
+    M41,
     OTHER_HOT,
     SEQUENCE,
     TOLERANCE,
@@ -28,9 +34,6 @@ from tests.dist.test_checkpoint_harness import (
     stock,
     train,
 )
-from tests.support.models import ModelSpec, TableSpec
-from tests.support.parity import Cell, make_oracle
-from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.groups import WorldGroups
 from torchrec_2dsp.parallel.checkpoint import (
     coordination as groups,

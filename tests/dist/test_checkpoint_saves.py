@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint_harness import make
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
+from tests.support.trips import make
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 

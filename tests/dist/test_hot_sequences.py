@@ -13,12 +13,12 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
 from tests.dist.test_hot_set_refresh import backwards_after_a_refresh, gap_after_refreshes
 from tests.dist.test_row_exchange import warnings_of
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
+from tests.support.trips import Trip, check_arrivals, stock
 
 pytestmark = pytest.mark.dealt_file
 

@@ -17,7 +17,6 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
 from tests.support.devices import rank_device
 from tests.support.loops import (
     PIPELINES,
@@ -38,6 +37,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
+from tests.support.trips import Trip, check_arrivals, stock
 from torchrec_2dsp.comms.counting import count_collectives
 
 LONG_BAGS_TOLERANCE = 4e-6

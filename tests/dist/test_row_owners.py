@@ -11,7 +11,6 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
 from tests.support.loops import PIPELINES, by_pipelines, make_stream, plain_loop, shard
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
 from tests.support.parity import (
@@ -25,6 +24,7 @@ from tests.support.parity import (
     run_cells,
 )
 from tests.support.ranks import RankPool
+from tests.support.trips import Trip, check_arrivals, stock
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.serialize import from_json, to_json
 from torchrec_2dsp.programs.data.draws import Zipf

@@ -27,10 +27,10 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint_harness import HOT, make, state_entries, train
 from tests.support.damaged_files import damage_folder
 from tests.support.hostile_pickles import MISLEADING, RUNNING, Call
 from tests.support.parity import Cell, local_shards
+from tests.support.trips import HOT, make, state_entries, train
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.stored import FILE_NAME, Checksums, Chunk

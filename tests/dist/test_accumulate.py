@@ -10,7 +10,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 import torchrec_2dsp as tdsp
 from tests.support.cells import group_plan
 from tests.support.devices import rank_device
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, build
+from tests.support.models import SEQUENCES, build
 from tests.support.oracle import batch_of, local_loss, trained_oracle
 from tests.support.parity import (
     FUSED,
@@ -39,7 +39,7 @@ CELLS = [
     Cell(FOUR, "row_wise", exchange="row"),
     Cell(FOUR, "row_wise", exchange="row", owners="hash", hot_rows=HOT),
     Cell(FOUR, "table_wise", exchange="nonempty", hot_rows=HOT),
-    Cell(FOUR, "row_wise", ModelSpec(SEQUENCE_TABLES, sequence=True), exchange="row"),
+    Cell(FOUR, "row_wise", SEQUENCES, exchange="row"),
     Cell(FOUR, "row_wise", variable=True),
     Cell(FOUR, "data_parallel"),
     Cell(TWO_BY_TWO, "table_wise"),
@@ -47,7 +47,7 @@ CELLS = [
     Cell(TWO_BY_TWO, "row_wise", stock_wrapper=True),
     Cell(TWO_BY_TWO, "table_wise", optimizer="sgd", sync=tdsp.WeightSync()),
     Cell(TWO_BY_TWO, "table_wise", hot_rows=HOT, exchange="nonempty"),
-    Cell(tdsp.Mesh2D(4, 1), "table_wise", ModelSpec(SEQUENCE_TABLES, sequence=True)),
+    Cell(tdsp.Mesh2D(4, 1), "table_wise", SEQUENCES),
 ]
 
 

@@ -19,19 +19,18 @@ from tests.support.loops import (
     sharded_tables,
     snapshot,
 )
-from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.models import SEQUENCES, ModelSpec
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, make_optimizer, make_sharder
+from tests.support.parity import TWO, Cell, make_optimizer, make_sharder
 from tests.support.ranks import RankPool
 
 FAULTY_RANK = 2
-MESH = tdsp.Mesh2D(2, 2)
 HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 CELLS = [
-    Cell(MESH, "table_wise"),
-    Cell(MESH, "row_wise", hot_rows=HOT_ROWS),
+    Cell(TWO, "table_wise"),
+    Cell(TWO, "row_wise", hot_rows=HOT_ROWS),
     Cell(tdsp.Mesh2D(1, 4), exchange="row", spec=ModelSpec(weighted=True)),
-    Cell(MESH, exchange="row", spec=ModelSpec(SEQUENCE_TABLES, sequence=True)),
+    Cell(TWO, exchange="row", spec=SEQUENCES),
 ]
 BAD = [-1, 24, 10**12]
 """For the features of t1, which has 24 rows."""

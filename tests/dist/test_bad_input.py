@@ -13,15 +13,14 @@ from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import group_planner
-from tests.support.models import SEQUENCE_TABLES, Model, ModelSpec, TableSpec, build
-from tests.support.parity import Cell, group_plan, local_world_size, make_sharder
+from tests.support.models import SEQUENCES, Model, ModelSpec, TableSpec, build
+from tests.support.parity import TWO, Cell, group_plan, local_world_size, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.mesh import RankLayout
 
 MAX_SECONDS = 5.0
-MESH = tdsp.Mesh2D(2, 2)
-CELL = Cell(MESH)
+CELL = Cell(TWO)
 
 
 def raised(rank: int, world_size: int, case: str) -> tuple[str, str, float]:
@@ -56,7 +55,7 @@ def stock_plan(rank: int) -> None:
 
 def plan_of_another_model(rank: int) -> None:
     _, sharder, plan = planned()
-    construct(build(ModelSpec(tables=SEQUENCE_TABLES, sequence=True)), sharder, plan)
+    construct(build(SEQUENCES), sharder, plan)
 
 
 def plan_with_missing_table(rank: int) -> None:
@@ -148,7 +147,7 @@ def hot_row_out_of_range(rank: int) -> None:
 
 
 def hot_rows_of_a_data_parallel_table(rank: int) -> None:
-    _, _, plan = planned(Cell(MESH, "data_parallel"))
+    _, _, plan = planned(Cell(TWO, "data_parallel"))
     tdsp.pin(plan, "t0", hot_rows=[0])
 
 
@@ -156,7 +155,7 @@ def hot_rows_of_a_shared_feature(rank: int) -> None:
     tables = (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 24, 8, ("f0",)))
     model = build(ModelSpec())
     sharder = make_sharder(CELL)
-    cell = Cell(MESH, spec=ModelSpec(tables=tables))
+    cell = Cell(TWO, spec=ModelSpec(tables=tables))
     model = build(cell.spec)
     plan = group_plan(cell, model, sharder, local_world_size())
     construct(model, sharder, tdsp.pin(plan, "t0", hot_rows=[0]))
@@ -181,7 +180,7 @@ def optimizer_that_needs_more_than_gradients(rank: int) -> None:
 
 
 def one_rank_whose_kernel_fails(rank: int) -> None:
-    model, sharder, plan = planned(Cell(MESH, "table_wise"))
+    model, sharder, plan = planned(Cell(TWO, "table_wise"))
     sharder.fused_params["no_such_parameter"] = 1
     construct(model, sharder, plan)
 
@@ -193,7 +192,7 @@ def stochastic_rounding(rank: int) -> None:
 
 
 def odd_dim(rank: int) -> None:
-    planned(Cell(MESH, spec=ModelSpec((TableSpec("t0", 9, 6, ("f0",)),))))
+    planned(Cell(TWO, spec=ModelSpec((TableSpec("t0", 9, 6, ("f0",)),))))
 
 
 def odd_dim_with_a_plan_by_hand(rank: int) -> None:
@@ -209,7 +208,7 @@ def table_without_rows(rank: int) -> None:
 
 
 def data_parallel_sequences(rank: int) -> None:
-    cell = Cell(MESH, "row_wise", ModelSpec(tables=SEQUENCE_TABLES, sequence=True))
+    cell = Cell(TWO, "row_wise", SEQUENCES)
     model, sharder, plan = planned(cell)
     for _, module in plan.modules():
         for name, table in list(module.tables()):

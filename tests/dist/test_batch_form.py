@@ -10,19 +10,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import largest_gap, make_stream, shard, snapshot
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, make_batch
+from tests.support.models import SEQUENCES, ModelSpec, make_batch
 from tests.support.oracle import batches_of, local_loss
-from tests.support.parity import Cell, make_optimizer
+from tests.support.parity import TWO, Cell, make_optimizer
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 
-MESH = tdsp.Mesh2D(2, 2)
 CELLS = [
-    Cell(MESH, "table_wise"),
-    Cell(MESH, "row_wise", hot_rows=(("t0", (0, 1, 5)),), spec=ModelSpec(pooling="mean")),
+    Cell(TWO, "table_wise"),
+    Cell(TWO, "row_wise", hot_rows=(("t0", (0, 1, 5)),), spec=ModelSpec(pooling="mean")),
     Cell(tdsp.Mesh2D(1, 4), exchange="row", spec=ModelSpec(weighted=True)),
     Cell(tdsp.Mesh2D(1, 4), exchange="nonempty", in_world=()),
-    Cell(MESH, exchange="row", spec=ModelSpec(SEQUENCE_TABLES, sequence=True)),
+    Cell(TWO, exchange="row", spec=SEQUENCES),
 ]
 Change = Callable[[KeyedJaggedTensor], KeyedJaggedTensor]
 
@@ -237,7 +236,7 @@ def refusal_of_first_batches(rank: int, world_size: int, cell: Cell) -> str:
 
 
 def test_weighted_tables_need_weights_from_the_first_batch_on(ranks4: RankPool) -> None:
-    for cell in (CELLS[2], Cell(MESH, "table_wise", ModelSpec(weighted=True))):
+    for cell in (CELLS[2], Cell(TWO, "table_wise", ModelSpec(weighted=True))):
         for said in ranks4.run(refusal_of_first_batches, cell):
             assert "has no weights, which the tables need" in said
 
@@ -269,8 +268,8 @@ def with_equal_weights(batch: KeyedJaggedTensor, *, copy: bool = False) -> Keyed
 def test_parts_of_larger_tensors(ranks4: RankPool) -> None:
     weighted = ModelSpec(weighted=True)
     cells = [
-        Cell(MESH, "table_wise", weighted),
-        Cell(MESH, "row_wise", weighted, sync=tdsp.WeightSync(), optimizer="sgd"),
+        Cell(TWO, "table_wise", weighted),
+        Cell(TWO, "row_wise", weighted, sync=tdsp.WeightSync(), optimizer="sgd"),
         Cell(tdsp.Mesh2D(1, 4), "row_wise", weighted, exchange="row"),
     ]
     for gaps in ranks4.run(gaps_of_single_samples, cells):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import torchrec_2dsp as tdsp
-from tests.support.models import ModelSpec, TableSpec
+from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.parity import Cell, local_shards, make_oracle
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -17,7 +17,6 @@ from tests.support.trips import (
     M22_CONTIGUOUS,
     M41,
     OTHER_HOT,
-    SEQUENCE,
     TOLERANCE,
     Trip,
     batches,
@@ -77,16 +76,16 @@ TRIPS = [
     trip((M41, "data_parallel"), (M22, "row_wise"), optimizer="sgd", hot_rows=((), HOT)),
     trip((M22_CONTIGUOUS, "table_wise"), (M41, "data_parallel"), optimizer="sgd"),
     # sequences
-    trip((M22, "table_wise"), (M14, "table_wise"), spec=SEQUENCE),
-    trip((M14, "table_wise"), (M22_CONTIGUOUS, "row_wise"), spec=SEQUENCE),
-    trip((M41, "row_wise"), (M22, "table_wise"), spec=SEQUENCE, optimizer="sgd"),
-    trip((M22_CONTIGUOUS, "column_wise"), (M41, "column_wise"), spec=SEQUENCE),
+    trip((M22, "table_wise"), (M14, "table_wise"), spec=SEQUENCES),
+    trip((M14, "table_wise"), (M22_CONTIGUOUS, "row_wise"), spec=SEQUENCES),
+    trip((M41, "row_wise"), (M22, "table_wise"), spec=SEQUENCES, optimizer="sgd"),
+    trip((M22_CONTIGUOUS, "column_wise"), (M41, "column_wise"), spec=SEQUENCES),
     # one copy in the world of some tables
     Trip(Cell(M22, in_world=("t1",)), Cell(M14, "table_wise", hot_rows=HOT)),
     Trip(Cell(M41, "table_wise", hot_rows=HOT), Cell(M22, in_world=("t0", "t2"))),
     Trip(
-        Cell(M22, spec=SEQUENCE, in_world=("t0",)),
-        Cell(M41, spec=SEQUENCE, in_world=("t1",)),
+        Cell(M22, spec=SEQUENCES, in_world=("t0",)),
+        Cell(M41, spec=SEQUENCES, in_world=("t1",)),
     ),
     # the other way of keeping replicas equal; for SGD it is exact
     trip((M22, "row_wise"), (M41, "table_wise"), optimizer="sgd", sync=tdsp.WeightSync()),
@@ -99,7 +98,7 @@ def test_a_model_travels_between_meshes(ranks4: RankPool, tmp_path: Path, dealt:
 
 TWO_RANK_TRIPS = [
     trip((tdsp.Mesh2D(2, 1), "row_wise"), (tdsp.Mesh2D(1, 2), "table_wise"), hot_rows=(HOT, ())),
-    trip((tdsp.Mesh2D(1, 2), "table_wise"), (tdsp.Mesh2D(2, 1), "table_wise"), spec=SEQUENCE),
+    trip((tdsp.Mesh2D(1, 2), "table_wise"), (tdsp.Mesh2D(2, 1), "table_wise"), spec=SEQUENCES),
     trip(
         (tdsp.Mesh2D(1, 2), "grid_shard"),
         (tdsp.Mesh2D(2, 1, tdsp.RankLayout.CONTIGUOUS), "column_wise"),
@@ -123,8 +122,8 @@ STOCK_TRIPS = [
     Trip(Cell(M22, "column_wise", hot_rows=HOT), stock("grid_shard")),
     Trip(stock("grid_shard"), Cell(M41, "table_column_wise")),
     Trip(stock("data_parallel", optimizer="sgd"), Cell(M22, "table_wise", optimizer="sgd")),
-    Trip(stock("table_wise", spec=SEQUENCE), Cell(M22, "table_wise", spec=SEQUENCE)),
-    Trip(Cell(M22, "table_wise", spec=SEQUENCE), stock("row_wise", spec=SEQUENCE)),
+    Trip(stock("table_wise", spec=SEQUENCES), Cell(M22, "table_wise", spec=SEQUENCES)),
+    Trip(Cell(M22, "table_wise", spec=SEQUENCES), stock("row_wise", spec=SEQUENCES)),
     Trip(Cell(M41, "row_wise", optimizer="adagrad"), stock("column_wise", optimizer="adagrad")),
 ]
 

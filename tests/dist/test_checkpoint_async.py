@@ -12,10 +12,11 @@ import pytest
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
+from tests.support.models import SEQUENCES
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, run_ranks
-from tests.support.trips import HOT, M14, M22, M41, SEQUENCE, batches, make, stock
+from tests.support.trips import HOT, M14, M22, M41, batches, make, stock
 from torchrec_2dsp.comms.groups import WorldGroups
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
@@ -31,7 +32,7 @@ CELLS = [
     Cell(M22, "row_wise", sync=tdsp.GradientSync(delay=1), hot_rows=HOT),
     Cell(M14, "row_wise", exchange="row", owners="hash", hot_rows=HOT),
     Cell(M41, "table_wise", sync=tdsp.WeightSync(), optimizer="adagrad"),
-    Cell(M22, "column_wise", spec=SEQUENCE),
+    Cell(M22, "column_wise", spec=SEQUENCES),
     stock("table_wise"),
 ]
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import (
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_checkpoint_files import dense_optimizer, save
-from tests.support.models import ModelSpec, TableSpec
+from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
-from tests.support.trips import HOT, M14, M22, M41, SEQUENCE, full_state, make, stock
+from tests.support.trips import HOT, M14, M22, M41, full_state, make, stock
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.load import check_part
@@ -89,7 +89,7 @@ def test_other_tables_are_refused_by_name(ranks4: RankPool, tmp_path: Path) -> N
             with_table(1, name="goods"),
             Cell(M41, "table_wise", spec=extra_table),
             Cell(M22, "row_wise", spec=ModelSpec(tables=TABLES[:2])),
-            Cell(M22, "row_wise", spec=SEQUENCE),
+            Cell(M22, "row_wise", spec=SEQUENCES),
             stock("row_wise", spec=ModelSpec(tables=(replace(TABLES[0], num_rows=39),))),
         ],
     ) == [

@@ -13,7 +13,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_2dsp as tdsp
-from tests.support.models import ModelSpec, TableSpec
+from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.parity import Cell, make_oracle
 from tests.support.ranks import RankPool
 from tests.support.trips import (
@@ -23,7 +23,6 @@ from tests.support.trips import (
     M22_CONTIGUOUS,
     M41,
     OTHER_HOT,
-    SEQUENCE,
     TOLERANCE,
     backward,
     batches,
@@ -84,7 +83,7 @@ def test_names_and_shapes_are_those_of_whole_tables(ranks4: RankPool, tmp_path: 
         Cell(M22, "grid_shard", optimizer="adagrad"),
         Cell(M22, "grid_shard", optimizer="sgd"),
         Cell(M22, "data_parallel", optimizer="sgd"),
-        Cell(M22, "table_wise", spec=SEQUENCE),
+        Cell(M22, "table_wise", spec=SEQUENCES),
     ]
     ranks4.run(save, cells, tmp_path)
     found = [shapes(tmp_path / str(number)) for number in range(len(cells))]

@@ -9,7 +9,7 @@ import torch
 import torchrec_2dsp as tdsp
 from tests.support.loops import Tensors, largest_gap, make_stream, train
 from tests.support.models import ModelSpec, TableSpec
-from tests.support.parity import TOLERANCE, Cell, run_cells
+from tests.support.parity import ONE, Cell, check_cells
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.dealt_file
@@ -30,20 +30,18 @@ SEQUENCE = ModelSpec(
 )
 SPECS = (ONE_ROW_FIRST, TWO_ROWS_FIRST, ONE_ROW_BETWEEN, ONE_ROW_LAST)
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
-ONE_GROUP = tdsp.Mesh2D(1, 4)
 
 
 def test_one_group_equals_the_unsharded_model(ranks4: RankPool) -> None:
     cells = [
-        Cell(ONE_GROUP, spec=spec, optimizer=optimizer)
-        for spec, optimizer in product(SPECS, OPTIMIZERS)
+        Cell(ONE, spec=spec, optimizer=optimizer) for spec, optimizer in product(SPECS, OPTIMIZERS)
     ]
     cells += [
-        Cell(ONE_GROUP, spec=spec, exchange=exchange)
+        Cell(ONE, spec=spec, exchange=exchange)
         for spec, exchange in product(SPECS, ("nonempty", "row"))
     ]
-    cells += [Cell(ONE_GROUP, "table_row_wise", spec=spec) for spec in SPECS]
-    cells += [Cell(ONE_GROUP, spec=SEQUENCE)]
+    cells += [Cell(ONE, "table_row_wise", spec=spec) for spec in SPECS]
+    cells += [Cell(ONE, spec=SEQUENCE)]
     check_gaps(ranks4, cells)
 
 
@@ -62,11 +60,7 @@ def test_exact_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
 
 def check_gaps(ranks: RankPool, cells: list[Cell]) -> None:
     # Bags of several ids make these models diverge: all samples look up the same few rows.
-    cells = [replace(cell, max_length=1) for cell in cells]
-    answers = ranks.run(run_cells, cells, 3, timeout_s=200)
-    for cell, gaps in zip(cells, zip(*answers, strict=True), strict=True):
-        assert max(gap.worst for gap in gaps) <= TOLERANCE, f"{cell} {cell.spec}: {gaps}"
-        assert sum(gap.num_values for gap in gaps) == cell.num_values, cell
+    check_cells([replace(cell, max_length=1) for cell in cells], ranks, steps=3)
 
 
 def averaged_copies(rank: int, world_size: int) -> list[Tensors]:

@@ -7,10 +7,8 @@ import torch
 
 import torchrec_2dsp as tdsp
 from tests.support.models import make_batch
-from tests.support.parity import Cell, local_world_size, make_parallel
+from tests.support.parity import TWO, Cell, local_world_size, make_parallel
 from tests.support.ranks import RankPool
-
-MESH = tdsp.Mesh2D(2, 2)
 
 
 def weights_after_lookup(
@@ -24,7 +22,7 @@ def weights_after_lookup(
     for weight in shards:
         rows = torch.arange(weight.shape[0], dtype=weight.dtype)
         # The second group has the same rows in another order.
-        rows = rows if equal or MESH.group_of(rank) == 0 else rows.flip(0)
+        rows = rows if equal or TWO.group_of(rank) == 0 else rows.flip(0)
         weight.copy_(rows[:, None].expand_as(weight))
     logged: list[str] = []
     handler = logging.Handler()
@@ -39,9 +37,9 @@ def weights_after_lookup(
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
 def test_the_first_group_wins(ranks4: RankPool, sharding: str, equal: bool) -> None:
-    results = ranks4.run(weights_after_lookup, Cell(MESH, sharding), equal)
+    results = ranks4.run(weights_after_lookup, Cell(TWO, sharding), equal)
     for rank, (shards, logged) in enumerate(results):
-        expected, _ = results[MESH.replica_peers(rank)[0]]
+        expected, _ = results[TWO.replica_peers(rank)[0]]
         assert all(map(torch.equal, shards, expected))
         assert all(weight[0, 0] == 0 for weight in shards)
         differed = bool(shards) and not equal

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.dist.test_one_group import ONE_GROUP, make_stock
+from tests.dist.test_one_group import make_stock
 from tests.support.models import ModelSpec, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, local_shards, make_optimizer
+from tests.support.parity import ONE, Cell, local_shards, make_optimizer
 from tests.support.ranks import RankPool, RanksFailed, run_ranks
 from torchrec_2dsp import Mesh2D
 from torchrec_2dsp.comms.counting import count_collectives
@@ -357,7 +357,7 @@ def train(rank: int, world_size: int, folder: Path | None) -> list[torch.Tensor]
         start_world(rank, world_size, folder / "store")
     weights = []
     for sharding in ("table_wise", "row_wise"):
-        cell = Cell(ONE_GROUP, sharding, ModelSpec())
+        cell = Cell(ONE, sharding, ModelSpec())
         model = make_stock(cell, world_size)
         optimizer = make_optimizer(model)
         with count_collectives() as seen:

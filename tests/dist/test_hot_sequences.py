@@ -15,18 +15,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.dist.test_hot_set_refresh import backwards_after_a_refresh, gap_after_refreshes
 from tests.dist.test_row_exchange import warnings_of
-from tests.support.models import SEQUENCE_TABLES, ModelSpec
-from tests.support.parity import TOLERANCE, Cell, run_cells
+from tests.support.models import SEQUENCE_TABLES, SEQUENCES
+from tests.support.parity import ONE, TOLERANCE, TWO, Cell, run_cells
 from tests.support.ranks import RankPool
 from tests.support.trips import Trip, check_arrivals, stock
 
 pytestmark = pytest.mark.dealt_file
 
-ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
-SPEC = ModelSpec(SEQUENCE_TABLES, sequence=True)
 SOME = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
 EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in SEQUENCE_TABLES)
-HOT = Cell(ONE, "table_wise", spec=SPEC, hot_rows=SOME)
+HOT = Cell(ONE, "table_wise", spec=SEQUENCES, hot_rows=SOME)
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
@@ -49,7 +47,7 @@ def test_training_equals_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D
 @pytest.mark.parametrize("hot_rows", [(), SOME], ids=["cold", "hot"])
 def test_a_batch_s_weights_are_ignored(ranks4: RankPool, hot_rows: Any) -> None:
     """An unsharded `EmbeddingCollection` ignores them, in the backward, too."""
-    spec = replace(SPEC, weighted=True)
+    spec = replace(SEQUENCES, weighted=True)
     cold = Cell(TWO, "row_wise", spec=spec, hot_rows=hot_rows)
     cells = [
         cold,
@@ -70,7 +68,7 @@ def test_refreshes_change_nothing(ranks4: RankPool) -> None:
 
 
 def test_checkpoints_are_stock_torchrec_s(ranks4: RankPool, tmp_path: Path) -> None:
-    check_arrivals(ranks4, [Trip(HOT, stock("row_wise", spec=SPEC))], tmp_path)
+    check_arrivals(ranks4, [Trip(HOT, stock("row_wise", spec=SEQUENCES))], tmp_path)
 
 
 def sequences(rank: int, world_size: int) -> list[tuple[list[float], list[int], list[int]]]:

@@ -21,13 +21,12 @@ from tests.support.loops import (
 )
 from tests.support.models import ModelSpec
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, compare, make_optimizer, make_oracle
+from tests.support.parity import ONE, TWO, Cell, compare, make_optimizer, make_oracle
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.dealt_file
 
 TOLERANCE = 1e-6
-ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 PLANNED = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
 HOT = Cell(ONE, "table_wise", hot_rows=PLANNED)
 SETS = [

@@ -23,12 +23,11 @@ from tests.support.loops import (
     train,
 )
 from tests.support.models import BagModel
-from tests.support.parity import FUSED, LR, Cell, compare, make_optimizer
+from tests.support.parity import FUSED, LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 
-MESH = tdsp.Mesh2D(2, 2)
-EXACT = Cell(MESH)
+EXACT = Cell(TWO)
 AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
 HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))
 BOTH = replace(HOT, sync=tdsp.WeightSync())

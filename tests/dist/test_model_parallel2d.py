@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
+from tests.support.models import SEQUENCES, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import TOLERANCE, Cell, local_world_size, make_parallel
 from tests.support.ranks import RankPool
@@ -65,7 +65,7 @@ def train_both(rank: int, world_size: int, spec: ModelSpec) -> tuple[list[float]
 
 @pytest.mark.parametrize(
     "spec",
-    [ModelSpec(), ModelSpec(tables=SEQUENCE_TABLES, sequence=True)],
+    [ModelSpec(), SEQUENCES],
     ids=["bags", "sequences"],
 )
 def test_without_a_plan_it_trains_as_stock_does(ranks4: RankPool, spec: ModelSpec) -> None:

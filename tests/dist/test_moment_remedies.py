@@ -9,7 +9,7 @@ import torchrec_2dsp as tdsp
 from tests.support.cells import EPS
 from tests.support.loop_oracles import Emulation
 from tests.support.loops import make_stream, plain_loop, shard
-from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.models import SEQUENCES
 from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dealt_file
 
 AVERAGED = Cell(tdsp.Mesh2D(2, 2), sync=tdsp.WeightSync())
 EXACT = replace(AVERAGED, sync=tdsp.GradientSync())
-SEQUENCE = replace(AVERAGED, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
+SEQUENCE = replace(AVERAGED, spec=SEQUENCES)
 TABLES = [table.name for table in AVERAGED.spec.tables]
 SHARDERS = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D)
 STEPS = 4

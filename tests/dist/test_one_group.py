@@ -14,14 +14,14 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
-import torchrec_2dsp as tdsp
 from tests.support.cells import EPS
 from tests.support.devices import rank_device
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
+from tests.support.models import SEQUENCES, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import (
     FUSED,
     LR,
+    ONE,
     Cell,
     group_plan,
     local_shards,
@@ -34,9 +34,8 @@ from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.plan.plan2d import plan_for_rank
 
-ONE_GROUP = tdsp.Mesh2D(1, 4)
 CELLS = [
-    Cell(ONE_GROUP, sharding, spec, optimizer)
+    Cell(ONE, sharding, spec, optimizer)
     for sharding, spec in (
         ("table_wise", ModelSpec()),
         ("column_wise", ModelSpec()),
@@ -46,8 +45,8 @@ CELLS = [
         ("data_parallel", ModelSpec()),
         ("table_wise", ModelSpec(pooling="mean")),
         ("column_wise", ModelSpec(pooling="mean")),
-        ("row_wise", ModelSpec(tables=SEQUENCE_TABLES, sequence=True)),
-        ("table_wise", ModelSpec(tables=SEQUENCE_TABLES, sequence=True)),
+        ("row_wise", SEQUENCES),
+        ("table_wise", SEQUENCES),
     )
     for optimizer in ("sgd", "rowwise_adagrad")
 ]

@@ -32,18 +32,17 @@ from tests.support.loops import (
     snapshot,
     stock_dmp,
 )
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, tables_of
-from tests.support.parity import LR, Cell, compare, make_optimizer
+from tests.support.models import SEQUENCES, build, tables_of
+from tests.support.parity import LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 
-MESH = tdsp.Mesh2D(2, 2)
-AVERAGED = Cell(MESH, sync=tdsp.WeightSync())
-EXACT = Cell(MESH)
-SEQUENCE = replace(AVERAGED, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
+AVERAGED = Cell(TWO, sync=tdsp.WeightSync())
+EXACT = Cell(TWO)
+SEQUENCE = replace(AVERAGED, spec=SEQUENCES)
 HOT = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 STEPS = 4
 

@@ -8,13 +8,12 @@ from itertools import product
 import pytest
 from torchrec.modules.embedding_configs import DataType
 
-from tests.support.models import SEQUENCE_TABLES, ModelSpec
-from tests.support.parity import STEPS, TOLERANCE, Cell, Gap, run_cells
+from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, ModelSpec
+from tests.support.parity import MESHES, STEPS, TOLERANCE, Cell, check_cells, run_cells
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp import GradientSync, Mesh2D, RankLayout, WeightSync
 
-MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS), Mesh2D(4, 1))
 MESHES_8 = (Mesh2D(2, 4), Mesh2D(2, 4, RankLayout.CONTIGUOUS), Mesh2D(4, 2))
 BAG_TYPES = (
     "table_wise",
@@ -25,9 +24,6 @@ BAG_TYPES = (
     "grid_shard",
     "data_parallel",
 )
-BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
-SEQUENCES = ModelSpec(tables=SEQUENCE_TABLES, sequence=True)
-HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
 METHODS = (
     ("sgd", GradientSync()),
     ("rowwise_adagrad", GradientSync()),
@@ -70,24 +66,12 @@ def every_triple(cells: list[Cell]) -> list[Cell]:
     ]
 
 
-def check(cells: list[Cell], per_rank: list[list[Gap]]) -> None:
-    """Every cell on every rank within its tolerance, and really compared."""
-    for index, cell in enumerate(cells):
-        gaps = [gaps[index] for gaps in per_rank]
-        worst = max(gaps, key=lambda gap: gap.worst)
-        assert worst.worst <= TOLERANCE, f"{cell}: {worst}"
-        assert sum(gap.num_values for gap in gaps) == cell.num_values, str(cell)
-        syncs = cell.mesh.num_groups > 1 and cell.sharding != "data_parallel"
-        if syncs or cell.hot_rows:
-            assert sum(gap.synced_rows for gap in gaps) > 0, f"{cell} synced nothing"
-
-
 @pytest.mark.parametrize("sharding", BAG_TYPES)
 def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: Deal) -> None:
     cells = dealt(every_triple(matrix(sharding, MESHES)))
     # The other types repeat what happens in this one; fewer steps show that they do.
     steps = STEPS if sharding == "row_wise" else 4
-    check(cells, ranks4.run(run_cells, cells, steps, timeout_s=200))
+    check_cells(cells, ranks4, steps, must_sync=True)
 
 
 @pytest.mark.slow
@@ -95,7 +79,7 @@ def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: 
 @pytest.mark.parametrize("sharding", BAG_TYPES)
 def test_bags_in_all_cells(ranks4: RankPool, sharding: str, mesh: Mesh2D) -> None:
     cells = matrix(sharding, (mesh,))
-    check(cells, ranks4.run(run_cells, cells, timeout_s=280))
+    check_cells(cells, ranks4, STEPS, must_sync=True)
 
 
 def test_a_table_may_be_hot_from_end_to_end(ranks4: RankPool) -> None:
@@ -107,7 +91,7 @@ def test_a_table_may_be_hot_from_end_to_end(ranks4: RankPool) -> None:
         for mesh in MESHES[:2]
         for sharding in ("table_wise", "row_wise")
     ]
-    check(cells, ranks4.run(run_cells, cells))
+    check_cells(cells, ranks4, STEPS, must_sync=True)
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise"])
@@ -118,7 +102,7 @@ def test_sequences_equal_the_unsharded_model(ranks4: RankPool, sharding: str, de
             for mesh, (optimizer, sync) in product(MESHES, METHODS)
         ]
     )
-    check(cells, ranks4.run(run_cells, cells, timeout_s=120))
+    check_cells(cells, ranks4, STEPS, must_sync=True)
 
 
 def test_element_wise_adagrad_is_exact_too(ranks4: RankPool, dealt: Deal) -> None:
@@ -130,7 +114,7 @@ def test_element_wise_adagrad_is_exact_too(ranks4: RankPool, dealt: Deal) -> Non
             for hot_rows in ((), HOT_ROWS)
         ]
     )
-    check(cells, ranks4.run(run_cells, cells, 5, timeout_s=120))
+    check_cells(cells, ranks4, 5, must_sync=True)
 
 
 def test_half_precision_tables(ranks4: RankPool, dealt: Deal) -> None:
@@ -155,7 +139,7 @@ def test_two_ranks_per_host_in_groups_over_hosts(ranks8: RankPool, dealt: Deal) 
     ]
     cells += [Cell(MESHES_8[1], sharding) for sharding in ("table_row_wise", "grid_shard")]
     cells = dealt(cells)
-    check(cells, ranks8.run(run_cells, cells, timeout_s=200))
+    check_cells(cells, ranks8, STEPS, tolerance=TOLERANCE, must_sync=True)
 
 
 @pytest.mark.slow
@@ -163,7 +147,7 @@ def test_two_ranks_per_host_in_groups_over_hosts(ranks8: RankPool, dealt: Deal) 
 @pytest.mark.parametrize("sharding", BAG_TYPES)
 def test_eight_ranks(ranks8: RankPool, sharding: str, mesh: Mesh2D) -> None:
     cells = matrix(sharding, (mesh,))
-    check(cells, ranks8.run(run_cells, cells, timeout_s=280))
+    check_cells(cells, ranks8, STEPS, tolerance=TOLERANCE, must_sync=True)
 
 
 def test_the_matrix_notices_a_method_that_is_not_exact(ranks4: RankPool) -> None:

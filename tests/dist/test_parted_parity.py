@@ -12,10 +12,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_parity import BAGS, HOT_ROWS, SEQUENCES, check
-from tests.support.models import make_batch
+from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, make_parallel, run_cells
+from tests.support.parity import TOLERANCE, Cell, check_cells, make_parallel
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.shard.parted import sharded_tables
@@ -46,7 +45,7 @@ def test_bags(ranks4: RankPool, dealt: Deal) -> None:
         Cell(MESHES[0], in_world=("t1",), owners="hash", exchange="row", hot_rows=HOT_ROWS),
     ]
     cells = dealt(cells)
-    check(cells, ranks4.run(run_cells, cells, 4, timeout_s=200))
+    check_cells(cells, ranks4, 4, must_sync=True)
 
 
 def test_sequences(ranks4: RankPool, dealt: Deal) -> None:
@@ -56,7 +55,7 @@ def test_sequences(ranks4: RankPool, dealt: Deal) -> None:
         for exchange, method in (("pooled", EXACT), ("row", EXACT), ("row", AVERAGED))
     ]
     cells = dealt(cells)
-    check(cells, ranks4.run(run_cells, cells, 4, timeout_s=120))
+    check_cells(cells, ranks4, 4, must_sync=True)
 
 
 @pytest.mark.dealt_file
@@ -64,7 +63,7 @@ def test_rows_of_a_host_travel_together(ranks8: RankPool) -> None:
     """Groups span two hosts of two ranks, beside a table on four hosts."""
     mesh = tdsp.Mesh2D(2, 4)
     cells = [Cell(mesh, exchange=kind, in_world=("t1",)) for kind in ("row_per_host", "pooled")]
-    check(cells, ranks8.run(run_cells, cells, 4, timeout_s=120))
+    check_cells(cells, ranks8, 4, tolerance=TOLERANCE, must_sync=True)
 
 
 def modes_of(rank: int, world_size: int, cell: Cell) -> list[bool]:

@@ -7,20 +7,22 @@ with this package's proposers, and `ModelParallel2D` runs it, or TorchRec's own 
 import pytest
 
 from tests.support.models import build
-from tests.support.parity import Cell, make_sharder, plan_by_cost, run_cells, tolerance_of
+from tests.support.parity import (
+    MESHES,
+    Cell,
+    check_cells,
+    make_sharder,
+    plan_by_cost,
+)
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp import (
     GradientSync,
-    Mesh2D,
     ParameterConstraints2D,
-    RankLayout,
     WeightSync,
 )
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D
-
-MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS), Mesh2D(4, 1))
 
 
 def demand(
@@ -98,7 +100,7 @@ def test_planned_is_what_was_demanded(mix: str, proposed: bool) -> None:
 def test_what_is_planned_equals_the_unsharded_model(
     ranks4: RankPool, mix: str, proposed: bool, stock_wrapper: bool, dealt: Deal
 ) -> None:
-    check(ranks4, dealt(cells_of(mix, proposed=proposed, stock_wrapper=stock_wrapper)))
+    check_cells(dealt(cells_of(mix, proposed=proposed, stock_wrapper=stock_wrapper)), ranks4)
 
 
 @pytest.mark.parametrize("stock_wrapper", [False, True])
@@ -118,13 +120,4 @@ def test_tables_in_the_world_equal_the_unsharded_model(
         for mesh in MESHES[1:]
         for optimizer, sync in methods
     ]
-    check(ranks4, dealt(cells))
-
-
-def check(ranks4: RankPool, cells: list[Cell]) -> None:
-    per_rank = ranks4.run(run_cells, cells, 4, timeout_s=200)
-    for number, cell in enumerate(cells):
-        worst = max((gaps[number] for gaps in per_rank), key=lambda gap: gap.worst)
-        assert worst.worst <= tolerance_of(cell), f"{cell}: {worst}"
-        total = sum(gaps[number].num_values for gaps in per_rank)
-        assert total == cell.num_values if cell.in_world else total > 0
+    check_cells(dealt(cells), ranks4)

@@ -1,6 +1,5 @@
 """Exchange of non-empty bags: training equals the unsharded model, and no zeros travel."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,15 +25,24 @@ from tests.support.loops import (
     shard,
     train,
 )
-from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
+from tests.support.models import (
+    ALL_ROWS,
+    BAGS,
+    HOT_ROWS,
+    MIXED,
+    ONE_TABLE,
+    SEQUENCES,
+    build,
+)
 from tests.support.parity import (
     LR,
-    TOLERANCE,
+    ONE,
+    TWO,
     Cell,
+    check_cells,
     group_plan,
     make_optimizer,
     make_sharder,
-    run_cells,
 )
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.slices import Deal
@@ -44,19 +52,8 @@ from torchrec_2dsp.comms.counting import count_collectives
 LONG_BAGS_TOLERANCE = 1e-5
 """Sums of many rows round more often, in parts even more."""
 
-ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 KINDS = ("table_wise", "column_wise", "row_wise")
-BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
-HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
-EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in ModelSpec().tables)
 NONEMPTY = Cell(ONE, exchange="nonempty")
-
-
-def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
-    for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
-        for cell, gap in zip(cells, gaps, strict=True):
-            tolerance = TOLERANCE if cell.max_length < 10 else LONG_BAGS_TOLERANCE
-            assert gap.worst <= tolerance, f"{cell}: {gap}"
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
@@ -70,7 +67,7 @@ def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D, dea
         for kind, optimizer in product(KINDS, ("sgd", "adagrad"))
     ]
     cells.append(replace(NONEMPTY, mesh=mesh, sharding="table_column_wise", hot_rows=HOT_ROWS))
-    check(dealt(cells), ranks4)
+    check_cells(dealt(cells), ranks4)
 
 
 def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool, dealt: Deal) -> None:
@@ -87,11 +84,11 @@ def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool, dealt: Deal
         for mesh, kind, hot_rows, (sizes, length) in product(
             (ONE, TWO),
             ("table_wise", "row_wise"),
-            ((), EVERYTHING),
+            ((), ALL_ROWS),
             (((3, 0, 5, 2), 4), ((0, 0, 1, 0), 4), ((2, 2, 2, 2), 60)),
         )
     ]
-    check(dealt(cells), ranks4, 3)
+    check_cells(dealt(cells), ranks4, 3, long_bags=LONG_BAGS_TOLERANCE)
 
 
 def test_several_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
@@ -99,7 +96,7 @@ def test_several_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
         replace(NONEMPTY, mesh=mesh, sharding=kind, spec=MIXED)
         for mesh, kind in product((tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1)), KINDS)
     ]
-    check(cells, ranks2)
+    check_cells(cells, ranks2)
 
 
 def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
@@ -107,7 +104,7 @@ def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     cells = [
         replace(NONEMPTY, mesh=TWO, sharding=kind, optimizer="sgd", sync=sync) for kind in KINDS
     ]
-    check(cells, ranks4)
+    check_cells(cells, ranks4)
 
 
 @pytest.mark.dealt_file
@@ -149,7 +146,6 @@ def test_checkpoints_are_those_of_the_sharding_type(
     check_arrivals(ranks4, dealt(TRIPS), tmp_path)
 
 
-ONE_TABLE = ModelSpec((TableSpec("t0", 40, 8, ("f0", "f1")),))
 IDS = [
     [[0, 0, 1, 15], [], [0, 39], [3]],
     [[7, 7, 7, 7], [2], [], []],
@@ -245,6 +241,6 @@ def test_what_it_is_not_for_is_refused(ranks4: RankPool) -> None:
         tdsp.errors.PlanError, match="exchange='nonempty' is for tables sharded table_wise, "
     ):
         tdsp.pin(plan, "t0", exchange="nonempty")
-    sequence = ModelSpec(SEQUENCE_TABLES, sequence=True)
+    sequence = SEQUENCES
     with pytest.raises(RanksFailed, match="has exchange='nonempty', which is for bags"):
         ranks4.run(sharded, replace(NONEMPTY, sharding="row_wise", spec=sequence))

@@ -10,7 +10,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
 from tests.support.loops import largest_gap, snapshot
-from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.models import SEQUENCES
 from tests.support.oracle import batches_of
 from tests.support.parity import Cell, make_optimizer
 from tests.support.prefetching import sharded
@@ -18,7 +18,6 @@ from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 
 STEPS = 5
-SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
 PIPELINES = (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch)
 BAGS = [
     Cell(tdsp.Mesh2D(1, 2), sharding, exchange=exchange, batch_sizes=sizes)
@@ -33,7 +32,7 @@ BAGS = [
     for sizes in ((6, 6), (6, 2))
 ]
 SEQUENCES = [
-    Cell(tdsp.Mesh2D(1, 2), sharding, spec=SEQUENCE, exchange=exchange, batch_sizes=(6, 2))
+    Cell(tdsp.Mesh2D(1, 2), sharding, spec=SEQUENCES, exchange=exchange, batch_sizes=(6, 2))
     for sharding, exchange in (
         ("row_wise", "pooled"),
         ("table_wise", "pooled"),

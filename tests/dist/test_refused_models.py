@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.models import (
-    SEQUENCE_TABLES,
+    SEQUENCES,
     BagModel,
     ModelSpec,
     SequenceModel,
@@ -37,14 +37,12 @@ from tests.support.models import (
     make_batch,
 )
 from tests.support.oracle import local_loss
-from tests.support.parity import make_optimizer
+from tests.support.parity import TWO, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
 BAGS, WEIGHTED = ModelSpec(), ModelSpec(weighted=True)
-SEQUENCES = ModelSpec(SEQUENCE_TABLES, sequence=True)
 LR = 0.01
-MESH = tdsp.Mesh2D(2, 2)
 
 
 def managed(configs: Any) -> ManagedCollisionCollection:
@@ -168,9 +166,9 @@ def sharders() -> list[Any]:
 
 def plan_of(model: nn.Module) -> tdsp.Plan2D:
     """Make a plan by TorchRec's planner, which checks none of this."""
-    topology = Topology(world_size=MESH.group_size, compute_device="cpu")
+    topology = Topology(world_size=TWO.group_size, compute_device="cpu")
     stock = EmbeddingShardingPlanner(topology).plan(model, sharders())
-    return tdsp.Plan2D.from_stock(stock, MESH)
+    return tdsp.Plan2D.from_stock(stock, TWO)
 
 
 def raised(run: Callable[[], Any]) -> tuple[str, str]:
@@ -185,7 +183,7 @@ def refusals(rank: int, world_size: int, case: str) -> list[tuple[str, str]]:
     make, _ = CASES[case]
     planned = make() if case != "fused_bags" else BagModel(BAGS)
     plan = plan_of(Holder(planned))
-    planner = tdsp.Planner2D(Topology(world_size=world_size, compute_device="cpu"), mesh=MESH)
+    planner = tdsp.Planner2D(Topology(world_size=world_size, compute_device="cpu"), mesh=TWO)
     ways: list[Callable[[], Any]] = [
         lambda: tdsp.ModelParallel2D(Holder(make()), plan=plan, sharders=sharders()),
         lambda: tdsp.ModelParallel2D(Holder(make()), sharders=sharders()),
@@ -198,7 +196,7 @@ def refusals(rank: int, world_size: int, case: str) -> list[tuple[str, str]]:
         # No planner plans them, and so nothing of a plan names them.
         ways[0] = lambda: tdsp.ModelParallel2D(
             Holder(make()),
-            plan=tdsp.Plan2D({}, mesh=MESH, sync=tdsp.GradientSync()),
+            plan=tdsp.Plan2D({}, mesh=TWO, sync=tdsp.GradientSync()),
             sharders=sharders(),
         )
     return [raised(way) for way in ways]

@@ -1,7 +1,6 @@
 """Row exchange: training equals the unsharded model, and what travels are the distinct rows."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -25,15 +24,27 @@ from tests.support.loops import (
     plain_loop,
     shard,
 )
-from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
+from tests.support.models import (
+    ALL_ROWS,
+    BAGS,
+    HOT_ROWS,
+    MIXED,
+    ONE_TABLE,
+    SEQUENCES,
+    ModelSpec,
+    TableSpec,
+    build,
+)
 from tests.support.parity import (
+    FOUR,
     LR,
+    ONE,
+    TWO,
     Cell,
+    check_cells,
     group_plan,
     make_optimizer,
     make_sharder,
-    run_cells,
-    tolerance_of,
 )
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -43,21 +54,8 @@ from torchrec_2dsp.comms.counting import count_collectives
 LONG_BAGS_TOLERANCE = 4e-6
 """Sums of many rows round more often."""
 
-ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
-FOUR = tdsp.Mesh2D(4, 1)
 INSIDE = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
-BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
-SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
-HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
-EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in ModelSpec().tables)
 ROWS = Cell(ONE, exchange="row")
-
-
-def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
-    for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
-        for cell, gap in zip(cells, gaps, strict=True):
-            tolerance = tolerance_of(cell) if cell.max_length < 10 else LONG_BAGS_TOLERANCE
-            assert gap.worst <= tolerance, f"{cell}: {gap}"
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO, pytest.param(INSIDE, marks=pytest.mark.slow)], ids=str)
@@ -68,7 +66,7 @@ def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D, dea
             BAGS, ("sgd", "adagrad", "rowwise_adagrad"), ((), HOT_ROWS)
         )
     ]
-    check(dealt(cells), ranks4)
+    check_cells(dealt(cells), ranks4)
 
 
 def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool, dealt: Deal) -> None:
@@ -77,20 +75,20 @@ def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool, dealt: Deal
         replace(ROWS, mesh=mesh, hot_rows=hot_rows, batch_sizes=sizes, max_length=length)
         for mesh, hot_rows, (sizes, length) in product(
             (ONE, TWO),
-            ((), (("t0", (3,)),), EVERYTHING),
+            ((), (("t0", (3,)),), ALL_ROWS),
             (((3, 0, 5, 2), 4), ((0, 0, 1, 0), 4), ((2, 2, 2, 2), 60)),
         )
     ]
-    check(dealt(cells), ranks4, 3)
+    check_cells(dealt(cells), ranks4, 3, long_bags=LONG_BAGS_TOLERANCE)
 
 
 @pytest.mark.dealt_file
 def test_sequences_equal_the_unsharded_model(ranks4: RankPool) -> None:
     cells = [
-        replace(ROWS, mesh=mesh, spec=SEQUENCE, optimizer=optimizer)
+        replace(ROWS, mesh=mesh, spec=SEQUENCES, optimizer=optimizer)
         for mesh, optimizer in product((ONE, TWO), ("sgd", "adagrad", "rowwise_adagrad"))
     ]
-    check(cells, ranks4)
+    check_cells(cells, ranks4)
 
 
 @pytest.mark.dealt_file
@@ -98,20 +96,21 @@ def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     """With SGD an average of replicas is exact, and it needs to know which rows change."""
     sync = tdsp.WeightSync(dense_above=1.0)
     cells = [
-        replace(ROWS, mesh=TWO, optimizer="sgd", sync=sync, spec=spec) for spec in (*BAGS, SEQUENCE)
+        replace(ROWS, mesh=TWO, optimizer="sgd", sync=sync, spec=spec)
+        for spec in (*BAGS, SEQUENCES)
     ]
-    check(cells, ranks4)
+    check_cells(cells, ranks4)
 
 
 def test_one_rank_and_two_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
     meshes = (tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1))
-    check([replace(ROWS, mesh=mesh, spec=MIXED) for mesh in meshes], ranks2)
+    check_cells([replace(ROWS, mesh=mesh, spec=MIXED) for mesh in meshes], ranks2)
 
 
 @pytest.mark.dealt_file
 def test_groups_over_hosts_equal_the_unsharded_model(ranks8: RankPool) -> None:
     cells = [replace(ROWS, mesh=mesh) for mesh in (tdsp.Mesh2D(1, 8), tdsp.Mesh2D(2, 4))]
-    check(cells, ranks8, 4)
+    check_cells(cells, ranks8)
 
 
 @pytest.mark.dealt_file
@@ -130,7 +129,7 @@ TRIPS = [
         replace(ROWS, optimizer="adagrad"),
         Cell(TWO, "column_wise", optimizer="adagrad", hot_rows=HOT_ROWS),
     ),
-    Trip(replace(ROWS, spec=SEQUENCE), stock("row_wise", spec=SEQUENCE)),
+    Trip(replace(ROWS, spec=SEQUENCES), stock("row_wise", spec=SEQUENCES)),
 ]
 
 
@@ -140,7 +139,6 @@ def test_checkpoints_are_those_of_row_wise_tables(
     check_arrivals(ranks4, dealt(TRIPS), tmp_path)
 
 
-ONE_TABLE = ModelSpec((TableSpec("t0", 40, 8, ("f0", "f1")),))
 IDS = [
     ([0, 0, 1, 15], [0, 39]),
     ([7, 7, 7, 7], [7, 7]),
@@ -271,4 +269,4 @@ def test_ranks_without_rows_equal_the_unsharded_model(ranks4: RankPool) -> None:
         # So few ids that the one row doesn't run away.
         replace(ROWS, mesh=TWO, spec=one_row, batch_sizes=(1, 0, 0, 1), max_length=1),
     ]
-    check(cells, ranks4)
+    check_cells(cells, ranks4)

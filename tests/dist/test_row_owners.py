@@ -1,6 +1,6 @@
 """Rows that are spread over their owners: nothing changes but who does the work."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,16 +12,25 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import PIPELINES, by_pipelines, make_stream, plain_loop, shard
-from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
+from tests.support.models import (
+    HOT_ROWS,
+    MIXED,
+    SEQUENCES,
+    ModelSpec,
+    TableSpec,
+    build,
+)
 from tests.support.parity import (
+    ONE,
+    TWO,
     Cell,
+    check_cells,
     compare,
     group_plan,
     local_loss,
     make_optimizer,
     make_oracle,
     make_sharder,
-    run_cells,
 )
 from tests.support.ranks import RankPool
 from tests.support.trips import Trip, check_arrivals, stock
@@ -32,39 +41,30 @@ from torchrec_2dsp.programs.data.draws import Zipf
 pytestmark = pytest.mark.dealt_file
 
 TOLERANCE = 1e-6
-ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)
-SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
-HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
 HASH = Cell(ONE, exchange="row", owners="hash")
-
-
-def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
-    for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
-        for cell, gap in zip(cells, gaps, strict=True):
-            assert gap.worst <= TOLERANCE, f"{cell}: {gap}"
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
 def test_training_equals_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
     cells = [
         replace(HASH, mesh=mesh, spec=spec, optimizer=optimizer)
-        for spec, optimizer in product((*BAGS, SEQUENCE), ("sgd", "adagrad", "rowwise_adagrad"))
+        for spec, optimizer in product((*BAGS, SEQUENCES), ("sgd", "adagrad", "rowwise_adagrad"))
     ]
     cells += [
         replace(HASH, mesh=mesh, hot_rows=HOT_ROWS),
         replace(HASH, mesh=mesh, optimizer="sgd", sync=tdsp.WeightSync(dense_above=1.0)),
         replace(HASH, mesh=mesh, spec=ModelSpec((TableSpec("t0", 3, 8, ("f0", "f1")),))),
     ]
-    check(cells, ranks4)
+    check_cells(cells, ranks4)
 
 
 def test_hosts_that_ask_together_equal_the_unsharded_model(two_hosts: RankPool) -> None:
     cells = [
         replace(HASH, exchange="row_per_host", spec=spec, hot_rows=hot_rows)
-        for spec, hot_rows in ((ModelSpec(), HOT_ROWS), (SEQUENCE, ()))
+        for spec, hot_rows in ((ModelSpec(), HOT_ROWS), (SEQUENCES, ()))
     ]
-    check(cells, two_hosts)
+    check_cells(cells, two_hosts)
 
 
 def test_pipelines_change_nothing(ranks4: RankPool) -> None:
@@ -147,7 +147,7 @@ TRIPS = [
     Trip(replace(HASH, mesh=TWO, hot_rows=HOT_ROWS), stock("table_wise")),
     Trip(stock("row_wise"), HASH),
     Trip(replace(HASH, optimizer="adagrad"), Cell(TWO, "column_wise", optimizer="adagrad")),
-    Trip(replace(HASH, spec=SEQUENCE), stock("row_wise", spec=SEQUENCE)),
+    Trip(replace(HASH, spec=SEQUENCES), stock("row_wise", spec=SEQUENCES)),
     Trip(Cell(TWO), replace(HASH, mesh=TWO)),
 ]
 

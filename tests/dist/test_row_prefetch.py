@@ -18,8 +18,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
 from tests.support.loops import LossModel, largest_gap, local_loss, make_stream, shard, snapshot
-from tests.support.models import MIXED, SEQUENCE_TABLES, BagModel, ModelSpec, TableSpec
-from tests.support.parity import Cell, make_optimizer, make_sharder
+from tests.support.models import (
+    HOT_ROWS,
+    MIXED,
+    SEQUENCES,
+    BagModel,
+    ModelSpec,
+    TableSpec,
+)
+from tests.support.parity import ONE, Cell, make_optimizer, make_sharder
 from tests.support.prefetching import STEPS, Counts, compare, drain, run, sharded
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -32,10 +39,7 @@ from torchrec_2dsp.shard.row_exchange.requests import RowRequests
 
 pytestmark = pytest.mark.dealt_file
 
-ONE = tdsp.Mesh2D(1, 4)
 ROWS = Cell(ONE, exchange="row")
-SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
-HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
 
 
 def compare_all(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, Counts]]:
@@ -60,7 +64,7 @@ def test_bags_train_as_without(ranks4: RankPool, dealt: Deal) -> None:
 
 
 def test_sequences_train_as_without(ranks4: RankPool) -> None:
-    check(ranks4, [replace(ROWS, spec=SEQUENCE, hot_rows=hot) for hot in ((), HOT_ROWS[:1])])
+    check(ranks4, [replace(ROWS, spec=SEQUENCES, hot_rows=hot) for hot in ((), HOT_ROWS[:1])])
 
 
 def test_rows_that_hosts_ask_for_train_as_without(two_hosts: RankPool) -> None:

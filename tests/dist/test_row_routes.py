@@ -10,7 +10,7 @@ import torch
 import torchrec_2dsp as tdsp
 from tests.dist.test_transport import HOT_ROWS, ROUNDING, train_late
 from tests.support.devices import rank_device
-from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.models import SEQUENCES
 from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -181,7 +181,7 @@ EXACT = [
     for sharding in ("table_wise", "column_wise", "row_wise")
     for optimizer in ("sgd", "rowwise_adagrad")
 ]
-SEQUENCE = Cell(tdsp.Mesh2D(4, 1), spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
+SEQUENCE = Cell(tdsp.Mesh2D(4, 1), spec=SEQUENCES)
 
 
 def test_training_over_hosts_equals_the_unsharded_model(two_hosts: RankPool, dealt: Deal) -> None:

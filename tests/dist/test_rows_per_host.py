@@ -1,6 +1,5 @@
 """Row exchange of groups over several hosts: ranks of a host ask together, nothing else changes."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -10,23 +9,14 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType
 import torchrec_2dsp as tdsp
 from tests.dist.test_row_exchange import IDS, ONE_TABLE, bytes_of_a_step, quantised
 from tests.support.loops import PIPELINES, by_pipelines
-from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec
-from tests.support.parity import LR, Cell, run_cells, tolerance_of
+from tests.support.models import ALL_ROWS, HOT_ROWS, MIXED, SEQUENCES, ModelSpec
+from tests.support.parity import LR, Cell, check_cells
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.dealt_file
 
 ROWS = Cell(tdsp.Mesh2D(1, 4), exchange="row_per_host")
 BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)
-SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
-HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
-EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in ModelSpec().tables)
-
-
-def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
-    for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
-        for cell, gap in zip(cells, gaps, strict=True):
-            assert gap.worst <= tolerance_of(cell), f"{cell}: {gap}"
 
 
 def test_bags_equal_the_unsharded_model(two_hosts: RankPool) -> None:
@@ -34,7 +24,7 @@ def test_bags_equal_the_unsharded_model(two_hosts: RankPool) -> None:
         replace(ROWS, spec=spec, optimizer=optimizer)
         for spec, optimizer in product(BAGS, ("sgd", "adagrad", "rowwise_adagrad"))
     ]
-    check(cells, two_hosts)
+    check_cells(cells, two_hosts)
 
 
 def test_hot_rows_and_unusual_batches_equal_the_unsharded_model(two_hosts: RankPool) -> None:
@@ -42,18 +32,18 @@ def test_hot_rows_and_unusual_batches_equal_the_unsharded_model(two_hosts: RankP
     cells = [
         replace(ROWS, hot_rows=hot_rows, batch_sizes=sizes)
         for hot_rows, sizes in product(
-            ((), HOT_ROWS, EVERYTHING), ((3, 0, 5, 2), (0, 0, 1, 0), (2, 2, 2, 2))
+            ((), HOT_ROWS, ALL_ROWS), ((3, 0, 5, 2), (0, 0, 1, 0), (2, 2, 2, 2))
         )
     ]
-    check(cells, two_hosts)
+    check_cells(cells, two_hosts)
 
 
 def test_sequences_equal_the_unsharded_model(two_hosts: RankPool) -> None:
     cells = [
-        replace(ROWS, spec=SEQUENCE, optimizer=optimizer)
+        replace(ROWS, spec=SEQUENCES, optimizer=optimizer)
         for optimizer in ("sgd", "adagrad", "rowwise_adagrad")
     ]
-    check(cells, two_hosts)
+    check_cells(cells, two_hosts)
 
 
 def test_groups_over_many_hosts_equal_the_unsharded_model(ranks8: RankPool) -> None:
@@ -61,9 +51,9 @@ def test_groups_over_many_hosts_equal_the_unsharded_model(ranks8: RankPool) -> N
     inside = tdsp.Mesh2D(2, 4, tdsp.RankLayout.CONTIGUOUS)
     cells = [
         replace(ROWS, mesh=mesh, spec=spec)
-        for mesh, spec in product((tdsp.Mesh2D(1, 8), inside), (ModelSpec(), SEQUENCE))
+        for mesh, spec in product((tdsp.Mesh2D(1, 8), inside), (ModelSpec(), SEQUENCES))
     ]
-    check(cells, ranks8)
+    check_cells(cells, ranks8)
 
 
 def test_pipelines_change_nothing(two_hosts: RankPool) -> None:
@@ -75,7 +65,7 @@ def test_averaged_replicas_equal_the_unsharded_model(ranks8: RankPool) -> None:
     """With SGD an average of replicas is exact, and it needs to know which rows change."""
     inside = tdsp.Mesh2D(2, 4, tdsp.RankLayout.CONTIGUOUS)
     sync = tdsp.WeightSync(dense_above=1.0)
-    check([replace(ROWS, mesh=inside, optimizer="sgd", sync=sync)], ranks8)
+    check_cells([replace(ROWS, mesh=inside, optimizer="sgd", sync=sync)], ranks8)
 
 
 def test_a_row_comes_to_a_host_once(two_hosts: RankPool) -> None:

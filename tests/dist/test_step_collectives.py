@@ -11,12 +11,11 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import plain_loop, shard
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, make_optimizer
+from tests.support.parity import TWO, Cell, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives, count_encoded
 
-MESH = tdsp.Mesh2D(2, 2)
-EXACT = Cell(MESH)
+EXACT = Cell(TWO)
 AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
 HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2, 3))))
 
@@ -186,7 +185,7 @@ def test_the_collectives_of_a_step(ranks4: RankPool) -> None:
     answers = ranks4.run(collectives_of_a_step, [cell for cell, _ in STEPS_BY_CELL])
     for rank, steps in enumerate(answers):
         for (cell, expected), step in zip(STEPS_BY_CELL, steps, strict=True):
-            assert step == expected[MESH.shard_index(rank)], cell
+            assert step == expected[TWO.shard_index(rank)], cell
 
 
 ONE_TABLE = ModelSpec((TableSpec("t0", 40, 8, ("f0",)),))

@@ -14,9 +14,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import make_stream, shard, sharded_tables
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
+from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, make_optimizer
+from tests.support.parity import TWO, Cell, make_optimizer
 from tests.support.ranks import RankPool, run_ranks
 from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.replicas.capture import RowCapture
@@ -25,14 +25,13 @@ from torchrec_2dsp.shard.kernels import TableShard
 
 pytestmark = pytest.mark.dealt_file
 
-MESH = tdsp.Mesh2D(2, 2)
 SPEC = ModelSpec((TableSpec("t0", 400, 8, ("f0",)), TableSpec("t1", 240, 16, ("f1", "f2"))))
 """Few of its rows are in a batch."""
 HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
-EXACT = Cell(MESH, spec=SPEC)
-ONE_TABLE = Cell(MESH, "table_wise", ModelSpec(SPEC.tables[:1]))
+EXACT = Cell(TWO, spec=SPEC)
+ONE_TABLE = Cell(TWO, "table_wise", ModelSpec(SPEC.tables[:1]))
 """Half of the ranks hold none."""
-SEQUENCE = Cell(MESH, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
+SEQUENCE = Cell(TWO, spec=SEQUENCES)
 LAYERED = replace(EXACT, mesh=tdsp.Mesh2D(4, 1))
 """On two hosts, gradients are added up inside each first."""
 AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
@@ -120,7 +119,7 @@ def bad_bags(rank: int, world_size: int, feature: str, value: float, second_kern
     constraints = {
         name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()
     }
-    planner = tdsp.Planner2D(mesh=MESH, batch_size=4, constraints=constraints)
+    planner = tdsp.Planner2D(mesh=TWO, batch_size=4, constraints=constraints)
     plan = planner.collective_plan(model, sharders)
     if second_kernel == "row exchange":
         plan = tdsp.pin(plan, "t1", exchange="row")

@@ -23,10 +23,11 @@ from tests.support.loops import (
     snapshot,
     train,
 )
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, build
+from tests.support.models import SEQUENCES, build
 from tests.support.oracle import Oracle, local_loss
 from tests.support.parity import (
     LR,
+    TWO,
     Cell,
     compare,
     make_optimizer,
@@ -39,11 +40,10 @@ from torchrec_2dsp.replicas.sync_report import SyncReason
 
 pytestmark = pytest.mark.dealt_file
 
-MESH = tdsp.Mesh2D(2, 2)
-EXACT = Cell(MESH)
-HOT = Cell(MESH, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))
-AVERAGED = Cell(MESH, optimizer="sgd", sync=tdsp.WeightSync())
-SEQUENCE = Cell(MESH, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
+EXACT = Cell(TWO)
+HOT = Cell(TWO, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))
+AVERAGED = Cell(TWO, optimizer="sgd", sync=tdsp.WeightSync())
+SEQUENCE = Cell(TWO, spec=SEQUENCES)
 BOTH = replace(HOT, optimizer="sgd", sync=tdsp.WeightSync())
 
 ROUNDING = 1e-6
@@ -187,7 +187,7 @@ def train_from_scratch(rank: int, world_size: int, cell: Cell, device: str) -> t
 def test_replicas_are_equal_from_start_to_end(ranks4: RankPool, cell: Cell, device: str) -> None:
     answers = ranks4.run(train_from_scratch, cell, device)
     for rank, (start, end) in enumerate(answers):
-        for peer in MESH.replica_peers(rank):
+        for peer in TWO.replica_peers(rank):
             assert largest_gap(start, answers[peer][0]) == 0.0
             assert largest_gap(end, answers[peer][1]) == 0.0
         assert largest_gap(start, end) > 0.0
@@ -228,7 +228,7 @@ def broadcast(rank: int, world_size: int, cell: Cell) -> Tensors:
 @pytest.mark.parametrize("cell", [EXACT, HOT], ids=str)
 def test_weights_and_state_are_broadcast(ranks4: RankPool, cell: Cell) -> None:
     for rank, tensors in enumerate(ranks4.run(broadcast, cell)):
-        source = MESH.replica_peers(rank)[0]
+        source = TWO.replica_peers(rank)[0]
         assert all(bool((value == source + 1.0).all()) for value in tensors.values())
 
 
@@ -236,7 +236,7 @@ def different_rates(rank: int, world_size: int, cell: Cell, rates: tuple[float, 
     """Return a sync's error if each group has another learning rate."""
     parallel = shard(cell)
     (group,) = parallel.fused_optimizer.param_groups
-    group["lr"] = rates[MESH.group_of(rank)]  # type: ignore[index]
+    group["lr"] = rates[TWO.group_of(rank)]  # type: ignore[index]
     parallel.fused_optimizer.zero_grad()
     local_loss(parallel(make_stream(cell, 1)[0][rank])).backward()
     try:

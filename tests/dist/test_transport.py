@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import DataType
 import torchrec_2dsp as tdsp
 from tests.support.loop_oracles import DelayedOracle
 from tests.support.loops import Tensors, largest_gap, make_stream, shard, snapshot
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec, build
+from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import (
     LR,
@@ -151,7 +151,6 @@ def test_late_updates_equal_the_late_oracle(ranks4: RankPool) -> None:
 
 ONE, TWO_GROUPS = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
-SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
 WEIGHTED = ModelSpec(weighted=True)
 MEAN = ModelSpec(pooling="mean")
 TOLERANCE = 2e-6
@@ -229,7 +228,7 @@ def test_rows_are_rounded_once_each_way(ranks4: RankPool, transport: str) -> Non
             replace(row, mesh=TWO_GROUPS),
             replace(row, spec=WEIGHTED),
             replace(row, spec=MEAN),
-            replace(row, spec=SEQUENCE),
+            replace(row, spec=SEQUENCES),
             replace(row, hot_rows=HOT_ROWS),
             replace(row, owners="hash"),
             replace(row, exchange="row_per_host"),
@@ -251,9 +250,9 @@ def test_bags_are_rounded_once_each_way(ranks4: RankPool, transport: str) -> Non
         ]
         + [
             replace(table_wise, spec=WEIGHTED),
-            replace(table_wise, spec=SEQUENCE),
-            replace(table_wise, spec=SEQUENCE, sharding="row_wise"),
-            replace(table_wise, spec=SEQUENCE, sharding="column_wise"),
+            replace(table_wise, spec=SEQUENCES),
+            replace(table_wise, spec=SEQUENCES, sharding="row_wise"),
+            replace(table_wise, spec=SEQUENCES, sharding="column_wise"),
             replace(table_wise, batch_sizes=(5, 0, 2, 1)),
             replace(table_wise, sharding="row_wise", batch_sizes=(5, 0, 2, 1)),
         ],

@@ -29,9 +29,22 @@ from tests.support.loops import (
     sharded_tables,
     snapshot,
 )
-from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, make_batch
+from tests.support.models import (
+    HOT_ROWS,
+    MIXED,
+    SEQUENCES,
+    ModelSpec,
+    TableSpec,
+    make_batch,
+)
 from tests.support.oracle import local_loss
-from tests.support.parity import TOLERANCE, Cell, make_optimizer, make_sharder, run_cells
+from tests.support.parity import (
+    TOLERANCE,
+    Cell,
+    check_cells,
+    make_optimizer,
+    make_sharder,
+)
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.shard.batch import BadIds
@@ -39,10 +52,8 @@ from torchrec_2dsp.shard.batch import BadIds
 pytestmark = pytest.mark.dealt_file
 
 SUM, MEAN, WEIGHTED = ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True)
-SEQUENCES = ModelSpec(SEQUENCE_TABLES, sequence=True)
 MESHES = (tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1))
 TWO = MESHES[0]
-HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
 GRADIENTS: dict[str, Any] = {"optimizer": "rowwise_adagrad", "sync": tdsp.GradientSync()}
 WEIGHTS: dict[str, Any] = {"optimizer": "sgd", "sync": tdsp.WeightSync()}
 BAGS = ((SUM, (0, 6, 3, 1)), (MEAN, (0, 6, 3, 1)), (WEIGHTED, (5, 1, 0, 0)))
@@ -52,9 +63,7 @@ STEPS = 3
 
 def check(cells: Sequence[Cell], ranks: RankPool, tolerance: float = TOLERANCE) -> None:
     cells = [replace(cell, variable=True) for cell in cells]
-    for gaps in ranks.run(run_cells, cells, STEPS, timeout_s=300):
-        for cell, gap in zip(cells, gaps, strict=True):
-            assert gap.worst <= tolerance, f"{cell}: {gap}"
+    check_cells(cells, ranks, STEPS, tolerance=tolerance)
 
 
 def test_torchrecs_own_exchange(two_hosts: RankPool) -> None:

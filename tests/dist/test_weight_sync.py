@@ -8,9 +8,9 @@ import torch
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import Tensors, largest_gap, make_stream, shard, snapshot, train
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
+from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, make_optimizer, sharded_tables
+from tests.support.parity import FOUR, TWO, Cell, make_optimizer, sharded_tables
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.sync import SyncPolicy
@@ -27,9 +27,7 @@ LARGE = ModelSpec(
 
 WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
 TOUCHED = tdsp.WeightSync(dense_above=0.5)
-TWO = tdsp.Mesh2D(2, 2)
 THREE = tdsp.Mesh2D(3, 1)
-FOUR = tdsp.Mesh2D(4, 1)
 CONTIGUOUS = tdsp.RankLayout.CONTIGUOUS
 ROUNDING = 1e-6
 """Four copies may be added in another order."""
@@ -60,7 +58,7 @@ def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None
     cells = [replace(base, sharding=kind) for kind in ("row_wise", "table_wise", "column_wise")]
     cells += [replace(base, optimizer=name) for name in ("sgd", "adagrad")]
     cells += [replace(base, spec=ModelSpec()), replace(base, mesh=tdsp.Mesh2D(2, 2, CONTIGUOUS))]
-    cells += [replace(base, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))]
+    cells += [replace(base, spec=SEQUENCES)]
     policies = [tdsp.every(2), tdsp.after(1, tdsp.every(3)), tdsp.never()]
     cells += [replace(base, sync=replace(TOUCHED, policy=policy)) for policy in policies]
     cells += [replace(base, sync=replace(TOUCHED, moments_policy=tdsp.every(2)))]

@@ -21,14 +21,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec, TableSpec, build
-from tests.support.parity import Cell, group_plan, make_sharder
+from tests.support.parity import ONE, TWO, Cell, group_plan, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.cost.model import CostModel, MemoryCost
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.planner.search.choices import candidates_of
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
 
-ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 DIM, STEPS = 64, 6
 LARGE = (800_000, 800_000, *[200_000] * 6)
 SMALL = (64,) * 8

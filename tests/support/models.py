@@ -62,6 +62,14 @@ MIXED = ModelSpec(
 )
 """Tables of several dimensions, which don't follow one another."""
 
+BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
+SEQUENCES = ModelSpec(SEQUENCE_TABLES, sequence=True)
+ONE_TABLE = ModelSpec((TableSpec("t0", 40, 8, ("f0", "f1")),))
+
+HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
+ALL_ROWS = tuple((table.name, tuple(range(table.num_rows))) for table in TABLES)
+"""Hot rows: some, and every row."""
+
 
 class BagModel(nn.Module):
     """Bags, joined by feature name, then one dense layer: `[batch]` scores."""

@@ -1,7 +1,7 @@
 """Train a cell of the parity matrix beside the oracle and measure how far apart they are."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +17,13 @@ from tests.support.cells import Cell, group_plan, plan_by_cost
 from tests.support.devices import on_rank_device, rank_device
 from tests.support.models import build
 from tests.support.oracle import Oracle, OracleKind, batch_of, local_loss, trained_oracle
+from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.shard.parted import sharded_tables
 
+ONE, TWO, FOUR = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2), tdsp.Mesh2D(4, 1)
+MESHES = (ONE, TWO, tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS), FOUR)
 LR, STEPS = 0.05, 10
 TOLERANCE = 1e-6
 """Four ranks add the same float32 numbers in another order than the oracle, and so do the matrix
@@ -136,6 +139,29 @@ def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
 def run_cells(rank: int, world_size: int, cells: list[Cell], steps: int = STEPS) -> list[Gap]:
     """Train several cells in one call."""
     return [run_cell(rank, world_size, cell, steps) for cell in cells]
+
+
+def check_cells(
+    cells: Sequence[Cell],
+    ranks: RankPool,
+    steps: int = 4,
+    *,
+    tolerance: float | None = None,
+    long_bags: float = TOLERANCE,
+    must_sync: bool = False,
+) -> None:
+    """Train cells on all ranks; each must end within its tolerance and compare all its weights."""
+    answers = ranks.run(run_cells, list(cells), steps, timeout_s=300)
+    for cell, gaps in zip(cells, zip(*answers, strict=True), strict=True):
+        worst = max(gaps, key=lambda gap: gap.worst)
+        allowed = tolerance_of(cell) if cell.max_length < 10 else long_bags
+        assert worst.worst <= (tolerance or allowed), f"{cell} {cell.spec}: {worst}"
+        total = sum(gap.num_values for gap in gaps)
+        # A plan by demands may choose data-parallel tables.
+        assert total > 0 if cell.demands and not cell.in_world else total == cell.num_values, cell
+        has_replicas = cell.mesh.num_groups > 1 and cell.sharding != "data_parallel"
+        if must_sync and (has_replicas or cell.hot_rows):
+            assert sum(gap.synced_rows for gap in gaps) > 0, f"{cell} synced nothing"
 
 
 def oracle_of(cell: Cell) -> OracleKind:

@@ -17,7 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import copied, on_rank_device, rank_device
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
+from tests.support.models import build, make_batch
 from tests.support.oracle import Oracle, local_loss, trained_oracle
 from tests.support.parity import (
     FUSED,
@@ -34,7 +34,6 @@ from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 
 M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
 M22_CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
-SEQUENCE = ModelSpec(tables=SEQUENCE_TABLES, sequence=True)
 HOT = (("t0", (0, 1, 5, 39)), ("t1", (0, 2, 3)))
 OTHER_HOT = (("t0", (1, 4)), ("t2", (0, 1, 32)))
 TOLERANCE = 2e-6

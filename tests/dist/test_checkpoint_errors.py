@@ -16,11 +16,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_checkpoint_files import dense_optimizer, save
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
-from tests.support.trips import HOT, M14, M22, M41, full_state, make, stock
+from tests.support.trips import HOT, M14, M22, M41, dense_optimizer, full_state, make, save, stock
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.load import check_part

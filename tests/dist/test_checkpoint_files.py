@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_2dsp as tdsp
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec
@@ -26,10 +24,12 @@ from tests.support.trips import (
     TOLERANCE,
     backward,
     batches,
+    dense_optimizer,
     distance,
     full_state,
     make,
     make_stock,
+    save,
     stock,
     train,
 )
@@ -43,13 +43,6 @@ from torchrec_2dsp.parallel.checkpoint import (
 pytestmark = pytest.mark.dealt_file
 
 BIG = ModelSpec(tables=tuple(TableSpec(f"t{n}", 6000 + n, 16, (f"f{n}",)) for n in range(4)))
-
-
-def save(rank: int, world_size: int, cells: list[Cell], folder: Path, steps: int = 1) -> None:
-    for number, cell in enumerate(cells):
-        model, optimizer = make(cell, world_size)
-        train(model, optimizer, cell, range(steps))
-        save_checkpoint(folder / str(number), model, optimizer, extra={"step": steps})
 
 
 def entries(path: Path) -> dict[str, TensorStorageMetadata]:
@@ -196,20 +189,6 @@ def pending_is_saved(rank: int, world_size: int, path: Path, cell: Cell) -> None
 
 def test_a_backward_that_waits_for_its_sync_is_saved(ranks4: RankPool, tmp_path: Path) -> None:
     ranks4.run(pending_is_saved, tmp_path / "0", Cell(M22, "row_wise", hot_rows=HOT))
-
-
-def dense_optimizer(kind: str, model: torch.nn.Module) -> KeyedOptimizer:
-    makers = {
-        "adam": lambda params: torch.optim.Adam(params, lr=0.01),
-        "decay": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
-        "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
-        "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
-    }
-    params = dict(in_backward_optimizer_filter(model.named_parameters()))
-    if kind == "warmup":
-        stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=8, value=0.1)]
-        return WarmupOptimizer(dense_optimizer("momentum", model), stages, lr=0.1)
-    return KeyedOptimizerWrapper(params, makers[kind])
 
 
 def dense_states(

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.dist.test_one_group import make_stock
 from tests.support.models import ModelSpec, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import ONE, Cell, local_shards, make_optimizer
 from tests.support.ranks import RankPool, RanksFailed, run_ranks
+from tests.support.trips import make_stock_group
 from torchrec_2dsp import Mesh2D
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.full_duplex import FullDuplexGroup, full_duplex_backend
@@ -358,7 +358,7 @@ def train(rank: int, world_size: int, folder: Path | None) -> list[torch.Tensor]
     weights = []
     for sharding in ("table_wise", "row_wise"):
         cell = Cell(ONE, sharding, ModelSpec())
-        model = make_stock(cell, world_size)
+        model = make_stock_group(cell, world_size)
         optimizer = make_optimizer(model)
         with count_collectives() as seen:
             for step in range(2):

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_hot_set_refresh import backwards_after_a_refresh, gap_after_refreshes
-from tests.dist.test_row_exchange import warnings_of
+from tests.support.loops import warnings_of
 from tests.support.models import SEQUENCE_TABLES, SEQUENCES
 from tests.support.parity import ONE, TOLERANCE, TWO, Cell, run_cells
 from tests.support.ranks import RankPool

@@ -5,34 +5,22 @@ package by their length, as the unsharded model does.
 """
 
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
 
-from tests.support.cells import EPS
-from tests.support.devices import rank_device
-from tests.support.models import SEQUENCES, ModelSpec, build, make_batch
+from tests.support.models import SEQUENCES, ModelSpec, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import (
-    FUSED,
-    LR,
     ONE,
     Cell,
-    group_plan,
     local_shards,
     local_world_size,
     make_optimizer,
     make_parallel,
-    make_sharder,
 )
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
-from torchrec_2dsp.plan.plan2d import plan_for_rank
+from tests.support.trips import make_stock_group
 
 CELLS = [
     Cell(ONE, sharding, spec, optimizer)
@@ -52,33 +40,13 @@ CELLS = [
 ]
 
 
-def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
-    """Return the cell by TorchRec alone: its sharder, its wrapper, the same placement."""
-    model = build(cell.spec, seed=0)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    kind = EmbeddingCollectionSharder if cell.spec.sequence else EmbeddingBagCollectionSharder
-    params = {"optimizer": FUSED[cell.optimizer], "learning_rate": LR, "eps": EPS}
-    plan = group_plan(cell, model, make_sharder(cell), local_world_size())
-    stock_plan = ShardingPlan(
-        plan_for_rank(plan, dist.get_rank(), local_world_size=world_size).plan
-    )
-    parallel = DistributedModelParallel(
-        module=model,
-        device=rank_device(),
-        plan=stock_plan,
-        sharders=cast(Any, [kind(params)]),
-    )
-    parallel.load_state_dict(weights)  # type: ignore[arg-type]
-    return parallel
-
-
 def differing_entries(rank: int, world_size: int, cells: list[Cell]) -> list[str]:
     """Return which losses or weights of three steps differ in any bit from stock TorchRec's."""
     found = []
     for cell in cells:
         ours, stock = (
             make_parallel(cell, world_size, local_world_size()),
-            make_stock(cell, world_size),
+            make_stock_group(cell, world_size),
         )
         optimizers = make_optimizer(ours), make_optimizer(stock)
         for step in range(3):

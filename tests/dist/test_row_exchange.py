@@ -1,6 +1,5 @@
 """Row exchange: training equals the unsharded model, and what travels are the distinct rows."""
 
-import logging
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.support.loops import (
     make_stream,
     plain_loop,
     shard,
+    warnings_of,
 )
 from tests.support.models import (
     ALL_ROWS,
@@ -215,21 +215,6 @@ def test_quantised_communication_halves_the_bytes(ranks4: RankPool, qcomms: Comm
     for (gap, sent), (no_gap, fully_sent) in zip(short, full, strict=True):
         assert no_gap == 0.0 < gap < 10 * LR * 2**-8
         assert sent * 2 == fully_sent > 0
-
-
-def warnings_of(rank: int, world_size: int, cells: list[Cell]) -> list[list[str]]:
-    """Return the log of sharding each cell."""
-    heard = []
-    for cell in cells:
-        records: list[logging.LogRecord] = []
-        handler = logging.Handler()
-        handler.emit = records.append  # type: ignore[method-assign]
-        log = logging.getLogger("torchrec_2dsp.shard.sharders")
-        log.addHandler(handler)
-        shard(cell)
-        log.removeHandler(handler)
-        heard.append([record.getMessage() for record in records])
-    return heard
 
 
 def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:

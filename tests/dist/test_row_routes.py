@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_transport import HOT_ROWS, ROUNDING, train_late
 from tests.support.devices import rank_device
 from tests.support.models import SEQUENCES
 from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
+from tests.support.rounding import HOT_ROWS, ROUNDING, train_late
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.mesh_groups import MeshGroups

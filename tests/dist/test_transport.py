@@ -8,14 +8,12 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
-from tests.support.loop_oracles import DelayedOracle
 from tests.support.loops import Tensors, largest_gap, make_stream, shard, snapshot
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import (
     LR,
     Cell,
-    compare,
     group_plan,
     local_shards,
     local_world_size,
@@ -24,14 +22,12 @@ from tests.support.parity import (
     make_sharder,
 )
 from tests.support.ranks import RankPool, RanksFailed
-from tests.support.rounding import RoundingOracle
+from tests.support.rounding import HOT_ROWS, ROUNDING, RoundingOracle, train_late
 
 pytestmark = pytest.mark.dealt_file
 
 LARGE = ModelSpec((TableSpec("t0", 1600, 8, ("f0",)), TableSpec("t1", 960, 16, ("f1", "f2"))))
 """Few of its rows are in a batch, so that they travel alone under `WeightSync`, too."""
-HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
-ROUNDING = 1e-6
 
 TWO, FOUR = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(4, 1)
 SHORT = [transport for transport in tdsp.Transport if transport is not tdsp.Transport.FP32]
@@ -102,33 +98,6 @@ def test_a_table_that_is_as_short_already(ranks4: RankPool) -> None:
         ranks4.run(shard_half_precision, tdsp.WeightSync(transport=tdsp.Transport.BF16))
     said = "table 't0' has torch.float16 values, which transport='bf16' wouldn't make smaller"
     assert all(said in report for report in failed.value.reports.values())
-
-
-def train_late(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, float, float]]:
-    """Gaps to the late oracle, of losses and at the end; and how far tables have moved."""
-    gaps = []
-    for cell in cells:
-        parallel, stream = shard(cell), make_stream(cell, 6)
-        oracle = DelayedOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
-        optimizer, loss_gap = make_optimizer(parallel), 0.0
-        for batches in stream:
-            optimizer.zero_grad()
-            loss = local_loss(parallel(batches[rank]))
-            loss.backward()
-            optimizer.step()
-            expected = oracle.step(batches)[rank]
-            loss_gap = max(loss_gap, abs(loss.item() - expected) / (1 + expected))
-        oracle.finish()
-        gaps.append((loss_gap, compare(parallel, oracle).worst, largest_change(cell, oracle)))
-    return gaps
-
-
-def largest_change(cell: Cell, oracle: DelayedOracle) -> float:
-    """Return the largest change of any table."""
-    start = DelayedOracle(cell.spec, optimizer=cell.optimizer, lr=LR)
-    return max(
-        (weight - start.weights[name]).abs().max().item() for name, weight in oracle.weights.items()
-    )
 
 
 def test_late_updates_equal_the_late_oracle(ranks4: RankPool) -> None:

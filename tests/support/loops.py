@@ -1,5 +1,6 @@
 """Train a cell of the parity matrix by one loop or another, and compare what comes out."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -244,3 +245,27 @@ def by_pipelines(rank: int, world_size: int, cell: Cell) -> list[float]:
     stream = make_stream(cell, 5)
     expected = train(cell, rank, stream)
     return [largest_gap(train(cell, rank, stream, kind), expected) for kind in PIPELINES]
+
+
+@contextmanager
+def logged(name: str = "torchrec_2dsp") -> Iterator[list[str]]:
+    """Yield the messages that a logger gets meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def warnings_of(rank: int, world_size: int, cells: list[Cell]) -> list[list[str]]:
+    """Return the log of sharding each cell."""
+    warnings = []
+    for cell in cells:
+        with logged("torchrec_2dsp.shard.sharders") as messages:
+            shard(cell)
+        warnings.append(messages)
+    return warnings

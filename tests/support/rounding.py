@@ -9,11 +9,16 @@ from torch.func import functional_call
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import Cell
+from tests.support.loop_oracles import DelayedOracle
+from tests.support.loops import make_stream, shard
 from tests.support.models import tables_of
 from tests.support.oracle import Oracle, local_loss
+from tests.support.parity import LR, Cell, compare, make_optimizer
 from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, base_type
+
+HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
+ROUNDING = 1e-6
 
 
 class Rounded(torch.autograd.Function):
@@ -158,3 +163,30 @@ class RoundingOracle(Oracle):
             total = outputs[name].new_zeros(lengths.numel(), outputs[name].shape[1])
             parts.append(total.index_add(0, sample, outputs[name].tanh()))
         return self.model.over(torch.cat(parts, dim=1)).squeeze(1)
+
+
+def train_late(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, float, float]]:
+    """Gaps to the late oracle, of losses and at the end; and how far tables have moved."""
+    gaps = []
+    for cell in cells:
+        parallel, stream = shard(cell), make_stream(cell, 6)
+        oracle = DelayedOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
+        optimizer, loss_gap = make_optimizer(parallel), 0.0
+        for batches in stream:
+            optimizer.zero_grad()
+            loss = local_loss(parallel(batches[rank]))
+            loss.backward()
+            optimizer.step()
+            expected = oracle.step(batches)[rank]
+            loss_gap = max(loss_gap, abs(loss.item() - expected) / (1 + expected))
+        oracle.finish()
+        gaps.append((loss_gap, compare(parallel, oracle).worst, largest_change(cell, oracle)))
+    return gaps
+
+
+def largest_change(cell: Cell, oracle: DelayedOracle) -> float:
+    """Return the largest change of any table."""
+    start = DelayedOracle(cell.spec, optimizer=cell.optimizer, lr=LR)
+    return max(
+        (weight - start.weights[name]).abs().max().item() for name, weight in oracle.weights.items()
+    )

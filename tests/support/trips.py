@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.types import ShardingType
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.distributed.types import ShardingPlan, ShardingType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import copied, on_rank_device, rank_device
@@ -23,14 +26,17 @@ from tests.support.parity import (
     FUSED,
     LR,
     Cell,
+    group_plan,
     local_shards,
     local_world_size,
     make_optimizer,
     make_parallel,
+    make_sharder,
     oracle_of,
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+from torchrec_2dsp.plan.plan2d import plan_for_rank
 
 M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
 M22_CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
@@ -119,6 +125,26 @@ def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
         device=rank_device(),
         plan=planner.plan(model, sharders),  # type: ignore[arg-type]
         sharders=sharders,  # type: ignore[arg-type]
+    )
+    parallel.load_state_dict(weights)  # type: ignore[arg-type]
+    return parallel
+
+
+def make_stock_group(cell: Cell, world_size: int) -> DistributedModelParallel:
+    """Return the cell by TorchRec alone: its sharder, its wrapper, the same placement."""
+    model = build(cell.spec, seed=0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    kind = EmbeddingCollectionSharder if cell.spec.sequence else EmbeddingBagCollectionSharder
+    params = {"optimizer": FUSED[cell.optimizer], "learning_rate": LR, "eps": cell.eps}
+    plan = group_plan(cell, model, make_sharder(cell), local_world_size())
+    stock_plan = ShardingPlan(
+        plan_for_rank(plan, dist.get_rank(), local_world_size=world_size).plan
+    )
+    parallel = DistributedModelParallel(
+        module=model,
+        device=rank_device(),
+        plan=stock_plan,
+        sharders=cast(Any, [kind(params)]),
     )
     parallel.load_state_dict(weights)  # type: ignore[arg-type]
     return parallel
@@ -256,3 +282,24 @@ def check_arrivals(pool: RankPool, trips: list[Trip], folder: Path) -> None:
 
 def stock(sharding: str, **options: object) -> Cell:
     return StockCell(M14, sharding, **options)  # type: ignore[arg-type]
+
+
+def save(rank: int, world_size: int, cells: list[Cell], folder: Path, steps: int = 1) -> None:
+    for number, cell in enumerate(cells):
+        model, optimizer = make(cell, world_size)
+        train(model, optimizer, cell, range(steps))
+        save_checkpoint(folder / str(number), model, optimizer, extra={"step": steps})
+
+
+def dense_optimizer(kind: str, model: torch.nn.Module) -> KeyedOptimizer:
+    makers = {
+        "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+        "decay": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+        "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+        "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    }
+    params = dict(in_backward_optimizer_filter(model.named_parameters()))
+    if kind == "warmup":
+        stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=8, value=0.1)]
+        return WarmupOptimizer(dense_optimizer("momentum", model), stages, lr=0.1)
+    return KeyedOptimizerWrapper(params, makers[kind])

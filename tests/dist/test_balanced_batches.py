@@ -1,5 +1,7 @@
 """Samples dealt to ranks by cost, and training on them, against the global batch."""
 
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -18,6 +20,8 @@ from tests.support.models import ModelSpec, make_batch, tables_of
 from tests.support.oracle import Oracle
 from tests.support.parity import LR, TOLERANCE, Cell, compare, make_optimizer, make_parallel
 from tests.support.ranks import RankPool
+from torchrec_2dsp.errors import ConfigError, InputError, RankError, TwoDError, UnsupportedError
+from torchrec_2dsp.samples.balanced_batches import Ahead
 
 SIZES = {
     "even": [[8, 8, 8, 8]] * 3,
@@ -84,6 +88,7 @@ def deal_all(rank: int, world_size: int) -> dict[tuple[str, str], Given]:
     return {case: deal(rank, world_size, *case) for case in sorted(cases)}
 
 
+@pytest.mark.dealt_file
 def test_every_sample_is_given_once_in_order_to_ranks_with_equal_work(ranks4: RankPool) -> None:
     by_rank = ranks4.run(deal_all)
     for case in by_rank[0]:
@@ -130,6 +135,7 @@ def follow_speeds(rank: int, world_size: int) -> list[int]:
     return counts
 
 
+@pytest.mark.dealt_file
 def test_measured_slow_ranks_get_fewer_samples(ranks2: RankPool) -> None:
     fast, slow = ranks2.run(follow_speeds)
     assert [a + b for a, b in zip(fast, slow, strict=True)] == [24] * 24
@@ -154,6 +160,7 @@ def gather_sessions(rank: int, world_size: int) -> Any:
     return balanced.report
 
 
+@pytest.mark.dealt_file
 def test_sessions_come_together_on_ranks(ranks2: RankPool) -> None:
     report = ranks2.run(gather_sessions)[0]
     assert report.num_ids_before > 1.8 * 16 * 20
@@ -177,6 +184,7 @@ def interleave(rank: int, world_size: int) -> list[list[int]]:
     return numbers
 
 
+@pytest.mark.dealt_file
 def test_two_streams_keep_apart_and_close(ranks2: RankPool) -> None:
     for first, second in zip(*ranks2.run(interleave), strict=True):
         assert sorted(first + second) == [0, 1, 2, 100, 101, 102, 1000, 1001, 1100, 1101]
@@ -191,15 +199,13 @@ def deal_in_pairs(rank: int, world_size: int) -> list[int]:
     return check_samples(batch)
 
 
+@pytest.mark.dealt_file
 def test_groups_of_ranks_deal_by_themselves(ranks4: RankPool) -> None:
     by_rank = ranks4.run(deal_in_pairs)
     for first in (0, 2):
         long, short = range(10 * first, 10 * first + 4), range(10 * first + 10, 10 * first + 14)
         for numbers in by_rank[first : first + 2]:
             assert len(set(numbers) & set(long)) == len(set(numbers) & set(short)) == 2
-
-
-pytestmark = pytest.mark.dealt_file
 
 
 class MeanOracle(Oracle):
@@ -272,6 +278,7 @@ def train_cells(rank: int, world_size: int) -> list[tuple[str, float, float, int
     return gaps
 
 
+@pytest.mark.dealt_file
 def test_training_is_that_of_the_global_batch(ranks4: RankPool) -> None:
     by_rank = ranks4.run(train_cells)
     for cases in zip(*by_rank, strict=True):
@@ -299,6 +306,7 @@ def lose_weights(rank: int, world_size: int) -> float:
     return compare(parallel, oracle).weight
 
 
+@pytest.mark.dealt_file
 def test_without_loss_weights_it_is_not(ranks4: RankPool) -> None:
     assert max(ranks4.run(lose_weights)) > 100 * TOLERANCE
 
@@ -327,5 +335,133 @@ def pipe(rank: int, world_size: int) -> float:
     return largest_gap(*ends)
 
 
+@pytest.mark.dealt_file
 def test_pipelines_take_balanced_batches(ranks2: RankPool) -> None:
     assert ranks2.run(pipe) == [0.0, 0.0]
+
+
+def error_of(call: Any) -> tuple[type[Exception], str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error)
+    raise AssertionError("no error")
+
+
+def failing_loader(rank: int) -> Iterator[Sessions]:
+    yield sessions(0, [1, 2])
+    yield sessions(0, [1, 2])
+    if rank == 1:
+        raise OSError("no such file")
+    yield sessions(0, [1, 2])
+    yield sessions(0, [1, 2])
+
+
+def fail(rank: int, world_size: int) -> dict[str, tuple[type[Exception], str]]:
+    def run(batches: Any, **options: Any) -> Any:
+        return lambda: list(tdsp.BalancedBatches(batches, **options))
+
+    good = sessions(0, [1, 2])
+    balanced = tdsp.BalancedBatches(failing_loader(rank))
+    assert [len(next(balanced).numbers) for _ in range(2)] == [2, 2]
+    errors = {"loader": error_of(lambda: next(balanced)), "again": error_of(lambda: next(balanced))}
+    other = Batch(torch.ones(2, 3), good.history, torch.ones(2))
+    two_sizes = Batch(torch.ones(3, 3), good.history, torch.ones(2))
+    variable = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(3),
+        lengths=torch.ones(3, dtype=torch.int64),
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(["a", "b"], torch.zeros(2, 2, dtype=torch.int64)),
+    )
+    cases = {
+        "forms": run([good if rank else other]),
+        "never": run([good] if rank else []),
+        "sizes": run([two_sizes]),
+        "object": run([good if rank else {"a": torch.ones(2), "b": object()}]),
+        "nothing": run([{"a": 1}]),
+        "device": run([torch.ones(2, device="meta")]),
+        "gradient": run([torch.ones(2, requires_grad=True)]),
+        "variable": run([variable]),
+        "feature": run([good], lengths=["future"]),
+        "no lengths": run([torch.ones(2)]),
+        "function": run([good], lengths=lambda _: torch.ones(3)),
+        "shared": run([good], shared_ids=1.0),
+        "smoothing": run([good], smoothing=0.0),
+        "speeds": run([good], rank_speeds=[1.0]),
+        "no speed": run([good], rank_speeds=[1.0, 0.0]),
+        "settings": run([good], shared_ids=0.1 * rank),
+        "seconds": lambda: tdsp.BalancedBatches([good]).note_seconds(-1.0),
+    }
+    errors |= {name: error_of(call) for name, call in cases.items()}
+    # Whatever has failed leaves the group of ranks as it was.
+    assert sum(len(batch.numbers) for batch in tdsp.BalancedBatches([good, good])) == 4
+    assert count_dealing_threads() == 0
+    return errors
+
+
+def test_errors_are_the_same_on_all_ranks_or_name_the_rank(ranks2: RankPool) -> None:
+    first, second = ranks2.run(fail)
+    assert first["loader"] == first["again"]
+    assert first["loader"][0] is RankError
+    assert first["loader"][1].endswith(
+        "rank 1 failed as it took its next batch: OSError: no such file"
+    )
+    assert second["loader"] == second["again"] == (OSError, "no such file")
+    assert first["object"][0] is UnsupportedError
+    assert "a batch holds a value of type object" in first["object"][1]
+    assert "failed as it took its next batch: UnsupportedError" in second["object"][1]
+    expected: dict[str, tuple[type[TwoDError], str]] = {
+        "forms": (ConfigError, "the form of the batches of BalancedBatches differs between ranks"),
+        "never": (ConfigError, "had no batch at all"),
+        "sizes": (InputError, "the tensors of a batch have 3, 2, 2 samples"),
+        "nothing": (UnsupportedError, "a batch of type dict has no tensors, so it has no samples"),
+        "device": (UnsupportedError, "a batch is on meta already; balance it on the CPU"),
+        "gradient": (UnsupportedError, "a batch holds a tensor that needs a gradient"),
+        "variable": (UnsupportedError, "a batch size for each feature can't be balanced"),
+        "feature": (InputError, "the batch has no feature 'future'; use some of history, clicks"),
+        "no lengths": (InputError, "a batch without jagged tensors has no lengths"),
+        "function": (InputError, "lengths() gave a tensor of shape (3,) for 2 samples"),
+        "shared": (ConfigError, "BalancedBatches(shared_ids=1.0) is no share"),
+        "smoothing": (ConfigError, "BalancedBatches(smoothing=0.0) is no factor"),
+        "speeds": (ConfigError, "BalancedBatches(rank_speeds=[1.0]) doesn't fit 2 ranks"),
+        "no speed": (ConfigError, "rank_speeds: 0.0 is no speed"),
+        "settings": (ConfigError, "the settings of BalancedBatches differs between ranks"),
+        "seconds": (ConfigError, "note_seconds(-1.0) is no time"),
+    }
+    assert set(expected) == set(first) - {"loader", "again", "object"}
+    for name, (kind, text) in expected.items():
+        for error in (first[name], second[name]):
+            assert error[0] is kind, (name, error)
+            assert text in error[1], (name, error)
+
+
+def test_a_call_ahead_waits_for_the_one_before_and_hands_over_errors() -> None:
+    order: list[str] = []
+    gate = threading.Event()
+
+    def first_call() -> None:
+        gate.wait(10)
+        order.append("first")
+        raise ValueError("first")
+
+    first = Ahead(first_call, None)
+    second = Ahead(lambda: order.append("second"), first)
+    assert order == []
+    gate.set()
+    second.result()
+    assert order == ["first", "second"]
+    with pytest.raises(ValueError, match="first"):
+        first.result()
+
+
+def alone(rank: int, world_size: int) -> None:
+    group = dist.new_group([rank], use_local_synchronization=True)
+    batches = [sessions(0, [1, 2]), sessions(2, [3])]
+    balanced = tdsp.BalancedBatches(batches, group=cast(Any, group))
+    assert [check_samples(batch) for batch in balanced] == [[0, 1], [2]]
+    assert balanced.loss_weight == 1.0
+
+
+def test_a_rank_that_is_alone_gets_its_own_batches(ranks2: RankPool) -> None:
+    ranks2.run(alone)

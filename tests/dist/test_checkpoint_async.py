@@ -1,7 +1,9 @@
 """Saves that go on while the model trains: what they store, what they disturb, how they fail."""
 
+import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
@@ -21,8 +24,6 @@ from torchrec_2dsp.comms.groups import WorldGroups
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
-
-pytestmark = pytest.mark.dealt_file
 
 SAVED_STEPS = (1, 4)
 STEPS = 7
@@ -101,6 +102,7 @@ def run_all_ways(
     ]
 
 
+@pytest.mark.dealt_file
 def test_training_goes_on_undisturbed(ranks4: RankPool, tmp_path: Path) -> None:
     for by_cell in ranks4.run(run_all_ways, CELLS, tmp_path, timeout_s=280):
         for cell, runs in zip(CELLS, by_cell, strict=True):
@@ -132,6 +134,7 @@ def groups_are_made_once(rank: int, world_size: int, folder: Path) -> list[objec
     return [seen[0] is seen[1], seen[0] is dist.group.WORLD, dist.get_backend(seen[0])]
 
 
+@pytest.mark.dealt_file
 def test_saves_have_one_group_of_their_own(ranks2: RankPool, tmp_path: Path) -> None:
     assert ranks2.run(groups_are_made_once, tmp_path) == [[True, False, "gloo"]] * 2
 
@@ -162,6 +165,7 @@ def waits_for_one_another(rank: int, world_size: int, folder: Path) -> list[bool
     return was_done
 
 
+@pytest.mark.dealt_file
 def test_one_save_at_a_time(ranks2: RankPool, tmp_path: Path) -> None:
     assert ranks2.run(waits_for_one_another, tmp_path) == [[True] * 3] * 2
 
@@ -193,6 +197,7 @@ def fails(rank: int, world_size: int, folder: Path) -> list[str]:
 _WRITE = ChecksumWriter.write_data
 
 
+@pytest.mark.dealt_file
 def test_a_failure_of_one_rank_is_everybodys(ranks2: RankPool, tmp_path: Path) -> None:
     def text(number: int) -> str:
         return (
@@ -214,6 +219,7 @@ def refused(rank: int, world_size: int, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.dealt_file
 def test_ranks_must_agree_on_it(ranks2: RankPool, tmp_path: Path) -> None:
     assert (
         ranks2.run(refused, tmp_path)
@@ -249,11 +255,13 @@ def leave_while_saving(rank: int, world_size: int, folder: Path, way: str) -> st
     return ""
 
 
+@pytest.mark.dealt_file
 def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     run_ranks(leave_while_saving, 2, tmp_path / "0", "end", timeout_s=250)
     assert (tmp_path / "0" / ".metadata").exists()
 
 
+@pytest.mark.dealt_file
 def test_a_world_that_is_destroyed_fails_the_save_by_name(tmp_path: Path) -> None:
     texts = run_ranks(leave_while_saving, 2, tmp_path / "0", "destroy", start_method="forkserver")
     for text in texts:
@@ -261,3 +269,147 @@ def test_a_world_that_is_destroyed_fails_the_save_by_name(tmp_path: Path) -> Non
             "FOLDER couldn't be written and holds no checkpoint (the ranks have lost each other:"
         )
     assert not (tmp_path / "0" / ".metadata").exists()
+
+
+Arguments = Callable[[int], dict[str, Any]]
+
+
+def save_fails(rank: int, world_size: int, path: Path, make_arguments: Arguments) -> str:
+    model, _ = make(Cell(tdsp.Mesh2D(2, 1), "row_wise"), world_size)
+    arguments: dict[str, Any] = {"path": path, **make_arguments(rank)}
+    with pytest.raises(tdsp.TwoDError) as caught:
+        save_checkpoint(model=model, **arguments)
+    return str(caught.value).replace(str(path), "FOLDER")
+
+
+def not_json(rank: int) -> dict[str, Any]:
+    return {"extra": {"step": torch.ones(1)}}
+
+
+def json_changes_it(rank: int) -> dict[str, Any]:
+    return {"extra": {1: "one"}}
+
+
+def differs(rank: int) -> dict[str, Any]:
+    return {"extra": {"step": rank}}
+
+
+def one_bad_rank(rank: int) -> dict[str, Any]:
+    return {"extra": {"step": {1} if rank else 1}}
+
+
+def an_address(rank: int) -> dict[str, Any]:
+    return {"path": "s3://bucket/x"}
+
+
+def nameless(rank: int) -> dict[str, Any]:
+    return {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])}
+
+
+JSON = "isn't the same after a round trip through JSON; use dicts with text keys, lists, texts and"
+REFUSED_SAVES: dict[Arguments, str] = {
+    not_json: f"extra={{'step': tensor([1.])}} {JSON} numbers",
+    json_changes_it: f"extra={{1: 'one'}} {JSON} numbers",
+    one_bad_rank: f"extra={{'step': {{1}}}} {JSON} numbers (found on rank 1)",
+    differs: 'extra differs between ranks: rank 0 has {"step": 0}, rank 1 has {"step": 1}; '
+    "give all ranks the same",
+    an_address: "s3://bucket/x is an address; give a folder that all ranks have mounted",
+    nameless: "the state of a SGD has no names; wrap it in TorchRec's KeyedOptimizerWrapper",
+}
+
+
+@pytest.mark.parametrize("make_arguments", REFUSED_SAVES, ids=lambda case: case.__name__)
+def test_refused_saves(ranks2: RankPool, tmp_path: Path, make_arguments: Arguments) -> None:
+    texts = ranks2.run(save_fails, tmp_path / "0", make_arguments)
+    assert texts == [REFUSED_SAVES[make_arguments]] * 2
+    assert not (tmp_path / "0").exists()
+
+
+def nothing(rank: int) -> dict[str, Any]:
+    return {}
+
+
+def save_on_two(rank: int, world_size: int, path: Path) -> None:
+    model, _ = make(Cell(tdsp.Mesh2D(2, 1), "row_wise"), world_size)
+    save_checkpoint(path, model)
+
+
+def test_a_checkpoint_is_never_overwritten(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(save_on_two, tmp_path / "0")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "0").iterdir()}
+    assert (
+        ranks2.run(save_fails, tmp_path / "0", nothing)
+        == ["FOLDER holds a checkpoint already; save to a new folder"] * 2
+    )
+    assert {file.name: file.read_bytes() for file in (tmp_path / "0").iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_made(ranks2: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    first, second = ranks2.run(save_fails, tmp_path / "file" / "0", nothing)
+    assert first == second
+    assert first.startswith(
+        "FOLDER couldn't be written and holds no checkpoint (rank 0: NotADirectoryError("
+    )
+
+
+def save_slowly(rank: int, world_size: int, path: Path, go_on: Path) -> None:
+    """Save, but write nothing before the file ``go_on`` exists."""
+    write = ChecksumWriter.write_data
+
+    def write_later(*arguments: Any) -> Any:
+        while not go_on.exists():
+            time.sleep(0.01)
+        return write(*arguments)
+
+    with patch.object(ChecksumWriter, "write_data", write_later):
+        save_on_two(rank, world_size, path)
+
+
+def load_on_two(rank: int, world_size: int, path: Path) -> None:
+    model, _ = make(Cell(tdsp.Mesh2D(2, 1), "row_wise"), world_size)
+    load_checkpoint(path, model)
+
+
+def test_another_run_that_saves_to_the_folder_is_named(ranks2: RankPool, tmp_path: Path) -> None:
+    folder, go_on = tmp_path / "0", tmp_path / "go_on"
+    with RankPool(2) as others:
+        slow = threading.Thread(target=others.run, args=(save_slowly, folder, go_on))
+        slow.start()
+        try:
+            while not (folder / "save.lock").exists():
+                assert slow.is_alive()
+                time.sleep(0.01)
+            texts = ranks2.run(save_fails, folder, nothing)
+        finally:
+            go_on.touch()
+            slow.join()
+    assert texts[0] == texts[1]
+    assert re.fullmatch(
+        r"FOLDER is being saved to by process \d+ on \S+ since \d{4}-\d\d-\d\dT[0-9:+]+; save to a "
+        r"new folder, or remove FOLDER/save\.lock if that process is gone \(found on rank 0\)",
+        texts[0],
+    )
+    assert not (folder / "save.lock").exists()
+    ranks2.run(load_on_two, folder)
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(ranks2: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / "save.lock").write_text('{"process": 1, "host": "gone", "since": "2020-01-01"}')
+    ranks2.run(save_on_two, folder)
+    assert not (folder / "save.lock").exists()
+
+
+def test_a_failed_save_leaves_no_lock(ranks2: RankPool, tmp_path: Path) -> None:
+    texts = ranks2.run(fail_to_finish, tmp_path / "0")
+    assert texts[0] == texts[1]
+    assert "No space left" in texts[0]
+    assert not (tmp_path / "0" / "save.lock").exists()
+    ranks2.run(save_on_two, tmp_path / "0")
+
+
+def fail_to_finish(rank: int, world_size: int, path: Path) -> str:
+    with patch.object(ChecksumWriter, "finish", side_effect=OSError(28, "No space left")):
+        return save_fails(rank, world_size, path, nothing)

@@ -2,15 +2,26 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import Tensors, largest_gap, make_stream, train
-from tests.support.models import ModelSpec, TableSpec
-from tests.support.parity import ONE, Cell, check_cells
+from tests.support.models import ModelSpec, TableSpec, build
+from tests.support.parity import (
+    ONE,
+    Cell,
+    check_cells,
+    group_plan,
+    local_shards,
+    local_world_size,
+    make_sharder,
+)
 from tests.support.ranks import RankPool
+from torchrec_2dsp.shard.initial_tables import BLOCK_ROWS, drawn_block
 
 pytestmark = pytest.mark.dealt_file
 
@@ -85,3 +96,88 @@ def test_averaged_copies_are_equal(ranks4: RankPool) -> None:
         for copy, other_copy in zip(first, second, strict=True):
             assert largest_gap(copy, other_copy) == 0.0
             assert sum(tensor.numel() for tensor in copy.values() if torch.is_tensor(tensor)) > 0
+
+
+SEED = 11
+# More rows than a block, and shards that end inside one.
+TABLES = (TableSpec("t0", 2_500, 8, ("f0",)), TableSpec("t1", 3, 16, ("f1", "f2")))
+BAGS = ModelSpec(tables=TABLES)
+SEQUENCES = ModelSpec(tables=(TABLES[0], replace(TABLES[1], dim=8)), sequence=True)
+MESHES = [tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2), tdsp.Mesh2D(4, 1)]
+CELLS = [
+    *(
+        Cell(mesh, sharding, BAGS)
+        for mesh in MESHES
+        for sharding in ("row_wise", "column_wise", "table_wise", "data_parallel")
+    ),
+    *(Cell(mesh, kind, BAGS) for mesh in MESHES[:2] for kind in ("grid_shard", "table_row_wise")),
+    *(Cell(mesh, "row_wise", BAGS, exchange="row", owners="hash") for mesh in MESHES),
+    Cell(MESHES[1], "row_wise", BAGS, exchange="row", hot_rows=(("t0", (5, 2_000)),)),
+    Cell(MESHES[1], "row_wise", BAGS, in_world=("t0",)),
+    Cell(MESHES[1], "row_wise", SEQUENCES),
+    Cell(MESHES[1], "row_wise", replace(BAGS, data_type=DataType.FP16)),
+]
+
+
+def expected_tables(cell: Cell) -> dict[str, torch.Tensor]:
+    """Draw the whole tables, block by block."""
+    model: Any = build(cell.spec)
+    is_bags = not cell.spec.sequence
+    configs = model.ebc.embedding_bag_configs() if is_bags else model.ec.embedding_configs()
+    return {
+        config.name: torch.cat(
+            [
+                drawn_block(config, SEED, number)
+                for number in range(-(-config.num_embeddings // BLOCK_ROWS))
+            ]
+        )
+        for config in configs
+    }
+
+
+def compared(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[str, int]]:
+    """Count the expected values of each cell's shards on this rank, or name the wrong cell."""
+    results = []
+    for cell in cells:
+        model = build(cell.spec, seed=rank)
+        sharder: Any = make_sharder(cell)
+        plan = group_plan(cell, model, sharder, local_world_size())
+        drawing = type(sharder)(sharder.optimizer, init_seed=SEED)
+        expected = expected_tables(cell)
+        parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[drawing])
+        num_equal = 0
+        for name, value in parallel.state_dict().items():
+            table = name.split(".")[-2]
+            if table not in expected:
+                continue
+            for shard, (row, column) in local_shards(value):
+                rows, columns = shard.shape
+                wanted = expected[table][row : row + rows, column : column + columns]
+                if not torch.equal(shard.detach(), wanted.to(shard.dtype)):
+                    results.append((f"{cell}: {name}", -1))
+                num_equal += shard.numel()
+        results.append((str(cell), num_equal))
+    return results
+
+
+def test_tables_start_equal_everywhere(two_hosts: RankPool) -> None:
+    by_rank = two_hosts.run(compared, CELLS)
+    wrong = [name for results in by_rank for name, num_equal in results if num_equal < 0]
+    assert not wrong
+    for cell, *counts in zip(CELLS, *by_rank, strict=True):
+        assert sum(count for _, count in counts) == cell.num_values, str(cell)
+
+
+def differing_seeds(rank: int, world_size: int) -> str:
+    cell = Cell(MESHES[1], spec=BAGS)
+    model = build(cell.spec)
+    plan = group_plan(cell, model, make_sharder(cell), local_world_size())
+    sharder = tdsp.EmbeddingBagCollectionSharder2D(init_seed=rank)
+    with pytest.raises(tdsp.errors.ConfigError) as error:
+        tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
+    return str(error.value)
+
+
+def test_all_ranks_need_the_same_seed(two_hosts: RankPool) -> None:
+    (text,) = set(two_hosts.run(differing_seeds))
+    assert text.startswith("init_seed differs between ranks: rank 0 has 0, rank 1 has 1")

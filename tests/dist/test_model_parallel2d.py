@@ -1,10 +1,8 @@
 """`ModelParallel2D` without a plan, and in uses that it must refuse or name."""
 
 import copy
-import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -15,9 +13,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
+from tests.support.loops import logged
 from tests.support.models import SEQUENCES, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import TOLERANCE, Cell, local_world_size, make_parallel
+from tests.support.parity import TOLERANCE, TWO, Cell, local_world_size, make_parallel
 from tests.support.ranks import RankPool
 
 STEPS = 3
@@ -37,26 +36,9 @@ def losses_of(parallel: DistributedModelParallel, spec: ModelSpec, rank: int) ->
     return losses
 
 
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect what `ModelParallel2D` logs."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("torchrec_2dsp.parallel.model_parallel2d")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
 def train_both(rank: int, world_size: int, spec: ModelSpec) -> tuple[list[float], list[float], str]:
     """Return losses of ours and of stock, both without a plan, and what was logged."""
-    with logged() as lines:
+    with logged("torchrec_2dsp.parallel.model_parallel2d") as lines:
         ours = tdsp.ModelParallel2D(build(spec, seed=1))
     assert ours.mesh == tdsp.Mesh2D(1, world_size)
     stock = DistributedModelParallel(build(spec, seed=2), device=rank_device())
@@ -154,7 +136,7 @@ def test_unsupported_uses_are_named(ranks2: RankPool, cell: Cell, use: Callable[
 
 
 def shard_whole(rank: int, world_size: int) -> list[str]:
-    with logged() as lines:
+    with logged("torchrec_2dsp.parallel.model_parallel2d") as lines:
         make_parallel(Cell(tdsp.Mesh2D(1, 2), "data_parallel"), world_size, local_world_size())
     return lines
 
@@ -217,3 +199,33 @@ def test_a_merge_tells_how_long_gradients_had_to_travel(ranks4: RankPool) -> Non
         assert sent.window_s >= PAUSE_S > sent.waited_s
         assert unsent.window_s < PAUSE_S, "nothing was sent before it was asked for"
         assert sent.waited_s < sent.seconds
+
+
+def weights_after_lookup(
+    rank: int, world_size: int, cell: Cell, equal: bool
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Return this rank's shards after its own initialisation and a lookup, and the log."""
+    parallel = make_parallel(cell, world_size, local_world_size())
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    (module,) = parallel.sharded_tables()
+    shards = [shard.tensors["weight"] for kernel in module.kernels() for shard in kernel.shards()]
+    for weight in shards:
+        rows = torch.arange(weight.shape[0], dtype=weight.dtype)
+        # The second group has the same rows in another order.
+        rows = rows if equal or TWO.group_of(rank) == 0 else rows.flip(0)
+        weight.copy_(rows[:, None].expand_as(weight))
+    with logged() as messages:
+        parallel(make_batch(cell.spec, rank))
+    return [weight.clone() for weight in shards], messages
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+def test_the_first_group_wins(ranks4: RankPool, sharding: str, equal: bool) -> None:
+    results = ranks4.run(weights_after_lookup, Cell(TWO, sharding), equal)
+    for rank, (shards, messages) in enumerate(results):
+        expected, _ = results[TWO.replica_peers(rank)[0]]
+        assert all(map(torch.equal, shards, expected))
+        assert all(weight[0, 0] == 0 for weight in shards)
+        differed = bool(shards) and not equal
+        assert bool(messages) == differed, messages

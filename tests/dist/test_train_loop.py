@@ -15,10 +15,9 @@ from torchrec.datasets.utils import Batch
 
 from tests.support.logs import make_rows, table_config, write_log
 from tests.support.ranks import RankPool
-from tests.support.train_runs import TREE, PlainRun, config_with, plain_metrics
+from tests.support.train_runs import TREE, PlainRun, click_data, config_with, plain_metrics
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.groups import world_group
-from tests.support.train_runs import TREE, PlainRun, click_data, config_with, plain_metrics
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.train_display import TrainDisplay
 from torchrec_2dsp.programs.config.config_file import make_config

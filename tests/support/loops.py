@@ -254,11 +254,14 @@ def logged(name: str = "torchrec_2dsp") -> Iterator[list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(name)
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield messages
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def warnings_of(rank: int, world_size: int, cells: list[Cell]) -> list[list[str]]:

@@ -1,6 +1,7 @@
 """Counted batches, exactly and by a sketch, against plain Python."""
 
 from collections import Counter
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp._compat.fbgemm import TbeShape
+from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
+from torchrec_2dsp.rows.gradients import RowSum, blocks_of
 
 NUM_ROWS = 10
 TABLES = [
@@ -164,3 +168,87 @@ def test_arguments_that_make_no_sense(arguments: dict[str, int], message: str) -
 def test_two_tables_of_one_name_are_refused() -> None:
     with pytest.raises(tdsp.errors.ConfigError, match="two tables are named 'ads'"):
         tdsp.RowCounter([*TABLES, TABLES[0]])
+
+
+@given(st.integers(1, 3_000))
+def test_every_row_has_a_position_of_its_own(num_rows: int) -> None:
+    spread = RowSpread(num_rows)
+    rows = torch.arange(num_rows, dtype=torch.int32)
+    positions = spread.positions(rows)
+    assert positions.sort().values.tolist() == rows.tolist()
+    assert spread.rows(positions).tolist() == rows.tolist()
+
+
+@given(st.integers(1, MAX_ROWS), st.floats(0, 1))
+def test_the_largest_tables_don_t_overflow(num_rows: int, share: float) -> None:
+    row = min(num_rows - 1, int(share * num_rows))
+    spread = RowSpread(num_rows)
+    (position,) = spread.positions(torch.tensor([row])).tolist()
+    assert position == row * spread.step % num_rows
+    assert spread.rows(torch.tensor([position])).tolist() == [row]
+
+
+@given(st.integers(1_000, 2_000_000), st.integers(2, 64), st.integers(100, 10_000), st.floats(0, 1))
+def test_neighbours_are_shared_evenly(
+    num_rows: int, num_owners: int, run: int, start: float
+) -> None:
+    """Of any run of rows, each owner has its share, up to a few."""
+    first = int(start * (num_rows - 1))
+    rows = torch.arange(first, min(first + run, num_rows))
+    rows_per_owner = -(-num_rows // num_owners)
+    owners = RowSpread(num_rows).positions(rows) // rows_per_owner
+    counts = torch.bincount(owners, minlength=num_owners)
+    shares = (num_rows - rows_per_owner * torch.arange(num_owners)).clamp(0, rows_per_owner)
+    assert (counts - shares / num_rows * rows.numel()).abs().max() <= 12
+
+
+def test_more_rows_are_refused() -> None:
+    with pytest.raises(
+        tdsp.errors.UnsupportedError, match="3,037,000,499 at most; use owners='block'"
+    ):
+        RowSpread(MAX_ROWS + 1)
+
+
+keys_of_contributions = st.lists(st.integers(0, 9), max_size=12)
+
+
+@given(keys_of_contributions, st.randoms(use_true_random=False), st.booleans())
+def test_contributions_are_added_by_row(keys: list[int], random: Random, weighted: bool) -> None:
+    """Whole numbers have exact sums in any order."""
+    contributions = torch.arange(2.0 * len(keys)).view(-1, 2)
+    places = torch.tensor(random.sample(range(len(keys)), len(keys)), dtype=torch.int64)
+    weights = torch.arange(float(len(keys))) if weighted else None
+    dense = torch.zeros(10, 2)
+    for index, key in enumerate(keys):
+        dense[key] += contributions[places[index]] * (index if weighted else 1)
+
+    rows = RowSum(torch.tensor(keys, dtype=torch.int64), places, weights)
+
+    assert rows.keys.tolist() == sorted(set(keys))
+    assert torch.equal(rows.of(contributions), dense[rows.keys])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.sampled_from([4, 8])), min_size=1, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_a_key_stands_for_one_row(tables: list[tuple[int, int]], random: Random) -> None:
+    """Numbering through and back, whatever the order of the tables' features."""
+    order = random.sample(range(len(tables)), len(tables))
+    num_rows, dims = zip(*tables, strict=True)
+    blocks = blocks_of(TbeShape(num_rows, dims, tuple(order), False, False))
+
+    found = {}
+    for block in blocks:
+        assert {dims[table] for table in block.tables} == {block.dim}
+        found |= zip(block.tables, block.rows_of(torch.arange(block.num_rows)), strict=True)
+
+    assert {table: rows.tolist() for table, rows in found.items()} == {
+        table: list(range(num)) for table, num in enumerate(num_rows)
+    }
+
+
+def test_large_blocks_have_long_keys() -> None:
+    for num_rows, dtype in ((2**31 - 1, torch.int32), (2**31, torch.int64)):
+        (block,) = blocks_of(TbeShape((num_rows,), (8,), (0,), False, False))
+        assert block.key_dtype is dtype

@@ -1,9 +1,28 @@
 """Requests that a served file refuses by name, as TorchScript raises it."""
 
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from pydantic import ValidationError
 
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.export.served import RequestCheck, ServedFeature
+from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for
+from torchrec_2dsp.programs.models.ranking import (
+    ItemChunk,
+    Queries,
+    RankingConfig,
+    RankingQuality,
+    places_of,
+    rank_all_items,
+    ranking_metrics,
+)
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 FEATURES = [
@@ -48,3 +67,141 @@ def test_a_tensor_of_another_type_or_shape_is_named(
     with pytest.raises(Exception, match=message) as refusal:
         check(*request_tensors)
     assert "ValueError" in str(refusal.value) or isinstance(refusal.value, ValueError)
+
+
+def test_places_are_those_of_sorting() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(40, 25, generator=generator)
+    targets = torch.randint(0, 25, (40,), generator=generator)
+    others = torch.arange(25) != targets.unsqueeze(1)
+    places = places_of(scores.gather(1, targets.unsqueeze(1)).squeeze(1), scores, others)
+    for place, row, target in zip(places.tolist(), scores.tolist(), targets.tolist(), strict=True):
+        assert sorted(range(25), key=lambda item: -row[item]).index(target) == place - 1
+    assert places.unique().numel() > 10
+
+
+def test_what_knows_nothing_ends_last() -> None:
+    nan = math.nan
+    constant = places_of(torch.zeros(2), torch.zeros(2, 9))
+    assert constant.tolist() == [10, 10]
+    # A target without a number, and competitors without one.
+    assert places_of(torch.tensor([nan, 1.0]), torch.tensor([[0.0, 1.0], [nan, 0.0]])).tolist() == [
+        3,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_metrics_are_those_of_plain_loops(k: int) -> None:
+    places = torch.tensor([1, 4, 0, 2, 11, 10, 3, 1, 0, 500])
+    quality = RankingQuality.of(places, up_to=10)
+    real = [place for place in places.tolist() if place]
+    assert quality.num_targets == 8
+    assert quality.recall(k) == pytest.approx(sum(place <= k for place in real) / 8)
+    gains = [1 / math.log2(place + 1) if place <= k else 0.0 for place in real]
+    assert quality.ndcg(k) == pytest.approx(sum(gains) / 8)
+
+
+def test_no_target_has_no_quality() -> None:
+    quality = RankingQuality.of(torch.zeros(3, dtype=torch.int64), up_to=5)
+    assert math.isnan(quality.recall(5))
+    assert math.isnan(quality.ndcg(1))
+
+
+def test_wrong_places_are_refused() -> None:
+    with pytest.raises(ConfigError, match="up_to=0 is no place; use 1 or more"):
+        RankingQuality.of(torch.tensor([1]), up_to=0)
+    quality = RankingQuality.of(torch.tensor([1]), up_to=5)
+    for k in (0, 6):
+        with pytest.raises(ConfigError, match=rf"k={k} is not in 1\.\.5"):
+            quality.recall(k)
+
+
+class Ranker:
+    """Items and samples with vectors of their own."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.items = torch.rand(30, 4, generator=generator)
+        self.samples = torch.rand(12, 4, generator=generator)
+        self.targets = torch.randint(0, 30, (12,), generator=generator)
+        self.targets[5] = -1
+        self.seen = torch.randint(-1, 30, (12, 6), generator=generator)
+        # A target that the sample has had before still counts as itself.
+        self.seen[0, 0] = self.targets[0]
+
+    def queries(self, batch: torch.Tensor) -> Queries:
+        vectors, targets = self.samples[batch], self.targets[batch]
+        return Queries.of(vectors, self.items[targets], targets, self.seen[batch])
+
+    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
+        for first in range(0, 30, chunk_size):
+            yield ItemChunk(first, self.items[first : first + chunk_size])
+
+
+@pytest.mark.parametrize("excludes", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 7, 30, 100])
+def test_all_items_are_ranked_in_chunks_of_any_size(chunk_size: int, excludes: bool) -> None:
+    ranker = Ranker()
+    batches = torch.arange(12).split(5)
+    places = rank_all_items(
+        ranker,  # pyright: ignore[reportArgumentType]
+        batches,  # pyright: ignore[reportArgumentType]
+        chunk_size=chunk_size,
+        exclude_seen=excludes,
+    )
+    for sample, place in enumerate(places.tolist()):
+        target = int(ranker.targets[sample])
+        if target < 0:
+            assert place == 0
+            continue
+        scores = (ranker.items @ ranker.samples[sample]).tolist()
+        seen = ranker.seen[sample].tolist() if excludes else []
+        rivals = [item for item in range(30) if item != target and item not in seen]
+        assert place == 1 + sum(scores[item] >= scores[target] for item in rivals)
+    assert rank_all_items(ranker, []).numel() == 0  # pyright: ignore[reportArgumentType]
+
+
+CONFIG = SequenceModelConfig(dim=8, max_length=6, num_negatives=4, eval_negatives=12)
+DATA = dataset_for(CONFIG, SyntheticSequencesConfig(num_items=60, max_length=6).dataset())
+
+
+def held_out() -> list[Any]:
+    batches = DATA.batches(Split.EVAL, global_batch_size=16, rank=0, world_size=1)
+    return [next(batches) for _ in range(3)]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_metrics_are_those_of_the_places(is_training: bool) -> None:
+    model: Any = build_any_model(DATA, CONFIG).train(is_training)
+    ranking = RankingConfig(k=(3, 20), chunk_size=7)
+    metrics = ranking_metrics(model, held_out(), ranking, group=None)
+    assert model.training == is_training
+    model.eval()
+    quality = RankingQuality.of(rank_all_items(model, held_out()), up_to=20)
+    assert metrics == {
+        "recall@3": quality.recall(3),
+        "ndcg@3": quality.ndcg(3),
+        "recall@20": quality.recall(20),
+        "ndcg@20": quality.ndcg(20),
+    }
+    assert 0 < metrics["recall@3"] < metrics["recall@20"] < 1
+
+    sampled = ranking_metrics(model, held_out(), RankingConfig(among="sampled", k=(13,)), None)
+    # Among 12 negatives nothing is behind the 13th place, and most is before the 20th of all.
+    assert sampled["recall@13"] == 1
+    with torch.no_grad():
+        places = torch.cat([model(batch)[1][1] for batch in held_out()])
+    assert sampled["ndcg@13"] == RankingQuality.of(places, 13).ndcg(13) < 1
+
+
+def test_nothing_is_ranked_on_request() -> None:
+    model = build_any_model(DATA, CONFIG)
+    assert ranking_metrics(model, held_out(), RankingConfig(among="none"), None) == {}
+
+
+@pytest.mark.parametrize("options", [{"k": []}, {"among": "some"}, {"chunk_size": 0}])
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValidationError, match=name):
+        RankingConfig.model_validate(options)

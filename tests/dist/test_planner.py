@@ -10,9 +10,15 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 import torchrec_2dsp as tdsp
-from tests.support.planning import calibration
+from tests.support.planning import (
+    STOCK_SHARDERS,
+    bags,
+    calibration,
+    constrained,
+    planner_for,
+    world,
+)
 from tests.support.ranks import RankPool
-from tests.unit.test_planner import SHARDERS, bags, constrained, planner_for, world
 from torchrec_2dsp.plan.serialize import from_json, to_json
 from torchrec_2dsp.planner.torchrec.adapters import Stats2D
 
@@ -21,20 +27,20 @@ MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
 
 def plan_as_json(rank: int, world_size: int, sharding_type: str) -> str:
     planner = planner_for(MESH, constraints=constrained(sharding_type))
-    return to_json(planner.collective_plan(bags(), SHARDERS))
+    return to_json(planner.collective_plan(bags(), STOCK_SHARDERS))
 
 
 @pytest.mark.parametrize("sharding_type", ["row_wise", "2d_table_wise", "data_parallel"])
 def test_every_rank_gets_the_plan(ranks4: RankPool, sharding_type: str) -> None:
     plans = ranks4.run(plan_as_json, sharding_type)
 
-    alone = planner_for(MESH, constraints=constrained(sharding_type)).plan(bags(), SHARDERS)
+    alone = planner_for(MESH, constraints=constrained(sharding_type)).plan(bags(), STOCK_SHARDERS)
     assert plans == [to_json(alone)] * 4
 
 
 def plan_by_cost(rank: int, world_size: int) -> str:
     planner = tdsp.Planner2D(batch_size=64, calibration=calibration())
-    plan = planner.collective_plan(bags(), SHARDERS)
+    plan = planner.collective_plan(bags(), STOCK_SHARDERS)
     assert ("ms per step" in str(planner.explain())) if rank == 0 else True
     return to_json(plan)
 
@@ -58,7 +64,7 @@ def plan_of_proposals(rank: int, world_size: int) -> str:
         partitioner=tdsp.BalancedPartitioner(),
         stats=Stats2D(),
     )
-    return to_json(tdsp.Plan2D.from_stock(planner.collective_plan(bags(), SHARDERS)))
+    return to_json(tdsp.Plan2D.from_stock(planner.collective_plan(bags(), STOCK_SHARDERS)))
 
 
 def test_what_was_proposed_on_rank_0_reaches_every_rank(ranks4: RankPool) -> None:
@@ -77,7 +83,7 @@ def num_searches(rank: int, world_size: int) -> int:
         return options
 
     planner = planner_for(MESH, callbacks=[count])
-    plan = planner.collective_plan(bags(), SHARDERS)
+    plan = planner.collective_plan(bags(), STOCK_SHARDERS)
     assert type(plan) is tdsp.Plan2D
     return len(searched)
 
@@ -87,7 +93,7 @@ def test_only_rank_0_searches(ranks4: RankPool) -> None:
 
 
 def empty_plan(rank: int, world_size: int) -> str:
-    return to_json(planner_for(MESH).collective_plan(nn.Linear(2, 2), SHARDERS))
+    return to_json(planner_for(MESH).collective_plan(nn.Linear(2, 2), STOCK_SHARDERS))
 
 
 def test_no_tables_give_an_empty_plan_everywhere(ranks4: RankPool) -> None:
@@ -97,14 +103,14 @@ def test_no_tables_give_an_empty_plan_everywhere(ranks4: RankPool) -> None:
 
 
 def nothing_fits(rank: int, world_size: int) -> None:
-    planner_for(MESH, world(4, ddr_cap=1_000)).collective_plan(bags(), SHARDERS)
+    planner_for(MESH, world(4, ddr_cap=1_000)).collective_plan(bags(), STOCK_SHARDERS)
 
 
 def a_part_breaks(rank: int, world_size: int) -> None:
     def broken(options: list[ShardingOption]) -> NoReturn:
         raise KeyError("lost on rank 0")
 
-    planner_for(MESH, callbacks=[broken]).collective_plan(bags(), SHARDERS)
+    planner_for(MESH, callbacks=[broken]).collective_plan(bags(), STOCK_SHARDERS)
 
 
 def the_plan_cannot_travel(rank: int, world_size: int) -> None:
@@ -114,7 +120,7 @@ def the_plan_cannot_travel(rank: int, world_size: int) -> None:
         return options
 
     planner = planner_for(MESH, callbacks=[unpicklable], debug=False)
-    planner.collective_plan(bags(), SHARDERS)
+    planner.collective_plan(bags(), STOCK_SHARDERS)
 
 
 class RefusingReservation(FixedPercentageStorageReservation):
@@ -124,11 +130,11 @@ class RefusingReservation(FixedPercentageStorageReservation):
 
 def a_part_refuses(rank: int, world_size: int) -> None:
     reservation = RefusingReservation(0.0)
-    planner_for(MESH, storage_reservation=reservation).collective_plan(bags(), SHARDERS)
+    planner_for(MESH, storage_reservation=reservation).collective_plan(bags(), STOCK_SHARDERS)
 
 
 def the_mesh_is_another(rank: int, world_size: int) -> None:
-    planner_for(tdsp.Mesh2D(4, 2)).collective_plan(bags(), SHARDERS)
+    planner_for(tdsp.Mesh2D(4, 2)).collective_plan(bags(), STOCK_SHARDERS)
 
 
 ErrorSeen = tuple[str, str, str | None, float]
@@ -176,7 +182,7 @@ def test_every_rank_raises_the_same_error_within_seconds(
 
 def test_planning_alone_has_the_stock_error_as_its_cause() -> None:
     with pytest.raises(tdsp.errors.PlanError) as raised:
-        planner_for(MESH, world(4, ddr_cap=1_000)).plan(bags(), SHARDERS)
+        planner_for(MESH, world(4, ddr_cap=1_000)).plan(bags(), STOCK_SHARDERS)
     assert isinstance(raised.value.__cause__, PlannerError)
 
 
@@ -184,4 +190,4 @@ def test_without_a_process_group_it_says_what_to_do() -> None:
     with pytest.raises(
         tdsp.errors.MeshError, match=r"init_process_group\(...\) first, or use plan"
     ):
-        planner_for(MESH).collective_plan(bags(), SHARDERS)
+        planner_for(MESH).collective_plan(bags(), STOCK_SHARDERS)

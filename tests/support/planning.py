@@ -7,12 +7,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ShardingPlan,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
-from tests.unit.test_planner import nothing_reserved, world
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import BagCost, Calibration, KernelCost
 from torchrec_2dsp.cost.collectives import CollectiveCost
@@ -21,6 +28,7 @@ from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload
+from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of, rated
 
 ENOUGH = 1e12
@@ -28,6 +36,78 @@ ROWS = (40, 1_000, 9_000)
 SHARDERS: list[ModuleSharder[nn.Module]] = [
     tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))  # type: ignore[list-item]
 ]
+
+
+class AnyTypeSharder(EmbeddingBagCollectionSharder):
+    """Allows every type on the CPU as well."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [member.value for member in ShardingType]
+
+
+STOCK_SHARDERS: list[ModuleSharder[nn.Module]] = [AnyTypeSharder()]  # pyright: ignore[reportAssignmentType]
+
+
+def bags(num_tables: int = 2, rows: int = 40, dim: int = 64) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t{index}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=[f"f{index}"],
+            )
+            for index in range(num_tables)
+        ],
+    )
+
+
+def world(world_size: int, local_world_size: int | None = None, **figures: float) -> Topology:
+    return Topology(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        compute_device="cpu",
+        **figures,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def nothing_reserved() -> FixedPercentageStorageReservation:
+    return FixedPercentageStorageReservation(0.0)
+
+
+def constrained(
+    sharding_type: str, num_tables: int = 2, min_partition: int = 32
+) -> dict[str, ParameterConstraints]:
+    return {
+        f"t{index}": ParameterConstraints(
+            sharding_types=[sharding_type], min_partition=min_partition
+        )
+        for index in range(num_tables)
+    }
+
+
+def planner_for(
+    mesh: tdsp.Mesh2D, topology: Topology | None = None, **settings: object
+) -> Planner2D:
+    """Return a planner of small batches that reserves nothing."""
+    given = {"batch_size": 8, "storage_reservation": nothing_reserved(), **settings}
+    return Planner2D(
+        topology=topology or world(mesh.world_size),
+        mesh=mesh,
+        **given,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def layout(plan: ShardingPlan, table: str) -> list[tuple[int, list[int], list[int]]]:
+    """Rank, offset and size of every shard."""
+    module_plan = plan.plan[""]
+    assert isinstance(module_plan, EmbeddingModuleShardingPlan)
+    shards = getattr(module_plan[table].sharding_spec, "shards", [])
+    return [
+        (shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes))
+        for shard in shards
+    ]
 
 
 def calibration(link: str = "1gbit") -> tdsp.Calibration:

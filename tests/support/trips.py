@@ -13,7 +13,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.types import ShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -34,6 +34,7 @@ from tests.support.parity import (
     make_sharder,
     oracle_of,
 )
+from tests.support.planning import AnyTypeSharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.plan.plan2d import plan_for_rank
@@ -44,13 +45,6 @@ HOT = (("t0", (0, 1, 5, 39)), ("t1", (0, 2, 3)))
 OTHER_HOT = (("t0", (1, 4)), ("t2", (0, 1, 32)))
 TOLERANCE = 2e-6
 """Floats are added in another order on another mesh; weights are below 1."""
-
-
-class AnyTypeSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder, which runs all its types on the CPU but offers the planner only some."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [kind.value for kind in ShardingType]
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,17 @@ import torchrec_2dsp as tdsp
 from tests.support.planning import (
     ENOUGH,
     SHARDERS,
+    bags,
     best_of_all,
     calibration,
+    nothing_reserved,
     plan_of,
     planner,
     problem,
     skewed,
     tables,
+    world,
 )
-from tests.unit.test_planner import bags, nothing_reserved, world
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import Workload

@@ -17,13 +17,14 @@ from tests.support.planning import (
     LINK,
     SHARDERS,
     calibration,
+    nothing_reserved,
     only_the_link,
     plan_of,
     planner,
     skewed,
     tables,
+    world,
 )
-from tests.unit.test_planner import nothing_reserved, world
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of

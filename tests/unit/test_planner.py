@@ -4,13 +4,11 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import (
-    FixedPercentageStorageReservation,
     HeuristicalStorageReservation,
 )
 from torchrec.distributed.planner.types import (
@@ -18,95 +16,23 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Storage,
 )
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    ModuleSharder,
-    ShardingPlan,
-    ShardingType,
-)
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
+from tests.support.planning import (
+    STOCK_SHARDERS,
+    bags,
+    constrained,
+    layout,
+    nothing_reserved,
+    planner_for,
+    world,
+)
 from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
 from torchrec_2dsp.plan.plan2d import plan_for_rank
-from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.planner.topology import Shortfall, shortfall
 from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
 
 ALL_2D = [member.value for member in ShardingType2D]
-
-
-class AnyTypeSharder(EmbeddingBagCollectionSharder):
-    """Allows every type on the CPU as well."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [member.value for member in ShardingType]
-
-
-SHARDERS: list[ModuleSharder[nn.Module]] = [AnyTypeSharder()]  # pyright: ignore[reportAssignmentType]
-
-
-def bags(num_tables: int = 2, rows: int = 40, dim: int = 64) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{index}",
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=[f"f{index}"],
-            )
-            for index in range(num_tables)
-        ],
-    )
-
-
-def world(world_size: int, local_world_size: int | None = None, **figures: float) -> Topology:
-    return Topology(
-        world_size=world_size,
-        local_world_size=local_world_size,
-        compute_device="cpu",
-        **figures,  # pyright: ignore[reportArgumentType]
-    )
-
-
-def nothing_reserved() -> FixedPercentageStorageReservation:
-    return FixedPercentageStorageReservation(0.0)
-
-
-def constrained(
-    sharding_type: str, num_tables: int = 2, min_partition: int = 32
-) -> dict[str, ParameterConstraints]:
-    return {
-        f"t{index}": ParameterConstraints(
-            sharding_types=[sharding_type], min_partition=min_partition
-        )
-        for index in range(num_tables)
-    }
-
-
-def planner_for(
-    mesh: tdsp.Mesh2D, topology: Topology | None = None, **settings: object
-) -> Planner2D:
-    """Return a planner of small batches that reserves nothing."""
-    given = {"batch_size": 8, "storage_reservation": nothing_reserved(), **settings}
-    return Planner2D(
-        topology=topology or world(mesh.world_size),
-        mesh=mesh,
-        **given,  # pyright: ignore[reportArgumentType]
-    )
-
-
-def layout(plan: ShardingPlan, table: str) -> list[tuple[int, list[int], list[int]]]:
-    """Rank, offset and size of every shard."""
-    module_plan = plan.plan[""]
-    assert isinstance(module_plan, EmbeddingModuleShardingPlan)
-    shards = getattr(module_plan[table].sharding_spec, "shards", [])
-    return [
-        (shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes))
-        for shard in shards
-    ]
 
 
 GOLDEN = {
@@ -179,7 +105,7 @@ def test_the_shards_of_each_type(group_size: int, sharding_type: str) -> None:
     mesh = tdsp.Mesh2D(num_groups=2, group_size=group_size)
     planner = planner_for(mesh, world(2 * group_size, 4), constraints=constrained(sharding_type))
 
-    plan = planner.plan(bags(), SHARDERS)
+    plan = planner.plan(bags(), STOCK_SHARDERS)
 
     assert (layout(plan, "t0"), layout(plan, "t1")) == GOLDEN[group_size, sharding_type]
     assert {name: table.sharding_type for name, table in dict(plan.modules())[""].tables()} == {
@@ -193,7 +119,7 @@ def test_the_shards_of_each_type(group_size: int, sharding_type: str) -> None:
 def test_a_data_parallel_table_has_no_shards(group_size: int) -> None:
     mesh = tdsp.Mesh2D(num_groups=2, group_size=group_size)
 
-    plan = planner_for(mesh, constraints=constrained("data_parallel")).plan(bags(), SHARDERS)
+    plan = planner_for(mesh, constraints=constrained("data_parallel")).plan(bags(), STOCK_SHARDERS)
 
     table = dict(dict(plan.modules())[""].tables())["t0"]
     assert table.sharding_type == "2d_data_parallel"
@@ -208,16 +134,16 @@ def test_a_constraint_may_name_either_form(mesh: tdsp.Mesh2D, type_2d: str) -> N
     by_stock_name = planner_for(mesh, constraints=constrained(type_2d.removeprefix("2d_")))
     by_2d_name = planner_for(mesh, constraints=constrained(type_2d))
 
-    plan = by_2d_name.plan(bags(), SHARDERS)
+    plan = by_2d_name.plan(bags(), STOCK_SHARDERS)
 
-    assert by_stock_name.plan(bags(), SHARDERS) == plan
+    assert by_stock_name.plan(bags(), STOCK_SHARDERS) == plan
     assert {table.sharding_type for _, table in dict(plan.modules())[""].tables()} == {type_2d}
 
 
 def test_a_free_search_gives_2d_types() -> None:
     mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
 
-    plan = planner_for(mesh).plan(bags(num_tables=5), SHARDERS)
+    plan = planner_for(mesh).plan(bags(num_tables=5), STOCK_SHARDERS)
 
     assert len(dict(plan.modules())[""]) == 5
     assert {table.sharding_type for _, table in dict(plan.modules())[""].tables()} <= set(ALL_2D)
@@ -225,7 +151,7 @@ def test_a_free_search_gives_2d_types() -> None:
 
 def test_every_rank_runs_the_plan_of_its_group() -> None:
     mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
-    plan = planner_for(mesh, constraints=constrained("row_wise")).plan(bags(), SHARDERS)
+    plan = planner_for(mesh, constraints=constrained("row_wise")).plan(bags(), STOCK_SHARDERS)
 
     owners = [
         [owner for owner, _, _ in layout(plan_for_rank(plan, rank), "t0")] for rank in range(4)
@@ -248,14 +174,14 @@ def test_nothing_given_is_changed() -> None:
     model = bags()
     before = repr(topology), copy.deepcopy(constraints), dict(model.named_parameters())
 
-    planner_for(mesh, topology, constraints=constraints).plan(model, SHARDERS)
+    planner_for(mesh, topology, constraints=constraints).plan(model, STOCK_SHARDERS)
 
     assert (repr(topology), constraints) == before[:2]
     assert all(dict(model.named_parameters())[name] is value for name, value in before[2].items())
 
 
 def test_a_module_without_tables_gives_an_empty_plan() -> None:
-    plan = planner_for(tdsp.Mesh2D(2, 2)).plan(nn.Linear(2, 2), SHARDERS)
+    plan = planner_for(tdsp.Mesh2D(2, 2)).plan(nn.Linear(2, 2), STOCK_SHARDERS)
 
     assert plan == tdsp.Plan2D({}, mesh=tdsp.Mesh2D(2, 2), sync=tdsp.GradientSync())
 
@@ -267,9 +193,9 @@ def test_a_table_is_spread_over_the_group_when_it_fits_no_rank() -> None:
     cap = int(0.75 * table_bytes)
 
     with pytest.raises(tdsp.errors.PlanError):
-        planner_for(tdsp.Mesh2D(4, 1), world(4, ddr_cap=cap)).plan(model, SHARDERS)
+        planner_for(tdsp.Mesh2D(4, 1), world(4, ddr_cap=cap)).plan(model, STOCK_SHARDERS)
     planner = planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap))
-    plan = planner.plan(model, SHARDERS)
+    plan = planner.plan(model, STOCK_SHARDERS)
 
     largest = max(size[0] * size[1] * 4 for _, _, size in layout(plan, "t0"))
     assert {rank for rank, _, _ in layout(plan, "t0")} == {0, 1}
@@ -284,13 +210,13 @@ def test_the_memory_of_a_rank_does_not_depend_on_the_number_of_groups(num_groups
 
     planner_for(
         mesh, world(2 * num_groups, 2, ddr_cap=needed), constraints=constrained("row_wise", 4)
-    ).plan(model, SHARDERS)
+    ).plan(model, STOCK_SHARDERS)
     with pytest.raises(tdsp.errors.PlanError):
         planner_for(
             mesh,
             world(2 * num_groups, 2, ddr_cap=needed - 1),
             constraints=constrained("row_wise", 4),
-        ).plan(model, SHARDERS)
+        ).plan(model, STOCK_SHARDERS)
 
 
 def stock_bytes_per_rank(model: nn.Module) -> int:
@@ -307,7 +233,7 @@ def stock_bytes_per_rank(model: nn.Module) -> int:
         storage_reservation=nothing_reserved(),
         constraints=constrained("row_wise", 4),
         callbacks=[keep],
-    ).plan(model, SHARDERS)
+    ).plan(model, STOCK_SHARDERS)
     used = [0, 0]
     for option in seen:
         for shard in option.shards:
@@ -322,12 +248,12 @@ def test_a_dense_part_takes_its_share_of_the_memory_as_in_torchrec() -> None:
     model = nn.ModuleDict({"sparse": bags(num_tables=1, rows=1_000), "dense": nn.Linear(512, 512)})
     cap = 3_000_000  # the table alone takes 0.3 MB; six times the dense part 6.3 MB
 
-    planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap)).plan(model, SHARDERS)
+    planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap)).plan(model, STOCK_SHARDERS)
     with pytest.warns(FutureWarning, match="HeuristicalStorageReservation"):
         reservation = HeuristicalStorageReservation(0.15)
     with pytest.raises(tdsp.errors.PlanError, match="no plan fits"):
         planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap), storage_reservation=reservation).plan(
-            model, SHARDERS
+            model, STOCK_SHARDERS
         )
 
 
@@ -340,7 +266,7 @@ def test_the_error_names_the_table_that_fits_no_rank() -> None:
     )
 
     with pytest.raises(tdsp.errors.PlanError) as raised:
-        planner.plan(bags(num_tables=1, rows=10_000), SHARDERS)
+        planner.plan(bags(num_tables=1, rows=10_000), STOCK_SHARDERS)
 
     text = str(raised.value)
     # 10,000 rows of 64 floats, and the buffers of the exchange
@@ -368,7 +294,7 @@ def test_a_fault_of_the_enumerator_is_not_taken_for_missing_figures(
 
     monkeypatch.setattr(Enumerator2D, "enumerate", failing_the_second_time)
     with pytest.raises(ZeroDivisionError, match="a fault"):
-        planner.plan(bags(num_tables=1, rows=10_000), SHARDERS)
+        planner.plan(bags(num_tables=1, rows=10_000), STOCK_SHARDERS)
     assert len(calls) == 2
 
 
@@ -378,7 +304,7 @@ def test_the_error_sums_the_tables_when_each_alone_fits() -> None:
     with pytest.raises(
         tdsp.errors.PlanError, match=r"the tables need 2,\d{3},\d{3} bytes on a group"
     ):
-        planner.plan(bags(num_tables=10, rows=1_000), SHARDERS)
+        planner.plan(bags(num_tables=10, rows=1_000), STOCK_SHARDERS)
 
 
 def test_constraints_that_leave_no_type_name_the_original_error() -> None:
@@ -398,13 +324,13 @@ def test_an_error_of_a_component_names_its_type() -> None:
     with pytest.raises(
         tdsp.errors.PlanError, match=r"Mesh2D\(2x2, strided\) failed: ZeroDivisionError"
     ):
-        planner.plan(bags(), SHARDERS)
+        planner.plan(bags(), STOCK_SHARDERS)
 
 
 def test_the_scarcer_memory_is_reported() -> None:
     options = Enumerator2D(
         world(4), 8, constrained("table_wise"), mesh=tdsp.Mesh2D(2, 2)
-    ).enumerate(bags(), SHARDERS)  # pyright: ignore[reportArgumentType]
+    ).enumerate(bags(), STOCK_SHARDERS)  # pyright: ignore[reportArgumentType]
     needs = [option.shards[0].storage.ddr for option in options]  # pyright: ignore
 
     found = shortfall(options, [Storage(hbm=0, ddr=100), Storage(hbm=0, ddr=200)])

@@ -20,8 +20,8 @@ from torchrec.distributed.planner.types import (
 )
 
 import torchrec_2dsp as tdsp
-from tests.unit.test_planner import (
-    SHARDERS,
+from tests.support.planning import (
+    STOCK_SHARDERS,
     AnyTypeSharder,
     bags,
     constrained,
@@ -98,7 +98,7 @@ def test_the_parts_that_a_user_gives_are_used() -> None:
         timeout_seconds=60,
     )
 
-    plan = planner.plan(bags(), SHARDERS)
+    plan = planner.plan(bags(), STOCK_SHARDERS)
 
     assert partitioner.types == {"table_row_wise"}
     assert seen == ["2d_table_row_wise"] * 2
@@ -131,12 +131,14 @@ def test_a_stored_plan_is_taken_instead_of_a_search() -> None:
 
     mesh, constraints = tdsp.Mesh2D(2, 2), constrained("table_wise")
     first = planner_for(mesh, constraints=constraints, callbacks=[keep])
-    searched = first.plan(bags(), SHARDERS)
+    searched = first.plan(bags(), STOCK_SHARDERS)
     for option in stored:
         option.shards[0].rank = 1
     loader = StoredPlan(stored, first.hash_planner_context_inputs_str())
 
-    loaded = planner_for(mesh, constraints=constraints, plan_loader=loader).plan(bags(), SHARDERS)
+    loaded = planner_for(mesh, constraints=constraints, plan_loader=loader).plan(
+        bags(), STOCK_SHARDERS
+    )
 
     assert [rank for rank, _, _ in layout(searched, "t0") + layout(searched, "t1")] == [0, 1]
     assert [rank for rank, _, _ in layout(loaded, "t0") + layout(loaded, "t1")] == [1, 1]
@@ -149,7 +151,7 @@ def test_without_a_topology_the_mesh_gives_the_world(monkeypatch: pytest.MonkeyP
         storage_reservation=nothing_reserved(), constraints=constrained("table_row_wise"), mesh=mesh
     )
 
-    plan = planner.plan(bags(), SHARDERS)
+    plan = planner.plan(bags(), STOCK_SHARDERS)
 
     # Half of each host belongs to a group.
     assert [rank for rank, _, _ in layout(plan, "t0") + layout(plan, "t1")] == [0, 1, 2, 3]
@@ -164,19 +166,19 @@ def test_a_group_is_planned_as_torchrec_plans_a_world() -> None:
         batch_size=8,
         storage_reservation=nothing_reserved(),
         constraints=constraints,
-    ).plan(model, SHARDERS)
+    ).plan(model, STOCK_SHARDERS)
 
     for mesh in (tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 4)):
         planner = planner_for(
             mesh, world(4 * mesh.num_groups, 2 * mesh.num_groups), constraints=constraints
         )
-        assert planner.plan(model, SHARDERS) == tdsp.Plan2D.from_stock(stock, mesh)
+        assert planner.plan(model, STOCK_SHARDERS) == tdsp.Plan2D.from_stock(stock, mesh)
 
 
 def test_the_defaults_are_torchrecs() -> None:
     mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
 
-    plan = Planner2D(topology=world(4), mesh=mesh).plan(bags(), SHARDERS)
+    plan = Planner2D(topology=world(4), mesh=mesh).plan(bags(), STOCK_SHARDERS)
 
     assert {len(layout(plan, name)) > 0 for name in ("t0", "t1")} == {True}
 

@@ -26,9 +26,8 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import torchrec_2dsp as tdsp
-from tests.unit.test_planner import (
-    ALL_2D,
-    SHARDERS,
+from tests.support.planning import (
+    STOCK_SHARDERS,
     AnyTypeSharder,
     bags,
     constrained,
@@ -38,6 +37,7 @@ from tests.unit.test_planner import (
 )
 from torchrec_2dsp.cost.workload import state_bytes_per_row
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
 from torchrec_2dsp.planner.topology import group_topology
 from torchrec_2dsp.planner.torchrec.adapters import Partitioner2D, Stats2D, searched_type
 from torchrec_2dsp.planner.torchrec.enumerator import (
@@ -49,6 +49,7 @@ from torchrec_2dsp.planner.torchrec.enumerator import (
 
 MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
 WORLD = world(4)
+ALL_2D = [member.value for member in ShardingType2D]
 SEARCHED = {name for name in ALL_2D if name != "2d_data_parallel"} | {"data_parallel"}
 
 
@@ -80,18 +81,18 @@ def types_of(plan: ShardingPlan, path: str = "") -> dict[str, str]:
 
 
 def test_the_stock_planner_chooses_among_2d_types() -> None:
-    plan = stock_planner().plan(bags(), SHARDERS)
+    plan = stock_planner().plan(bags(), STOCK_SHARDERS)
 
     assert type(plan) is ShardingPlan
     assert set(types_of(plan)) == {"t0", "t1"}
     assert set(types_of(plan).values()) <= SEARCHED
     plan_2d = tdsp.Plan2D.from_stock(plan, MESH, tdsp.GradientSync())
-    assert plan_2d == planner_for(MESH).plan(bags(), SHARDERS)
+    assert plan_2d == planner_for(MESH).plan(bags(), STOCK_SHARDERS)
 
 
 @pytest.mark.parametrize("type_2d", ALL_2D)
 def test_the_stock_planner_plans_every_2d_type(type_2d: str) -> None:
-    plan = stock_planner(constrained(type_2d)).plan(bags(), SHARDERS)
+    plan = stock_planner(constrained(type_2d)).plan(bags(), STOCK_SHARDERS)
 
     assert set(types_of(plan).values()) == {searched_type(type_2d)}
     plan_2d = tdsp.Plan2D.from_stock(plan, MESH, tdsp.GradientSync())
@@ -103,7 +104,7 @@ def test_the_stock_partitioner_alone_knows_no_2d_host_types() -> None:
     planner = stock_planner(constrained("2d_table_row_wise"), partitioner=GreedyPerfPartitioner())
 
     with pytest.raises(PlannerError, match="can't find a host"):
-        planner.plan(bags(), SHARDERS)
+        planner.plan(bags(), STOCK_SHARDERS)
 
 
 def test_the_cost_of_the_sync_decides_between_types() -> None:
@@ -113,7 +114,7 @@ def test_the_cost_of_the_sync_decides_between_types() -> None:
 
     def chosen(sync: tdsp.GradientSync | tdsp.WeightSync, num_groups: int) -> str:
         planner = stock_planner(constraints, sync, tdsp.Mesh2D(num_groups, 2))
-        return types_of(planner.plan(model, SHARDERS), "large")["t0"]
+        return types_of(planner.plan(model, STOCK_SHARDERS), "large")["t0"]
 
     whole = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
     assert chosen(whole, 1) == "2d_table_wise"
@@ -127,7 +128,7 @@ def options_of(
 ) -> dict[tuple[str, str, str], ShardingOption]:
     return {
         (option.fqn, option.sharding_type.removeprefix("2d_"), option.compute_kernel): option
-        for option in enumerator.enumerate(bags(), SHARDERS)
+        for option in enumerator.enumerate(bags(), STOCK_SHARDERS)
     }
 
 
@@ -165,10 +166,12 @@ def test_options_come_in_one_order() -> None:
 
     model = bags()
     first = [
-        (option.name, option.sharding_type) for option in enumerator.enumerate(model, SHARDERS)
+        (option.name, option.sharding_type)
+        for option in enumerator.enumerate(model, STOCK_SHARDERS)
     ]
     again = [
-        (option.name, option.sharding_type) for option in enumerator.enumerate(model, SHARDERS)
+        (option.name, option.sharding_type)
+        for option in enumerator.enumerate(model, STOCK_SHARDERS)
     ]
     stored = enumerator.last_stored_search_space
 
@@ -181,7 +184,7 @@ def test_options_come_in_one_order() -> None:
 
 def test_options_can_be_estimated_again_under_their_2d_names() -> None:
     enumerator = Enumerator2D(WORLD, 8, mesh=MESH, sync=tdsp.WeightSync())
-    options = enumerator.enumerate(bags(), SHARDERS)
+    options = enumerator.enumerate(bags(), STOCK_SHARDERS)
     before = copy.deepcopy(options)
 
     enumerator.populate_estimates(options)
@@ -207,7 +210,7 @@ def test_a_users_estimators_get_the_sync_added() -> None:
 def test_a_proposer_that_estimates_anew_works() -> None:
     planner = planner_for(MESH, proposer=EmbeddingOffloadScaleupProposer())
 
-    assert set(types_of(planner.plan(bags(), SHARDERS)).values()) <= set(ALL_2D)
+    assert set(types_of(planner.plan(bags(), STOCK_SHARDERS)).values()) <= set(ALL_2D)
 
 
 def test_a_stock_enumerator_of_a_group_works_without_sync_costs() -> None:
@@ -215,7 +218,7 @@ def test_a_stock_enumerator_of_a_group_works_without_sync_costs() -> None:
         topology=group_topology(WORLD, MESH), batch_size=8, constraints=constrained("row_wise")
     )
 
-    plan = planner_for(MESH, enumerator=enumerator).plan(bags(), SHARDERS)
+    plan = planner_for(MESH, enumerator=enumerator).plan(bags(), STOCK_SHARDERS)
 
     assert set(types_of(plan).values()) == {"2d_row_wise"}
 
@@ -225,7 +228,7 @@ def test_stats_report_the_plan_and_the_mesh(caplog: pytest.LogCaptureFixture) ->
 
     plan = planner_for(
         MESH, stats=EmbeddingStats(), sync=tdsp.WeightSync(), constraints=constrained("row_wise")
-    ).plan(bags(), SHARDERS)
+    ).plan(bags(), STOCK_SHARDERS)
 
     lines = [record.getMessage() for record in caplog.records]
     assert any("RW: 2" in line for line in lines)
@@ -236,7 +239,7 @@ def test_stats_report_the_plan_and_the_mesh(caplog: pytest.LogCaptureFixture) ->
 
 def test_a_failed_partition_leaves_the_names() -> None:
     options = Enumerator2D(world(4, ddr_cap=10), 8, constrained("row_wise"), mesh=MESH).enumerate(
-        bags(), SHARDERS
+        bags(), STOCK_SHARDERS
     )
     tiny = group_topology(world(4, ddr_cap=10), MESH)
 

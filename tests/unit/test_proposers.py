@@ -20,15 +20,20 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
 import torchrec_2dsp as tdsp
-from tests.support.planning import ROWS, SHARDERS, calibration, planner, skewed, tables
-from tests.unit.test_placement import slow_fetch
-from tests.unit.test_planner import (
-    SHARDERS as STOCK_SHARDERS,
+from tests.support.planning import (
+    ROWS,
+    SHARDERS,
+    STOCK_SHARDERS,
     bags,
+    calibration,
     constrained,
     nothing_reserved,
+    planner,
+    skewed,
+    tables,
     world,
 )
+from tests.unit.test_placement import slow_fetch
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type

@@ -96,6 +96,16 @@ def train_all_ways(rank: int, world_size: int, names: list[str]) -> dict[str, Tr
     }
 
 
+def check_ways(by_rank: list[dict[str, TrainedModel]], expected: TrainedModel) -> None:
+    for name in by_rank[0]:
+        of_ranks = [by_name[name] for by_name in by_rank]
+        losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
+        assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5), name
+        assert set().union(*(trained.weights for trained in of_ranks)) == set(expected.weights)
+        for trained in of_ranks:
+            assert largest_gap(trained.weights, expected.weights) < ROUNDING, name
+
+
 @pytest.mark.slow
 def test_every_way_trains_as_one_process(ranks4: RankPool) -> None:
     expected = train_unsharded(model_of(), data_of(), 4, table_and_quality)
@@ -112,16 +122,11 @@ def test_every_way_trains_as_one_process(ranks4: RankPool) -> None:
         > 1e-2
     )
     by_rank = ranks4.run(train_all_ways, list(WAYS))
-    for name in WAYS:
-        of_ranks = [trained[name] for trained in by_rank]
-        losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
-        assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5), name
-        assert set().union(*(trained.weights for trained in of_ranks)) == set(expected.weights)
-        for trained in of_ranks:
-            assert largest_gap(trained.weights, expected.weights) < ROUNDING, name
-            assert (trained.at_end[0] - table).abs().max() < ROUNDING, name
-            # No two items are so near to each other that rounding changes their order.
-            assert trained.at_end[1] == quality, name
+    check_ways(by_rank, expected)
+    for name, trained in ((name, by_name[name]) for by_name in by_rank for name in WAYS):
+        assert (trained.at_end[0] - table).abs().max() < ROUNDING, name
+        # No two items are so near to each other that rounding changes their order.
+        assert trained.at_end[1] == quality, name
 
 
 def train_on_few_ranks(rank: int, world_size: int) -> TrainedModel:
@@ -141,9 +146,6 @@ def test_the_mean_over_samples_is_the_same_for_every_number_of_ranks(
         losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
         assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5)
         assert largest_gap(of_ranks[0].weights, expected.weights) < ROUNDING
-
-
-"""Ranks add float32 numbers in another order; four steps carry it on."""
 
 
 class Clicks:
@@ -216,12 +218,7 @@ def test_two_towers_train_every_way_as_one_process(ranks4: RankPool, loss: str) 
     start = {name: value.detach() for name, value in two_towers(loss).named_parameters()}
     assert largest_gap(expected.weights, {name: start[name] for name in expected.weights}) > 3e-3
     by_rank = ranks4.run(train_towers, loss)
-    for name in TWO_TOWER_WAYS:
-        of_ranks = [trained[name] for trained in by_rank]
-        losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
-        assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5), name
-        assert set().union(*(trained.weights for trained in of_ranks)) == set(expected.weights)
-        for trained in of_ranks:
-            assert largest_gap(trained.weights, expected.weights) < ROUNDING, name
-            # No two items are so near to each other that rounding changes their order.
-            assert trained.at_end == expected.at_end, name
+    check_ways(by_rank, expected)
+    assert all(
+        trained.at_end == expected.at_end for by_name in by_rank for trained in by_name.values()
+    )

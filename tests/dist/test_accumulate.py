@@ -12,16 +12,7 @@ from tests.support.cells import group_plan
 from tests.support.devices import rank_device
 from tests.support.models import SEQUENCES, build
 from tests.support.oracle import batch_of, local_loss, trained_oracle
-from tests.support.parity import (
-    FUSED,
-    LR,
-    TOLERANCE,
-    Cell,
-    Gap,
-    compare,
-    make_optimizer,
-    oracle_of,
-)
+from tests.support.parity import FUSED, LR, TOLERANCE, Cell, Gap, compare, make_optimizer, oracle_of
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import iteration_of
 from torchrec_2dsp.comms.counting import count_collectives

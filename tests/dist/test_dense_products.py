@@ -2,12 +2,7 @@
 
 import pytest
 
-from tests.support.dense_products import (
-    FORMS,
-    ProductCell,
-    ProductGap,
-    run_products,
-)
+from tests.support.dense_products import FORMS, ProductCell, ProductGap, run_products
 from tests.support.pipelining import TABLES
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.optim import (
-    _apply_optimizer_in_backward as apply_optimizer_in_backward,
-)
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 

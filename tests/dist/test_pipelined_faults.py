@@ -39,13 +39,7 @@ from tests.support.pipelining import (
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.dense.pipelined.layer_stack import LayerElsewhere
-from torchrec_2dsp.errors import (
-    ConfigError,
-    InputError,
-    MeshError,
-    TwoDError,
-    UnsupportedError,
-)
+from torchrec_2dsp.errors import ConfigError, InputError, MeshError, TwoDError, UnsupportedError
 
 pytestmark = pytest.mark.dealt_file
 

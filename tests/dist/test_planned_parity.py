@@ -7,20 +7,10 @@ with this package's proposers, and `ModelParallel2D` runs it, or TorchRec's own 
 import pytest
 
 from tests.support.models import build
-from tests.support.parity import (
-    MESHES,
-    Cell,
-    check_cells,
-    make_sharder,
-    plan_by_cost,
-)
+from tests.support.parity import MESHES, Cell, check_cells, make_sharder, plan_by_cost
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
-from torchrec_2dsp import (
-    GradientSync,
-    ParameterConstraints2D,
-    WeightSync,
-)
+from torchrec_2dsp import GradientSync, ParameterConstraints2D, WeightSync
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D
 

@@ -25,15 +25,7 @@ from tests.support.loops import (
     shard,
     train,
 )
-from tests.support.models import (
-    ALL_ROWS,
-    BAGS,
-    HOT_ROWS,
-    MIXED,
-    ONE_TABLE,
-    SEQUENCES,
-    build,
-)
+from tests.support.models import ALL_ROWS, BAGS, HOT_ROWS, MIXED, ONE_TABLE, SEQUENCES, build
 from tests.support.parity import (
     LR,
     ONE,

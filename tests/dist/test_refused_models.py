@@ -28,14 +28,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.models import (
-    SEQUENCES,
-    BagModel,
-    ModelSpec,
-    SequenceModel,
-    build,
-    make_batch,
-)
+from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import TWO, make_optimizer
 from tests.support.ranks import RankPool

@@ -16,14 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
-from tests.support.loops import (
-    PIPELINES,
-    by_pipelines,
-    make_stream,
-    plain_loop,
-    shard,
-    warnings_of,
-)
+from tests.support.loops import PIPELINES, by_pipelines, make_stream, plain_loop, shard, warnings_of
 from tests.support.models import (
     ALL_ROWS,
     BAGS,

@@ -12,14 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import PIPELINES, by_pipelines, make_stream, plain_loop, shard
-from tests.support.models import (
-    HOT_ROWS,
-    MIXED,
-    SEQUENCES,
-    ModelSpec,
-    TableSpec,
-    build,
-)
+from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, ModelSpec, TableSpec, build
 from tests.support.parity import (
     ONE,
     TWO,

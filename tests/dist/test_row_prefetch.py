@@ -21,14 +21,7 @@ import torchrec_2dsp as tdsp
 from tests.support.cells import EPS
 from tests.support.devices import rank_device
 from tests.support.loops import LossModel, largest_gap, logged, make_stream, shard, snapshot
-from tests.support.models import (
-    HOT_ROWS,
-    MIXED,
-    SEQUENCES,
-    BagModel,
-    ModelSpec,
-    TableSpec,
-)
+from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, BagModel, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import LR, ONE, TOLERANCE, Cell, make_optimizer, make_sharder
 from tests.support.prefetching import STEPS, Counts, Trained, compare, drain, run, sharded

@@ -25,15 +25,7 @@ from tests.support.loops import (
 )
 from tests.support.models import SEQUENCES, build
 from tests.support.oracle import Oracle, local_loss
-from tests.support.parity import (
-    LR,
-    TWO,
-    Cell,
-    compare,
-    make_optimizer,
-    make_oracle,
-    make_sharder,
-)
+from tests.support.parity import LR, TWO, Cell, compare, make_optimizer, make_oracle, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.replicas.sync_report import SyncReason

@@ -12,11 +12,7 @@ from tests.support.rank_worker import marking_spans
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, config_with
 from torchrec_2dsp.errors import ConfigError, TwoDError
-from torchrec_2dsp.programs.config.config_file import (
-    load_config,
-    make_config,
-    with_absolute_paths,
-)
+from torchrec_2dsp.programs.config.config_file import load_config, make_config, with_absolute_paths
 from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.models.planned import true_access
 from torchrec_2dsp.programs.run_report.contents import RunContents
@@ -24,11 +20,7 @@ from torchrec_2dsp.programs.run_report.page import run_page
 from torchrec_2dsp.programs.traces import StepPhase, marked_step, read_splits
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.record import (
-    ProgressFile,
-    TrainRecord,
-    read_progress,
-)
+from torchrec_2dsp.programs.train.record import ProgressFile, TrainRecord, read_progress
 from torchrec_2dsp.programs.train.results import RunFolder, TensorBoardWatcher, TrainResult
 from torchrec_2dsp.programs.train.steps import ProfiledSteps
 

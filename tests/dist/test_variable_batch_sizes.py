@@ -29,22 +29,9 @@ from tests.support.loops import (
     sharded_tables,
     snapshot,
 )
-from tests.support.models import (
-    HOT_ROWS,
-    MIXED,
-    SEQUENCES,
-    ModelSpec,
-    TableSpec,
-    make_batch,
-)
+from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, ModelSpec, TableSpec, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import (
-    TOLERANCE,
-    Cell,
-    check_cells,
-    make_optimizer,
-    make_sharder,
-)
+from tests.support.parity import TOLERANCE, Cell, check_cells, make_optimizer, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.shard.batch import BadIds

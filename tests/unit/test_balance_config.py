@@ -8,12 +8,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.programs.bench.config import (
-    BenchConfig,
-    StockContestant,
-    is_reference,
-    is_stock,
-)
+from torchrec_2dsp.programs.bench.config import BenchConfig, StockContestant, is_reference, is_stock
 from torchrec_2dsp.programs.cli.train_display import balance_text
 from torchrec_2dsp.programs.config.config_file import make_config, overridden
 from torchrec_2dsp.programs.config.sections import BalanceConfig, ModelConfig

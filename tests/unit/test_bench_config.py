@@ -16,12 +16,7 @@ from tests.support.train_runs import click_data, click_model
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.programs.bench import contestants
-from torchrec_2dsp.programs.bench.config import (
-    BenchConfig,
-    StockContestant,
-    is_reference,
-    is_stock,
-)
+from torchrec_2dsp.programs.bench.config import BenchConfig, StockContestant, is_reference, is_stock
 from torchrec_2dsp.programs.bench.contestants import (
     initial_rows,
     planner_topology,

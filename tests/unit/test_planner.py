@@ -8,14 +8,8 @@ from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
-from torchrec.distributed.planner.storage_reservations import (
-    HeuristicalStorageReservation,
-)
-from torchrec.distributed.planner.types import (
-    PlannerError,
-    ShardingOption,
-    Storage,
-)
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (

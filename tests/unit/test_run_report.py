@@ -29,11 +29,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
-from torchrec_2dsp.programs.run_report.steps import (
-    common_steps,
-    rank_shares,
-    slowest_counts,
-)
+from torchrec_2dsp.programs.run_report.steps import common_steps, rank_shares, slowest_counts
 from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, StepTimes
 
 CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)

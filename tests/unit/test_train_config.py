@@ -9,11 +9,7 @@ import torch
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.programs.config.config_file import (
-    load_config,
-    make_config,
-    overridden,
-)
+from torchrec_2dsp.programs.config.config_file import load_config, make_config, overridden
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import StepsTrained, normalized_entropy
 

@@ -8,12 +8,7 @@ from typer.testing import CliRunner
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.study import gaps_to, study_report
-from torchrec_2dsp.programs.train.record import (
-    RunRecord,
-    StepsTrained,
-    TrainRecord,
-    joined,
-)
+from torchrec_2dsp.programs.train.record import RunRecord, StepsTrained, TrainRecord, joined
 
 NE = {"one_group": [0.80, 0.82, 0.81], "averaged": [0.84, 0.86, 0.82], "scaled": [0.81, 0.83, 0.82]}
 

@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
+from torchrec.distributed.fbgemm_qcomm_codec import CommType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.devices import rank_device
 from tests.support.loops import (
     PIPELINES,
+    all_to_all_bytes,
     by_pipelines,
     largest_gap,
     make_stream,
@@ -163,8 +158,7 @@ def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
     plain_loop(parallel, optimizer, [batch_of(rank)])
     with count_collectives() as seen:
         plain_loop(parallel, optimizer, [batch_of(rank)])
-    sent = [one.num_bytes for one in seen.records if one.op == "all_to_all_single"]
-    embeddings, gradients = sent[3:5]
+    embeddings, gradients = all_to_all_bytes(seen)[3:5]
     return embeddings, gradients
 
 
@@ -198,19 +192,15 @@ def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool, kind: str) -> Non
 
 def quantised(rank: int, world_size: int, cell: Cell) -> tuple[float, float]:
     """Return the losses' gap to fp32, and the ratio of bag bytes."""
-    stream, codecs = make_stream(cell, 4), QCommsConfig(CommType.FP16, CommType.FP16)
-    sharder = make_sharder(cell)
-    assert isinstance(sharder, EmbeddingBagCollectionSharder)
-    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=rank_device())
-    batches = [step[rank] for step in stream]
+    batches = [step[rank] for step in make_stream(cell, 4)]
     losses, sent = [], []
-    for parallel in (shard(cell, sharder), shard(cell)):
+    for qcomms in (CommType.FP16, None):
+        parallel = shard(cell, make_sharder(cell, qcomms))
         optimizer = make_optimizer(parallel)
         losses.append(plain_loop(parallel, optimizer, batches[:-1]))
         with count_collectives() as seen:
             plain_loop(parallel, optimizer, batches[-1:])
-        of_bags = [one.num_bytes for one in seen.records if one.op == "all_to_all_single"]
-        sent.append(sum(of_bags[3:]))
+        sent.append(sum(all_to_all_bytes(seen)[3:]))
     gap = max(abs(one - other) for one, other in zip(*losses, strict=True))
     return gap, sent[1] / sent[0]
 
@@ -233,6 +223,5 @@ def test_what_it_is_not_for_is_refused(ranks4: RankPool) -> None:
         tdsp.errors.PlanError, match="exchange='nonempty' is for tables sharded table_wise, "
     ):
         tdsp.pin(plan, "t0", exchange="nonempty")
-    sequence = SEQUENCES
     with pytest.raises(RanksFailed, match="has exchange='nonempty', which is for bags"):
-        ranks4.run(sharded, replace(NONEMPTY, sharding="row_wise", spec=sequence))
+        ranks4.run(sharded, replace(NONEMPTY, sharding="row_wise", spec=SEQUENCES))

@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
+from torchrec.distributed.fbgemm_qcomm_codec import CommType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.devices import rank_device
-from tests.support.loops import PIPELINES, by_pipelines, make_stream, plain_loop, shard, warnings_of
+from tests.support.loops import (
+    PIPELINES,
+    all_to_all_bytes,
+    by_pipelines,
+    make_stream,
+    plain_loop,
+    shard,
+    warnings_of,
+)
 from tests.support.models import (
     ALL_ROWS,
     BAGS,
@@ -157,8 +159,7 @@ def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> list[int]:
     plain_loop(parallel, optimizer, [batch_of(rank)])
     with count_collectives() as seen:
         plain_loop(parallel, optimizer, [batch_of(rank)])
-    exchanges = [one for one in seen.records if one.op == "all_to_all_single"]
-    return [one.num_bytes for one in exchanges]
+    return all_to_all_bytes(seen)
 
 
 def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
@@ -186,19 +187,14 @@ def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool) -> None:
 
 def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple[float, int]:
     """Return the gap to fp32 after some steps, and the bytes of rows in one step."""
-    stream, codecs = make_stream(cell, 4), QCommsConfig(qcomms, qcomms)
-    sharder = make_sharder(cell)
-    assert isinstance(sharder, EmbeddingBagCollectionSharder)
-    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=rank_device())
-    parallel, exact = shard(cell, sharder), shard(cell)
-    batches = [step[rank] for step in stream]
+    batches = [step[rank] for step in make_stream(cell, 4)]
+    parallel, exact = shard(cell, make_sharder(cell, qcomms)), shard(cell)
     losses = plain_loop(parallel, make_optimizer(parallel), batches[:-1])
     expected = plain_loop(exact, make_optimizer(exact), batches[:-1])
-    gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    gap = max(abs(loss - other) for loss, other in zip(losses, expected, strict=True))
     with count_collectives() as seen:
         plain_loop(parallel, make_optimizer(parallel), batches[-1:])
-    sent = [one.num_bytes for one in seen.records if one.op == "all_to_all_single"]
-    return gap, sum(sent[3:])
+    return gap, sum(all_to_all_bytes(seen)[3:])
 
 
 @pytest.mark.dealt_file

@@ -11,7 +11,14 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import PIPELINES, by_pipelines, make_stream, plain_loop, shard
+from tests.support.loops import (
+    PIPELINES,
+    all_to_all_bytes,
+    by_pipelines,
+    make_stream,
+    plain_loop,
+    shard,
+)
 from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, ModelSpec, TableSpec, build
 from tests.support.parity import (
     ONE,
@@ -163,7 +170,7 @@ def rows_sent(rank: int, world_size: int, cell: Cell) -> tuple[float, int]:
     plain_loop(parallel, optimizer, [batch])
     with count_collectives() as seen:
         (loss,) = plain_loop(parallel, optimizer, [batch])
-    _, _, _, rows, _ = (one.num_bytes for one in seen.records if one.op == "all_to_all_single")
+    _, _, _, rows, _ = all_to_all_bytes(seen)
     return loss, rows
 
 

@@ -20,7 +20,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.cells import EPS
 from tests.support.devices import rank_device
-from tests.support.loops import LossModel, largest_gap, logged, make_stream, shard, snapshot
+from tests.support.loops import (
+    LossModel,
+    all_to_all_bytes,
+    largest_gap,
+    logged,
+    make_stream,
+    shard,
+    snapshot,
+)
 from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, BagModel, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import LR, ONE, TOLERANCE, Cell, make_optimizer, make_sharder
@@ -181,8 +189,7 @@ def bytes_of_exchanges(rank: int, world_size: int, cell: Cell) -> tuple[int, int
         parallel = sharded(cell)
         with count_collectives() as seen:
             told = run(parallel, batches, kind).counts.told
-        exchanges = [one for one in seen.records if one.op == "all_to_all_single"]
-        sent.append(sum(one.num_bytes for one in exchanges))
+        sent.append(sum(all_to_all_bytes(seen)))
     return sent[0], sent[1], told
 
 

@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
+from torchrec.distributed.fbgemm_qcomm_codec import CommType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support import prefetching
 from tests.support.batches import changed, make_variable_batch, written_out
-from tests.support.devices import rank_device
 from tests.support.loops import (
     by_pipelines,
     largest_gap,
@@ -329,11 +324,8 @@ def with_int8(rank: int, world_size: int, cells: list[Cell]) -> list[str]:
     """Return the errors for rank 1's variable batch, or for sharding, with TorchRec's INT8."""
     answers = []
     for cell in cells:
-        sharder: Any = make_sharder(cell)
-        codecs = QCommsConfig(CommType.INT8, CommType.INT8)
-        sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=rank_device())
         try:
-            parallel = shard(cell, sharder)
+            parallel = shard(cell, make_sharder(cell, CommType.INT8))
             batch = (make_variable_batch if rank == 1 else make_batch)(cell.spec, 1 + rank)
             loss = local_loss(parallel(batch))
             loss.backward()

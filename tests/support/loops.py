@@ -32,6 +32,7 @@ from tests.support.parity import (
     make_sharder,
 )
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.comms.counting import Collectives
 from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.parted import sharded_tables
 
@@ -269,3 +270,8 @@ def warnings_of(rank: int, world_size: int, cells: list[Cell]) -> list[list[str]
             shard(cell)
         warnings.append(messages)
     return warnings
+
+
+def all_to_all_bytes(counted: Collectives) -> list[int]:
+    """Return the bytes that each all-to-all sent."""
+    return [record.num_bytes for record in counted.records if record.op == "all_to_all_single"]

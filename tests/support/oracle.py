@@ -85,7 +85,10 @@ class Oracle:
         """Update once on all ranks' batches; return each rank's loss before it."""
         self.model.zero_grad()
         batches = [written_out(batch) for batch in batches]
-        losses = [local_loss(self.model(batch)) for batch in batches if batch.stride() > 0]
+        losses = [
+            local_loss(self.scores(batch)) if batch.stride() else torch.zeros(())
+            for batch in batches
+        ]
         (sum(losses, torch.zeros(())) / len(batches)).backward()
         with torch.no_grad():
             for param in self.model.over.parameters():
@@ -93,6 +96,10 @@ class Oracle:
             for name, table in tables_of(self.model).items():
                 self._update_(name, cast(torch.Tensor, cast(torch.Tensor, table.weight).grad))
         return [loss.item() for loss in losses]
+
+    def scores(self, batch: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the scores of one rank's batch."""
+        return self.model(batch)
 
     def _update_(self, name: str, grad: torch.Tensor) -> None:
         weight = self.weights[name]

@@ -3,10 +3,16 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -61,18 +67,18 @@ class Gap:
         return max(self.loss, self.weight, self.moment)
 
 
-def make_sharder(cell: Cell) -> object:
-    """Make the cell's sharder; a dense optimizer trains data-parallel tables."""
+def make_sharder(cell: Cell, qcomms: CommType | None = None) -> Any:
+    """Return the sharder of the cell's embedding module; ``qcomms`` is how numbers travel."""
     kind = (
         tdsp.EmbeddingCollectionSharder2D
         if cell.spec.sequence
         else tdsp.EmbeddingBagCollectionSharder2D
     )
-    sharder = kind(
-        FUSED[cell.optimizer],
-        fused_params={"learning_rate": LR, "eps": cell.eps},
-    )
+    sharder: Any = kind(FUSED[cell.optimizer], fused_params={"learning_rate": LR, "eps": cell.eps})
     sharder.always_capture = cell.always_capture
+    if qcomms is not None:
+        codecs = get_qcomm_codecs_registry(QCommsConfig(qcomms, qcomms), device=rank_device())
+        sharder._qcomm_codecs_registry = codecs
     return sharder
 
 
@@ -91,7 +97,7 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
         module=on_rank_device(model),
         device=rank_device(),
         plan=plan,
-        sharders=[sharder],  # type: ignore[list-item]
+        sharders=[sharder],
     )
     parallel.load_state_dict(weights)  # type: ignore[arg-type]
     return parallel

@@ -7,11 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
+from torchrec.distributed.fbgemm_qcomm_codec import CommType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -60,14 +56,9 @@ class Trained:
 
 
 def sharded(cell: Cell, qcomms: CommType | None = None) -> DistributedModelParallel:
-    sharder: Any = make_sharder(cell)
-    if qcomms is not None:
-        sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(
-            QCommsConfig(qcomms, qcomms), device=rank_device()
-        )
     torch.manual_seed(0)
     model = (SequenceLossModel if cell.spec.sequence else LossModel)(cell.spec)
-    return shard(cell, sharder, model)
+    return shard(cell, make_sharder(cell, qcomms), model)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The oracle of rounded exchanges: the unsharded model, with numbers rounded where they travel."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -73,23 +72,7 @@ class RoundingOracle(Oracle):
             self._sends = host_size > 1
             self._num_hosts = cell.mesh.group_size // host_size
 
-    def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
-        """Update once on all ranks' batches; return each rank's loss before it."""
-        self.model.zero_grad()
-        losses = [
-            local_loss(self.scores(batch)) if batch.stride() else torch.zeros(())
-            for batch in batches
-        ]
-        (sum(losses, torch.zeros(())) / len(batches)).backward()
-        with torch.no_grad():
-            for param in self.model.over.parameters():
-                param -= self.lr * param.grad  # type: ignore[operator]
-            for name, table in tables_of(self.model).items():
-                self._update_(name, cast(torch.Tensor, cast(torch.Tensor, table.weight).grad))
-        return [loss.item() for loss in losses]
-
     def scores(self, batch: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the scores of one rank's batch."""
         weights = {name: cast(Any, table).weight for name, table in tables_of(self.model).items()}
         if self._by_row:
             rounded = {name: self._rounded_rows(name, weight) for name, weight in weights.items()}

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.support.programs import torchrun
 from tests.support.ranks import RankPool
 from tests.support.slices import patient
+from tests.support.train_runs import TREE
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 from torchrec_2dsp.programs.cli.train_display import TrainDisplay, show_result
@@ -36,15 +37,7 @@ from torchrec_2dsp.programs.train.results import (
 from torchrec_2dsp.programs.train.sharded import PlannedRun
 
 ROOT = Path(__file__).parents[2]
-TINY = {
-    "data": {
-        "num_dense": 3,
-        "features": [
-            {"name": "user", "num_rows": 100},
-            {"name": "page", "num_rows": 33, "min_ids": 0, "max_ids": 3},
-        ],
-    },
-    "model": {"dim": 8, "dense_layers": [4], "over_layers": [4]},
+TINY = TREE | {
     "loop": {
         "steps": 7,
         "global_batch_size": 32,

@@ -17,7 +17,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.support.ranks import RankPool
-from tests.support.train_runs import click_data, click_model
+from tests.support.train_runs import TREE, click_data, click_model
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
@@ -30,16 +30,8 @@ from torchrec_2dsp.programs.train.program import train
 
 pytestmark = pytest.mark.dealt_file
 
-TINY: dict[str, Any] = {
-    "data": {
-        "num_dense": 3,
-        "interaction_share": 0.5,
-        "features": [
-            {"name": "user", "num_rows": 100},
-            {"name": "page", "num_rows": 33, "min_ids": 0, "max_ids": 3},
-        ],
-    },
-    "model": {"dim": 8, "dense_layers": [4], "over_layers": [4]},
+TINY: dict[str, Any] = TREE | {
+    "data": TREE["data"] | {"interaction_share": 0.5},
     "loop": {"steps": 7, "global_batch_size": 32, "eval_steps": 2, "report_every": 3},
     "runs": {
         "one_group": {},

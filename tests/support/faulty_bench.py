@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.train_runs import TREE
 from torchrec_2dsp.programs.bench import machine, program
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.worker import Worker
@@ -20,14 +21,8 @@ EXCHANGED = {"sharding_types": ["table_wise", "row_wise"]}
 
 CONFIG: dict[str, Any] = {
     "title": "faulty",
-    "data": {
-        "num_dense": 3,
-        "features": [
-            {"name": "user", "num_rows": 200},
-            {"name": "page", "num_rows": 37, "min_ids": 0, "max_ids": 3},
-        ],
-    },
-    "model": {"dim": 8, "dense_layers": [4], "over_layers": [4]},
+    "data": TREE["data"],
+    "model": TREE["model"],
     "schedule": {
         "batch_size": 16,
         "rounds": 5,

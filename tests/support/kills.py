@@ -14,13 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.rank_worker import REPOSITORY
 from tests.support.ranks import RankPool
 
-ROOT = Path(__file__).parents[2]
 MAX_RESTARTS = 3
 SAVE_EVERY, KEPT = 4, 2
 DEADLINE_S = 900
@@ -109,31 +109,48 @@ def launch(
 ) -> Outcome:
     """Launch torchrun once, with kills; don't compare losses yet."""
     started, outcome = time.monotonic(), Outcome(variant)
+    arguments = ["tests.support.kills", "--worker", variant, str(folder), str(steps)]
+    outcome.exit_code = run_killed(
+        arguments,
+        folder,
+        num_ranks,
+        kills,
+        lambda process, life: kill_one(process, folder, life, num_ranks, steps, chance, outcome),
+    )
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def run_killed(
+    arguments: list[str],
+    folder: Path,
+    num_ranks: int,
+    kills: int,
+    kill: Callable[["subprocess.Popen[bytes]", int], None],
+) -> int:
+    """Run a module under torchrun while ``kill`` is called for each life; return the exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), "--max-restarts", str(MAX_RESTARTS)]
-    command += ["--monitor-interval", "0.1"]
-    command += ["-m", "tests.support.kills", "--worker", variant, str(folder), str(steps)]
+    command += ["--monitor-interval", "0.1", "-m", *arguments]
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(REPOSITORY),
         "GLOO_SOCKET_IFNAME": "lo",
         # Without it gloo reads the addresses of the dead life, in plain torch as well.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=env, cwd=folder, stdout=output, stderr=output)
         try:
             for life in range(kills):
-                kill_one(process, folder, life, num_ranks, steps, chance, outcome)
-            outcome.exit_code = process.wait(DEADLINE_S)
+                kill(process, life)
+            return process.wait(DEADLINE_S)
         finally:
             if process.poll() is None:
                 # Its workers end with it: torchrun stops them when it is asked to end.
                 process.terminate()
                 process.wait(60)
-    outcome.seconds = time.monotonic() - started
-    return outcome
 
 
 def kill_one(
@@ -243,7 +260,7 @@ def main() -> int:
     bad = [outcome.variant for outcome in outcomes if not outcome.is_good]
     total = sum(len(outcome.kills) for outcome in outcomes)
     print(
-        f"\n{total} kills, {sum(one.num_losses for one in outcomes)} losses; bad: {bad or 'none'}"
+        f"\n{total} kills, {sum(outcome.num_losses for outcome in outcomes)} losses; bad: {bad or 'none'}"
     )
     return 1 if bad else 0
 

@@ -18,12 +18,10 @@ from pathlib import Path
 
 import tomli_w
 
-from tests.support.rank_worker import REPOSITORY
+from tests.support.kills import DEADLINE_S, MAX_RESTARTS, run_killed
 from torchrec_2dsp.programs.train.record import RunRecord, TrainRecord
 
-MAX_RESTARTS = 3
 STEPS, SAVE_EVERY = 40, 4
-DEADLINE_S = 900
 CONFIG = {
     "data": {
         "num_dense": 3,
@@ -74,30 +72,16 @@ def launch(folder: Path, run: str, *, ranks: int, kills: int, chance: random.Ran
     tree["checkpoint"] = CONFIG["checkpoint"] | {"folder": str(folder / "checkpoints")}
     config.write_text(tomli_w.dumps(tree))
     record = folder / "record.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(MAX_RESTARTS)]
-    command += ["--monitor-interval", "0.1", "-m", "torchrec_2dsp", "train"]
-    command += ["--config", str(config), "--resume", "auto", "--output", str(record)]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-        "GLOO_SOCKET_IFNAME": "lo",
-        # Without it gloo reads the addresses of the dead life, in plain torch as well.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    done = Launch(None)
-    with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(command, env=env, cwd=folder, stdout=output, stderr=output)
-        try:
-            for number in range(kills):
-                kill_one(process, folder / "checkpoints" / run / "last", number, chance, done)
-            exit_code = process.wait(DEADLINE_S)
-        finally:
-            if process.poll() is None:
-                # Its workers end with it: torchrun stops them when it is asked to end.
-                process.terminate()
-                process.wait(60)
+    arguments = ["torchrec_2dsp", "train", "--config", str(config), "--resume", "auto"]
+    arguments += ["--output", str(record)]
+    done, checkpoints = Launch(None), folder / "checkpoints" / run / "last"
+    exit_code = run_killed(
+        arguments,
+        folder,
+        ranks,
+        kills,
+        lambda process, life: kill_one(process, checkpoints, life, chance, done),
+    )
     if not exit_code and record.exists():
         (done.record,) = TrainRecord.load(record).runs
     done.output = (folder / "output.txt").read_text()[-3000:]

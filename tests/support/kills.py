@@ -259,9 +259,8 @@ def main() -> int:
                 print(text)
     bad = [outcome.variant for outcome in outcomes if not outcome.is_good]
     total = sum(len(outcome.kills) for outcome in outcomes)
-    print(
-        f"\n{total} kills, {sum(outcome.num_losses for outcome in outcomes)} losses; bad: {bad or 'none'}"
-    )
+    num_losses = sum(outcome.num_losses for outcome in outcomes)
+    print(f"\n{total} kills, {num_losses} losses; bad: {bad or 'none'}")
     return 1 if bad else 0
 
 

@@ -33,12 +33,12 @@ END_TIMEOUT_S = 10
 
 def processes_with(text: str) -> list[int]:
     """Return all processes of the machine that have it in their command line."""
-    found = []
+    results = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if text.encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+                results.append(int(folder.name))
+    return results
 
 
 def names_of(pid: int) -> set[ClusterName]:
@@ -97,19 +97,19 @@ def test_ranks_know_their_hosts_and_two_clusters_live_side_by_side(
     )  # So that there is output after the last look.
     folders = [tmp_path / "one", tmp_path / "other"]
     with (
-        EmulatedCluster(hosts=1, ranks_per_host=2, link="none") as one,
+        EmulatedCluster(hosts=1, ranks_per_host=2, link="none") as single,
         EmulatedCluster(hosts=2, ranks_per_host=1) as other,
     ):
         threads = []
-        for cluster, folder in zip((one, other), folders, strict=True):
+        for cluster, folder in zip((single, other), folders, strict=True):
             folder.mkdir()
             command = [*PROGRAM, "report", str(folder)]
             threads.append(threading.Thread(target=cluster.run, args=(command,)))
             threads[-1].start()
         for thread in threads:
             thread.join()
-        one.close()
-        assert one.hosts == 1
+        single.close()
+        assert single.hosts == 1
         assert other.interface_bytes(1).received > 0
     facts = {
         (folder.name, rank): json.loads((folder / f"rank{rank}.json").read_text())
@@ -220,13 +220,13 @@ def test_the_command_line_returns_what_the_command_does() -> None:
         )
         return result.returncode, result.stderr
 
-    one = ("--hosts", "1", "--ranks-per-host", "1", "--")
-    code, errors = exit_code(*one, *PROGRAM, "leave", "0")
+    single = ("--hosts", "1", "--ranks-per-host", "1", "--")
+    code, errors = exit_code(*single, *PROGRAM, "leave", "0")
     assert code == 0
     assert (
         "1 x 1 ranks (hosts x ranks per host), emulated on one machine; per host 1 Gbit" in errors
     )
-    code, errors = exit_code(*one, *PROGRAM, "leave", "3")
+    code, errors = exit_code(*single, *PROGRAM, "leave", "3")
     assert code == 1  # torchrun's
     assert "rank 0 (exit code 3)" in errors
     assert exit_code() == (2, "nothing to do; give a command after `--`, or --check\n")

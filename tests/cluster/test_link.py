@@ -84,24 +84,24 @@ def test_links_in_words() -> None:
 
 
 def test_names_are_unique_and_tell_their_owner() -> None:
-    one, other = ClusterName.new(), ClusterName.new()
-    assert one != other
-    assert one.pid == os.getpid()
-    for namespace in (str(one), one.host(3), one.switch):
-        assert ClusterName.of(namespace) == one
-    for foreign in ("tb_h0", "emulated", "emulated-1-2-3", "x" + one.host(0), "emulated-a-1-2-3"):
+    name, other = ClusterName.new(), ClusterName.new()
+    assert name != other
+    assert name.pid == os.getpid()
+    for namespace in (str(name), name.host(3), name.switch):
+        assert ClusterName.of(namespace) == name
+    for foreign in ("tb_h0", "emulated", "emulated-1-2-3", "x" + name.host(0), "emulated-a-1-2-3"):
         assert ClusterName.of(foreign) is None
 
 
 def test_orphans_are_told_from_the_living() -> None:
-    mine = ClusterName.new()
-    assert mine.is_mine()
-    assert not mine.is_orphan()
-    reused = dataclasses.replace(mine, start_ticks=mine.start_ticks - 1)
+    own = ClusterName.new()
+    assert own.is_mine()
+    assert not own.is_orphan()
+    reused = dataclasses.replace(own, start_ticks=own.start_ticks - 1)
     assert reused.is_orphan()
     elsewhere = dataclasses.replace(reused, pid_namespace=1)
     assert not elsewhere.is_orphan()
-    assert not dataclasses.replace(mine, pid=os.getppid()).is_mine()
+    assert not dataclasses.replace(own, pid=os.getppid()).is_mine()
 
 
 def test_a_process_that_ended_owns_nothing() -> None:

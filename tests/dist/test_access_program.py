@@ -167,6 +167,6 @@ def gather_what_differs(rank: int, world_size: int) -> None:
 def test_ranks_that_count_differently_are_told(ranks2: RankPool) -> None:
     with pytest.raises(RanksFailed) as failed:
         ranks2.run(gather_what_differs)
-    said = "rank 0 has t: 100 rows, exactly, rank 1 has t: 100 rows, by a sketch of 65536"
+    message = "rank 0 has t: 100 rows, exactly, rank 1 has t: 100 rows, by a sketch of 65536"
     assert len(failed.value.reports) == 2
-    assert all(said in report for report in failed.value.reports.values())
+    assert all(message in report for report in failed.value.reports.values())

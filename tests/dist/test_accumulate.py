@@ -138,11 +138,11 @@ def misuse(rank: int, world_size: int) -> Said:
     def leave_and_begin() -> str:
         left = iter(tdsp.accumulate(model, [batch, batch]))
         local_loss(model(next(left))).backward()
-        said = error_of(lambda: list(tdsp.accumulate(model, [batch])), ConfigError)
+        message = error_of(lambda: list(tdsp.accumulate(model, [batch])), ConfigError)
         left.close()  # type: ignore[attr-defined]
-        return said
+        return message
 
-    said = Said(
+    message = Said(
         error_of(lambda: list(tdsp.accumulate(fused, [batch])), ConfigError),
         error_of(lambda: list(tdsp.accumulate(model, [batch] * (1 + rank % 2))), ConfigError),
         error_of(lambda: list(tdsp.accumulate(model, [])), ConfigError),
@@ -152,13 +152,13 @@ def misuse(rank: int, world_size: int) -> Said:
     # What an error has left behind can be trained by, and read.
     local_loss(model(batch)).backward()
     model.state_dict()
-    return said
+    return message
 
 
 def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
-    (said,) = {str(said): said for said in ranks4.run(misuse)}.values()
-    assert "make their sharder with accumulates=True" in said.fused
-    assert said.unequal.startswith("the number of batches of accumulate() differs between ranks")
-    assert said.none == "accumulate() got no batches, so there is nothing to update by"
-    assert said.unfinished.startswith("another accumulate() of this model isn't over")
-    assert "between the batches of accumulate()" in said.read
+    (message,) = {str(message): message for message in ranks4.run(misuse)}.values()
+    assert "make their sharder with accumulates=True" in message.fused
+    assert message.unequal.startswith("the number of batches of accumulate() differs between ranks")
+    assert message.none == "accumulate() got no batches, so there is nothing to update by"
+    assert message.unfinished.startswith("another accumulate() of this model isn't over")
+    assert "between the batches of accumulate()" in message.read

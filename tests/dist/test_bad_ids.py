@@ -66,7 +66,7 @@ def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int,
     """Return the error, its count, and the state after a good, a bad and a good step; and
     without the bad one."""
     stream, states = make_stream(cell, 3), []
-    said, found, sample = "", 0, -1
+    message, actual, sample = "", 0, -1
     for with_bad in (True, False):
         parallel = shard(cell)
         optimizer = make_optimizer(parallel)
@@ -77,13 +77,13 @@ def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int,
         if with_bad:
             with pytest.raises(tdsp.errors.InputError) as caught:
                 local_loss(parallel(batch))
-            said = str(caught.value)
-            found = sum(part.num_bad_ids for part in sharded_tables(parallel))
+            message = str(caught.value)
+            actual = sum(part.num_bad_ids for part in sharded_tables(parallel))
         plain_loop(parallel, optimizer, [stream[2][rank]])
         states.append(snapshot(parallel))
     if rank == FAULTY_RANK:
-        assert f"has the id {bad} in sample {sample} of this rank's batch" in said
-    return said, found, states[0], states[1]
+        assert f"has the id {bad} in sample {sample} of this rank's batch" in message
+    return message, actual, states[0], states[1]
 
 
 @pytest.mark.dealt
@@ -91,18 +91,18 @@ def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int,
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_all_ranks_raise_and_may_go_on(ranks4: RankPool, cell: Cell, bad: int) -> None:
     answers = ranks4.run(raising, cell, bad)
-    (said,) = {said for said, *_ in answers}
-    assert said.startswith(f"feature 'f1' has the id {bad} in sample ")
-    assert "but its table 't1' has 24 rows (0 to 23); correct the data, or pass bad_ids=" in said
-    assert said.endswith(f"(found on rank {FAULTY_RANK})")
-    assert [found for _, found, *_ in answers] == [int(rank == FAULTY_RANK) for rank in range(4)]
+    (message,) = {message for message, *_ in answers}
+    assert message.startswith(f"feature 'f1' has the id {bad} in sample ")
+    assert "but its table 't1' has 24 rows (0 to 23); correct the data, or pass bad_ids=" in message
+    assert message.endswith(f"(found on rank {FAULTY_RANK})")
+    assert [actual for _, actual, *_ in answers] == [int(rank == FAULTY_RANK) for rank in range(4)]
     for _, _, with_bad, without in answers:
         assert largest_gap(with_bad, without) == 0.0
 
 
 def correcting(rank: int, world_size: int, cell: Cell, policy: str, bad: int) -> tuple[float, int]:
     """Return the gap between training with a bad id and with the policy's correction."""
-    states, found = [], 0
+    states, actual = [], 0
     for with_bad in (True, False):
         sharder: Any = make_sharder(cell)
         sharder.bad_ids = type(sharder.bad_ids).of(policy)
@@ -117,8 +117,8 @@ def correcting(rank: int, world_size: int, cell: Cell, policy: str, bad: int) ->
             batches.append(batch)
         plain_loop(parallel, make_optimizer(parallel), batches)
         states.append(snapshot(parallel))
-        found = found or sum(part.num_bad_ids for part in sharded_tables(parallel))
-    return largest_gap(*states), found
+        actual = actual or sum(part.num_bad_ids for part in sharded_tables(parallel))
+    return largest_gap(*states), actual
 
 
 @pytest.mark.dealt
@@ -152,8 +152,8 @@ def raising_in_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[s
 def test_pipelines_stop_at_the_batch(ranks4: RankPool, cell: Cell) -> None:
     """Also one that has sent rows of the batch before it looks them up."""
     by_rank = ranks4.run(raising_in_pipelines, cell)
-    (said,) = {answer for answers, _ in by_rank for answer in answers}
-    assert said.startswith("feature 'f1' has the id 24")
+    (message,) = {answer for answers, _ in by_rank for answer in answers}
+    assert message.startswith("feature 'f1' has the id 24")
     assert [gap for _, gap in by_rank] == [0.0] * 4
 
 

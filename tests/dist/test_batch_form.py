@@ -204,7 +204,7 @@ def refused_of(cell: Cell) -> dict[Change, str]:
 
 def refusals(rank: int, world_size: int) -> list[str]:
     """Return the errors for bad batches, which leave the state unchanged."""
-    said = []
+    messages = []
     for cell in CELLS:
         parallel = shard(cell)
         first, second, third = make_stream(cell, 3)
@@ -214,16 +214,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
             before = snapshot(parallel)
             with pytest.raises(tdsp.errors.InputError) as caught:
                 parallel(change(second[rank]) if rank == 1 else second[rank])
-            said.append(str(caught.value))
+            messages.append(str(caught.value))
             assert largest_gap(snapshot(parallel), before) == 0.0
         local_loss(parallel(third[rank])).backward()
-    return said
+    return messages
 
 
 def test_bad_batches_are_refused_by_all_ranks(ranks4: RankPool) -> None:
     expected = [text for cell in CELLS for text in refused_of(cell).values()]
-    for said in ranks4.run(refusals, timeout_s=200):
-        for text, part in zip(said, expected, strict=True):
+    for message in ranks4.run(refusals, timeout_s=200):
+        for text, part in zip(message, expected, strict=True):
             assert part in text, text
             assert text.endswith("(found on rank 1)"), text
 
@@ -237,8 +237,8 @@ def refusal_of_first_batches(rank: int, world_size: int, cell: Cell) -> str:
 
 def test_weighted_tables_need_weights_from_the_first_batch_on(ranks4: RankPool) -> None:
     for cell in (CELLS[2], Cell(TWO, "table_wise", ModelSpec(weighted=True))):
-        for said in ranks4.run(refusal_of_first_batches, cell):
-            assert "has no weights, which the tables need" in said
+        for message in ranks4.run(refusal_of_first_batches, cell):
+            assert "has no weights, which the tables need" in message
 
 
 def gaps_of_single_samples(rank: int, world_size: int, cells: list[Cell]) -> list[float]:

@@ -46,9 +46,9 @@ BIG = ModelSpec(tables=tuple(TableSpec(f"t{n}", 6000 + n, 16, (f"f{n}",)) for n 
 
 
 def entries(path: Path) -> dict[str, TensorStorageMetadata]:
-    found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    assert all(isinstance(entry, TensorStorageMetadata) for entry in found.values())
-    return found  # type: ignore[return-value]
+    actual = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in actual.values())
+    return actual  # type: ignore[return-value]
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -79,24 +79,24 @@ def test_names_and_shapes_are_those_of_whole_tables(ranks4: RankPool, tmp_path: 
         Cell(M22, "table_wise", spec=SEQUENCES),
     ]
     ranks4.run(save, cells, tmp_path)
-    found = [shapes(tmp_path / str(number)) for number in range(len(cells))]
+    actual = [shapes(tmp_path / str(number)) for number in range(len(cells))]
 
     row_wise = {f"{STATE}.{name}.weight.{name}.momentum1": (rows,) for name, rows in ROWS.items()}
-    assert found[:7] == [BAG_WEIGHTS | row_wise | OVER] * 7
+    assert actual[:7] == [BAG_WEIGHTS | row_wise | OVER] * 7
     per_column_shard = {
         f"{STATE}.t0.weight.t0.momentum1": (40 * 2,),
         f"{STATE}.t1.weight.t1.momentum1": (24 * 4,),
         f"{STATE}.t2.weight.t2.momentum1": (33 * 2,),
     }
-    assert found[7:10] == [BAG_WEIGHTS | per_column_shard | OVER] * 3
+    assert actual[7:10] == [BAG_WEIGHTS | per_column_shard | OVER] * 3
     whole = {
         f"{STATE}.t0.weight.t0.momentum1": (40, 8),
         f"{STATE}.t1.weight.t1.momentum1": (24, 16),
         f"{STATE}.t2.weight.t2.momentum1": (33, 8),
     }
-    assert found[10] == BAG_WEIGHTS | whole | OVER
-    assert found[11:13] == [BAG_WEIGHTS | OVER] * 2
-    assert found[13] == {
+    assert actual[10] == BAG_WEIGHTS | whole | OVER
+    assert actual[11:13] == [BAG_WEIGHTS | OVER] * 2
+    assert actual[13] == {
         "model.ec.embeddings.t0.weight": (40, 8),
         "model.ec.embeddings.t1.weight": (24, 8),
         "fused_optimizer.state.ec.embeddings.t0.weight.t0.momentum1": (40,),

@@ -66,7 +66,7 @@ Bytes = dict[str, float]
 
 def sent(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[Bytes, Bytes]]:
     """Input bytes of a step's collectives by operation, and what the model says of all ranks."""
-    found = []
+    results = []
     for cell in cells:
         parallel = shard(cell)
         optimizer = make_optimizer(parallel)
@@ -74,10 +74,10 @@ def sent(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[Bytes, Byt
         with count_collectives() as seen:
             plain_loop(parallel, optimizer, [batch_of(cell, rank)])
         totals: Counter[str] = Counter()
-        for one in seen.records:
-            totals[one.op] += one.num_bytes
-        found.append((dict(totals), by_operation(predicted(cell))))
-    return found
+        for record in seen.records:
+            totals[record.op] += record.num_bytes
+        results.append((dict(totals), by_operation(predicted(cell))))
+    return results
 
 
 def predicted(cell: Cell) -> Loads:
@@ -114,14 +114,14 @@ def by_operation(loads: Loads) -> dict[str, float]:
 def counted(two_hosts: RankPool) -> list[tuple[Bytes, Bytes]]:
     """Sums over ranks, and what the model says of them, by cell."""
     ranks = two_hosts.run(sent, CELLS)
-    found = []
+    results = []
     for of_ranks in zip(*ranks, strict=True):
         totals: defaultdict[str, float] = defaultdict(float)
-        for one, _ in of_ranks:
-            for op, num_bytes in one.items():
+        for entry, _ in of_ranks:
+            for op, num_bytes in entry.items():
                 totals[op] += num_bytes
-        found.append((dict(totals), of_ranks[0][1]))
-    return found
+        results.append((dict(totals), of_ranks[0][1]))
+    return results
 
 
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=lambda number: str(CELLS[number]))
@@ -130,6 +130,6 @@ def test_a_step_sends_what_the_model_says(counted: list[tuple[Bytes, Bytes]], nu
     columns = sum(table.dim for _, table in CELLS[number].spec.features)
     expected["all_reduce"] += 4 * 4 * (columns + 1)  # Of the dense layer.
     for kind, num_bytes in expected.items():
-        found = sum(value for op, value in totals.items() if op.startswith(kind))
+        actual = sum(value for op, value in totals.items() if op.startswith(kind))
         # Sizes and flags, a few bytes for each rank and feature, aren't in the model.
-        assert found == pytest.approx(num_bytes, rel=0.02, abs=2_000), kind
+        assert actual == pytest.approx(num_bytes, rel=0.02, abs=2_000), kind

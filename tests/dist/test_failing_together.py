@@ -71,7 +71,7 @@ def in_context(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int]
             for batch in loop.batches(batches):
                 with count_collectives() as seen:
                     plain_loop(model, optimizer, [batch])
-                alarms.append(sum(one.group == "alarm" for one in seen.records))
+                alarms.append(sum(record.group == "alarm" for record in seen.records))
             num_posts = len(posts)
     return largest_gap(snapshot(model), snapshot(plain)), alarms, num_posts
 
@@ -92,17 +92,17 @@ def uneven(rank: int, world_size: int, cell: Cell) -> tuple[str, tuple[int, ...]
     optimizer = make_optimizer(model)
     batches = [step[rank] for step in make_stream(cell, 3)][: 2 if rank == 1 else 3]
     num_steps = 0
-    said, ranks = "", ()
+    message, ranks = "", ()
     try:
         with tdsp.failing_together(model) as loop:
             for batch in loop.batches(batches):
                 plain_loop(model, optimizer, [batch])
                 num_steps += 1
     except tdsp.errors.RankError as error:
-        said, ranks = str(error), error.ranks
+        message, ranks = str(error), error.ranks
     expected = shard(cell)
     plain_loop(expected, make_optimizer(expected), batches[:2])
-    return said, ranks, num_steps, largest_gap(snapshot(model), snapshot(expected))
+    return message, ranks, num_steps, largest_gap(snapshot(model), snapshot(expected))
 
 
 def test_a_rank_without_a_batch_is_named_before_the_step(ranks4: RankPool) -> None:
@@ -133,9 +133,9 @@ def test_an_error_of_a_loader_is_told_with_its_place(ranks4: RankPool) -> None:
     answers = ranks4.run(broken_loader)
     assert answers[1] == ("OSError", "no such file")
     others = {answer for rank, answer in enumerate(answers) if rank != 1}
-    ((kind, said),) = others
+    ((kind, message),) = others
     assert kind == "RankError"
-    assert said.startswith(
+    assert message.startswith(
         "rank 1 failed at step 0, in the loader, for batch 2: OSError: no such file (test_failing_"
     )
 
@@ -147,29 +147,29 @@ def prefetching(rank: int, world_size: int, num_batches: list[int]) -> tuple[str
     pipeline: Any = tdsp.TrainPipelineRowPrefetch(model, make_optimizer(model), rank_device())
     batches = iter([step[rank] for step in make_stream(ROWS, 6)][: num_batches[rank]])
     losses = []
-    said = ""
+    message = ""
     try:
         while True:
             losses.append(float(pipeline.progress(batches).sum()))
     except StopIteration:
         pass
     except tdsp.errors.RankError as error:
-        said = str(error)
+        message = str(error)
         with pytest.raises(tdsp.errors.RankError, match="no batch is left"):
             pipeline.progress(batches)
     # Nothing is half done: the ranks can still talk.
     snapshot(model)
     dist.barrier()
-    return said, losses
+    return message, losses
 
 
 def test_a_prefetching_pipeline_names_the_rank_without_a_batch(ranks4: RankPool) -> None:
     """Its ids would meet other messages, and gloo would abort the processes."""
-    for said, losses in ranks4.run(prefetching, [5, 3, 5, 5]):
-        assert said == UNEVEN.replace("after 2", "after 3")
+    for message, losses in ranks4.run(prefetching, [5, 3, 5, 5]):
+        assert message == UNEVEN.replace("after 2", "after 3")
         assert len(losses) == 1
-    for said, losses in ranks4.run(prefetching, [2, 2, 2, 2]):
-        assert said == ""
+    for message, losses in ranks4.run(prefetching, [2, 2, 2, 2]):
+        assert message == ""
         assert len(losses) == 2
 
 

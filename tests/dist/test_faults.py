@@ -13,11 +13,11 @@ from tests.support.slices import Deal, patient
 
 def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path, dealt: Deal) -> None:
     """Some of each kind; ``python -m tests.support.faults`` runs all cases."""
-    told = tmp_path / "outcomes.json"
+    reported = tmp_path / "outcomes.json"
     cases = dealt(chosen_cases())
     names = [f"--case={case}" for case in cases]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.faults", *names, "--json", str(told)],
+        [sys.executable, "-m", "tests.support.faults", *names, "--json", str(reported)],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -25,7 +25,7 @@ def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path, dealt: Deal) -
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    outcomes = json.loads(told.read_text())
+    outcomes = json.loads(reported.read_text())
     assert len(outcomes) == len(cases)
     for outcome in outcomes:
         # Each case had its fault, and every other rank an error.

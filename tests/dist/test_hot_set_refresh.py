@@ -74,10 +74,14 @@ def gap_after_refreshes(rank: int, world_size: int, cells: list[Cell]) -> list[f
             oracle.step(batches)
             if step % 2:
                 # As ids in any order, which is as good.
-                ids = {name: one.row_ids[::-1] for name, one in SETS[step // 2].items()}
+                ids = {name: hot_set.row_ids[::-1] for name, hot_set in SETS[step // 2].items()}
                 parallel.refresh_hot_sets(ids if step == 3 else SETS[step // 2])
                 assert parallel.hot_sets["t1"] == SETS[step // 2]["t1"]
-            (part,) = [one for one in parallel.sharded_tables() if "t1" in one.hot_sets.by_table]
+            (part,) = [
+                sharded_table
+                for sharded_table in parallel.sharded_tables()
+                if "t1" in sharded_table.hot_sets.by_table
+            ]
             held = part.hot_sets.held.by_table["t1"]
             # Those of the step before: what it made hot, this step has looked up.
             expected = SETS[step // 2 - 1]["t1"] if step > 1 else tdsp.HotSet((0, 2))
@@ -154,7 +158,7 @@ def test_a_backward_finds_the_hot_rows_of_its_forward(ranks4: RankPool) -> None:
 
 def refused(rank: int, world_size: int, cell: Cell) -> list[str]:
     parallel = sharded(cell)
-    said = []
+    messages = []
     for hot_sets in (
         {"t2": tdsp.HotSet((0,))},
         {"t1": tdsp.HotSet((0, 1, 2))},
@@ -164,9 +168,9 @@ def refused(rank: int, world_size: int, cell: Cell) -> list[str]:
     ):
         with pytest.raises(tdsp.TwoDError) as error:
             parallel.refresh_hot_sets(hot_sets)
-        said.append(str(error.value))
+        messages.append(str(error.value))
     assert parallel.hot_sets == {name: tdsp.HotSet(rows) for name, rows in PLANNED}
-    return said
+    return messages
 
 
 def test_what_has_no_room_is_refused_by_all_ranks(ranks4: RankPool) -> None:
@@ -308,10 +312,14 @@ def sequences(rank: int, world_size: int) -> list[tuple[list[float], list[int], 
         lengths=torch.tensor([3, 0, 3, 0, 2, 0, 1, 0, 1]),
     )
     with torch.no_grad():
-        found = parallel.module.ec(batch)
+        actual = parallel.module.ec(batch)
     return [
-        (one.values()[:, 3].tolist(), one.lengths().tolist(), cast(Any, one.weights()).tolist())
-        for one in (found["f0"], found["f1"], found["f2"])
+        (
+            entry.values()[:, 3].tolist(),
+            entry.lengths().tolist(),
+            cast(Any, entry.weights()).tolist(),
+        )
+        for entry in (actual["f0"], actual["f1"], actual["f2"])
     ]
 
 

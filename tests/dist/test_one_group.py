@@ -42,7 +42,7 @@ CELLS = [
 
 def differing_entries(rank: int, world_size: int, cells: list[Cell]) -> list[str]:
     """Return which losses or weights of three steps differ in any bit from stock TorchRec's."""
-    found = []
+    results = []
     for cell in cells:
         ours, stock = (
             make_parallel(cell, world_size, local_world_size()),
@@ -59,14 +59,14 @@ def differing_entries(rank: int, world_size: int, cells: list[Cell]) -> list[str
                 optimizer.step()
                 losses.append(loss.item())
             if losses[0] != losses[1]:
-                found.append(f"{cell}: loss of step {step}")
+                results.append(f"{cell}: loss of step {step}")
         expected = stock.state_dict()
         for name, value in ours.state_dict().items():
             pairs = zip(local_shards(value), local_shards(expected[name]), strict=True)
-            for (mine, offset), (theirs, their_offset) in pairs:
-                if offset != their_offset or not torch.equal(mine, theirs):
-                    found.append(f"{cell}: {name} at {offset}")
-    return found
+            for (own, offset), (theirs, their_offset) in pairs:
+                if offset != their_offset or not torch.equal(own, theirs):
+                    results.append(f"{cell}: {name} at {offset}")
+    return results
 
 
 def test_one_group_with_the_fused_backward(ranks4: RankPool, dealt: Deal) -> None:

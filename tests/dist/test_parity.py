@@ -235,22 +235,22 @@ def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
     """Return the errors for one rank's bad id in either kind of table; a good batch is trained
     after each."""
     parallel = make_parallel(cell, world_size, 2)
-    said = []
+    messages = []
     for feature in ("f0", "f1"):
         batch = make_batch(cell.spec, rank)
         if rank == 1:
             batch[feature].values()[0] = 10_000
         with pytest.raises(tdsp.errors.InputError) as caught:
             parallel(batch)
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
         local_loss(parallel(make_batch(cell.spec, rank))).backward()
-    return said
+    return messages
 
 
 @pytest.mark.dealt_file
 def test_bad_ids_of_all_parts_are_told_on_every_rank(ranks4: RankPool) -> None:
     first, *others = ranks4.run(bad_ids, Cell(PARTED_MESHES[0], in_world=("t1",)), timeout_s=60)
-    assert all(one == first for one in others)
+    assert all(other == first for other in others)
     assert ["'t0'" in first[0], "'t1'" in first[1]] == [True, True]
 
 
@@ -284,9 +284,9 @@ def shared_features(rank: int, world_size: int, kind: type) -> float:
         lengths=torch.full((16,), 1),
     )
     with torch.no_grad():
-        expected, found = module(features), sharded(features).wait()
+        expected, actual = module(features), sharded(features).wait()
     values = dict(_by_name(expected))
-    gaps = [(one - values.pop(name)).abs().max().item() for name, one in _by_name(found)]
+    gaps = [(entry - values.pop(name)).abs().max().item() for name, entry in _by_name(actual)]
     assert not values, f"{sorted(values)} are missing"
     return max(gaps)
 
@@ -294,7 +294,7 @@ def shared_features(rank: int, world_size: int, kind: type) -> float:
 def _by_name(output: KeyedTensor | dict[str, JaggedTensor]) -> list[tuple[str, torch.Tensor]]:
     if isinstance(output, KeyedTensor):
         return list(output.to_dict().items())
-    return [(name, one.values()) for name, one in output.items()]
+    return [(name, entry.values()) for name, entry in output.items()]
 
 
 @pytest.mark.dealt_file

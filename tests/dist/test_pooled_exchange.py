@@ -169,7 +169,7 @@ def test_only_bags_with_ids_travel(ranks4: RankPool) -> None:
     owner = [sum(filled) * 8 * 4 if embeddings else 0 for embeddings, _ in answers]
     assert sorted(owner) == [0, 0, 0, sum(filled) * 8 * 4]
     assert [embeddings for embeddings, _ in answers] == owner
-    assert [gradients for _, gradients in answers] == [one * 8 * 4 for one in filled]
+    assert [gradients for _, gradients in answers] == [entry * 8 * 4 for entry in filled]
 
 
 def test_only_parts_of_bags_with_ids_travel(ranks4: RankPool) -> None:
@@ -201,7 +201,7 @@ def quantised(rank: int, world_size: int, cell: Cell) -> tuple[float, float]:
         with count_collectives() as seen:
             plain_loop(parallel, optimizer, batches[-1:])
         sent.append(sum(all_to_all_bytes(seen)[3:]))
-    gap = max(abs(one - other) for one, other in zip(*losses, strict=True))
+    gap = max(abs(entry - other) for entry, other in zip(*losses, strict=True))
     return gap, sent[1] / sent[0]
 
 

@@ -246,7 +246,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
     wrapper = tdsp.PipelinedDense(**ONE_PIPELINE, cuts=[1, 2, 6])
     model = TwoStacks(cell.cell.spec)
-    said = []
+    messages = []
     with pipelined(cell.cell, wrapper, model) as (parallel_model, params):
         optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
         step_of(parallel_model, optimizer, cell, 0, rank)
@@ -263,13 +263,13 @@ def refused(rank: int, world_size: int) -> list[str]:
                 parallel_model(batch_for(cell, 0, 0, rank)).mean().backward()
             with pytest.raises(TwoDError) as raised:
                 wrapper.recut(given, cuts=cuts)
-            said.append(str(raised.value))
+            messages.append(str(raised.value))
             optimizer.zero_grad()
             assert wrapper.cuts == dict.fromkeys(("stack", "second"), (1, 2, 6))
             step_of(parallel_model, optimizer, cell, 1, rank)
             # Gradients of zeros are lost without harm, so they stop nobody.
             optimizer.zero_grad(set_to_none=False)
-    return said
+    return messages
 
 
 def test_what_cannot_be_moved_is_refused_by_all(ranks4: RankPool) -> None:

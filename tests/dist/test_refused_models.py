@@ -199,9 +199,9 @@ def refusals(rank: int, world_size: int, case: str) -> list[tuple[str, str]]:
 def test_models_that_would_be_sharded_in_part(ranks4: RankPool, case: str) -> None:
     _, text = CASES[case]
     for answers in ranks4.run(refusals, case, timeout_s=60):
-        for kind, said in answers:
+        for kind, message in answers:
             assert kind == "UnsupportedError", answers
-            assert text in said, answers
+            assert text in message, answers
 
 
 class Scored(nn.Module):

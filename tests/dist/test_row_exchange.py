@@ -200,7 +200,7 @@ def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple
 @pytest.mark.dealt_file
 @pytest.mark.parametrize("qcomms", [CommType.FP16, CommType.BF16])
 def test_quantised_communication_halves_the_bytes(ranks4: RankPool, qcomms: CommType) -> None:
-    short, full = (ranks4.run(quantised, ROWS, one) for one in (qcomms, CommType.FP32))
+    short, full = (ranks4.run(quantised, ROWS, entry) for entry in (qcomms, CommType.FP32))
     for (gap, sent), (no_gap, fully_sent) in zip(short, full, strict=True):
         assert no_gap == 0.0 < gap < 10 * LR * 2**-8
         assert sent * 2 == fully_sent > 0
@@ -210,8 +210,8 @@ def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
     stock_exchange = Cell(TWO, hot_rows=HOT_ROWS)
     quiet = [replace(ROWS, hot_rows=HOT_ROWS), Cell(TWO), replace(stock_exchange, mesh=FOUR)]
     first, *others = ranks4.run(warnings_of, [stock_exchange, *quiet])
-    ((said,), *silent) = first
-    assert said.startswith("hot rows of t0, t1 save no bytes: TorchRec's output exchange ships")
+    ((message,), *silent) = first
+    assert message.startswith("hot rows of t0, t1 save no bytes: TorchRec's output exchange ships")
     assert silent == [[], [], []]
     assert others == [[[], [], [], []]] * 3
 
@@ -309,7 +309,7 @@ def test_averaged_replicas_over_hosts_equal_the_unsharded_model(ranks8: RankPool
 def test_a_row_comes_to_a_host_once(two_hosts: RankPool) -> None:
     """Owners 0 and 2 are asked by ranks 0 and 2, owners 1 and 3 by the others."""
     rows = [{*first, *second} for first, second in IDS]
-    asks = [[{row for row in mine if row // 10 % 2 == place} for place in (0, 1)] for mine in rows]
+    asks = [[{row for row in own if row // 10 % 2 == place} for place in (0, 1)] for own in rows]
     together = [
         asks[rank // 2 * 2][rank % 2] | asks[rank // 2 * 2 + 1][rank % 2] for rank in range(4)
     ]
@@ -332,7 +332,7 @@ def test_a_row_comes_to_a_host_once(two_hosts: RankPool) -> None:
 @pytest.mark.dealt_file
 def test_quantised_communication_halves_the_bytes_between_hosts(two_hosts: RankPool) -> None:
     short, full = (
-        two_hosts.run(quantised, PER_HOST, one) for one in (CommType.FP16, CommType.FP32)
+        two_hosts.run(quantised, PER_HOST, entry) for entry in (CommType.FP16, CommType.FP32)
     )
     for (gap, sent), (no_gap, fully_sent) in zip(short, full, strict=True):
         assert no_gap == 0.0 < gap < 10 * LR * 2**-8

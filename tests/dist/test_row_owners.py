@@ -120,11 +120,11 @@ def write_by_hand(rank: int, world_size: int, cell: Cell) -> tuple[float, torch.
     (part,) = parallel.sharded_tables()
     gap = 0.0
     for kernel in part.kernels():
-        for one in kernel.shards():
-            weight = one.tensors["weight"]
-            expected = oracle.weights[one.table][one.row : one.row + one.num_rows]
+        for entry in kernel.shards():
+            weight = entry.tensors["weight"]
+            expected = oracle.weights[entry.table][entry.row : entry.row + entry.num_rows]
             gap = max(gap, (weight - expected).abs().max().item())
-            numbers = torch.arange(one.row, one.row + one.num_rows).float()
+            numbers = torch.arange(entry.row, entry.row + entry.num_rows).float()
             weight.copy_((numbers if rank < 2 else torch.zeros_like(numbers))[:, None])
     parallel.broadcast_replicas()
     ids = KeyedJaggedTensor.from_lengths_sync(
@@ -138,9 +138,9 @@ def test_tables_may_be_written_by_hand(ranks4: RankPool) -> None:
     spec = ModelSpec((TableSpec("t0", 40, 8, ("f0",)),))
     contiguous = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
     cell = replace(HASH, mesh=contiguous, spec=spec, hot_rows=HOT_ROWS[:1])
-    for gap, found in ranks4.run(write_by_hand, cell):
+    for gap, actual in ranks4.run(write_by_hand, cell):
         assert gap <= TOLERANCE
-        assert found.tolist() == list(range(40))
+        assert actual.tolist() == list(range(40))
 
 
 TRIPS = [

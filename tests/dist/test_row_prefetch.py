@@ -63,7 +63,7 @@ def check(ranks: RankPool, cells: list[Cell]) -> None:
 def test_bags_train_as_without(ranks4: RankPool, dealt: Deal) -> None:
     specs = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)
     cells = [replace(ROWS, spec=spec) for spec in specs]
-    cells += [replace(ROWS, optimizer=one, hot_rows=HOT_ROWS) for one in ("sgd", "adagrad")]
+    cells += [replace(ROWS, optimizer=entry, hot_rows=HOT_ROWS) for entry in ("sgd", "adagrad")]
     cells += [replace(ROWS, owners="hash"), replace(ROWS, sync=tdsp.WeightSync())]
     cells += [replace(ROWS, stock_wrapper=True)]
     check(ranks4, dealt(cells))
@@ -184,18 +184,18 @@ def bytes_of_exchanges(rank: int, world_size: int, cell: Cell) -> tuple[int, int
     """All that all-to-alls send from this rank: with TorchRec's pipeline and with this one; and
     the rows of which it tells when they come or go."""
     batches = [step[rank] for step in make_stream(cell, STEPS)]
-    sent, told = [], 0
+    sent, reported = [], 0
     for kind in (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch):
         parallel = sharded(cell)
         with count_collectives() as seen:
-            told = run(parallel, batches, kind).counts.told
+            reported = run(parallel, batches, kind).counts.told
         sent.append(sum(all_to_all_bytes(seen)))
-    return sent[0], sent[1], told
+    return sent[0], sent[1], reported
 
 
 def test_rows_cost_a_byte_more_each_way(ranks4: RankPool) -> None:
-    for without, beside, told in ranks4.run(bytes_of_exchanges, ROWS):
-        assert beside - without == told > 0
+    for without, beside, reported in ranks4.run(bytes_of_exchanges, ROWS):
+        assert beside - without == reported > 0
 
 
 def updating_all_rows_at_once(rank: int, world_size: int) -> list[tuple[float, Counts]]:
@@ -253,20 +253,20 @@ def test_each_row_is_updated_once_in_all_epochs(ranks4: RankPool) -> None:
 
 def heard(rank: int, world_size: int) -> list[list[str]]:
     """Return the pipeline's log for models that can and that can't send rows early."""
-    said = []
+    answers = []
     for cell in (ROWS, replace(ROWS, mesh=tdsp.Mesh2D(2, 2)), Cell(ONE, "table_wise")):
         with logged("torchrec_2dsp.parallel.row_prefetch_pipeline") as messages:
             run(sharded(cell), [step[rank] for step in make_stream(cell, 3)])
-        said.append(messages)
-    return said
+        answers.append(messages)
+    return answers
 
 
 def test_a_pipeline_says_where_no_rows_can_come_early(ranks4: RankPool) -> None:
     for rank, (able, replicated, pooled) in enumerate(ranks4.run(heard)):
         assert able == []
-        for said in (replicated, pooled):
+        for message in (replicated, pooled):
             once = ["no rows can travel beside computing: n"] if rank == 0 else []
-            assert [one[:38] for one in said] == once
+            assert [entry[:38] for entry in message] == once
 
 
 ONE_GROUP_ROWS = Cell(tdsp.Mesh2D(1, 4), exchange="row")
@@ -299,7 +299,7 @@ def events_of_a_step(rank: int, world_size: int) -> list[str]:
     for _ in range(2):
         pipeline.progress(stream)
     events: list[str] = []
-    (scale,) = (one for name, one in parallel.named_parameters() if name.endswith("scale"))
+    (scale,) = (entry for name, entry in parallel.named_parameters() if name.endswith("scale"))
     scale.register_hook(lambda grad: events.append("dense gradients are there"))
     with pytest.MonkeyPatch.context() as patch:
         for (kind, name), what in SEEN.items():
@@ -397,8 +397,8 @@ def both(rank: int, world_size: int, output: DataType) -> tuple[Trained, Trained
     """By TorchRec's pipeline, by this one, and their largest gap."""
     batches = [step[rank] for step in make_stream(CELL, STEPS)]
     expected = run(sharded_two(output), batches, TrainPipelineSparseDist)
-    found = run(sharded_two(output), batches)
-    return expected, found, largest_gap(found.tensors, expected.tensors)
+    actual = run(sharded_two(output), batches)
+    return expected, actual, largest_gap(actual.tensors, expected.tensors)
 
 
 def losses_of_oracle() -> list[list[float]]:
@@ -427,11 +427,11 @@ def test_models_with_several_exchanges_train_as_without_and_as_unsharded(
     answers = two_hosts.run(both, output)
     oracle = zip(*losses_of_oracle(), strict=True)
     largest = 0.0
-    for (expected, found, gap), unsharded in zip(answers, oracle, strict=True):
+    for (expected, actual, gap), unsharded in zip(answers, oracle, strict=True):
         assert gap == 0.0
-        assert found.losses == expected.losses
-        assert min(found.counts) > 0
-        gaps = [abs(a - b) / (1 + b) for a, b in zip(found.losses, unsharded, strict=True)]
+        assert actual.losses == expected.losses
+        assert min(actual.counts) > 0
+        gaps = [abs(a - b) / (1 + b) for a, b in zip(actual.losses, unsharded, strict=True)]
         largest = max(largest, *gaps)
     # Half precision is seen, and nothing beyond it.
     assert (TOLERANCE if output is DataType.FP16 else 0.0) < largest < bound

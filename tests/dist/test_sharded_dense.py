@@ -198,10 +198,10 @@ def gather_and_take_back(rank: int, world_size: int, sizes: list[int]) -> None:
     JointBatch("sums", joint, group)
     gradients = []
     for module in (alone, joint):
-        (found,) = module(rows, 3.0, more=given)["sums"]
+        (actual,) = module(rows, 3.0, more=given)["sums"]
         inputs = (rows, values, keyed)
         gradients.append(
-            [found, *torch.autograd.grad(found.square().sum(), (*inputs, module.weight))]
+            [actual, *torch.autograd.grad(actual.square().sum(), (*inputs, module.weight))]
         )
     for by_itself, together in zip(gradients[0][:-1], gradients[1][:-1], strict=True):
         torch.testing.assert_close(together, by_itself)
@@ -223,7 +223,7 @@ class Flat(nn.Linear):
 
 
 def misuse_split_layers(rank: int, world_size: int) -> tuple[str, ...]:
-    cell, said = cell_of(world_size), []
+    cell, messages = cell_of(world_size), []
     for plan, tp, kind in (
         ({"tower.7": ColwiseParallel()}, 2, ConfigError),
         (PLAN, 3, MeshError),
@@ -233,17 +233,17 @@ def misuse_split_layers(rank: int, world_size: int) -> tuple[str, ...]:
     ):
         with pytest.raises(kind) as raised:
             model_of(cell, tdsp.TensorParallelDense(plan, tp=tp))
-        said.append(str(raised.value))
+        messages.append(str(raised.value))
     for num_copies in (4, 1 + rank % 2, True):
         with pytest.raises(ConfigError) as raised:
             model_of(cell, tdsp.TensorParallelDense(PLAN, tp=2, num_copies=num_copies))
-        said.append(str(raised.value))
+        messages.append(str(raised.value))
     layer, group = Flat(2, 1), torch.distributed.group.WORLD
     assert group is not None
     JointBatch("flat", layer, group)
     with pytest.raises(UnsupportedError) as unsupported:
         layer(torch.ones(3, 2))
-    return (*said, str(unsupported.value))
+    return (*messages, str(unsupported.value))
 
 
 def test_impossible_splits_are_refused(ranks4: RankPool) -> None:

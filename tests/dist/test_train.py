@@ -244,13 +244,13 @@ def wrong_exchange(rank: int, world_size: int, odd: dict[str, Any]) -> str:
 
 
 def test_an_exchange_that_fits_no_table_is_refused_on_every_rank(ranks4: RankPool) -> None:
-    said = (
+    message = (
         "exchange='row' is for tables sharded row_wise, and the plan has none: set sharding_types"
     )
     odd = {"exchange": "row", "sharding_types": ["table_wise"]}
-    assert ranks4.run(wrong_exchange, odd, timeout_s=60) == [said] * 4
-    said = "prefetch_rows is for an exchange of rows; set exchange='row'"
-    assert ranks4.run(wrong_exchange, {"prefetch_rows": True}, timeout_s=60) == [said] * 4
+    assert ranks4.run(wrong_exchange, odd, timeout_s=60) == [message] * 4
+    message = "prefetch_rows is for an exchange of rows; set exchange='row'"
+    assert ranks4.run(wrong_exchange, {"prefetch_rows": True}, timeout_s=60) == [message] * 4
 
 
 def test_a_config_that_does_not_fit_fails_on_every_rank(ranks4: RankPool) -> None:
@@ -269,9 +269,9 @@ def test_the_last_thing_that_torchrun_says_is_what_was_wrong() -> None:
     done = torchrun(*DEMO, "--set", "loop.steps=0")
 
     assert done.returncode != 0
-    said = done.stderr.rpartition("Root Cause (first observed failure):")[2]
-    assert re.search(r"error(?: on rank \d)?: configs/runs/demo\.toml: loop\.steps=0", said)
-    assert "Traceback" not in said
+    message = done.stderr.rpartition("Root Cause (first observed failure):")[2]
+    assert re.search(r"error(?: on rank \d)?: configs/runs/demo\.toml: loop\.steps=0", message)
+    assert "Traceback" not in message
 
 
 def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     assert "averaged   2x1   WeightSync" in table
     runs = load_config(TrainConfig, ROOT / "configs" / "runs" / "demo.toml").runs
     assert sorted(path.name for path in folder.iterdir()) == sorted(runs)
-    assert all(list(one.glob("events.*")) for one in folder.iterdir())
+    assert all(list(entry.glob("events.*")) for entry in folder.iterdir())
     record = TrainRecord.load(output)
     assert [run.name for run in record.runs] == list(runs)
     assert all([point.step for point in run.curve] == [2, 3] for run in record.runs)

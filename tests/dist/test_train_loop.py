@@ -168,8 +168,10 @@ def differing(rank: int, world_size: int) -> str:
 def test_a_difference_between_ranks_is_named_without_the_commas_around_it(
     ranks2: RankPool,
 ) -> None:
-    said = "the size differs between ranks: rank 0 has size=15, rank 1 has size=16; give all ranks"
-    assert ranks2.run(differing) == [f"{said} the same"] * 2
+    message = (
+        "the size differs between ranks: rank 0 has size=15, rank 1 has size=16; give all ranks"
+    )
+    assert ranks2.run(differing) == [f"{message} the same"] * 2
 
 
 class Short(SyntheticDataset):
@@ -198,8 +200,8 @@ def ends(rank: int, world_size: int) -> dict[str, Any]:
     # A rate of 0 learns nothing, so no evaluation is better than the first.
     idle = {"lr": 0.0, "dense_lr": 0.0}
     loop = {"steps": 40, "eval_every": 2, "patience": 3, "report_every": 5, "metric": "auc"}
-    told = Told()
-    (impatient,) = train(config_with(optimizer=idle, loop=loop), [told]).runs
+    reported = Told()
+    (impatient,) = train(config_with(optimizer=idle, loop=loop), [reported]).runs
     config = config_with(loop={"eval_steps": 9})
     by_data = train_run(config, "one_group", Short(click_data(config)))
     cut = config_with(loop={"accumulate": 2, "global_batch_size": 64, "eval_steps": 9})
@@ -210,7 +212,7 @@ def ends(rank: int, world_size: int) -> dict[str, Any]:
     with pytest.raises(ConfigError) as raised:
         train_run(empty, "one_group", Short(click_data(empty)))
     return {
-        "impatient": (impatient, told.best, told.steps),
+        "impatient": (impatient, reported.best, reported.steps),
         "data": by_data,
         "cut": by_step,
         "empty": str(raised.value),

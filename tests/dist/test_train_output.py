@@ -218,14 +218,14 @@ def refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "no plan": {"plan": str(folder / "nowhere.json")},
         "other sync": {"plan": plan, "sync": "WeightSync"},
     }
-    said = {}
+    message = {}
     for name, run in cases.items():
         with pytest.raises(TwoDError) as raised:
             train(config_with(runs={"odd": run}))
-        said[name] = str(raised.value)
+        message[name] = str(raised.value)
     with pytest.raises(ConfigError) as refusal:
         train(config_with(), profiled=ProfiledSteps(1, 2))
-    return said | {"no folder": str(refusal.value)}
+    return message | {"no folder": str(refusal.value)}
 
 
 def test_files_that_do_not_fit_are_refused_on_all_ranks(

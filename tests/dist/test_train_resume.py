@@ -107,12 +107,12 @@ def test_stopped_runs_go_on_with_the_same_bits(
     """Evaluations at the end are those of the weights at the end, in float64."""
     whole = config_in(tmp_path)
     if is_cut:
-        some = {name: RUNS[name] for name in RUNS if name not in ("prefetch", "averaged")}
+        chosen = {name: RUNS[name] for name in RUNS if name not in ("prefetch", "averaged")}
         # Layers that are large enough to be thresholded.
         model = {"dense_layers": [64], "over_layers": [64]}
         whole = config_in(
             tmp_path,
-            runs=some,
+            runs=chosen,
             model=model,
             loop={"accumulate": 2},
             checkpoint={"asynchronous": True},
@@ -207,12 +207,12 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
             str(folder / "plain"),
         ),
     }
-    told = {}
+    messages = {}
     for name, (config, resume) in cases.items():
         with pytest.raises((CheckpointError, ConfigError)) as raised:
             train(config, resume=Resume.of(resume))
-        told[name] = str(raised.value)
-    return told
+        messages[name] = str(raised.value)
+    return messages
 
 
 def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: Path) -> None:
@@ -307,12 +307,14 @@ def test_a_save_on_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     fill(last / "4" / name)
 
     rank = 0 if name.startswith(".") else 1
-    said = (
+    message = (
         f"{last / '4'} couldn't be written and holds no checkpoint (rank {rank}: OSError(28, 'No "
         "space left on device')); make room there, and resume from an earlier checkpoint"
     )
     earlier = "an earlier asynchronous save has failed: " if asynchronous else ""
-    assert ranks2.run(saved, config) == [(f"CheckpointError: {earlier}{said}", (), last / "2")] * 2
+    assert (
+        ranks2.run(saved, config) == [(f"CheckpointError: {earlier}{message}", (), last / "2")] * 2
+    )
     assert not (last / "4" / ".metadata").exists()
 
     (last / "4" / name).unlink()
@@ -355,9 +357,11 @@ def test_a_file_of_the_output_that_does_not_fit_is_named_on_all_ranks(
         ranks2.run(watched, tmp_path)
     path = tmp_path / "out" / file.removesuffix(".draft")
     for report in failed.value.reports.values():
-        said = report.strip().splitlines()[-1]
-        assert f"OutputError: {path} can't be written: No space left on device; make room" in said
-        assert said.endswith("(found on rank 0)")
+        message = report.strip().splitlines()[-1]
+        assert (
+            f"OutputError: {path} can't be written: No space left on device; make room" in message
+        )
+        assert message.endswith("(found on rank 0)")
     assert not (tmp_path / "out" / "record.json").exists()
     assert not (tmp_path / "out" / "record.json.draft").exists()
 
@@ -387,9 +391,9 @@ def test_a_disk_that_fills_up_while_the_run_trains_ends_it(
         ranks2.run(full_after_a_while, tmp_path, writer)
     out = tmp_path / "out" / "main"
     path = out / "progress.jsonl" if writer == "progress" else tmp_path / "scalars" / "main"
-    said = (tmp_path / "said").read_text()
-    assert said.startswith(f"{path} can't be written: File too large; make room there")
-    assert f"OutputError: {said[:-30]}" in failed.value.reports[1]
+    message = (tmp_path / "said").read_text()
+    assert message.startswith(f"{path} can't be written: File too large; make room there")
+    assert f"OutputError: {message[:-30]}" in failed.value.reports[1]
     if writer == "progress":
         # TensorBoard's own thread meets the limit some time later.
         where = "RankError: rank 0 failed at step 3, after the report: OutputError"

@@ -73,9 +73,9 @@ def differences_without(rank: int, world_size: int, folder: Path) -> list[str]:
         through.step()
         alone.step()
         other.step()
-    end, found, unsaved = final_state(through), final_state(other), final_state(alone)
+    end, actual, unsaved = final_state(through), final_state(other), final_state(alone)
     assert any(not torch.equal(end[key], unsaved[key]) for key in end if "ebc" in key)
-    return [key for key in end if not torch.equal(end[key], found[key])]
+    return [key for key in end if not torch.equal(end[key], actual[key])]
 
 
 @pytest.mark.dealt_file
@@ -152,18 +152,18 @@ def synced_steps(rank: int, world_size: int, start: int) -> list[int]:
     model: Any = make_parallel(cell, world_size, world_size)
     optimizer = make_optimizer(model)
     model.set_sync_step(start)
-    found = []
+    results = []
     for step in range(start + 1, start + 6):
         optimizer.zero_grad()
         model(batch_of(cell.spec, step, rank)).sum().backward()
         if model.sync().num_rows:
-            found.append(step)
+            results.append(step)
     assert model.sync_step == start + 5
     with pytest.raises(
         tdsp.errors.ConfigError, match=r"step=-1 is no number of steps; give 0 or more"
     ):
         model.set_sync_step(-1)
-    return found
+    return results
 
 
 def test_a_policy_goes_on_at_a_step(ranks2: RankPool) -> None:
@@ -225,12 +225,12 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     cell = Cell(M14)
     model = make_parallel(cell, world_size, world_size)
     optimizer = make_optimizer(model)
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
 
     def refuse(name: str, action: Callable[[], object]) -> None:
         with pytest.raises(tdsp.TwoDError) as caught:
             action()
-        told[name] = f"{type(caught.value).__name__}: {caught.value}"
+        reported[name] = f"{type(caught.value).__name__}: {caught.value}"
 
     def load(state: tdsp.TrainState, path: Path = folder / "with") -> object:
         return tdsp.load_checkpoint(path, model, optimizer, train_state=state)
@@ -267,7 +267,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     optimizer.param_groups[-1]["lr"] = 0.5 + rank  # type: ignore[index]
     refuse("other rate", lambda: save(folder / "x", model, optimizer, train_state=state))
     assert not (folder / "x").exists()
-    return told
+    return reported
 
 
 def _save_without_dense(folder: Path, model: Any, optimizer: Any) -> None:
@@ -308,7 +308,7 @@ TEXTS = {
 def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_changes(
     ranks4: RankPool, tmp_path: Path
 ) -> None:
-    for told in ranks4.run(refusals, tmp_path):
-        assert told.keys() == TEXTS.keys()
+    for reported in ranks4.run(refusals, tmp_path):
+        assert reported.keys() == TEXTS.keys()
         for name, text in TEXTS.items():
-            assert told[name].startswith(text.format(folder=tmp_path)), told[name]
+            assert reported[name].startswith(text.format(folder=tmp_path)), reported[name]

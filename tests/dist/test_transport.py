@@ -96,8 +96,8 @@ def shard_half_precision(rank: int, world_size: int, sync: tdsp.WeightSync) -> N
 def test_a_table_that_is_as_short_already(ranks4: RankPool) -> None:
     with pytest.raises(RanksFailed) as failed:
         ranks4.run(shard_half_precision, tdsp.WeightSync(transport=tdsp.Transport.BF16))
-    said = "table 't0' has torch.float16 values, which transport='bf16' wouldn't make smaller"
-    assert all(said in report for report in failed.value.reports.values())
+    message = "table 't0' has torch.float16 values, which transport='bf16' wouldn't make smaller"
+    assert all(message in report for report in failed.value.reports.values())
 
 
 def test_late_updates_equal_the_late_oracle(ranks4: RankPool) -> None:

@@ -312,8 +312,8 @@ def test_all_ranks_refuse_a_batch_that_cannot_be_right(ranks4: RankPool, cell: C
         (with_a_bad_id, "feature 'f1' has the id 24 in sample 0"),
     ):
         answers = ranks4.run(refused, cell, spoil)
-        assert all(expected in said for said, _ in answers), answers
-        assert len({said for said, _ in answers}) == 1
+        assert all(expected in message for message, _ in answers), answers
+        assert len({message for message, _ in answers}) == 1
         assert all(moved == 0.0 for _, moved in answers)
 
 

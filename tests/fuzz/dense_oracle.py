@@ -51,7 +51,7 @@ class DenseNet:
         return NetPass(of_layers, scores, uses_shortcut)
 
     def backward(
-        self, values: torch.Tensor, made: NetPass, score_grads: torch.Tensor
+        self, values: torch.Tensor, result: NetPass, score_grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of all parameters, flat, and those of the inputs.
 
@@ -62,16 +62,16 @@ class DenseNet:
         """
         layers, shortcut = self._split(values)
         output_grads, grads = score_grads[:, None], []
-        for (weight, _), inputs in zip(layers[::-1], made.inputs[::-1], strict=True):
+        for (weight, _), inputs in zip(layers[::-1], result.inputs[::-1], strict=True):
             grads += [output_grads.sum(dim=0), output_grads.T @ inputs]
             output_grads = output_grads @ weight
-            if inputs is not made.inputs[0]:
+            if inputs is not result.inputs[0]:
                 output_grads = output_grads * (1 - inputs.square())
         grads.reverse()
         input_grads = output_grads
         if shortcut is not None:
-            share = float(made.uses_shortcut)
-            grads.append(share * score_grads[None] @ made.inputs[0])
+            share = float(result.uses_shortcut)
+            grads.append(share * score_grads[None] @ result.inputs[0])
             input_grads = input_grads + share * score_grads[:, None] * shortcut
         return torch.cat([grad.flatten() for grad in grads]), input_grads
 

@@ -86,7 +86,7 @@ class Summary:
         compared = ", ".join(f"{count:,} {name}" for name, count in vars(self.counts).items())
         lines += [f"compared: {compared.replace('_', ' ')}"]
         lines += [f"THE MACHINE: {complaint}" for complaint in self.complaints]
-        lines += [f"FINDING {number}: {one}" for number, one in enumerate(self.findings, 1)]
+        lines += [f"FINDING {number}: {entry}" for number, entry in enumerate(self.findings, 1)]
         return "\n".join(lines)
 
 

@@ -128,8 +128,8 @@ def run_case(case: Case, make_store: Callable[[], dist.Store], folder: Path) -> 
     ends = []
     for rank in range(NUM_RANKS):
         path = folder / f"result{rank}"
-        told = json.loads(path.read_text()) if path.exists() and path.stat().st_size else {}
-        ends.append(Ended(rank=rank, exit_code=codes.get(rank), **told))
+        reported = json.loads(path.read_text()) if path.exists() and path.stat().st_size else {}
+        ends.append(Ended(rank=rank, exit_code=codes.get(rank), **reported))
     fault = folder / "fault"
     last = max(end.ended_at for end in ends if end.rank != FAULTY_RANK)
     if not fault.exists() or not last:
@@ -223,9 +223,9 @@ EXAMPLES = (
 def page(outcomes: Sequence[Told], *, timeout_s: float, deadline_s: float) -> str:
     """Return a Markdown page with a row for each fault."""
     by_fault: dict[str, list[Told]] = {str(case.fault): [] for case in all_cases()}
-    for told in outcomes:
-        by_fault[str(Fault(**told["case"]["fault"]))].append(told)
-    num_well = sum(not told["problems"] for told in outcomes)
+    for outcome in outcomes:
+        by_fault[str(Fault(**outcome["case"]["fault"]))].append(outcome)
+    num_well = sum(not outcome["problems"] for outcome in outcomes)
     lines = [
         "# How training ends when a rank fails",
         "",
@@ -246,27 +246,27 @@ def page(outcomes: Sequence[Told], *, timeout_s: float, deadline_s: float) -> st
         "| fault of the rank | programs | well | slowest end | otherwise |",
         "| --- | ---: | ---: | ---: | --- |",
     ]
-    lines += [_row(fault, told) for fault, told in by_fault.items() if told]
+    lines += [_row(fault, outcome) for fault, outcome in by_fault.items() if outcome]
     lines += ["", "What the other ranks say:", ""]
     for example in EXAMPLES:
-        texts = [_text(told) for told in by_fault.get(example, []) if not told["problems"]]
+        texts = [_text(outcome) for outcome in by_fault.get(example, []) if not outcome["problems"]]
         lines += [f"- {example}: `{text}`" for text in texts[:1]]
     return "\n".join(lines) + "\n"
 
 
 def _row(fault: str, outcomes: Sequence[Told]) -> str:
-    well = [told for told in outcomes if not told["problems"]]
-    slowest = max(told["seconds"] for told in outcomes)
+    well = [outcome for outcome in outcomes if not outcome["problems"]]
+    slowest = max(outcome["seconds"] for outcome in outcomes)
     otherwise = "; ".join(
-        f"{told['case']['program']}: {', '.join(told['problems'])}"
-        for told in outcomes
-        if told["problems"]
+        f"{outcome['case']['program']}: {', '.join(outcome['problems'])}"
+        for outcome in outcomes
+        if outcome["problems"]
     )
     return f"| {fault} | {len(outcomes)} | {len(well)} | {slowest:.1f} s | {otherwise or '-'} |"
 
 
-def _text(told: Told) -> str:
-    (text, *_) = [end["text"] for end in told["ends"] if end["rank"] != FAULTY_RANK]
+def _text(reported: Told) -> str:
+    (text, *_) = [end["text"] for end in reported["ends"] if end["rank"] != FAULTY_RANK]
     return text.replace("|", "/")
 
 
@@ -284,11 +284,11 @@ def main(arguments: Sequence[str]) -> int:
     outcomes = run_all(cases, options.logs)
     if outcomes is None:
         return 0
-    told = [outcome.told() for outcome in outcomes]
+    reported = [outcome.told() for outcome in outcomes]
     if options.json is not None:
-        options.json.write_text(json.dumps(told, indent=1))
+        options.json.write_text(json.dumps(reported, indent=1))
     if options.page is not None:
-        options.page.write_text(page(told, timeout_s=TIMEOUT_S, deadline_s=DEADLINE_S))
+        options.page.write_text(page(reported, timeout_s=TIMEOUT_S, deadline_s=DEADLINE_S))
     return int(any(outcome.problems for outcome in outcomes))
 
 

@@ -109,14 +109,14 @@ def imported(module: Module) -> Iterator[tuple[int, str]]:
 
 def layer_violations(package: Path) -> list[str]:
     """Return imports that point up or sideways, and parts that no layer names."""
-    found = []
+    results = []
     modules = read_package(package)
     ranks = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
     for module in modules.values():
         if module.part in ("", PROGRAMS):
             continue  # The package's own names may come from anywhere.
         if module.part not in ranks:
-            found.append(f"{module.path}: no layer has {module.part!r}; add it to LAYERS")
+            results.append(f"{module.path}: no layer has {module.part!r}; add it to LAYERS")
             continue
         for line, name in imported(module):
             where = f"{module.path}:{line}"
@@ -124,21 +124,21 @@ def layer_violations(package: Path) -> list[str]:
             if target is None:
                 continue
             if not target.part:
-                found.append(
+                results.append(
                     f"{where}: imports from the package itself; import from the defining module"
                 )
             elif target.part in ranks and target.part != module.part:
                 if ranks[target.part] > ranks[module.part]:
-                    found.append(
+                    results.append(
                         f"{where}: {module.part} is below {target.part}: imports point down; "
                         "move the code up, or what it needs down"
                     )
                 elif ranks[target.part] == ranks[module.part]:
-                    found.append(
+                    results.append(
                         f"{where}: {module.part} and {target.part} are siblings, which don't "
                         "import each other; move what they share to a layer below"
                     )
-    return found
+    return results
 
 
 def cycle_violations(package: Path) -> list[str]:

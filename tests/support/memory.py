@@ -96,8 +96,8 @@ def _train(rank: int, case: Case, num_rows: tuple[int, ...], batch_size: int) ->
         tuple(TableSpec(f"t{n}", rows, DIM, (f"f{n}",)) for n, rows in enumerate(num_rows))
     )
     hot_rows = tuple(
-        (name, tuple(row for row in some if row < num_rows[number]))
-        for number, (name, some) in enumerate(case.cell.hot_rows)
+        (name, tuple(row for row in chosen if row < num_rows[number]))
+        for number, (name, chosen) in enumerate(case.cell.hot_rows)
     )
     cell = replace(case.cell, spec=spec, hot_rows=hot_rows)
     model, sharder = Tables(spec), make_sharder(cell)
@@ -133,7 +133,8 @@ def _expected(
     # With the optimizer's state, which a sharder knows of.
     candidates = candidates_of(model, [sharder], None, workload, "cpu")  # type: ignore[list-item]
     tables = {
-        one.name: replace(one.work, ids_per_sample=float(case.ids_per_bag)) for one in candidates
+        candidate.name: replace(candidate.work, ids_per_sample=float(case.ids_per_bag))
+        for candidate in candidates
     }
     workload = replace(workload, tables=tables, prefetches_rows=case.prefetches)
     calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
@@ -146,7 +147,9 @@ def _batches(
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(1_000 * rank + step)
         count = batch_size * ids_per_bag
-        ids = [torch.randint(one.num_rows, (count,), generator=generator) for one in spec.tables]
+        ids = [
+            torch.randint(table.num_rows, (count,), generator=generator) for table in spec.tables
+        ]
         lengths = torch.full((len(ids) * batch_size,), ids_per_bag)
         keys = [feature for feature, _ in spec.features]
         yield KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=lengths)
@@ -156,8 +159,8 @@ def measured(name: str) -> tuple[int, MemoryCost]:
     """Return how much the fullest of four ranks grew on two hosts, and what was expected."""
     # New processes each time: memory that others freed would be there already.
     with RankPool(4, local_world_size=2) as ranks:
-        found = ranks.run(grown, CASES[name], timeout_s=200)
-    return max(size for size, _ in found), found[0][1]
+        actual = ranks.run(grown, CASES[name], timeout_s=200)
+    return max(size for size, _ in actual), actual[0][1]
 
 
 def main(names: list[str]) -> None:
@@ -167,9 +170,11 @@ def main(names: list[str]) -> None:
     for name in names or list(CASES):
         size, cost = measured(name)
         parts = sorted(cost.parts(), key=lambda part: -part[1])[:3]
-        said = ", ".join(f"{part.replace('_', ' ')} {num / 1e6:.1f}" for part, num in parts if num)
+        message = ", ".join(
+            f"{part.replace('_', ' ')} {num / 1e6:.1f}" for part, num in parts if num
+        )
         total = cost.total_bytes
-        print(f"| {name} | {total / 1e6:.1f} | {size / 1e6:.1f} | {total / size:.2f} | {said} |")
+        print(f"| {name} | {total / 1e6:.1f} | {size / 1e6:.1f} | {total / size:.2f} | {message} |")
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
 
 def from_rank_0(make: Callable[[], ShardingPlan]) -> ShardingPlan:
     """Return rank 0's result of ``make`` on all ranks."""
-    made = [make() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made)
-    (plan,) = made
+    plans = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(plans)
+    (plan,) = plans
     assert plan is not None
     return plan
 

@@ -164,7 +164,7 @@ def best_of_all(candidates: list[Candidate], setting: CostSetting, room: float =
     group = setting.group
     ways = []
     for candidate in candidates:
-        mine = []
+        results = []
         for choice in candidate.choices:
             if choice.kind is ShardingType.TABLE_WISE:
                 there = [(rank,) for rank in range(group.num_ranks)]
@@ -173,15 +173,17 @@ def best_of_all(candidates: list[Candidate], setting: CostSetting, room: float =
                 there = [tuple(range(h * size, (h + 1) * size)) for h in range(group.num_hosts)]
             else:
                 there = [()]
-            mine += [candidate.placed(choice, ranks, group) for ranks in there]
-        ways.append(mine)
+            results += [candidate.placed(choice, ranks, group) for ranks in there]
+        ways.append(results)
     buffers = setting.buffer_bytes
     best = np.inf
     for placed in itertools.product(*ways):
         loads = setting.loads(placed)
-        kept = sum((table_bytes(one, group.num_ranks) for one in placed), buffers @ loads.values)
+        kept = sum(
+            (table_bytes(entry, group.num_ranks) for entry in placed), buffers @ loads.values
+        )
         if kept.max() <= room:
-            types = {message_type(one.kind, one.exchange, one.transport) for one in placed}
+            types = {message_type(entry.kind, entry.exchange, entry.transport) for entry in placed}
             best = min(best, rated(setting.step_cost(loads), types))
     return best
 

@@ -88,11 +88,11 @@ def shardings(draw: st.DrawFn, group_size: int) -> ParameterSharding:
         ranks = [draw(st.sampled_from(ranks))]
     elif sharding_type is ShardingType.COLUMN_WISE:
         ranks = draw(st.lists(st.sampled_from(ranks), min_size=1, max_size=4))
-    made = sharding(sharding_type, ranks, draw(st.integers(1, 20)), draw(st.integers(1, 8)))
-    made.bounds_check_mode = draw(st.sampled_from([None, *BoundsCheckMode]))
-    made.output_dtype = draw(st.sampled_from([None, DataType.FP32, DataType.FP16]))
-    made.enforce_hbm = draw(st.sampled_from([None, True, False]))
-    return made
+    result = sharding(sharding_type, ranks, draw(st.integers(1, 20)), draw(st.integers(1, 8)))
+    result.bounds_check_mode = draw(st.sampled_from([None, *BoundsCheckMode]))
+    result.output_dtype = draw(st.sampled_from([None, DataType.FP32, DataType.FP16]))
+    result.enforce_hbm = draw(st.sampled_from([None, True, False]))
+    return result
 
 
 @st.composite

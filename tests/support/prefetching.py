@@ -114,11 +114,11 @@ def compare(
     """Return the largest gap to TorchRec's pipeline, and the traffic."""
     batches = [step[rank] for step in make_stream(cell, STEPS)]
     expected = run(sharded(cell, qcomms), batches, TrainPipelineSparseDist, between)
-    found = run(sharded(cell, qcomms), batches, between=between)
+    actual = run(sharded(cell, qcomms), batches, between=between)
     assert expected.counts == Counts()
-    losses = zip(found.losses, expected.losses, strict=True)
-    gap = max(largest_gap(found.tensors, expected.tensors), *(abs(a - b) for a, b in losses))
-    return gap, found.counts
+    losses = zip(actual.losses, expected.losses, strict=True)
+    gap = max(largest_gap(actual.tensors, expected.tensors), *(abs(a - b) for a, b in losses))
+    return gap, actual.counts
 
 
 def drain(pipeline: Any, batches: Sequence[KeyedJaggedTensor]) -> None:

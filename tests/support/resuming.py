@@ -177,8 +177,8 @@ class Run:
         """Train one batch; its loss."""
         if self._pipeline is None and self.variant.pipeline:
             kind = {"sparse": TrainPipelineSparseDist, "rows": tdsp.TrainPipelineRowPrefetch}
-            made: Any = kind[self.variant.pipeline]
-            self._pipeline = made(self.model, self.optimizer, rank_device())
+            result: Any = kind[self.variant.pipeline]
+            self._pipeline = result(self.model, self.optimizer, rank_device())
             self._stream = self.batches()
         batch = batch_of(self.variant.cell.spec, self.position["batch"], dist.get_rank())
         if self._pipeline is not None:
@@ -261,10 +261,10 @@ def go_on_everywhere(
                 different.append((save, step, loss, losses[step - 1]))
             if step in saves:
                 other.save(folder / f"from {save}")
-        found = final_state(other)
-        assert found.keys() == end.keys()
+        actual = final_state(other)
+        assert actual.keys() == end.keys()
         different_tensors += [
-            (save, key) for key, value in end.items() if not torch.equal(value, found[key])
+            (save, key) for key, value in end.items() if not torch.equal(value, actual[key])
         ]
     return Resumed(losses, different, different_tensors, num_compared, hot_sets)
 

@@ -167,13 +167,13 @@ def full_state(
 ) -> dict[str, torch.Tensor]:
     """Gather every table and moment, whole; replicas must be equal."""
     # Arrays: hundreds of small tensors take long to pickle.
-    mine = [
+    own = [
         (name, offsets, copied(shard).numpy())
         for name, value in state_entries(model, optimizer)
         for shard, offsets in local_shards(value)
     ]
     pieces: list[list[tuple[str, tuple[int, ...], np.ndarray]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(pieces, mine)
+    dist.all_gather_object(pieces, own)
     every = [
         (name, offsets, torch.from_numpy(shard))
         for of_rank in pieces

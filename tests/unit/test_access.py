@@ -42,10 +42,10 @@ def test_expected_distinct_rows_are_the_mean_over_all_draws(
 def test_more_lookups_touch_no_fewer_rows_and_none_that_is_not_there(
     counts: list[int], lookups: list[float]
 ) -> None:
-    found = [access(counts).expected_distinct(num) for num in sorted(lookups)]
+    actual = [access(counts).expected_distinct(num) for num in sorted(lookups)]
 
-    assert all(low <= high + 1e-9 for low, high in pairwise(found))
-    assert all(0 <= one <= np.count_nonzero(counts) + 1e-9 for one in found)
+    assert all(low <= high + 1e-9 for low, high in pairwise(actual))
+    assert all(0 <= entry <= np.count_nonzero(counts) + 1e-9 for entry in actual)
 
 
 @given(COUNTS.filter(any))
@@ -78,11 +78,11 @@ def test_merged_logs_are_one_log(logs: list[list[int]]) -> None:
 
 def test_merged_tails_lose_no_lookups() -> None:
     known = access([4, 0, 2, 0, 0, 0])
-    one = TableAccess(6, 10, known.rows, known.counts, 2, 3.0, 1.0)
+    entry = TableAccess(6, 10, known.rows, known.counts, 2, 3.0, 1.0)
     other = TableAccess(6, 10, known.rows[:1], known.counts[:1], 3, 5.0, 2.0)
-    merged = tdsp.AccessStats({"t": one}).merge(tdsp.AccessStats({"t": other}))["t"]
+    merged = tdsp.AccessStats({"t": entry}).merge(tdsp.AccessStats({"t": other}))["t"]
 
-    assert merged.num_lookups == one.num_lookups + other.num_lookups
+    assert merged.num_lookups == entry.num_lookups + other.num_lookups
     assert (merged.tail_rows, merged.tail_lookups, merged.max_error) == (4, 8.0, 3.0)
 
 
@@ -237,8 +237,8 @@ def test_blocks_are_parts_of_the_whole(
     distinct = table.distinct_by_block(num_lookups, num_blocks)
     assert distinct.sum() == pytest.approx(table.expected_distinct(num_lookups))
     assert all(
-        found <= len([count for count in block if count]) + 1e-9
-        for found, block in zip(distinct, blocks, strict=True)
+        actual <= len([count for count in block if count]) + 1e-9
+        for actual, block in zip(distinct, blocks, strict=True)
     )
 
 

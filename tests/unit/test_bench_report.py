@@ -228,10 +228,10 @@ def test_several_results_share_what_they_have_in_common() -> None:
 
 
 def test_other_work_at_the_same_place_is_named() -> None:
-    one = bench_result()
-    setting = one.setting.model_copy(update={"title": "sorted ids"})
-    labels = setting_labels([one, one.model_copy(update={"setting": setting})])
-    where = f"{one.setting.hosts}x{one.setting.ranks_per_host}, {one.setting.network}"
+    entry = bench_result()
+    setting = entry.setting.model_copy(update={"title": "sorted ids"})
+    labels = setting_labels([entry, entry.model_copy(update={"setting": setting})])
+    where = f"{entry.setting.hosts}x{entry.setting.ranks_per_host}, {entry.setting.network}"
     assert labels == [f"{where}, demo", f"{where}, sorted ids"]
 
 

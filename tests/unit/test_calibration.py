@@ -342,8 +342,8 @@ def test_a_log_says_how_many_ids_there_are_where_nobody_else_does() -> None:
     counted = Workload.of_model(model(), batch_size=1, access=access)
     assert counted.table("t_item").ids_per_sample == 4.0
     assert counted.num_without_access == 1
-    told = ParameterConstraints(pooling_factors=[2.5])
-    both = Workload.of_model(model(), batch_size=1, access=access, constraints={"t_item": told})
+    reported = ParameterConstraints(pooling_factors=[2.5])
+    both = Workload.of_model(model(), batch_size=1, access=access, constraints={"t_item": reported})
     assert both.table("t_item").ids_per_sample == 5.0
 
 

@@ -21,11 +21,11 @@ DEMO = ROOT / "configs" / "runs" / "demo.toml"
 
 
 @pytest.mark.parametrize(
-    ("rank", "said"),
+    ("rank", "message"),
     [("0", "error: nowhere.toml can't be"), ("3", "error on rank 3: nowhere.toml")],
 )
 def test_the_command_shows_the_error_and_fails(
-    monkeypatch: pytest.MonkeyPatch, rank: str, said: str
+    monkeypatch: pytest.MonkeyPatch, rank: str, message: str
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr("torchrec_2dsp.programs.cli.console._LET_RANK_0_SPEAK_S", 0.0)
@@ -33,7 +33,7 @@ def test_the_command_shows_the_error_and_fails(
     result = CliRunner().invoke(app, ["train", "--config", "nowhere.toml"])
 
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_torchrun_is_told_what_to_say_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

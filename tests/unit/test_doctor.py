@@ -74,7 +74,7 @@ def test_nothing_heavy_runs_on_unsupported_versions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "status", "found"),
+    ("environ", "status", "actual"),
     [
         ({}, Status.OK, "not set"),
         ({"LOCAL_WORLD_SIZE": "4"}, Status.OK, "4"),
@@ -85,10 +85,10 @@ def test_nothing_heavy_runs_on_unsupported_versions() -> None:
         ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": ""}, Status.FAILED, "4 of WORLD_SIZE="),
     ],
 )
-def test_launch_environment(environ: dict[str, str], status: Status, found: str) -> None:
+def test_launch_environment(environ: dict[str, str], status: Status, actual: str) -> None:
     check = check_launch_environment(environ)
     assert check.status is status
-    assert check.found.startswith(found)
+    assert check.found.startswith(actual)
     assert bool(check.remedy) == (status is Status.FAILED)
 
 

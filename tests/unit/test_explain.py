@@ -36,33 +36,33 @@ MESH = tdsp.Mesh2D(1, 4)
 
 @cache
 def explained() -> Explanation:
-    made = planner(link="200mbit", access=skewed())
-    made.plan(tables(), SHARDERS)
-    return made.explain()
+    result = planner(link="200mbit", access=skewed())
+    result.plan(tables(), SHARDERS)
+    return result.explain()
 
 
 @pytest.mark.dealt_file
 def test_a_report_has_every_table_and_fits_the_page() -> None:
-    found = explained()
-    text = str(found)
+    actual = explained()
+    text = str(actual)
     assert max(len(line) for line in text.splitlines()) <= 100
-    assert {entry.name for entry in found.tables} == {f"t{number}" for number in range(len(ROWS))}
-    for entry in found.tables:
+    assert {entry.name for entry in actual.tables} == {f"t{number}" for number in range(len(ROWS))}
+    for entry in actual.tables:
         (line,) = [line for line in text.splitlines() if line.split()[:1] == [entry.name]]
         assert f"{entry.num_rows:,}" in line
         assert entry.choice.kind.value.replace("_", " ") in line
     starts = [line.strip().split("  ")[0] for line in text.splitlines()]
-    for name, seconds in found.cost.parts():
+    for name, seconds in actual.cost.parts():
         assert (name.replace("_", " ") in starts) == bool(seconds)
-    for name, size in found.memory.parts():
+    for name, size in actual.memory.parts():
         assert (name.replace("_", " ") in starts) == bool(size)
     assert "Nothing was counted" not in text
 
 
 def test_memory_is_that_of_the_fullest_rank() -> None:
-    found = explained()
-    fullest = float(found.bytes_by_rank.max())
-    assert sum(size for _, size in found.memory.parts()) == pytest.approx(fullest)
+    actual = explained()
+    fullest = float(actual.bytes_by_rank.max())
+    assert sum(size for _, size in actual.memory.parts()) == pytest.approx(fullest)
 
 
 def test_nothing_else_would_be_better_for_a_single_table() -> None:
@@ -73,9 +73,9 @@ def test_nothing_else_would_be_better_for_a_single_table() -> None:
 
 
 def test_tables_nobody_counted_are_said() -> None:
-    made = planner(mesh=MESH)
-    made.plan(tables(), SHARDERS)
-    assert "Nothing was counted for 3 of 3 tables" in str(made.explain()).replace("\n", " ")
+    result = planner(mesh=MESH)
+    result.plan(tables(), SHARDERS)
+    assert "Nothing was counted for 3 of 3 tables" in str(result.explain()).replace("\n", " ")
 
 
 def test_the_other_pipeline_is_said_where_it_would_pay() -> None:
@@ -85,22 +85,22 @@ def test_the_other_pipeline_is_said_where_it_would_pay() -> None:
         Workload.of_model(model, batch_size=512),
         dense=DenseWork(forward_s=0.05, backward_s=0.05),
     )
-    made = planner(link="200mbit", mesh=MESH, workload=workload, constraints=rows)
-    plan = made.plan(model, SHARDERS)
-    found = made.explain()
+    result = planner(link="200mbit", mesh=MESH, workload=workload, constraints=rows)
+    plan = result.plan(model, SHARDERS)
+    actual = result.explain()
     workload = replace(workload, prefetches_rows=True)
-    costs = CostModel(found.setting.calibration, 2)
+    costs = CostModel(actual.setting.calibration, 2)
     expected = costs.step_cost(plan, workload)
-    assert found.prefetching is not None
-    assert found.prefetching.as_dict() == pytest.approx(expected.as_dict(), rel=1e-6, abs=1e-9)
-    assert expected.total_s < found.cost.total_s
-    then, now = (milliseconds(of.total_s) for of in (expected, found.cost))
+    assert actual.prefetching is not None
+    assert actual.prefetching.as_dict() == pytest.approx(expected.as_dict(), rel=1e-6, abs=1e-9)
+    assert expected.total_s < actual.cost.total_s
+    then, now = (milliseconds(of.total_s) for of in (expected, actual.cost))
     sentence = f"should take {then} ms instead of {now}."
-    assert sentence in str(found).replace("\n", " ")
+    assert sentence in str(actual).replace("\n", " ")
     # Where it gains nothing, where ranks are too full for it, and where it is done already.
-    assert replace(found, prefetching=found.cost).advice == ""
-    assert made._result is not None
-    assert explain(replace(made._result, room=found.memory.total_bytes)).prefetching is None
+    assert replace(actual, prefetching=actual.cost).advice == ""
+    assert result._result is not None
+    assert explain(replace(result._result, room=actual.memory.total_bytes)).prefetching is None
     again = planner(link="200mbit", mesh=MESH, workload=workload, constraints=rows)
     again.plan(model, SHARDERS)
     assert again.explain().prefetching is None
@@ -109,9 +109,9 @@ def test_the_other_pipeline_is_said_where_it_would_pay() -> None:
 @pytest.mark.parametrize(("mesh", "exchange"), [(tdsp.Mesh2D(2, 2), "row"), (MESH, "pooled")])
 def test_rows_that_cannot_travel_so_are_not_advised(mesh: tdsp.Mesh2D, exchange: str) -> None:
     demanded = tdsp.ParameterConstraints2D(exchange=exchange, sharding_types=["row_wise"])
-    made = planner(mesh=mesh, constraints=dict.fromkeys(skewed(), demanded))
-    made.plan(tables(), SHARDERS)
-    assert made.explain().prefetching is None
+    result = planner(mesh=mesh, constraints=dict.fromkeys(skewed(), demanded))
+    result.plan(tables(), SHARDERS)
+    assert result.explain().prefetching is None
 
 
 def test_without_a_plan_there_is_nothing_to_explain() -> None:
@@ -185,29 +185,29 @@ def test_a_plan_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_plan_is_held_against_torchrecs() -> None:
     code, text = run("plan", "--config", CONFIG, *SMALL)
     assert code == 0, text
-    said = re.search(
+    message = re.search(
         r"TorchRec's planner, told the same bandwidths, makes a plan for one group that is "
         r"predicted to take ([\d.]+) ms per step: this plan is ([\d.]+) times as fast",
         text,
     )
     step = re.search(r"batch 1024 per rank: ([\d.]+) ms per step", text)
-    assert said is not None
+    assert message is not None
     assert step is not None
-    assert float(said[1]) / float(step[1]) == pytest.approx(float(said[2]), abs=0.02)
+    assert float(message[1]) / float(step[1]) == pytest.approx(float(message[2]), abs=0.02)
 
 
 def test_what_else_was_found_is_told_apart() -> None:
-    made = explained()
-    labels = [row[0] for row in made.other_rows().rows if not row[0].endswith("placed")]
-    assert len(labels) == len(made.front)
+    result = explained()
+    labels = [row[0] for row in result.other_rows().rows if not row[0].endswith("placed")]
+    assert len(labels) == len(result.front)
     assert all(re.search(r"\), \d+ (data-parallel|row-wise|table-wise)", label) for label in labels)
-    bare = replace(made, front=[replace(entry, ways="") for entry in made.front])
+    bare = replace(result, front=[replace(entry, ways="") for entry in result.front])
     assert bare.other_rows().rows[-1][0].endswith("dealt evenly")
 
 
 def test_plots_fit_narrow_windows_and_name_what_needs_names() -> None:
-    made = explained()
-    page = made.page("Three tables")
+    result = explained()
+    page = result.page("Three tables")
     assert page.html().count('"responsive": true') == 5
     for figure in page.figures:
         layout: Any = figure.layout
@@ -231,19 +231,19 @@ def test_a_page_shows_all_tables_and_plots_without_a_network(tmp_path: Path) -> 
 
 
 def test_a_page_plots_the_numbers_of_the_report() -> None:
-    made = explained()
-    page = made.page("Three <tables>")
+    result = explained()
+    page = result.page("Three <tables>")
     plots: list[Any] = list(page.figures)
     parts, bars, busy, full, front = plots
-    total = 1e3 * made.cost.total_s
+    total = 1e3 * result.cost.total_s
     added, step = parts.data
     assert list(step.x) == [pytest.approx(total)]
     assert list(added.base)[1:] == pytest.approx(list(itertools.accumulate(added.x))[:-1])
     assert added.base[-1] + added.x[-1] == pytest.approx(total)
     plotted = {name: value for bar in bars.data for name, value in zip(bar.y, bar.x, strict=True)}
-    assert plotted == {entry.name: pytest.approx(1e3 * entry.seconds) for entry in made.tables}
-    assert list(busy.data[0].y) == pytest.approx((1e3 * made.busy_by_rank).tolist())
-    assert list(full.data[0].y) == pytest.approx((made.bytes_by_rank / 1e9).tolist())
+    assert plotted == {entry.name: pytest.approx(1e3 * entry.seconds) for entry in result.tables}
+    assert list(busy.data[0].y) == pytest.approx((1e3 * result.busy_by_rank).tolist())
+    assert list(full.data[0].y) == pytest.approx((result.bytes_by_rank / 1e9).tolist())
     assert front.data[1].y == (pytest.approx(total),)
     assert "<h1>Three &lt;tables&gt;</h1>" in page.html()
 

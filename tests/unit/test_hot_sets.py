@@ -140,14 +140,14 @@ def test_every_id_is_either_hot_or_cold(example: Example) -> None:
         if feature not in example.hot:
             continue
         expected = [[pair for pair in bag if pair[0] in ids] for bag in bags]
-        found = hot.features[feature]
-        assert found.lengths.tolist() == [len(bag) for bag in expected]
-        assert [ids[slot] for slot in found.slots.tolist()] == [
+        actual = hot.features[feature]
+        assert actual.lengths.tolist() == [len(bag) for bag in expected]
+        assert [ids[slot] for slot in actual.slots.tolist()] == [
             pair[0] for bag in expected for pair in bag
         ]
-        assert (found.weights is not None) == example.weighted
-        if found.weights is not None:
-            assert found.weights.tolist() == [pair[1] for bag in expected for pair in bag]
+        assert (actual.weights is not None) == example.weighted
+        if actual.weights is not None:
+            assert actual.weights.tolist() == [pair[1] for bag in expected for pair in bag]
 
 
 @given(examples())
@@ -190,9 +190,9 @@ def test_weights_do_not_need_a_gradient() -> None:
     weights = batch.weights().requires_grad_()
     batch = KeyedJaggedTensor(["a"], batch.values(), weights, batch.lengths())
     _, hot = split_hot_rows(batch, HotIds({}, {"a": torch.tensor([0])}))
-    found = hot.features["a"].weights
-    assert found is not None
-    assert not found.requires_grad
+    actual = hot.features["a"].weights
+    assert actual is not None
+    assert not actual.requires_grad
 
 
 NUM_ROWS = {"a": 5, "b": 3}
@@ -238,16 +238,16 @@ def test_bags_are_corrected(
         stride=batch_size,
     )
     check = check_of(policy)
-    made, error = check(batch)
+    result, error = check(batch)
     assert error is None
     expected = [
         [corrected(bag, key, policy) for bag in bags]
         for key, bags in zip(KEYS, features, strict=True)
     ]
-    assert made.values().tolist() == [one for bags in expected for bag in bags for one in bag]
-    assert made.values().dtype == dtype
-    assert made.lengths().tolist() == [len(bag) for bags in expected for bag in bags]
-    assert made.stride() == batch_size
+    assert result.values().tolist() == [entry for bags in expected for bag in bags for entry in bag]
+    assert result.values().dtype == dtype
+    assert result.lengths().tolist() == [len(bag) for bags in expected for bag in bags]
+    assert result.stride() == batch_size
     limits = [
         NUM_ROWS.get(key)
         for key, bags in zip(KEYS, features, strict=True)
@@ -260,26 +260,26 @@ def test_bags_are_corrected(
     ]
     assert check.num_bad == sum(is_bad)
     kept = [i for i, bad in enumerate(is_bad) if not bad or policy is BadIds.CLAMP]
-    assert made.weights().tolist() == kept
+    assert result.weights().tolist() == kept
 
 
 def test_a_good_batch_is_left_as_it_is() -> None:
     batch = KeyedJaggedTensor(["a"], torch.tensor([0, 4]), lengths=torch.tensor([1, 1]))
-    made, _ = check_of(BadIds.CLAMP)(batch)
-    assert made is batch
+    result, _ = check_of(BadIds.CLAMP)(batch)
+    assert result is batch
 
 
 @pytest.mark.parametrize(
-    ("ids", "said"),
+    ("ids", "message"),
     [
         ([1, 2, 4, 9], "feature 'b' has the id 4 in sample 1 of"),
         ([9, -1, 0, 0], "feature 'a' has the id 9 in sample 0 of"),
         ([1, 2, 1, -3], "feature 'b' has the id -3 in sample 2 of"),
     ],
 )
-def test_the_first_bad_id_is_named(ids: list[int], said: str) -> None:
+def test_the_first_bad_id_is_named(ids: list[int], message: str) -> None:
     batch = KeyedJaggedTensor(
         ["a", "b"], torch.tensor(ids), lengths=torch.tensor([1, 0, 1, 0, 1, 1])
     )
     bad = next(i for i, value in enumerate(ids) if not 0 <= value < (5, 5, 3, 3)[i])
-    assert str(check_of(BadIds.RAISE)._error(batch, bad)).startswith(said)
+    assert str(check_of(BadIds.RAISE)._error(batch, bad)).startswith(message)

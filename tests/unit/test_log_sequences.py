@@ -51,7 +51,7 @@ def write_interactions(path: Path, log: list[Interaction]) -> Path:
         table = {"user_id:token": users, "item_id:token": items, "timestamp:float": times}
         pq.write_table(pa.table(table), path, row_group_size=9)
         return path
-    lines = [f"{item}\t{time}\t{user}" for user, item, at in log]
+    lines = [f"{item}\t{at}\t{user}" for user, item, at in log]
     path.write_text("\n".join(["item_id:token\ttimestamp:float\tuser_id:token", *lines]))
     return path
 
@@ -169,7 +169,7 @@ def test_rows_that_lack_a_value(tmp_path: Path) -> None:
 def test_movielens() -> None:
     data = interactions(MOVIES, rest="pad")
     lines = [line.split("\t") for line in MOVIES.read_text().splitlines()[1:]]
-    log = [(user, item, int(time)) for user, item, _, time in lines]
+    log = [(user, item, int(at)) for user, item, _, at in lines]
     expected = expected_sequences(log)
     assert data.log.num_users == len(expected) == 943
     held_out = list(chain(*sequences(data, Split.EVAL, 200, world_size=2)))

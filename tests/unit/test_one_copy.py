@@ -39,7 +39,7 @@ def shards_of(plan: ShardingPlan, name: str = "t") -> list[tuple[int | None, int
     """Rank, first row and number of rows of each shard."""
     module = plan.plan["ebc"]
     assert isinstance(module, ModulePlan2D)
-    (table,) = [one for its_name, one in module.tables() if its_name == name]
+    (table,) = [entry for its_name, entry in module.tables() if its_name == name]
     return [
         (shard.placement.rank(), shard.shard_offsets[0], shard.shard_sizes[0])
         for shard in table.sharding_spec.shards  # type: ignore[union-attr]
@@ -113,8 +113,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 def _with(plan: tdsp.Plan2D, **changes: object) -> tdsp.Plan2D:
     (module,) = (module for _, module in plan.modules())
     changed = {
-        name: replace(one, **changes) if name == "t" else one  # type: ignore[arg-type]
-        for name, one in module.tables()
+        name: replace(entry, **changes) if name == "t" else entry  # type: ignore[arg-type]
+        for name, entry in module.tables()
     }
     return replace(plan, plan={"ebc": ModulePlan2D(changed, mesh=plan.mesh, sync=plan.sync)})
 
@@ -188,7 +188,7 @@ def test_positions_index_groups_and_peers(mesh: Mesh2D) -> None:
 @given(meshes)
 def test_the_groups_are_those_of_torchrec(mesh: Mesh2D) -> None:
     wrapper = SimpleNamespace(_device=torch.device("cpu"))
-    with patch("torchrec.distributed.model_parallel.DeviceMesh", MagicMock()) as made:
+    with patch("torchrec.distributed.model_parallel.DeviceMesh", MagicMock()) as result:
         DMPCollection._create_process_groups(
             wrapper,  # type: ignore[arg-type]
             global_rank=0,
@@ -196,8 +196,8 @@ def test_the_groups_are_those_of_torchrec(mesh: Mesh2D) -> None:
             local_size=mesh.group_size,
             use_inter_host_allreduce=mesh.layout is CONTIGUOUS,
         )
-    assert made.call_args.kwargs["mesh"] == mesh.rank_matrix()
-    assert made.call_args.kwargs["mesh_dim_names"] == ("replicate", "shard")
+    assert result.call_args.kwargs["mesh"] == mesh.rank_matrix()
+    assert result.call_args.kwargs["mesh_dim_names"] == ("replicate", "shard")
 
 
 def test_layouts_by_example() -> None:

@@ -229,15 +229,15 @@ def test_a_rank_runs_what_torchrec_would(
     local_world_size = data.draw(st.sampled_from(divisors))
     plan = Plan2D.from_stock(stock, mesh)
     before = copy.deepcopy(plan)
-    made = plan_for_rank(plan, rank, device_type=device_type, local_world_size=local_world_size)
+    result = plan_for_rank(plan, rank, device_type=device_type, local_world_size=local_world_size)
     assert plan == before
     expected = remapped_by_torchrec(stock, mesh, rank, device_type, local_world_size)
     for path, module_plan in expected.plan.items():
         for name, table in module_plan.items():  # type: ignore[attr-defined]
-            mine = table_of(made, path, name)
-            assert (mine.sharding_type, mine.ranks) == (table.sharding_type, table.ranks)
+            own = table_of(result, path, name)
+            assert (own.sharding_type, own.ranks) == (table.sharding_type, table.ranks)
             shards = getattr(table.sharding_spec, "shards", [])
-            my_shards = getattr(mine.sharding_spec, "shards", [])
+            my_shards = getattr(own.sharding_spec, "shards", [])
             assert len(my_shards) == len(shards)
             for my_shard, shard in zip(my_shards, shards, strict=True):
                 assert my_shard.shard_offsets == shard.shard_offsets
@@ -252,22 +252,22 @@ def test_a_rank_runs_what_torchrec_would(
 @given(plans(), st.data())
 def test_the_ranks_of_a_group_run_one_plan(plan: Plan2D, data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from(range(plan.mesh.world_size)))
-    made = plan_for_rank(plan, rank)
+    result = plan_for_rank(plan, rank)
     group = plan.mesh.sharding_group(rank)
-    assert all(plan_for_rank(plan, peer) == made for peer in group)
+    assert all(plan_for_rank(plan, peer) == result for peer in group)
     for path, module_plan in plan.modules():
         for name, table in module_plan.tables():
-            mine = table_of(made, path, name)
-            assert set(mine.ranks or []) <= set(group)
-            assert (mine.hot_set, mine.exchange) == (table.hot_set, table.exchange)
-            assert mine.bounds_check_mode == table.bounds_check_mode
+            own = table_of(result, path, name)
+            assert set(own.ranks or []) <= set(group)
+            assert (own.hot_set, own.exchange) == (table.hot_set, table.exchange)
+            assert own.bounds_check_mode == table.bounds_check_mode
 
 
 def test_one_group_runs_the_stock_plan() -> None:
     plan = plan_of(ShardingType.ROW_WISE, [0, 1], Mesh2D(1, 2))
-    made = table_of(plan_for_rank(plan, 1))
-    assert made.sharding_type == "row_wise"
-    assert (made.ranks, made.sharding_spec) == ([0, 1], table_of(plan).sharding_spec)
+    result = table_of(plan_for_rank(plan, 1))
+    assert result.sharding_type == "row_wise"
+    assert (result.ranks, result.sharding_spec) == ([0, 1], table_of(plan).sharding_spec)
 
 
 @given(plans())

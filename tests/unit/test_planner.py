@@ -327,9 +327,9 @@ def test_the_scarcer_memory_is_reported() -> None:
     ).enumerate(bags(), STOCK_SHARDERS)  # pyright: ignore[reportArgumentType]
     needs = [option.shards[0].storage.ddr for option in options]  # pyright: ignore
 
-    found = shortfall(options, [Storage(hbm=0, ddr=100), Storage(hbm=0, ddr=200)])
+    actual = shortfall(options, [Storage(hbm=0, ddr=100), Storage(hbm=0, ddr=200)])
 
-    assert found == Shortfall("t0", needs[0], 200, sum(needs), 300)
+    assert actual == Shortfall("t0", needs[0], 200, sum(needs), 300)
     assert shortfall([], [Storage(0, 0)]) is None
 
 

@@ -121,13 +121,13 @@ def test_a_rating_is_what_the_cost_model_says(kind: str) -> None:
     asked = tdsp.ParameterConstraints2D(sharding_types=[kind], exchange="pooled", min_partition=8)
     constraints = {f"t{number}": asked for number in range(4)}
     proposer = tdsp.ExchangeProposer(world(4, 2), calibration("200mbit"), constraints=constraints)
-    made = stock_planner(proposer, constraints=dict(constraints))
-    plan = tdsp.Plan2D.from_stock(made.plan(tables(rows), SHARDERS))
+    result = stock_planner(proposer, constraints=dict(constraints))
+    plan = tdsp.Plan2D.from_stock(result.plan(tables(rows), SHARDERS))
     assert set(chosen(plan)) == {(f"2d_{kind}", "pooled")}
-    assert made._best_plan is not None
-    rating = made._perf_model.rate(made._best_plan)
+    assert result._best_plan is not None
+    rating = result._perf_model.rate(result._best_plan)
     assert rating == pytest.approx(1e3 * cost_of(plan, "200mbit", rows=rows).total_s)
-    perfs = [shard.perf for option in made._best_plan for shard in option.shards]
+    perfs = [shard.perf for option in result._best_plan for shard in option.shards]
     assert all(entry.fwd_comms > 0 < entry.bwd_comms for entry in perfs if entry)
 
 
@@ -246,11 +246,11 @@ def test_there_are_no_more_drafts_than_asked_for() -> None:
 
 
 def test_what_was_enumerated_stays_as_it_is() -> None:
-    made = stock_planner(tdsp.GroupSizeProposer(world(4, 2), calibration()))
-    options = made._enumerator.enumerate(tables(), SHARDERS)
+    result = stock_planner(tdsp.GroupSizeProposer(world(4, 2), calibration()))
+    options = result._enumerator.enumerate(tables(), SHARDERS)
     before = copy.deepcopy(options)
     proposer = tdsp.GroupSizeProposer(world(4, 2), calibration())
-    proposer.load(options, made._enumerator)
+    proposer.load(options, result._enumerator)
     assert proposer.propose()
     assert [hash(entry) for entry in options] == [hash(entry) for entry in before]
 
@@ -264,7 +264,7 @@ def test_data_parallel_keeps_the_name_that_the_stock_planner_knows() -> None:
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, lambda entry: pickle.loads(pickle.dumps(entry))])
 def test_a_proposed_type_travels_with_all_that_was_chosen(travel: Any) -> None:
-    made = ProposedType.of(
+    result = ProposedType.of(
         ShardingType.ROW_WISE,
         tdsp.Mesh2D(2, 2),
         tdsp.WeightSync(),
@@ -272,19 +272,21 @@ def test_a_proposed_type_travels_with_all_that_was_chosen(travel: Any) -> None:
         tdsp.RowOwners.HASH,
         tdsp.HotSet.of([3, 5]),
     )
-    there = travel(made)
+    there = travel(result)
     assert (
-        there == made == "2d_row_wise, row exchange, hash owners, 2 hot rows, 2 groups of 2 strided"
+        there
+        == result
+        == "2d_row_wise, row exchange, hash owners, 2 hot rows, 2 groups of 2 strided"
     )
-    assert vars(there) == vars(made)
+    assert vars(there) == vars(result)
 
 
 def test_a_plan_that_was_proposed_knows_its_mesh_and_its_sync() -> None:
     sync = tdsp.WeightSync()
     proposer = tdsp.ExchangeProposer(world(4, 2), calibration(), mesh=tdsp.Mesh2D(2, 2), sync=sync)
     stock = stock_planner(proposer).plan(tables(), SHARDERS)
-    made = tdsp.Plan2D.from_stock(stock)
-    assert (made.mesh, made.sync) == (tdsp.Mesh2D(2, 2), sync)
+    result = tdsp.Plan2D.from_stock(stock)
+    assert (result.mesh, result.sync) == (tdsp.Mesh2D(2, 2), sync)
     with pytest.raises(tdsp.errors.PlanError, match=r"a plan has one mesh, not Mesh2D\(1x4.*2x2"):
         tdsp.Plan2D.from_stock(stock, tdsp.Mesh2D(1, 4))
     plain = EmbeddingShardingPlanner(
@@ -408,8 +410,8 @@ def test_tables_with_one_copy_are_shown_on_the_ranks_of_the_world() -> None:
     ]
     assert geometry(options["t1"]) == halves
     stored = bytes_by_rank(list(options.values()), 4)
-    found = chosen.search(bags(rows=4_000), STOCK_SHARDERS).placements[0]
-    assert np.allclose(stored, found.bytes_by_rank.max(), atol=5)
+    actual = chosen.search(bags(rows=4_000), STOCK_SHARDERS).placements[0]
+    assert np.allclose(stored, actual.bytes_by_rank.max(), atol=5)
 
 
 def test_the_search_space_by_cost_has_all_ways_of_every_table() -> None:

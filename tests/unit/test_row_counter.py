@@ -198,12 +198,12 @@ def test_a_key_stands_for_one_row(tables: list[tuple[int, int]], random: Random)
     num_rows, dims = zip(*tables, strict=True)
     blocks = blocks_of(TbeShape(num_rows, dims, tuple(order), False, False))
 
-    found = {}
+    actual = {}
     for block in blocks:
         assert {dims[table] for table in block.tables} == {block.dim}
-        found |= zip(block.tables, block.rows_of(torch.arange(block.num_rows)), strict=True)
+        actual |= zip(block.tables, block.rows_of(torch.arange(block.num_rows)), strict=True)
 
-    assert {table: rows.tolist() for table, rows in found.items()} == {
+    assert {table: rows.tolist() for table, rows in actual.items()} == {
         table: list(range(num)) for table, num in enumerate(num_rows)
     }
 

@@ -66,7 +66,7 @@ def test_a_start_is_a_number_and_has_a_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"policy": 3}, r"policy=3\) is no policy; use every\(4\)"),
         ({"policy": None}, r"policy=None\) is no policy"),
@@ -79,8 +79,8 @@ def test_a_start_is_a_number_and_has_a_policy() -> None:
         ({"rows": "all", "transport": "bf16"}, "whole shards are all-reduced as they are"),
     ],
 )
-def test_a_config_says_what_is_wrong(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match=said):
+def test_a_config_says_what_is_wrong(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(tdsp.errors.ConfigError, match=message):
         tdsp.WeightSync(**fields)  # pyright: ignore[reportArgumentType]
 
 

@@ -264,8 +264,8 @@ def test_wrong_zipf_figures_are_refused(num_rows: int, skew: float, message: str
 
 def test_features_that_are_alike_are_written_once() -> None:
     click = {"name": "click", "num_rows": 9, "count": 2}
-    made = SyntheticConfig.model_validate({"features": [click, {"name": "user", "num_rows": 5}]})
-    assert [(one.name, one.num_rows) for one in made.features] == [
+    result = SyntheticConfig.model_validate({"features": [click, {"name": "user", "num_rows": 5}]})
+    assert [(feature.name, feature.num_rows) for feature in result.features] == [
         ("click1", 9),
         ("click2", 9),
         ("user", 5),

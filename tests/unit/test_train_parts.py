@@ -201,7 +201,7 @@ def test_plain_values_come_back(value: Any) -> None:
 def assert_same(actual: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype
-        bits = [one.reshape(-1).view(torch.uint8).tolist() for one in (actual, expected)]
+        bits = [entry.reshape(-1).view(torch.uint8).tolist() for entry in (actual, expected)]
         assert bits[0] == bits[1]
         assert actual.shape == expected.shape
     elif isinstance(expected, np.ndarray):
@@ -215,8 +215,8 @@ def assert_same(actual: Any, expected: Any) -> None:
     elif isinstance(expected, list | tuple):
         assert type(actual) is type(expected)
         assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
+        for entry, other in zip(actual, expected, strict=True):
+            assert_same(entry, other)
     else:
         assert actual == expected
 
@@ -309,7 +309,7 @@ def test_a_counter_takes_over_several_ranks() -> None:
     both = counter()
     both.load_rank_states([counts.state_dict() for counts in ranks])
     totals = [
-        stats["small"].num_lookups for stats in (both.stats(), *(one.stats() for one in ranks))
+        stats["small"].num_lookups for stats in (both.stats(), *(entry.stats() for entry in ranks))
     ]
     assert totals[0] == totals[1] + totals[2] == 1600
     assert both.stats()["large"].num_lookups == 1600

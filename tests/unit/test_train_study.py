@@ -59,7 +59,7 @@ def test_gaps_are_between_runs_of_one_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "reference", "said"),
+    ("records", "reference", "message"),
     [
         ([], "one_group", "there is no record"),
         (RECORDS, "two_groups", "there is no run 'two_groups'; the records have one_group, "),
@@ -72,9 +72,9 @@ def test_gaps_are_between_runs_of_one_seed() -> None:
     ],
 )
 def test_what_does_not_belong_together(
-    records: list[TrainRecord], reference: str, said: str
+    records: list[TrainRecord], reference: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         gaps_to(records, reference)
 
 
@@ -115,8 +115,8 @@ def test_the_page_names_every_optimizer(run: dict[str, object], optimizer: str) 
 
 def test_the_command_writes_page_plot_and_data(tmp_path: Path) -> None:
     sources = [tmp_path / f"seed_{seed}.json" for seed in range(3)]
-    for source, one in zip(sources, RECORDS, strict=True):
-        one.save(source)
+    for source, entry in zip(sources, RECORDS, strict=True):
+        entry.save(source)
     page = tmp_path / "quality.md"
     arguments = ["train-study", *map(str, sources), "--reference", "one_group"]
     done = CliRunner().invoke(app, [*arguments, "--output", str(page)])
@@ -148,14 +148,14 @@ def test_runs_of_the_same_seeds_join() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         (part(0, "scaled", "averaged"), r"the seeds \(0, 0\) have the run 'scaled'; give one"),
         (part(0, "averaged", loop={"steps": 9}), "differ in more than their runs"),
     ],
 )
-def test_runs_that_do_not_join(other: TrainRecord, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_runs_that_do_not_join(other: TrainRecord, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         joined([part(0, "one_group", "scaled"), other])
 
 
@@ -168,11 +168,11 @@ def test_a_study_may_leave_runs_out(tmp_path: Path) -> None:
     arguments += ["--output", str(page)]
 
     whole = CliRunner().invoke(app, arguments)
-    some = CliRunner().invoke(app, [*arguments, "--only", "one_group", "--only", "scaled"])
+    chosen = CliRunner().invoke(app, [*arguments, "--only", "one_group", "--only", "scaled"])
 
     assert whole.exit_code == 2
     assert "differ in more than their seeds" in whole.stderr
-    assert some.exit_code == 0, some.output
+    assert chosen.exit_code == 0, chosen.output
     assert "| scaled" in page.read_text()
     assert "averaged" not in page.read_text()
     with pytest.raises(ConfigError, match="no run 'most'; the records have one_group, averaged"):

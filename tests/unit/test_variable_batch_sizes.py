@@ -31,10 +31,10 @@ def test_samples_get_the_bags_that_they_share(spec: ModelSpec, seed: int, batch_
     assert bags.error is None
     assert bags.features.stride() == max(batch.stride_per_key()) <= batch_size
     expected = model.ebc(written_out(batch))
-    found = bags.of_samples.pooled(model.ebc(bags.features))
-    assert found.keys() == expected.keys()
-    assert torch.equal(found.values(), expected.values())
-    for output in (found, expected):
+    actual = bags.of_samples.pooled(model.ebc(bags.features))
+    assert actual.keys() == expected.keys()
+    assert torch.equal(actual.values(), expected.values())
+    for output in (actual, expected):
         model.zero_grad()
         (output.values() * slopes).sum().backward()
         grads.append([param.grad for param in model.ebc.parameters()])
@@ -61,10 +61,10 @@ def test_samples_get_the_sequences_that_they_share(seed: int, batch_size: int) -
     bags = distinct_bags(batch, KEYS)
     assert bags.of_samples is not None
     expected = collection(written_out(batch))
-    found = bags.of_samples.sequences(collection(bags.features))
-    assert found.keys() == expected.keys()
+    actual = bags.of_samples.sequences(collection(bags.features))
+    assert actual.keys() == expected.keys()
     for name, rows in expected.items():
-        assert _lists(found[name]) == _lists(rows)
+        assert _lists(actual[name]) == _lists(rows)
 
 
 def _lists(rows: JaggedTensor) -> list[Sequence[float]]:
@@ -100,7 +100,7 @@ def test_features_that_nobody_looks_up_need_no_bags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [
         (batch_of(None), "must say which bag each sample has; pass inverse_indices"),
         (batch_of([[0], [0]], sizes=(1, 3)), r"together 4, but there are 3 lengths"),
@@ -111,9 +111,9 @@ def test_features_that_nobody_looks_up_need_no_bags() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_wrong_is_named(batch: KeyedJaggedTensor, said: str) -> None:
+def test_what_is_wrong_is_named(batch: KeyedJaggedTensor, message: str) -> None:
     bags = distinct_bags(batch, ["a", "b"])
-    with pytest.raises(IndexError, match=said):
+    with pytest.raises(IndexError, match=message):
         raise bags.error or AssertionError("nothing was found wrong")
     assert bags.features.keys() == ["a", "b"]
     assert bags.features.values().numel() == 0

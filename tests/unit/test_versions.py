@@ -86,20 +86,20 @@ UNTRIED_MACHINES = {
 
 
 @pytest.mark.parametrize(
-    ("found", "untried"), UNTRIED_MACHINES.values(), ids=UNTRIED_MACHINES.keys()
+    ("actual", "untried"), UNTRIED_MACHINES.values(), ids=UNTRIED_MACHINES.keys()
 )
-def test_untried_versions_warn_once(found: FoundVersions, untried: dict[str, str]) -> None:
+def test_untried_versions_warn_once(actual: FoundVersions, untried: dict[str, str]) -> None:
     _warn_once.cache_clear()
     with pytest.warns(UntriedVersionWarning) as caught:
-        require_supported_versions(found)
+        require_supported_versions(actual)
     (warning,) = caught
-    require_supported_versions(found)  # A second warning would be an error here.
+    require_supported_versions(actual)  # A second warning would be an error here.
     for package, version in untried.items():
         assert f"{package} {version}" in str(warning.message)
     for tried in TRIED:
         assert str(tried) in str(warning.message)
-    assert untried_versions(found) == untried
-    statuses = {check.name: check.status for check in check_versions(found).checks}
+    assert untried_versions(actual) == untried
+    statuses = {check.name: check.status for check in check_versions(actual).checks}
     assert {name for name, status in statuses.items() if status is Status.WARNING} == set(untried)
 
 
@@ -157,10 +157,10 @@ def test_python_is_checked() -> None:
 
 
 def test_this_environment_is_read_without_the_packages() -> None:
-    found = find_versions()
-    assert check_versions(found).is_supported
-    assert found.torch is not None
-    assert found.torchrec is not None
+    actual = find_versions()
+    assert check_versions(actual).is_supported
+    assert actual.torch is not None
+    assert actual.torchrec is not None
 
 
 @pytest.mark.parametrize("tried", TRIED, ids=str)
@@ -258,12 +258,14 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize(("found", "named", "commands"), MISMATCHES.values(), ids=MISMATCHES.keys())
+@pytest.mark.parametrize(
+    ("actual", "named", "commands"), MISMATCHES.values(), ids=MISMATCHES.keys()
+)
 def test_each_mismatch_is_named_with_its_fix(
-    found: FoundVersions, named: str, commands: Sequence[str]
+    actual: FoundVersions, named: str, commands: Sequence[str]
 ) -> None:
     with pytest.raises(VersionError) as raised:
-        require_supported_versions(found)
+        require_supported_versions(actual)
     message = str(raised.value)
     assert named in message
     for tried in TRIED:
@@ -302,12 +304,12 @@ WARNINGS = {
 }
 
 
-@pytest.mark.parametrize(("found", "named", "remedy"), WARNINGS.values(), ids=WARNINGS.keys())
+@pytest.mark.parametrize(("actual", "named", "remedy"), WARNINGS.values(), ids=WARNINGS.keys())
 def test_what_still_works_is_only_a_warning(
-    found: FoundVersions, named: str, remedy: tuple[str, ...]
+    actual: FoundVersions, named: str, remedy: tuple[str, ...]
 ) -> None:
-    require_supported_versions(found)
-    (warning,) = [c for c in check_versions(found).checks if c.status is not Status.OK]
+    require_supported_versions(actual)
+    (warning,) = [c for c in check_versions(actual).checks if c.status is not Status.OK]
     assert warning.status is Status.WARNING
     assert named in warning.found
     assert warning.remedy == remedy

@@ -88,7 +88,7 @@ def run_blocks(text: str, name: str) -> list[str]:
 
 
 def folder_with_configs(folder: Path) -> Path:
-    """What examples write goes to a folder of its own; what they read is there as well."""
+    """Examples write to a folder of their own, which has what they read."""
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
 

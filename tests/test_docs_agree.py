@@ -1,4 +1,4 @@
-"""What pages say about the code is what the code says."""
+"""Pages agree with the code."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of the cluster: ``python -m tests.cluster.programs NAME ARGS``."""
+"""Rank programs for the cluster tests: ``python -m tests.cluster.programs NAME ARGS``."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def exchange(file: str, num_bytes: str) -> None:
 
 
 def wait_for_ever() -> None:
-    """Where a stack trace should point to."""
+    """Wait; a stack trace should point here."""
     while True:
         time.sleep(1)
 

@@ -55,7 +55,7 @@ def checked_counts(rank: int, world_size: int, config: AccessConfig) -> None:
 
 
 def prepared_by_one_rank(rank: int, world_size: int, config: AccessConfig) -> int:
-    """How many rows the table of the vocabulary has, on this rank."""
+    """Return the rows of the vocabulary's table on this rank."""
     result, _ = counted(config)
     assert result.tables[0].collision_rate is None
     return result.stats["t_user"].num_rows

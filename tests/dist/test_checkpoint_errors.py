@@ -1,4 +1,4 @@
-"""What can't be saved or loaded: one text on every rank, and the model is left as it was."""
+"""Impossible saves and loads: one text on every rank, and the model is left as it was."""
 
 import time
 from collections.abc import Callable
@@ -32,7 +32,7 @@ TABLES = SAVED.spec.tables
 
 @dataclass(frozen=True)
 class Refusal:
-    """What one rank saw of a load that failed."""
+    """A rank's view of a load that failed."""
 
     text: str
     seconds: float

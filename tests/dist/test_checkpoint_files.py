@@ -1,4 +1,4 @@
-"""What a checkpoint holds: whole tables, stock names, everything once, nothing more."""
+"""Checkpoints hold whole tables, stock names, everything once, nothing more."""
 
 from pathlib import Path
 from typing import cast
@@ -131,7 +131,7 @@ def test_each_shard_is_written_once_and_by_all_ranks(ranks4: RankPool, tmp_path:
 
 
 def load_with_dcp_alone(rank: int, world_size: int, path: Path, cell: Cell) -> float:
-    """As the guide says, with nothing but torch and TorchRec."""
+    """Load as the guide says, with nothing but torch and TorchRec."""
     model = make_stock(cell, world_size)
     weights = {"model": model.state_dict()}
     dcp.load(weights, checkpoint_id=path)
@@ -257,7 +257,7 @@ def test_the_dense_state_may_be_left_alone(ranks2: RankPool, tmp_path: Path) -> 
 
 
 def over_a_group_of_its_own(rank: int, world_size: int, path: Path) -> bool:
-    """As where the world talks NCCL."""
+    """Save and load as where the world talks NCCL."""
     backend = dist.get_backend_config
     dist.get_backend_config = lambda group=None: "cuda:nccl"
     try:

@@ -119,7 +119,7 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
 def test_ranks_evaluate_as_the_plain_model_does_on_their_parts(
     cell: str, served: dict[str, Any], trained: tuple[Path, list[dict[str, Trained]]]
 ) -> None:
-    """What a run and its export say of the trained model differs for two reasons alone.
+    """A run's and an export's metrics differ for two reasons alone.
 
     Ranks tell items from those of their own smaller batches, and splits by "laplace" have a
     threshold on each rank, of which the checkpoint has one.

@@ -37,7 +37,7 @@ Figures = dict[str, tuple[list[float], dict[str, float]]]
 
 
 class Splits(TrainWatcher):
-    """What a program says of its data."""
+    """A program's account of its data."""
 
     text = ""
 

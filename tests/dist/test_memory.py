@@ -1,4 +1,4 @@
-"""What plans are said to take of a rank's memory is what they take."""
+"""Plans take the memory that they predict."""
 
 import pytest
 

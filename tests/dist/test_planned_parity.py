@@ -1,4 +1,4 @@
-"""What the planners choose by predicted cost trains as the unsharded model does.
+"""Plans chosen by predicted cost train as the unsharded model does.
 
 Tables of one model have different types and exchanges; `Planner2D` plans it, or TorchRec's planner
 with this package's proposers, and `ModelParallel2D` runs it, or TorchRec's own wrapper.

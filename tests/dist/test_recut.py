@@ -94,7 +94,7 @@ def train(
 def with_and_without(
     rank: int, world_size: int, options: dict[str, Any], optimizer_name: str
 ) -> int:
-    """How many parameters are compared, after a run that is cut anew twice."""
+    """Count the parameters compared after a run that is cut anew twice."""
     before, between, after = [1, 2, 6], [2, 5, 7], [1, 3, 6]
     recuts = {1: between, 2: after}
     losses, ours, cuts = train(rank, options | {"cuts": before}, optimizer_name, recuts)
@@ -155,7 +155,7 @@ def test_slow_layers_part(ranks4: RankPool) -> None:
 
 
 def cut_by_given_times(rank: int, world_size: int) -> tuple[list[bool], list[tuple[int, ...]]]:
-    """Whether layers move, and the cuts, by times of which two are four times the others."""
+    """Tell whether layers move, and the cuts, when two times are four times the others."""
     cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
     wrapper = tdsp.PipelinedDense(**ONE_PIPELINE)
 
@@ -242,7 +242,7 @@ class TwoStacks(StackModel):
 
 
 def refused(rank: int, world_size: int) -> list[str]:
-    """What `recut` says to what can't be; the cuts of all stacks stay, and training goes on."""
+    """Return the refusals of `recut`; the cuts of all stacks stay, and training goes on."""
     cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
     wrapper = tdsp.PipelinedDense(**ONE_PIPELINE, cuts=[1, 2, 6])
     model = TwoStacks(cell.cell.spec)

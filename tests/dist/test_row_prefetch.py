@@ -394,7 +394,7 @@ def sharded_two(output: DataType = DataType.FP32) -> Any:
 
 
 def both(rank: int, world_size: int, output: DataType) -> tuple[Trained, Trained, float]:
-    """By TorchRec's pipeline, by this one, and their largest gap."""
+    """Train by TorchRec's pipeline and by this one; return both and their largest gap."""
     batches = [step[rank] for step in make_stream(CELL, STEPS)]
     expected = run(sharded_two(output), batches, TrainPipelineSparseDist)
     actual = run(sharded_two(output), batches)
@@ -402,7 +402,7 @@ def both(rank: int, world_size: int, output: DataType) -> tuple[Trained, Trained
 
 
 def losses_of_oracle() -> list[list[float]]:
-    """Of each rank's batch in each step, by the unsharded model on the batches of all ranks."""
+    """Return each rank's loss in each step, by the unsharded model on all batches."""
     torch.manual_seed(0)
     model, losses = ManyModel(), []
     tables = [param for name, param in model.named_parameters() if not name.startswith("over")]

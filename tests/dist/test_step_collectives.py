@@ -1,4 +1,4 @@
-"""Which collectives a training step issues, on which axis, and how many bytes each carries."""
+"""A training step's collectives: operation, axis and bytes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a training program plans, and what it leaves: the folder of a run, traces and scalars."""
+"""A training program's plan and what it leaves: the run's folder, traces and scalars."""
 
 import json
 import tomllib

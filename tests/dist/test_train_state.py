@@ -86,6 +86,16 @@ def test_the_comparison_sees_what_a_train_state_restores(ranks4: RankPool, tmp_p
             assert any(key.startswith(part) for key in different), (part, different)
 
 
+def shared_state(run: Run) -> dict[str, Any]:
+    stats = run.counter.gather()
+    return {
+        "counts": {name: stats[name].counts.tolist() for name in run.counter.tables},
+        "hot": {name: rows.row_ids for name, rows in run.model.hot_sets.items()},
+        "rates": [group["lr"] for group in run.optimizer.param_groups],
+        "draw": torch.rand(1).item(),
+    }
+
+
 def save_four(rank: int, world_size: int, folder: Path, is_losses_equal: bool) -> dict[str, Any]:
     """Return a checkpoint of four ranks, and what they had counted together."""
     run = Run(Variant(Cell(M22, hot_rows=HOT, sync=tdsp.WeightSync(policy=tdsp.every(3))), 2))
@@ -96,13 +106,7 @@ def save_four(rank: int, world_size: int, folder: Path, is_losses_equal: bool) -
     (part,) = run.model.sharded_tables()
     part.num_bad_ids = 10 + rank
     run.save(folder)
-    stats = run.counter.gather()
-    return {
-        "counts": {name: stats[name].counts.tolist() for name in run.counter.tables},
-        "hot": {name: rows.row_ids for name, rows in run.model.hot_sets.items()},
-        "rates": [group["lr"] for group in run.optimizer.param_groups],
-        "draw": torch.rand(1).item(),
-    }
+    return shared_state(run)
 
 
 def load_two(rank: int, world_size: int, path: Path) -> dict[str, Any]:
@@ -112,13 +116,8 @@ def load_two(rank: int, world_size: int, path: Path) -> dict[str, Any]:
         run.load(path)
     except tdsp.errors.CheckpointError as error:
         return {"error": str(error), "step": run.state.step, "sync step": run.model.sync_step}
-    stats = run.counter.gather()
     (part,) = run.model.sharded_tables()
-    return {
-        "counts": {name: stats[name].counts.tolist() for name in run.counter.tables},
-        "hot": {name: rows.row_ids for name, rows in run.model.hot_sets.items()},
-        "rates": [group["lr"] for group in run.optimizer.param_groups],
-        "draw": torch.rand(1).item(),
+    return shared_state(run) | {
         "state": (run.state.step, run.position["batch"], run.losses.sum, run.model.sync_step),
         "bad ids": part.num_bad_ids,
     }

@@ -1,4 +1,4 @@
-"""What a run does, one action after another: the ranks and the oracle follow the same list."""
+"""A run's actions, one after another: the ranks and the oracle follow the same list."""
 
 from dataclasses import dataclass
 

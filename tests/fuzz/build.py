@@ -279,7 +279,7 @@ def make_optimizer(
 
 
 def halve_learning_rates(optimizer: CombinedOptimizer) -> None:
-    """As a scheduler does it."""
+    """Halve all learning rates, as a scheduler does."""
     for group in cast(list[dict[str, Any]], optimizer.param_groups):
         group["lr"] /= 2
 

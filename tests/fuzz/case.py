@@ -52,8 +52,7 @@ class DenseCase:
 
     @property
     def has_shortcut(self) -> bool:
-        """Whether there is one: stages have none beside them, and split layers run on the batches
-        of several ranks."""
+        """Tell whether there is one: stages have none, split layers run several ranks' batches."""
         return self.shortcut and self.kind not in ("tensor_parallel", "pipelined")
 
     @property

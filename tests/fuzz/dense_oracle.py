@@ -11,7 +11,7 @@ from tests.fuzz.state import EPS, OUTER_LR, OUTER_MOMENTUM, Noise, initial_dense
 
 @dataclass(frozen=True)
 class NetPass:
-    """What a forward has come to."""
+    """A forward's inputs and outputs."""
 
     inputs: list[torch.Tensor]
     """What each layer was given; the first is what was looked up."""
@@ -93,7 +93,7 @@ _BETAS = (0.9, 0.999)
 
 
 class DenseState:
-    """What the training of the dense part has come to: its parameters, one after the other."""
+    """The dense part's state in training: its parameters, one after the other."""
 
     def __init__(self, case: Case, noise: Noise) -> None:
         """

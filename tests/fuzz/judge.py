@@ -119,7 +119,7 @@ REFUSALS = ("ConfigError", "MeshError", "PlanError", "UnsupportedError")
 
 @dataclass
 class Counts:
-    """How much was compared, so that a comparison of nothing is noticed."""
+    """Counts comparisons, so that a comparison of nothing is noticed."""
 
     scores: int = 0
     weights: int = 0
@@ -147,7 +147,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case."""
+    """A case's result."""
 
     outcome: str
     """``"ok"``, ``"refused"`` or ``"finding"``."""
@@ -237,7 +237,7 @@ class _Comparison:
         self._initial = initial_tables(case)
 
     def check_rank(self, rank: int, seen: Seen) -> None:
-        """What one rank saw against the oracle; lookups first, since what they miss shows first."""
+        """Compare a rank with the oracle; lookups first, where a fault shows first."""
         for index, scores in seen.scores.items():
             of_rank = ("scores", (index, rank))
             self._compare(*of_rank, scores, f"scores of rank {rank} in {self._at(index)}")
@@ -269,7 +269,7 @@ class _Comparison:
             raise Difference("the machine", f"rank {rank} didn't see actions {sorted(missing)}")
 
     def check_copies(self, seen: list[Seen]) -> None:
-        """What several ranks hold must be equal bit for bit, and tables must be complete."""
+        """Check that copies are equal bit for bit, and tables complete."""
         for index in sorted({index for index, _ in self._exact.dense}):
             pieces: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
             held: dict[tuple[str, int], int] = defaultdict(int)
@@ -307,7 +307,7 @@ class _Comparison:
             self.counts.refused_batches += 1
 
     def check_left_out(self, seen: list[Seen]) -> None:
-        """What was sent of dense gradients, and what wasn't, are together all of them."""
+        """Check that sent and unsent dense gradients add up to all of them."""
         for (index, _), wanted in self._exact.left_out.items():
             if not seen[0].left_out.keys() & {index}:
                 continue

@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass
 class Summary:
-    """What all cases came to."""
+    """All cases' results."""
 
     num_ok: int = 0
     refusals: Counter[str] = field(default_factory=Counter)

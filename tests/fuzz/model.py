@@ -27,7 +27,7 @@ _TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 @dataclass
 class Batch(Pipelineable):
-    """What a loader gives: jagged tensors for each module, or shared by modules; and targets."""
+    """A loader's batch: jagged tensors for each module, or shared by modules; and targets."""
 
     targets: torch.Tensor
     m0: KeyedJaggedTensor | None = None
@@ -166,7 +166,7 @@ class DenseLayers(nn.Module):
 
 
 class SampleLosses(nn.Module):
-    """What a pipeline makes of the last layer's outputs."""
+    """Computes losses from the last layer's outputs in a pipeline."""
 
     def forward(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return losses_of(scores.squeeze(1), targets)

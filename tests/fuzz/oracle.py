@@ -168,7 +168,7 @@ POSITION_WEIGHT = 0.25
 
 @dataclass
 class Expected:
-    """What must come out, by action."""
+    """The expected results, by action."""
 
     scores: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """The scores of each rank in each action."""

@@ -1,4 +1,4 @@
-"""What ranks see in a run, and report."""
+"""A rank's report on a run."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateSeen:
-    """What a rank holds at a read of the state."""
+    """A rank's state when it is read."""
 
     weights: list[Piece]
     moments: list[Piece]
@@ -30,7 +30,7 @@ class StateSeen:
 
 @dataclass
 class Seen:
-    """What one rank saw, by the number of the action."""
+    """A rank's results, by the number of the action."""
 
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of one rank."""
+    """A rank's end."""
 
     outcome: str
     """``"returned"``, ``"raised"``, ``"died"`` or ``"hung"``."""

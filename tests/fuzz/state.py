@@ -52,7 +52,7 @@ _SHARE_OF_ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat1
 
 @dataclass(frozen=True)
 class Noise:
-    """How numbers are rounded on their way; nowhere by default."""
+    """The rounding of numbers that travel; none by default."""
 
     dtype: torch.dtype = torch.float64
     """The type of all arithmetic."""
@@ -118,7 +118,7 @@ ROW_WISE = ("rowwise_adagrad", "moment_scaled")
 
 
 class TableState:
-    """What a table's training has come to."""
+    """A table's state in training."""
 
     def __init__(
         self, case: Case, table: TableCase, weight: torch.Tensor, *, is_copied: bool, noise: Noise

@@ -1,4 +1,4 @@
-"""What counts as a finding, and what as a refusal; without any ranks."""
+"""Findings and refusals are told apart, without any ranks."""
 
 from dataclasses import replace
 

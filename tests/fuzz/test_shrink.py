@@ -6,7 +6,7 @@ from tests.fuzz.shrink import shrink, simpler_cases
 
 
 def late_rows_are_wrong(case: Case) -> bool:
-    """As if rows with spread owners were wrong after a read of the state."""
+    """Judge as if rows with spread owners were wrong after a read of the state."""
     return (
         case.loop == "row_prefetch"
         and case.size > 1

@@ -1,4 +1,4 @@
-"""How far what ranks saw may be from what the oracle expects.
+"""Bounds on the gap between ranks and the oracle.
 
 Where numbers are rounded on their way, there are two answers: how far rounding may lead at worst,
 for all of a case, and what rounding really gives, as long as errors haven't grown.
@@ -32,7 +32,7 @@ Applied = Mapping[int, torch.Tensor]
 
 
 class Tolerances:
-    """What rounding may add to `BASE`, at worst."""
+    """The most that rounding adds to `BASE`."""
 
     def __init__(self, case: Case, exact: Expected, applied: Applied) -> None:
         """
@@ -67,7 +67,7 @@ class Tolerances:
 
 
 class RoundedExactly:
-    """What must come out early in a run if numbers are rounded just where they travel."""
+    """The results early in a run if numbers are rounded just where they travel."""
 
     def __init__(self, case: Case, applied: Applied) -> None:
         """

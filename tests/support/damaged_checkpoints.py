@@ -41,7 +41,7 @@ EXTRA = {"step": 3, "name": "good"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one damage."""
+    """A damage's result."""
 
     damage: str
     result: str
@@ -147,7 +147,7 @@ def _mixed(folder: Path, damaged: Path, random: Random) -> str:
 
 
 def _without_checksums(folder: Path, damaged: Path, random: Random) -> str:
-    """As another program writes it, so that a wrong number can't be told from a right one."""
+    """Write it as another program does, so that nothing tells a wrong number from a right one."""
     metadata: Any = dcp.FileSystemReader(damaged).read_metadata()
     metadata.storage_meta = None
     (damaged / ".metadata").write_bytes(pickle.dumps(metadata))

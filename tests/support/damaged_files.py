@@ -19,7 +19,7 @@ MAX_ATTEMPTS = 20
 
 @dataclass(frozen=True)
 class Damage:
-    """What was done to one file."""
+    """A change to one file."""
 
     kind: str
     """One of `BYTE_DAMAGES` or `FILE_DAMAGES`."""

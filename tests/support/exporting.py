@@ -86,7 +86,7 @@ def config_of(cell: str, folder: Path) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank says of a cell that it has trained."""
+    """A rank's account of a trained cell."""
 
     metrics: dict[str, float]
     """Those of all ranks."""

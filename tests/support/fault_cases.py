@@ -50,7 +50,7 @@ RAISES, KILLED, STOPPED, ENDS, DIFFERS, NAN = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the faulty rank."""
+    """An event on the faulty rank."""
 
     kind: str
     """`RAISES`, `KILLED`, `STOPPED`, `ENDS` (out of batches), `DIFFERS` (another config), `NAN`."""

@@ -1,4 +1,4 @@
-"""What a rank does in a case of `tests.support.fault_cases`: trains, until the fault."""
+"""A rank in a case of `tests.support.fault_cases`, which trains until the fault."""
 
 import json
 import os
@@ -209,7 +209,7 @@ def _pipelined(case: Case, model: Any, optimizer: Any, batches: Any, faults: Fau
 
 
 def _between(case: Case, model: Any, optimizer: Any, faults: Faults) -> None:
-    """What programs do between two steps, if that is the moment."""
+    """Act as programs do between two steps, if that is the moment."""
     if faults.step != FAULTY_STEP:
         return
     if case.fault.moment == "save":

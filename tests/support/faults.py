@@ -45,7 +45,7 @@ _LIMIT_S = 45.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """A rank's end."""
 
     rank: int
     exit_code: int | None
@@ -59,7 +59,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the other ranks of a case ended."""
+    """The other ranks' ends in a case."""
 
     case: Case
     ends: list[Ended]
@@ -96,7 +96,7 @@ class Outcome:
         return problems
 
     def told(self) -> dict[str, Any]:
-        """As JSON; of the program its name."""
+        """Return it as JSON, with the program's name."""
         fault = asdict(self.case.fault)
         return {
             "case": {"program": self.case.program, "fault": fault},

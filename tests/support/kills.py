@@ -39,7 +39,7 @@ CHOSEN = (
 
 @dataclass
 class Outcome:
-    """What a launch with kills has come to."""
+    """The result of a launch with kills."""
 
     variant: str
     exit_code: int = 0
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def worker(variant: str, folder: Path, steps: int) -> None:
-    """What torchrun starts: train on from the newest checkpoint, and write down what happens."""
+    """Train on from the newest checkpoint, as torchrun's worker, and log each event."""
     import torch.distributed as dist
 
     import torchrec_2dsp as tdsp

@@ -1,4 +1,4 @@
-"""How fast the reader of logs is beside pyarrow alone, and how much memory it takes.
+"""Measure the log reader's speed beside pyarrow alone, and its memory.
 
     python -m tests.support.log_speed --rows 400000
 

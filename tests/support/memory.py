@@ -1,4 +1,4 @@
-"""How much memory plans really take, beside what the cost model says.
+"""Measure the memory that plans take, beside the cost model's prediction.
 
     python -m tests.support.memory [CASE ...]
 

@@ -1,4 +1,4 @@
-"""What ranks import sooner or later, imported once by the process that they are forks of.
+"""Imports that ranks need, done once by the process that they are forks of.
 
 A rank that imports the package itself takes a second of a core, and each pool has up to eight.
 """

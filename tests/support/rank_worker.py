@@ -1,4 +1,4 @@
-"""What the process of one rank does: answer the parent's messages until told to leave."""
+"""A rank's process, which answers the parent's messages until it is asked to leave."""
 
 import ctypes
 import faulthandler

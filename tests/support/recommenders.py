@@ -38,7 +38,7 @@ class Way:
 
 @dataclass
 class TrainedModel:
-    """What came out: the losses of the rank, dense weights, and whatever was asked for at the
+    """A rank's losses and dense weights, and whatever was asked for at the
     end."""
 
     losses: list[float] = field(default_factory=list)

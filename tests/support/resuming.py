@@ -25,7 +25,7 @@ HOT = (("t0", (0, 1, 5, 39)), ("t1", (0, 2, 3)))
 
 @dataclass(frozen=True)
 class Variant:
-    """How a run trains."""
+    """A way to train."""
 
     cell: Cell
     refresh_every: int = 0
@@ -218,7 +218,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank saw of runs that went on, against the one that was never stopped."""
+    """A rank's resumed runs, compared with one that was never stopped."""
 
     losses: list[float]
     """The losses of the uninterrupted run."""

@@ -37,7 +37,7 @@ MAX_GROWTH_BYTES = 8 * 2**20
 
 
 class Usage(NamedTuple):
-    """What a rank has of the machine."""
+    """A rank's use of the machine."""
 
     resident_bytes: int
     num_threads: int

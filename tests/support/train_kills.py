@@ -55,7 +55,7 @@ RUNS = {
 
 @dataclass
 class Launch:
-    """What a launch of the program has come to."""
+    """The result of a launch."""
 
     record: RunRecord | None
     """The record of its run; none if it failed."""

@@ -68,7 +68,7 @@ class Trip:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank saw of a trip."""
+    """A rank's view of a trip."""
 
     num_tensors: int
     """Full tables and moments that both sides have."""

@@ -1,4 +1,4 @@
-"""What follows from counted accesses, against brute force."""
+"""Figures from counted accesses, against brute force."""
 
 import contextlib
 import json

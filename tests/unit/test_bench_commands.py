@@ -1,4 +1,4 @@
-"""What the benchmark commands print and write: tables, plots, pages and copies of the data."""
+"""The benchmark commands' output: tables, plots, pages and copies of the data."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Who trained the same: rounding that grows is told from drift, on losses made up for it."""
+"""The judge tells growing rounding from drift, on losses made up for it."""
 
 import math
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ def test_another_algorithm_shows_in_the_first_steps() -> None:
 
 @pytest.mark.parametrize(("drift", "message"), [(2e-3, "0.3 % above"), (-2e-3, "0.32 % below")])
 def test_an_exact_contestant_that_drifts_later_is_disqualified(drift: float, message: str) -> None:
-    """As copies that are no longer synced do; too good is another training as well."""
+    """Copies that are no longer synced drift so; a better loss is another training as well."""
     measured = other(FALLING + ROUNDING + np.where(np.arange(NUM_STEPS) >= 10, drift, 0.0))
 
     assert measured.loss_gap is not None

@@ -25,7 +25,7 @@ from torchrec_2dsp.programs.bench.process import (
 
 
 class Subject:
-    """What a contestant's process does in these tests."""
+    """A contestant's process in these tests."""
 
     def double(self, value: int) -> int:
         return 2 * value
@@ -58,7 +58,7 @@ def test_a_process_answers_and_survives_an_error() -> None:
 
 
 def state_of(pid: int) -> str:
-    """As the operating system calls it, empty if there is none such."""
+    """Return the operating system's word for it; empty without such a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

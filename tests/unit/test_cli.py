@@ -1,4 +1,4 @@
-"""What all commands have in common: errors, torchrun, the version."""
+"""Common behaviour of all commands: errors, torchrun, the version."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What every codec of rows promises, in one table that each joins by a line."""
+"""Promises of every row codec, in one table that each joins by a line."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is an extra isn't needed without it: the library loads, and the command line says so."""
+"""Extras are optional: the library loads without them, and the command line says so."""
 
 import os
 import subprocess

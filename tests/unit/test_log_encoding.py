@@ -1,4 +1,4 @@
-"""How values become ids and numbers: hashes, vocabularies, times, scales, and well-known logs."""
+"""Values become ids and numbers: hashes, vocabularies, times, scales, and well-known logs."""
 
 import gzip
 import json

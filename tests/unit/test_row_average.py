@@ -1,4 +1,4 @@
-"""Which rows are noted, against brute force; packing; and the rules of optimizer states."""
+"""Noted rows, against brute force; packing; and the rules for optimizer states."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where a profiled step goes: phases of a trace whose split is known, and of any trace."""
+"""A profiled step's phases: of a trace whose split is known, and of any trace."""
 
 import ast
 import random

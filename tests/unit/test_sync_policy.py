@@ -1,4 +1,4 @@
-"""When a sync is due, and how that is written down."""
+"""Sync policies: due steps, and their texts."""
 
 from typing import Any
 

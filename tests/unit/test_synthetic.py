@@ -91,7 +91,7 @@ def test_zipf_ids_are_as_frequent_as_theory_says(skew: float) -> None:
 
 @pytest.mark.parametrize("skew", [0.0, 0.5, 1.0, 1.05, 3.0])
 def test_probabilities_of_large_tables_add_up(skew: float) -> None:
-    """Where not all rows are added up, those that aren't are integrated."""
+    """Rows that aren't added up are integrated."""
     num_rows = 3_000_000
     every = np.arange(1, num_rows + 1, dtype=np.float64)
     head = np.array([1, 1_000, num_rows])

@@ -1,4 +1,4 @@
-"""What the training program computes without ranks: rates, AUC, the best evaluation, display."""
+"""The training program's parts without ranks: rates, AUC, the best evaluation, display."""
 
 import io
 import math

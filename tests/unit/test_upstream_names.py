@@ -1,4 +1,4 @@
-"""What the plugin takes from TorchRec, FBGEMM and torch that their documentation doesn't promise.
+"""Undocumented names that the plugin takes from TorchRec, FBGEMM and torch exist.
 
 An upgrade that renames one of these fails here, in one readable place.
 """

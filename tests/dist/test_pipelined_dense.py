@@ -193,9 +193,6 @@ def test_updates_by_micro_batch_are_another_training(ranks4: RankPool) -> None:
     assert by_micro_batch > 1e-2
 
 
-"""A norm is a sum of float32 in another order."""
-
-
 def step_collectives(rank: int, world_size: int) -> dict[str, int]:
     """List what this rank issues in pipeline groups in the second step."""
     cell = PipelineCell(TABLES["row-wise"], tuple(TWO_RANKS[0].items()))

@@ -249,9 +249,6 @@ def test_peers_need_one_learning_rate(
     assert ranks4.run(different_rates, cell, (rates[0], rates[0])) == ["no error"] * 4
 
 
-"""The oracle adds gradients in another order: some float32 roundings of values below 1."""
-
-
 def twice(rank: int, world_size: int, cell: Cell) -> float:
     torch.manual_seed(0)
     parallel = shard(cell, model=TwiceModel(cell.spec))

@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from torchrec_2dsp.dense.thresholded_gradients import BucketLayout
 from torchrec_2dsp.replicas.exchange import ArrivingRows, Hop
 from torchrec_2dsp.rows.update import DirectUpdater
 
+Patch = AbstractContextManager[Any]
 _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
 _start, _scales = Hop.start, IntegerRows._scales
 _arrived, _take_off = LateGradients._arrived, ErrorFeedback.take_off
@@ -29,32 +30,27 @@ _mean, _layout_of = tdsp.LocalDense.mean, BucketLayout.of
 _stage_backward, _rows_backward = LayerStage.backward, _OwnRows.backward
 
 
-@contextmanager
-def updates_applied_twice() -> Iterator[None]:
+def updates_applied_twice() -> Patch:
     """Rows whose gradients travel are updated twice."""
 
     def apply_twice(updater: DirectUpdater, gradients: Any) -> None:
         _apply(updater, gradients)
         _apply(updater, gradients)
 
-    with mock.patch.object(DirectUpdater, "apply", apply_twice):
-        yield
+    return mock.patch.object(DirectUpdater, "apply", apply_twice)
 
 
-@contextmanager
-def a_rank_that_skips_updates() -> Iterator[None]:
+def a_rank_that_skips_updates() -> Patch:
     """Rank 1 updates no row whose gradient travels."""
 
     def apply_elsewhere(updater: DirectUpdater, gradients: Any) -> None:
         if dist.get_rank() != 1:
             _apply(updater, gradients)
 
-    with mock.patch.object(DirectUpdater, "apply", apply_elsewhere):
-        yield
+    return mock.patch.object(DirectUpdater, "apply", apply_elsewhere)
 
 
-@contextmanager
-def a_rank_that_rounds_otherwise() -> Iterator[None]:
+def a_rank_that_rounds_otherwise() -> Patch:
     """Rank 1's moments are off by a bit."""
 
     def apply_and_round(updater: DirectUpdater, gradients: Any) -> None:
@@ -64,12 +60,10 @@ def a_rank_that_rounds_otherwise() -> Iterator[None]:
                 for state in states:
                     state.copy_(torch.nextafter(state, torch.full_like(state, 9.0)))
 
-    with mock.patch.object(DirectUpdater, "apply", apply_and_round):
-        yield
+    return mock.patch.object(DirectUpdater, "apply", apply_and_round)
 
 
-@contextmanager
-def a_rank_that_keeps_its_own_numbers() -> Iterator[None]:
+def a_rank_that_keeps_its_own_numbers() -> Patch:
     """Rank 1 adds its own gradients to those of its peers without rounding them."""
 
     def start(hop: Hop, rows: Any, sizes: Any, key_dtype: Any, codec: Any) -> ArrivingRows:
@@ -87,35 +81,29 @@ def a_rank_that_keeps_its_own_numbers() -> Iterator[None]:
 
         return replace(arriving, codec=mock.Mock(decode=decode))
 
-    with mock.patch.object(Hop, "start", start):
-        yield
+    return mock.patch.object(Hop, "start", start)
 
 
-@contextmanager
-def a_rank_with_coarser_scales() -> Iterator[None]:
+def a_rank_with_coarser_scales() -> Patch:
     """Rank 1 sends integers in units that are larger by a 64th, which all ranks read right."""
 
     def scales(codec: IntegerRows, rows: torch.Tensor) -> torch.Tensor:
         factor = 1 + 1 / 64 if dist.is_initialized() and dist.get_rank() == 1 else 1.0
         return (_scales(codec, rows).float() * factor).to(torch.bfloat16)
 
-    with mock.patch.object(IntegerRows, "_scales", scales):
-        yield
+    return mock.patch.object(IntegerRows, "_scales", scales)
 
 
-@contextmanager
-def late_gradients_that_are_lost() -> Iterator[None]:
+def late_gradients_that_are_lost() -> Patch:
     """Dense gradients of the step before never arrive: there are zeros in their place."""
 
     def arrived(gradients: LateGradients, names: Any, sizes: Any, like: Any) -> torch.Tensor:
         return torch.zeros_like(_arrived(gradients, names, sizes, like))
 
-    with mock.patch.object(LateGradients, "_arrived", arrived):
-        yield
+    return mock.patch.object(LateGradients, "_arrived", arrived)
 
 
-@contextmanager
-def stages_that_forget_a_micro_batch() -> Iterator[None]:
+def stages_that_forget_a_micro_batch() -> Patch:
     """Weights of a pipeline's layers get nothing from the second part of a batch."""
 
     def backward(stage: LayerStage, micro_batch: int, gradient: Any) -> list[torch.Tensor]:
@@ -126,61 +114,50 @@ def stages_that_forget_a_micro_batch() -> Iterator[None]:
                 param.grad = grad
         return grads
 
-    with mock.patch.object(LayerStage, "backward", backward):
-        yield
+    return mock.patch.object(LayerStage, "backward", backward)
 
 
-@contextmanager
-def ranks_of_a_layer_that_add_their_losses() -> Iterator[None]:
+def ranks_of_a_layer_that_add_their_losses() -> Patch:
     """Layers that two ranks compute together get the sum of their gradients, not the mean."""
 
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         rows, *others = _rows_backward(ctx, *grads)
         return (2 * rows, *others)
 
-    with mock.patch.object(_OwnRows, "backward", staticmethod(backward)):
-        yield
+    return mock.patch.object(_OwnRows, "backward", staticmethod(backward))
 
 
-@contextmanager
-def a_rank_that_forgets_what_it_left_out() -> Iterator[None]:
+def a_rank_that_forgets_what_it_left_out() -> Patch:
     """Rank 1 takes more off its residuals than it has sent."""
 
     def take_off(feedback: ErrorFeedback, name: str, positions: Any, sent: Any) -> None:
         _take_off(feedback, name, positions, 1.01 * sent if dist.get_rank() == 1 else sent)
 
-    with mock.patch.object(ErrorFeedback, "take_off", take_off):
-        yield
+    return mock.patch.object(ErrorFeedback, "take_off", take_off)
 
 
-@contextmanager
-def ranks_that_send_twice_as_much() -> Iterator[None]:
+def ranks_that_send_twice_as_much() -> Patch:
     """All ranks choose twice the elements of dense gradients that they were asked for."""
 
     def layout_of(params: Any, *, density: float, dense_below: int) -> BucketLayout:
         return _layout_of(params, density=min(0.99, 2 * density), dense_below=dense_below)
 
-    with mock.patch.object(BucketLayout, "of", layout_of):
-        yield
+    return mock.patch.object(BucketLayout, "of", layout_of)
 
 
-@contextmanager
-def unused_parameters_without_gradients() -> Iterator[None]:
+def unused_parameters_without_gradients() -> Patch:
     """A parameter that no rank used gets no gradient, though one has come for it."""
-    with mock.patch.object(UnusedParameters, "give", lambda unused, means: means):
-        yield
+    return mock.patch.object(UnusedParameters, "give", lambda unused, means: means)
 
 
-@contextmanager
-def ranks_that_meet_without_rank_1() -> Iterator[None]:
+def ranks_that_meet_without_rank_1() -> Patch:
     """The mean of ranks that meet is that of all changes but rank 1's."""
 
     def mean(dense: tdsp.LocalDense, changes: Any) -> list[torch.Tensor]:
         own = [0 * change for change in changes] if dist.get_rank() == 1 else changes
         return _mean(dense, own)
 
-    with mock.patch.object(tdsp.LocalDense, "mean", mean):
-        yield
+    return mock.patch.object(tdsp.LocalDense, "mean", mean)
 
 
 def _hang() -> None:
@@ -194,26 +171,20 @@ def _on_rank_1(act: Callable[[], object]) -> Callable[[Any], object]:
     return sync_now
 
 
-@contextmanager
-def a_rank_that_hangs() -> Iterator[None]:
+def a_rank_that_hangs() -> Patch:
     """Rank 1 never comes back from `sync_now`."""
-    with mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(_hang)):
-        yield
+    return mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(_hang))
 
 
-@contextmanager
-def a_rank_that_dies() -> Iterator[None]:
+def a_rank_that_dies() -> Patch:
     """Rank 1 aborts in `sync_now`."""
-    with mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(os.abort)):
-        yield
+    return mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(os.abort))
 
 
 def _refuse() -> None:
     raise tdsp.errors.PlanError("rank 1 doesn't like the plan")
 
 
-@contextmanager
-def a_rank_that_refuses_alone() -> Iterator[None]:
+def a_rank_that_refuses_alone() -> Patch:
     """Rank 1 raises one of our errors in `sync_now`."""
-    with mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(_refuse)):
-        yield
+    return mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(_refuse))

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,16 +73,19 @@ def wait_for_state(pid: int, states: str) -> str:
     return state_of(pid)
 
 
-def test_a_paused_process_rests_until_it_is_asked() -> None:
+@pytest.fixture
+def process() -> Iterator[ContestantProcess]:
     process = ContestantProcess(Subject)
-    try:
-        process.pause()
-        assert wait_for_state(process.pid, "T") == "T"
-        assert process.ask("double", 4, deadline_s=30).value == 8
-        process.pause()
-    finally:
-        process.kill()
+    yield process
+    process.kill()
 
+
+def test_a_paused_process_rests_until_it_is_asked(process: ContestantProcess) -> None:
+    process.pause()
+    assert wait_for_state(process.pid, "T") == "T"
+    assert process.ask("double", 4, deadline_s=30).value == 8
+    process.pause()
+    process.kill()
     assert state_of(process.pid) == ""
 
 
@@ -101,47 +105,29 @@ def test_a_paused_process_dies_with_its_parent() -> None:
     assert wait_for_state(pid, "Z") in ("", "Z")
 
 
-def test_a_process_can_be_killed_twice() -> None:
-    process = ContestantProcess(Subject)
-
+def test_a_process_can_be_killed_twice(process: ContestantProcess) -> None:
     assert state_of(process.pid) != ""
-
+    process.kill()
+    assert state_of(process.pid) == ""
     process.kill()
     assert state_of(process.pid) == ""
 
-    process.kill()
-    assert state_of(process.pid) == ""
 
-
-def test_libraries_are_pinned_if_that_is_allowed() -> None:
-    process = ContestantProcess(Subject)
-    try:
-        could, locked_kib = process.ask("pin", deadline_s=60).value
-    finally:
-        process.kill()
-
+def test_libraries_are_pinned_if_that_is_allowed(process: ContestantProcess) -> None:
+    could, locked_kib = process.ask("pin", deadline_s=60).value
     # Torch alone has more code than this.
     assert not could or locked_kib > 50_000
 
 
-def test_a_process_that_dies_is_noticed() -> None:
-    process = ContestantProcess(Subject)
-    try:
-        answer = process.ask("die", deadline_s=30)
-    finally:
-        process.kill()
-
+def test_a_process_that_dies_is_noticed(process: ContestantProcess) -> None:
+    answer = process.ask("die", deadline_s=30)
     assert answer.how is How.DIED
     assert "died in die with exit code 7" in answer.report
 
 
-def test_a_process_that_hangs_says_where() -> None:
-    process = ContestantProcess(Subject)
-    try:
-        late = process.ask("sleep", deadline_s=0.5)
-    finally:
-        process.kill()
-
+def test_a_process_that_hangs_says_where(process: ContestantProcess) -> None:
+    late = process.ask("sleep", deadline_s=0.5)
+    process.kill()
     assert late.how is How.LATE
     assert late.report.startswith("sleep took over 0.5 s")
     assert "in sleep" in late.report
@@ -149,13 +135,8 @@ def test_a_process_that_hangs_says_where() -> None:
         os.kill(process.pid, 0)
 
 
-def test_waiting_ends_when_another_rank_failed() -> None:
-    process = ContestantProcess(Subject)
-    try:
-        answer = process.ask("sleep", deadline_s=60, give_up=lambda: True)
-    finally:
-        process.kill()
-
+def test_waiting_ends_when_another_rank_failed(process: ContestantProcess) -> None:
+    answer = process.ask("sleep", deadline_s=60, give_up=lambda: True)
     assert answer.how is How.STOPPED
 
 

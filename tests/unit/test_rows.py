@@ -390,10 +390,6 @@ def test_it_is_quicker_than_the_fused_backward() -> None:
     assert own < 0.5 * fused
 
 
-"""Row gradients are added in another order: a few float32 roundings of values near 1."""
-"""The same for fp16 tables: such a difference can tip a weight near 1 to its fp16 neighbour."""
-
-
 def trained(case: Case, direct: bool) -> list[torch.Tensor]:
     """Return weights and state after some steps, updated by the rule or by FBGEMM's kernel."""
     tbe = make_tbe(case)

@@ -1,9 +1,6 @@
 """The code in README, migration guide and examples runs as it is printed."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,9 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import LossModel
 from tests.support.models import ModelSpec, make_batch
 from tests.support.parity import make_optimizer
+from tests.support.programs import python
 from tests.support.ranks import RankPool
-from tests.support.slices import Deal, patient
+from tests.support.slices import Deal
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -32,15 +30,7 @@ def test_the_script_of_the_readme_runs_when_it_is_pasted(tmp_path: Path) -> None
     (source,) = blocks(README, "python script")
     script = tmp_path / "train.py"
     script.write_text(source)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.forks", "scripts", str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = python("-m", "tests.support.forks", "scripts", str(script), cwd=tmp_path)
     assert done.stdout.endswith(f"{script} 0 0 0 0\n"), done.stderr[-5000:]
     losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", done.stdout)]
     assert len(losses) == 20
@@ -93,15 +83,7 @@ def test_the_examples_run(dealt: Deal) -> None:
     every = sorted(EXAMPLES.glob("*.py"))
     scripts = dealt([str(script) for script in every if script.name not in NEED_A_MODEL])
     assert scripts
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.forks", "scripts", *scripts],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=patient(200),
-        check=False,
-    )
+    done = python("-m", "tests.support.forks", "scripts", *scripts)
     assert done.returncode == 0, done.stderr[-5000:]
     for script in scripts:
         assert f"done\n{script} 0 0 0 0\n" in done.stdout, done.stdout

@@ -1,14 +1,11 @@
 """Whatever happens to a rank, the others end soon, with an error that names it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.fault_cases import chosen_cases
-from tests.support.rank_worker import REPOSITORY
-from tests.support.slices import Deal, patient
+from tests.support.programs import python
+from tests.support.slices import Deal
 
 
 def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path, dealt: Deal) -> None:
@@ -16,14 +13,7 @@ def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path, dealt: Deal) -
     reported = tmp_path / "outcomes.json"
     cases = dealt(chosen_cases())
     names = [f"--case={case}" for case in cases]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.faults", *names, "--json", str(reported)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=patient(280),
-        check=False,
-    )
+    done = python("-m", "tests.support.faults", *names, "--json", str(reported), timeout_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = json.loads(reported.read_text())
     assert len(outcomes) == len(cases)

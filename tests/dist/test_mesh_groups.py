@@ -1,8 +1,5 @@
 """`MeshGroups`: the right ranks on each axis, reuse, several meshes, and an orderly exit."""
 
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -12,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.forks import NUM_RANKS, WAYS, count_threads
-from tests.support.rank_worker import GLOO_TIMEOUT, REPOSITORY
+from tests.support.programs import python
+from tests.support.rank_worker import GLOO_TIMEOUT
 from tests.support.ranks import RankPool
-from tests.support.slices import patient
 from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
@@ -285,12 +282,6 @@ def test_no_thread_of_a_group_outlives_the_world() -> None:
 
 def test_programs_exit_with_code_0(tmp_path: Path) -> None:
     ways = list(WAYS)
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.support.forks", "ways", str(tmp_path), *ways],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=patient(120),
-        check=False,
-    )
+    arguments = ("-m", "tests.support.forks", "ways", str(tmp_path), *ways)
+    finished = python(*arguments, GLOO_SOCKET_IFNAME="lo")
     assert finished.stdout.splitlines() == [f"{way}{' 0' * NUM_RANKS}" for way in ways], finished

@@ -2,9 +2,6 @@
 and a stock model."""
 
 import math
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from tests.support.slices import patient
+from tests.support.programs import python
 from tests.support.train_runs import plain_metrics
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
@@ -122,15 +119,7 @@ def train_config(rank: int, world_size: int, config: TrainConfig) -> None:
 
 def printed_alone(example: str, folder: Path) -> list[str]:
     """Return the lines that an example prints of an export in a process without this package."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, f"docs/examples/{example}", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=patient(100),
-        check=False,
-    )
+    done = python("-c", ALONE, f"docs/examples/{example}", str(folder))
     assert done.returncode == 0, done.stderr[-3000:]
     first, *lines, last = done.stdout.splitlines()
     assert (first, last) == ("blocked", "done")

@@ -25,20 +25,27 @@ _GRACE_S = 10.0
 """How long the other ranks may go on after one failed: torchrun stops them as well."""
 
 
-def torchrun(
-    module: str, *arguments: str, ranks: int = 2, timeout_s: float = 200, columns: int = 80
+def python(
+    *arguments: str, cwd: Path = REPOSITORY, timeout_s: float = 200, **env: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run ``torchrun -m module`` as a user does."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    """Run this interpreter with one thread and the repository on its path."""
     return subprocess.run(
-        [sys.executable, *launcher, "-m", module, *arguments],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": str(columns)},
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | env,
         capture_output=True,
         text=True,
         timeout=patient(timeout_s),
         check=False,
     )
+
+
+def torchrun(
+    module: str, *arguments: str, ranks: int = 2, timeout_s: float = 200, columns: int = 80
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``torchrun -m module`` as a user does."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return python(*launcher, "-m", module, *arguments, timeout_s=timeout_s, COLUMNS=str(columns))
 
 
 def forked(

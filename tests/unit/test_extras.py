@@ -1,6 +1,5 @@
 """Extras are optional: the library loads without them, and the command line says so."""
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import torchrec_2dsp
+from tests.support.programs import python
 from tests.support.slices import Deal
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -124,12 +124,5 @@ for name in sys.argv[1:]:
 
 def test_every_public_name_can_be_used_first(dealt: Deal) -> None:
     names = dealt(torchrec_2dsp.__all__)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *names],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = python("-c", PROGRAM, *names)
     assert done.stdout.splitlines() == [f"{name} is there" for name in names], done.stderr

@@ -1,8 +1,6 @@
 """Batches of logs: rows in their order, for every number of ranks, from any batch on."""
 
 import gzip
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import islice
@@ -25,8 +23,7 @@ from tests.support.logs import (
     table_config,
     write_log,
 )
-from tests.support.rank_worker import REPOSITORY
-from tests.support.slices import patient
+from tests.support.programs import python
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.source import LogPiece, LogReader
@@ -298,14 +295,8 @@ def test_memory_is_that_of_a_log_ten_times_smaller(tmp_path: Path, ending: str) 
     with large.open("wb") as file:
         for _ in range(_REPEATS):
             file.write(content)
-    process = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, small, large],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=patient(280),
-        check=True,
-    )
+    process = python("-c", _PROGRAM, small, large, timeout_s=280)
+    assert process.returncode == 0, process.stderr
     first, second = map(int, process.stdout.split())
     assert second - first < _SLACK_BYTES
 

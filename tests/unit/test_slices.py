@@ -1,11 +1,10 @@
 """Slices of the slow tests, and hands of long matrices, hold each part of them once."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 
+from tests.support.programs import python
 from tests.support.slices import (
     NUM_HANDS,
     NUM_LANES,
@@ -93,19 +92,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     # As small as they are before glibc has seen larger ones.
     thresholds = {f"MALLOC_{name}_THRESHOLD_": str(2**17) for name in ("MMAP", "TRIM")}
-    eager = os.environ | thresholds
     faults = {
-        what: int(
-            subprocess.run(
-                [sys.executable, "-c", _STEPS, what],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=patient(100),
-                env=eager,
-            ).stdout
-        )
-        for what in ("leave", "keep")
+        what: int(python("-c", _STEPS, what, **thresholds).stdout) for what in ("leave", "keep")
     }
 
     # 48 MiB have 12,288 pages.

@@ -148,7 +148,7 @@ def to_json(plan: Plan2D) -> str:
         >>> import torchrec_2dsp as tdsp
         >>> plan = tdsp.Plan2D({}, mesh=tdsp.Mesh2D(2, 2), sync=tdsp.GradientSync())
         >>> from torchrec_2dsp.plan.serialize import to_json
-        >>> to_json(plan).splitlines()[2]
+        >>> to_json(plan).splitlines()[6]
         ' "modules": {},'
     """
     return json.dumps(

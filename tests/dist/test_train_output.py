@@ -238,7 +238,7 @@ def test_files_that_do_not_fit_are_refused_on_all_ranks(
     assert "nowhere.json" in first["no plan"]
     assert "runs.odd has WeightSync" in first["other sync"]
     assert "let the run say what the plan says" in first["other sync"]
-    assert first["no folder"] == "--profile writes to the folder of the output; set output.folder"
+    assert first["no folder"] == "--profile writes to the output folder; set output.folder"
 
 
 @pytest.mark.parametrize(

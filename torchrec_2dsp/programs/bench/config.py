@@ -1,4 +1,4 @@
-"""The config of a benchmark: contestants, their workload, and how carefully they are compared."""
+"""A benchmark's config: contestants, their workload, and how carefully they are compared."""
 
 from typing import Annotated, Literal, Self, get_args
 
@@ -60,16 +60,16 @@ def shape_of(data: BenchData) -> BatchShape:
 
 
 class ScheduleConfig(Section):
-    """The amount of training, and the time after which something counts as stuck."""
+    """The training length, and deadlines after which a contestant counts as stuck."""
 
     batch_size: int = Field(default=1024, ge=1)
     """Samples per rank and step."""
 
     rounds: int = Field(default=7, ge=5)
-    """Blocks of each contestant. In a round each contestant trains one, in a random order."""
+    """Blocks per contestant. In a round each contestant trains one block, in a random order."""
 
     block_s: float = Field(default=2.0, gt=0)
-    """A block's approximate length."""
+    """A block's approximate length in seconds."""
 
     max_block_steps: int = Field(default=40, ge=1)
     """The most steps in a block."""
@@ -78,10 +78,10 @@ class ScheduleConfig(Section):
     """Steps before the first block: allocations, connections, DDP's choice of buckets."""
 
     traced_steps: int = Field(default=4, ge=1)
-    """Steps of the block that is traced, whose times count for the split by phase alone."""
+    """Steps in the traced block, whose times only count for the split by phase."""
 
     deadline_s: float = Field(default=180.0, gt=0)
-    """After so long without an answer to "build", "trace" or a block, a contestant is out."""
+    """Seconds without an answer to "build", "trace" or a block after which a contestant is out."""
 
     seed: int = Field(default=0, ge=0)
     """The seed for the bootstrap and the contestants' order."""
@@ -102,27 +102,27 @@ class NetworkConfig(Section):
 
 
 class LossConfig(Section):
-    """Bounds of losses: which contestants must train the same, and how closely.
+    """Loss bounds: which contestants must train the same, and how closely.
 
-    NE bounds are relative differences of the normalized entropy over all trained steps. All
-    contestants train on the same batches, so these are relative differences of mean losses.
+    NE bounds are relative differences in normalized entropy over all trained steps. All contestants
+    train on the same batches, so these equal relative differences in mean losses.
     """
 
     num_steps: int = Field(default=10, ge=1)
     """The number of first losses that are compared step by step: rounding grows later."""
 
     exact_bound: float = Field(default=1e-4, gt=0)
-    """The largest difference of a first step's loss, for contestants with the arithmetic of one
+    """The largest difference in a first step's loss, for contestants with the arithmetic of one
     table on the global batch. Others aren't compared step by step."""
 
     exact_ne_bound: float = Field(default=1e-3, gt=0)
     """The NE bound for contestants with the arithmetic of one table."""
 
     fp16_ne_bound: float = Field(default=2e-3, gt=0)
-    """The NE bound for fp16 communication, which keeps 11 bits of each number."""
+    """The NE bound for fp16 communication, which keeps 11 bits per number."""
 
     bf16_ne_bound: float = Field(default=3e-3, gt=0)
-    """The NE bound for bf16 communication, which keeps 8 bits of each number."""
+    """The NE bound for bf16 communication, which keeps 8 bits per number."""
 
     int8_ne_bound: float = Field(default=3e-3, gt=0)
     """The NE bound for int8 communication: 8 bits, scaled by a row's largest number."""
@@ -135,8 +135,8 @@ class LossConfig(Section):
     column shard."""
 
     spread_factor: float = Field(default=3.0, ge=0)
-    """Everyone's NE may differ by this factor of the largest difference among TorchRec's own exact
-    contestants, where that is more than the bound; 0 for never."""
+    """Everyone's NE may differ by this factor times the largest difference among TorchRec's own
+    exact contestants, where that exceeds the bound; 0 for never."""
 
     def ne_bound_of(self, arithmetic: str) -> float:
         """Return the NE bound for communication in a transport; ``fp32`` is exact."""
@@ -152,16 +152,16 @@ class LossConfig(Section):
 
 class _Contestant(Section):
     ne_bound: float | Literal["by_kind"] = "by_kind"
-    """The largest relative NE difference to the reference; losses aren't compared step by step
-    then. "by_kind": the bounds of `LossConfig`."""
+    """The largest relative NE difference from the reference; losses aren't compared step by step
+    then. "by_kind" uses the bounds in `LossConfig`."""
 
 
 class _Planned(SamplesConfig, _Contestant):
     sharding_types: tuple[str, ...] = ()
-    """The types that the planner may choose from; empty for all that TorchRec has."""
+    """Sharding types that the planner may choose from; empty for all that TorchRec has."""
 
     bandwidths: Literal["default", "measured"] = "measured"
-    """The bandwidths that the planner is told: its own defaults, or those measured here."""
+    """The bandwidths that the planner gets: its own defaults, or those measured here."""
 
     full_duplex: bool = False
     """Receive and send at once in all-to-alls (gloo alone; see `FullDuplexGroup`)."""
@@ -189,7 +189,7 @@ class StockContestant(_Planned):
 
     kind: Literal["stock"] = "stock"
     qcomms: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
-    """The format of pooled embeddings and gradients in TorchRec's quantised communication."""
+    """The wire format for pooled embeddings and gradients in TorchRec's quantised communication."""
 
     def describe(self) -> str:
         """Describe the contestant in words."""
@@ -202,7 +202,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
 
     kind: Literal["two_d"]
     num_groups: int | Literal["hosts", "ranks_per_host", "any"] = "hosts"
-    """The number of table copies; "any" for what the planner finds."""
+    """Table replicas; "any" lets the planner choose."""
 
     by_cost: bool = False
     """Let the planner predict steps, by the calibration, and choose exchanges as well."""
@@ -211,7 +211,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     """Group placement."""
 
     qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """The format of embeddings and gradients in TorchRec's quantised communication."""
+    """The wire format for embeddings and gradients in TorchRec's quantised communication."""
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -235,7 +235,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
 class CeilingContestant(_Contestant):
     """Another contestant whose collectives cost nothing: they return what was recorded once.
 
-    The same compute on the same values takes the least step that any communication could reach.
+    The same compute on the same values gives a lower bound on the step time with any communication.
     """
 
     kind: Literal["ceiling"]
@@ -285,7 +285,7 @@ class BenchConfig(Section):
     """The rules by which weights are updated."""
 
     schedule: ScheduleConfig = ScheduleConfig()
-    """The training and its length."""
+    """Training length and deadlines."""
 
     network: NetworkConfig = NetworkConfig()
     """The network between the ranks."""
@@ -337,7 +337,7 @@ class BenchConfig(Section):
 
     @property
     def planned(self) -> "dict[str, PlannedContestant]":
-        """The contestants that train by a plan of their own."""
+        """The contestants that train by their own plan."""
         return {
             name: contestant
             for name, contestant in self.contestants.items()
@@ -346,7 +346,7 @@ class BenchConfig(Section):
 
     @property
     def reference(self) -> str:
-        """The contestant whose losses the others are held against."""
+        """The contestant whose losses the others are compared with."""
         return next(
             name for name, contestant in self.contestants.items() if is_reference(contestant)
         )
@@ -377,7 +377,7 @@ class BenchConfig(Section):
             check_speeds_fit(f"contestants.{name}", contestant.balance, world_size)
 
     def only(self, names: "list[str]") -> "BenchConfig":
-        """Return the config with these contestants and the reference; all of them for no name."""
+        """Return the config with these contestants and the reference; all if no name is given."""
         unknown = [name for name in names if name not in self.contestants]
         if unknown:
             raise ConfigError(
@@ -409,7 +409,7 @@ def is_reference(contestant: object) -> bool:
 
 
 def is_stock(contestant: object) -> bool:
-    """Return whether TorchRec and torch have all that it uses, but for the full duplex."""
+    """Return whether TorchRec and torch have all that it uses, except the full duplex."""
     if not isinstance(contestant, StockContestant):
         return False
     return contestant.dense.is_stock and contestant.balance is None

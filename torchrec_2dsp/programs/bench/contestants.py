@@ -1,6 +1,6 @@
 """Build contestants: model, initial tables, plan, optimizer and TorchRec's pipeline.
 
-Their work for the cost model is here, too. Initial weights are a function of the row, so that every
+Their work for the cost model is here, too. Initial weights depend on the row alone, so that every
 sharding starts from the same tables. TorchRec draws them shard by shard, and a whole table fits on
 no rank where it matters.
 """
@@ -82,7 +82,7 @@ _BLOCK_ROWS = 4096
 
 
 def fill_tables_(model: nn.Module, features: Sequence[DatasetFeature], dim: int, seed: int) -> None:
-    """Write the initial weights of every table into this rank's shards, in place."""
+    """Write every table's initial weights into this rank's shards, in place."""
     state = model.state_dict()
     for index, feature in enumerate(features):
         (key,) = (key for key in state if key.endswith(f".{table_name(feature.name)}.weight"))
@@ -100,7 +100,7 @@ def initial_rows(
 ) -> torch.Tensor:
     """Draw rows uniformly within one over the root of the table's rows, as TorchRec does.
 
-    The seed is that of the model, and the table's number.
+    The seed combines the model's and the table's number.
     """
     parts = []
     for block in range(start // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1):
@@ -113,7 +113,7 @@ def initial_rows(
 
 
 def tables_work(config: BenchConfig) -> Workload:
-    """Return the work of a step with the tables, whoever trains them."""
+    """Return a step's work with the tables, whoever trains them."""
     shape = shape_of(config.data)
     model = build_any_model(shape, config.model, tables_device="meta")
     access = true_access(shape) if isinstance(shape, SyntheticData) else None
@@ -123,7 +123,7 @@ def tables_work(config: BenchConfig) -> Workload:
 def workload_of(
     contestant: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
 ) -> Workload:
-    """Return the work of a contestant's step with its own communication."""
+    """Return the work in a contestant's step with its own communication."""
     wire = _bytes_per_number(contestant.qcomms, dim)
     return replace(
         tables,
@@ -168,7 +168,7 @@ def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
 
 
 def _bytes_per_number(qcomms: str, dim: int) -> float:
-    """Return the bytes of a number that travels; INT8 has a scale and an offset for each row."""
+    """Return the bytes per number on the wire; INT8 has a scale and an offset per row."""
     return {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 8 / dim}[qcomms]
 
 
@@ -178,7 +178,7 @@ class Trainer:
 
     model: DistributedModelParallel
     pipeline: TrainPipelineSparseDist[Any, Any]
-    """TorchRec's or derived from it: it calls the model's `sync` by itself."""
+    """TorchRec's, or derived from it: it calls the model's `sync` by itself."""
 
     optimizer: CombinedOptimizer
     plan: ShardingPlan
@@ -186,7 +186,7 @@ class Trainer:
     """The dense part that was predicted to be fastest; empty if none was planned."""
 
     def stop_learning(self) -> None:
-        """Change no weight from now on."""
+        """Freeze all weights from now on."""
         for group in cast(list[dict[str, Any]], self.optimizer.param_groups):
             group["lr"] = 0.0
 
@@ -337,7 +337,7 @@ def _planner_arguments(
 
 
 def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -> Topology:
-    """Return the network as the planner knows it; a level that isn't there keeps its default."""
+    """Return the network as the planner knows it; a missing level keeps its default."""
     world_size = dist.get_world_size()
     hardware = HardwareConfig()
     if bandwidths == "measured":
@@ -348,7 +348,7 @@ def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=world_size, local_world_size=get_local_size(world_size)),
         hardware,
-        # Without the second, TorchRec drops the bandwidths that it is given.
+        # Without the second, TorchRec drops the bandwidths that it gets.
         KernelConfig(compute_device=config.schedule.device, use_hardware_based_bandwidth=True),
     )
 
@@ -389,7 +389,7 @@ def _optimizer(
 
 
 def sharding_of(plan: ShardingPlan) -> dict[str, int]:
-    """Count the tables with each sharding type."""
+    """Count the tables by sharding type."""
     types = [
         table.sharding_type
         for module in plan.plan.values()

@@ -1,7 +1,7 @@
 """Judge which contestants trained what the reference trained.
 
-All contestants train on the same batches, so two mean losses over the same steps can be compared
-without the data's noise: their relative difference is that of normalized entropies. Exact
+All contestants train on the same batches, so mean losses over the same steps can be compared
+without the data's noise: their relative difference equals the one in normalized entropy. Exact
 contestants are also compared step by step over the first steps, where rounding has had no time to
 grow. The NE gap over all steps tells drift from rounding.
 """
@@ -24,7 +24,7 @@ class LossBounds(NamedTuple):
     """A contestant's largest permitted gaps."""
 
     loss: float | None
-    """The largest difference of a first step's loss; None where the arithmetic differs."""
+    """The largest difference in a first step's loss; None where the arithmetic differs."""
     ne: float
     """The largest relative NE difference, in either direction."""
 
@@ -33,10 +33,10 @@ class LossGaps(NamedTuple):
     """A contestant's gaps."""
 
     loss: float
-    """The largest difference of a first step's loss; infinite where a loss is no number."""
+    """The largest difference in a first step's loss; infinite where a loss isn't finite."""
     ne: float
     """The NE over all steps relative to the reference's, minus 1: above 0 is worse. Infinite where
-    a loss is no number."""
+    a loss isn't finite."""
     num_steps: int
 
 
@@ -44,7 +44,7 @@ def judged(result: BenchResult, config: BenchConfig) -> BenchResult:
     """Return the result with all gaps; contestants with too large a gap are disqualified.
 
     Raises:
-        ConfigError: no contestant is left to hold the others against.
+        ConfigError: no contestant is left to compare the others with.
     """
     reference = _reference(result, config)
     gaps = {
@@ -70,7 +70,7 @@ def judged(result: BenchResult, config: BenchConfig) -> BenchResult:
 def gaps_between(
     losses: tuple[float, ...], reference_losses: tuple[float, ...], num_first_steps: int
 ) -> LossGaps:
-    """Compute the gaps to a reference with finite losses, over the steps of both.
+    """Compute the gaps to a reference with finite losses, over the steps that both trained.
 
     Example:
         The second step is 0.01 apart, and the mean of both is 1 % higher.
@@ -112,7 +112,7 @@ def loss_bounds(
 
 
 def _reference(result: BenchResult, config: BenchConfig) -> ContestantResult:
-    """Return the contestant that the others are held against."""
+    """Return the contestant that the others are compared with."""
     candidates = [
         measured
         for measured in result.measured()
@@ -144,7 +144,7 @@ def _widened(
     reference: str,
     config: BenchConfig,
 ) -> dict[str, LossBounds]:
-    """Widen bounds where TorchRec's own exact contestants are farther apart than the config says.
+    """Widen bounds where TorchRec's own exact contestants differ by more than the config says.
 
     Each of these is judged by the others alone, and counts for everyone else only if it passed: so
     none of them excuses itself. A contestant's own `ne_bound` stays.
@@ -198,7 +198,7 @@ def _reason(
     bounds: LossBounds,
     num_first_steps: int,
 ) -> str:
-    """Return the reason to disqualify a contestant; empty if there is none."""
+    """Return the reason to disqualify a contestant; empty without one."""
     if math.isinf(gaps.ne):
         step = _first_without_number(measured.losses)
         return (

@@ -1,4 +1,4 @@
-"""Describe workloads, and name the settings of several results."""
+"""Describe workloads, and label the settings of several results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _NUM_ROWS_PART = 1
 
 
 def setting_labels(results: Sequence[BenchResult]) -> list[str]:
-    """Name each setting by its ranks and its place; only repetitions of a run are numbered."""
+    """Label each setting by its ranks and its place; only repeated runs are numbered."""
     plain_labels = [
         f"{result.setting.hosts}x{result.setting.ranks_per_host}, {place}"
         for result, place in zip(results, places(results), strict=True)
@@ -29,10 +29,10 @@ def setting_labels(results: Sequence[BenchResult]) -> list[str]:
 
 
 def places(results: Sequence[BenchResult]) -> list[str]:
-    """Return each result's network, and what was trained there if that isn't always the same.
+    """Return each result's network, and its workload if that isn't always the same.
 
-    Titles say it where they differ. Where different workloads would still share a name, every name
-    says how its workload differs from the others.
+    Titles distinguish workloads where they differ. Where different workloads would still share a
+    name, every name says how its workload differs from the others.
     """
     titles = {result.setting.title for result in results}
     titled_places = [
@@ -45,7 +45,7 @@ def places(results: Sequence[BenchResult]) -> list[str]:
         return titled_places
     parts = [_workload_parts(config) for config in configs]
     differing = [index for index, texts in enumerate(zip(*parts, strict=True)) if len({*texts}) > 1]
-    # Numbers of rows are long, so they come last.
+    # Row counts are long, so they come last.
     without_num_rows = [index for index in differing if index != _NUM_ROWS_PART]
     named_places: list[str] = titled_places
     for shown in (without_num_rows, differing):
@@ -69,7 +69,7 @@ def _workload_id(config: BenchConfig) -> str:
 
 
 def _workload_parts(config: BenchConfig) -> tuple[str, ...]:
-    """Return the properties by which workloads are told apart, in words."""
+    """Return the properties that tell workloads apart, in words."""
     data = config.data
     if isinstance(data, SyntheticSequencesConfig):
         own = (
@@ -95,7 +95,7 @@ def _workload_parts(config: BenchConfig) -> tuple[str, ...]:
 
 
 def _are_shared(names: Sequence[str], workloads: Sequence[str]) -> bool:
-    """Return whether some name stands for several workloads."""
+    """Return whether a name stands for several workloads."""
     pairs = set(zip(names, workloads, strict=True))
     return max(Counter(name for name, _ in pairs).values()) > 1
 

@@ -32,13 +32,13 @@ class MachineLoad:
     """Equal for ranks on one machine, also in containers and namespaces."""
 
     busy_s: float
-    """Processor seconds of all processes here, and those that a virtual machine's host took."""
+    """Processor seconds for all processes here, and those that a virtual machine's host took."""
 
     own_s: float
 
 
 def load(pids: Sequence[int]) -> MachineLoad:
-    """Read the load now; zeros where the system doesn't tell. ``pids`` are our own processes."""
+    """Read the load now; zeros where the system doesn't say. ``pids`` are our own processes."""
     try:
         ticks = [int(ticks) for ticks in (_PROC / "stat").read_text().splitlines()[0].split()[1:]]
         own = sum(_process_ticks(pid) for pid in pids)
@@ -55,7 +55,7 @@ def foreign_load(
 ) -> float:
     """Return the cores that others kept busy, on the machine where they kept most.
 
-    The loads are those of every rank, ``seconds`` apart.
+    The loads are every rank's, ``seconds`` apart.
     """
     loads = {}
     for machine in {load.machine for load in before}:
@@ -67,7 +67,7 @@ def foreign_load(
 
 
 def _process_ticks(pid: int) -> int:
-    # The name, which may hold anything, ends with the last parenthesis.
+    # The name, which may contain any character, ends with the last parenthesis.
     fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 
@@ -103,7 +103,7 @@ def resident_bytes() -> int | None:
 def give_back_memory() -> None:
     """Return freed memory to the system."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc
     if trim is not None:
         trim(0)
 
@@ -123,7 +123,7 @@ def _status_bytes(key: str) -> int | None:
 
 
 def keep_libraries_in_memory() -> bool:
-    """Pin the code of loaded libraries for all processes; return whether that worked.
+    """Pin loaded libraries' code for all processes; return whether that worked.
 
     Some kernels drop pages that weren't used for a while, and a contestant that has waited would
     read its code from disk. Needs the permission to lock memory.
@@ -137,7 +137,7 @@ def keep_libraries_in_memory() -> bool:
     locked = []
     for mapping in mappings:
         addresses, rights, _, _, _, *path = mapping.split(maxsplit=5)
-        # What is writable is private, and the kernel has nowhere else to keep it.
+        # Writable pages are private, and the kernel has nowhere else to keep them.
         if path and ".so" in path[0] and rights.startswith("r-"):
             start, end = (int(address, 16) for address in addresses.split("-"))
             locked.append(lock(start, end - start) == 0)
@@ -164,7 +164,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the Python version, and those of the packages that matter."""
+    """Return the versions of Python and the main packages."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -181,7 +181,7 @@ _NUM_PASSES = 20
 
 
 class ComputeProbe:
-    """Looks rows up, adds them and sorts their ids in one thread, as training does.
+    """Looks up rows, adds them and sorts their ids in one thread, as training does.
 
     The speed of a virtual machine changes with its neighbours, and a laptop's with its temperature,
     without any load that the operating system sees. Only time on a core counts: waiting for one is
@@ -200,7 +200,7 @@ class ComputeProbe:
         self._found = np.empty((_NUM_LOOKUPS, _DIM), dtype=np.float32)
 
     def run(self) -> float:
-        """Return the mean processor time of a pass, after one that warms the caches."""
+        """Return a pass's mean processor time, after one that warms the caches."""
         self._pass()
         start = time.thread_time()
         for _ in range(_NUM_PASSES):
@@ -223,7 +223,7 @@ def describe_setting(
     speeds: LinkSpeeds,
     started: datetime,
 ) -> BenchSetting:
-    """Describe the place and the circumstances of a benchmark."""
+    """Describe a benchmark's place and circumstances."""
     return BenchSetting(
         title=title,
         when=started.strftime("%Y-%m-%d %H:%M"),

@@ -127,13 +127,13 @@ def markdown_report(
     plots: Mapping[str, str] = {},
     data: Sequence[str] = (),
 ) -> str:
-    """Write a page on one or several results; what they have in common is said once.
+    """Write a page on one or several results; what they share is said once.
 
     Args:
         results: such as one model on several clusters.
-        plots: where the page finds its plots: "scaling", "predicted", and "phases_1" for the first
-            result.
-        data: where it finds the JSON of each result.
+        plots: the plots' paths as seen from the page: "scaling", "predicted", and "phases_1" for
+            the first result.
+        data: each result's JSON path as seen from the page.
     """
     if not results:
         raise ConfigError("there is no result to report on; give at least one")
@@ -202,7 +202,7 @@ def _part(text: str, table: Table | None) -> str:
 
 
 def _who_is_best(result: BenchResult, summary: Summary) -> str:
-    """Name the contestants that ratios are against."""
+    """Name the contestants that ratios refer to."""
     if summary.best_stock is None:
         return "No stock contestant was measured, so there are no ratios."
     has_own = summary.best_stock == summary.best_plain_stock
@@ -225,17 +225,17 @@ def _contestants(results: Sequence[BenchResult]) -> str:
 
 
 def _failures(result: BenchResult) -> str:
-    """List the contestants without figures, and why; empty if all have some."""
+    """List the contestants without figures, and why; empty if all have figures."""
     lines = []
     for contestant in result.contestants:
         if contestant.outcome is Outcome.MEASURED:
             continue
         reason = contestant.reason.strip().splitlines() or ["no reason was recorded"]
-        # A traceback ends with what matters, anything else begins with it.
+        # A traceback ends with what matters; other texts begin with it.
         gist = reason[-1] if reason[0].startswith("Traceback") else reason[0]
         lines.append(f"- {escaped(contestant.name)} {contestant.outcome}: {escaped(gist)}")
         if len(reason) > 1:
-            # As indented code, which shows a traceback whatever is in it.
+            # As indented code, which shows a traceback whatever it contains.
             lines += ["", *(f"      {line}".rstrip() for line in reason), ""]
     return "\n".join(lines).rstrip()
 
@@ -255,7 +255,7 @@ def _columns(summaries: Sequence[Summary]) -> str:
 
 
 def _coverage(summaries: Sequence[Summary]) -> str:
-    """Say how much of its confidence an interval of so few rounds keeps."""
+    """Say how much confidence an interval keeps with so few rounds."""
     rounds = {
         len(contestant.result.blocks) for summary in summaries for contestant in summary.contestants
     }
@@ -266,7 +266,7 @@ def _coverage(summaries: Sequence[Summary]) -> str:
 
 
 def _facts(result: BenchResult) -> dict[str, str]:
-    """Return a run's facts by heading: what was run, and where."""
+    """Return a run's facts by heading: workload and place."""
     setting, config = result.setting, config_of(result)
     schedule = config.schedule
     speeds = {

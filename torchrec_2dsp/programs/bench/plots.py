@@ -1,4 +1,4 @@
-"""Plots of benchmark results, as SVG files that are the same byte for byte for the same result."""
+"""Plot benchmark results, as SVG files that are reproducible byte for byte."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ _LAPS: tuple[Dash, ...] = ("-", ":", "-.")
 
 
 def draw_plots(results: Sequence[BenchResult], page: Path) -> dict[str, Path]:
-    """Draw all plots that the results have something for, beside a page.
+    """Draw all plots that the results have data for, beside a page.
 
     Returns:
         The plots' paths by the names that `markdown_report` has for them.
@@ -61,16 +61,16 @@ def draw_plots(results: Sequence[BenchResult], page: Path) -> dict[str, Path]:
 
 
 def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
-    """Write an SVG of step times by number of ranks, with a panel for each network.
+    """Write an SVG with step times by number of ranks, a panel for each network.
 
     Bars reach from the fastest block to the slowest, ceilings are grey, and a cross above all steps
-    is a contestant that failed.
+    marks a contestant that failed.
     """
     draw_lines(_scaling_charts(results), path)
 
 
 def phase_plot(result: BenchResult, path: str | Path) -> None:
-    """Write an SVG of each contestant's traced step: first computing, then waiting, hatched."""
+    """Write an SVG with each contestant's traced step: first computing, then waiting, hatched."""
     draw_bars(_phase_chart(result), path)
 
 
@@ -129,7 +129,7 @@ def _lines(
 ) -> list[Line]:
     """Return a contestant's line in one panel, and the crosses where it failed.
 
-    ``trials`` are the places of shapes with their results.
+    ``trials`` are the shapes' places with their results.
     """
     points = [(x, steps) for x, of_shape in trials if (steps := _steps_ms(of_shape, name))]
     failed = [
@@ -216,7 +216,7 @@ def _shape(result: BenchResult) -> tuple[int, int]:
 
 
 def _steps_ms(results: Sequence[BenchResult], name: str) -> list[float]:
-    """Return the step times of all blocks that count; repeated runs are taken together."""
+    """Return the step times in all blocks that count; repeated runs are pooled."""
     return [
         block.step_s * 1e3
         for result in results
@@ -236,7 +236,7 @@ _BAND = 0.15
 
 
 def predicted_plot(results: Sequence[BenchResult], path: str | Path) -> None:
-    """Write an SVG with a point for each plan that was predicted, of all settings."""
+    """Write an SVG with a point for each predicted plan, in all settings."""
     points = [
         Line(
             name=label,

@@ -1,6 +1,6 @@
-"""Processes of contestants, and what the launched ranks agree on.
+"""Run contestants in their own processes, and let the launched ranks agree.
 
-A contestant's process can be killed without harm to the benchmark, whatever it hangs in.
+A contestant's process can be killed without harm to the benchmark, wherever it hangs.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ class Control:
         return [pickle.loads(value) for value in self._store.multi_get(keys)]
 
     def raise_flag(self, name: str) -> None:
-        """Tell every rank something, now."""
+        """Signal every rank, now."""
         self._store.set(f"flag/{name}", "raised")
 
     def flag(self, name: str) -> bool:
@@ -70,14 +70,14 @@ class Control:
 def join_contestant(
     schedule: ScheduleConfig, number: int, place: Place, *, backend: str = "", patience: float = 1.0
 ) -> None:
-    """Make a contestant's world in its own process, over a store connection of its own.
+    """Make a contestant's world in its own process, over its own store connection.
 
     Args:
         schedule: names the device and the deadline.
         number: the contestant's.
         place: this rank's.
         backend: the world's, on the CPU; empty for gloo.
-        patience: how many deadlines long collectives may take.
+        patience: the deadlines that collectives may take.
 
     Collectives:
         Makes the world's process group.
@@ -107,7 +107,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class How(enum.Enum):
-    """The end of a question."""
+    """The outcome of a question."""
 
     ANSWERED = "answered"
     RAISED = "raised"
@@ -143,15 +143,15 @@ class ContestantProcess:
             target=_serve, args=(make, remote, self._stacks, os.getpid()), daemon=True
         )
         gc.collect()
-        # A collection writes to all that it looks at, and with that copies memory which parent and
-        # child share; it doesn't look at what is frozen. What stays frozen isn't looked at again
-        # for the next process, which saves half a second each.
+        # A garbage collection writes to all objects that it visits, and so copies memory which
+        # parent and child share; it skips frozen objects. Frozen objects aren't visited again for
+        # the next process, which saves half a second each.
         gc.freeze()
         self._process.start()
         remote.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        """The id of the process."""
+        """The process id."""
 
     def ask(
         self,
@@ -160,13 +160,13 @@ class ContestantProcess:
         deadline_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Call a method there and wait for what it returns; ends a pause.
+        """Call a method there and wait for its result; ends a pause.
 
         Args:
             method: the object's method.
-            arguments: what it is called with.
-            deadline_s: how long to wait.
-            give_up: asked now and then whether to stop waiting.
+            arguments: the method's arguments.
+            deadline_s: seconds to wait.
+            give_up: polled for whether to stop waiting.
         """
         end = time.monotonic() + deadline_s
         try:
@@ -212,7 +212,7 @@ class ContestantProcess:
 
 
 def failure_line(method: str, answers: Sequence[Answer]) -> str:
-    """Return the last words of every rank that failed."""
+    """Return the error lines from all ranks that failed."""
     return f"in {method}: " + "; ".join(
         f"rank {rank}: {report.splitlines()[0 if how is How.LATE else -1]}"
         for rank, how, report in _failed(answers)
@@ -220,7 +220,7 @@ def failure_line(method: str, answers: Sequence[Answer]) -> str:
 
 
 def failure_report(method: str, answers: Sequence[Answer]) -> str:
-    """Return the reports of all ranks that failed; equal ones are given once."""
+    """Return the reports from all ranks that failed; equal ones are given once."""
     ranks: dict[str, list[str]] = {}
     for rank, _, report in _failed(answers):
         ranks.setdefault(report, []).append(str(rank))

@@ -1,4 +1,4 @@
-"""Run a benchmark: contestants in processes of their own, one at a time, block by block."""
+"""Run a benchmark: contestants in their own processes, one at a time, block by block."""
 
 import os
 import random
@@ -62,19 +62,19 @@ class BenchWatcher(Protocol):
     """An observer of a benchmark's progress, usually on rank 0."""
 
     def speeds_measured(self, speeds: LinkSpeeds) -> None:
-        """Take the measured speeds of the network."""
+        """Handle the network's measured speeds."""
         ...
 
     def contestant_built(self, name: str, sharding: dict[str, int], dense_plan: str) -> None:
-        """Note that a contestant has trained its first steps, by a planned dense part if any."""
+        """Handle a contestant that has trained its first steps, by a planned dense part if any."""
         ...
 
     def block_measured(self, name: str, block: ContestantBlock) -> None:
-        """Take a measured block."""
+        """Handle a measured block."""
         ...
 
     def contestant_out(self, name: str, outcome: Outcome, reason: str) -> None:
-        """Note that a contestant is not going on."""
+        """Handle a contestant that drops out."""
         ...
 
 
@@ -106,13 +106,13 @@ class _Measurer:
 
 
 class Predicted(NamedTuple):
-    """The predicted steps of a benchmark."""
+    """A benchmark's predicted steps."""
 
     steps: dict[str, dict[str, float]]
     """Each contestant's step, in seconds by part."""
     dense_from: tuple[str, ...]
-    """The ceilings that tell what a step takes beside its tables; without any, the model without
-    its tables was timed."""
+    """The ceilings whose steps give the time beside the tables; without any, the model without its
+    tables was timed."""
 
 
 def predicted_steps(
@@ -122,7 +122,7 @@ def predicted_steps(
     place: Place,
     ceilings: Mapping[str, float],
 ) -> Predicted:
-    """Predict the steps of contestants that train; nothing without a calibration."""
+    """Predict the steps for contestants that train; nothing without a calibration."""
     if dense is None:
         return Predicted({}, ())
     tables = tables_work(config)
@@ -140,7 +140,7 @@ def predicted_steps(
     beside: dict[str, float] = {}
     for name, step_s in ceilings.items():
         contestant = config.contestants[name]
-        # Of replicas, part of what keeps them equal is computing, too.
+        # Keeping replicas equal is partly compute, too.
         if isinstance(contestant, CeilingContestant) and in_2d[name].mesh.num_groups == 1:
             of_tables = cost(in_2d[name], config.planned[contestant.of], DenseWork())
             rest_s = step_s - of_tables.lookup_s - of_tables.rows_s - of_tables.update_s
@@ -157,13 +157,13 @@ def predicted_steps(
 
 
 def _as_long_as(dense: DenseWork, seconds: float) -> DenseWork:
-    """Scale the dense work to some seconds, divided into forward and backward as before."""
+    """Scale the dense work to these seconds, divided into forward and backward as before."""
     scale = seconds / (dense.forward_s + dense.backward_s)
     return replace(dense, forward_s=scale * dense.forward_s, backward_s=scale * dense.backward_s)
 
 
 def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
-    """Name what differs from the calibrated machines; empty if nothing does."""
+    """Name the differences from the calibrated machines; empty without any."""
     if not config.calibration:
         return ""
     differences = Calibration.load(config.calibration).differences(
@@ -181,16 +181,16 @@ _PATIENCE = 3.0
 
 
 def run_bench(config: BenchConfig, watchers: Sequence[BenchWatcher] = ()) -> BenchResult:
-    """Measure all contestants of a config on the ranks that torchrun started.
+    """Measure all contestants in a config on the ranks that torchrun started.
 
     This process forks, so it must not have initialised `torch.distributed` or a GPU.
 
     Args:
         config: equal on all ranks.
-        watchers: told about the progress.
+        watchers: notified about the progress.
 
     Returns:
-        What came out, equal on all ranks.
+        The result, equal on all ranks.
     """
     place = Place(
         int(os.environ["RANK"]),
@@ -199,7 +199,7 @@ def run_bench(config: BenchConfig, watchers: Sequence[BenchWatcher] = ()) -> Ben
     )
     config.check_world(place.world_size, place.local_world_size)
     if config.calibration:
-        # An error now, and not after measuring.
+        # Fail now rather than after measuring.
         Calibration.load(config.calibration).check_covers(
             world_size=place.world_size, local_world_size=place.local_world_size
         )
@@ -296,7 +296,7 @@ class _Bench:
     def _measure(self) -> None:
         shuffler = random.Random(self._schedule.seed)
         for number in range(self._schedule.rounds):
-            # Another order in each round: who follows whom must not matter.
+            # Another order in each round: a contestant's predecessor must not matter.
             order = self._alive()
             shuffler.shuffle(order)
             for runner in order:
@@ -313,7 +313,7 @@ class _Bench:
         after = self._control.exchange(self._counters(runner))
         if answers is None:
             return
-        # The ranks of a ceiling wait for nobody, so that none of them alone is what a step takes.
+        # A ceiling's ranks don't wait for each other, so no single rank's time is the step's.
         waits = not isinstance(self._config.contestants[runner.name], CeilingContestant)
         runner.step_s = max(answers) if waits else sum(answers) / len(answers)
         link, loopback = self._bytes_per_step(before, after, num_steps)
@@ -342,7 +342,7 @@ class _Bench:
     def _bytes_per_step(
         self, before: Sequence[Any], after: Sequence[Any], num_steps: int
     ) -> tuple[float | None, float | None]:
-        """Sum what all hosts sent, per rank and step."""
+        """Sum the bytes that all hosts sent, per rank and step."""
         pairs = [(a[1], b[1]) for a, b in zip(before, after, strict=True) if a[1] and b[1]]
         if not pairs:
             return None, None
@@ -373,7 +373,7 @@ class _Bench:
         answers = self._control.exchange(answer)
         if all(answer.how is How.ANSWERED for answer in answers):
             # No other rank needs it any more, and the next contestant needs the cores. On a GPU it
-            # may not rest: NCCL takes a long silence of its own threads for a failure.
+            # may not rest: NCCL mistakes a long silence on its own threads for a failure.
             if self._schedule.device == "cpu":
                 runner.process.pause()
             return [answer.value for answer in answers]

@@ -19,7 +19,7 @@ _NAME = "gloo_replay"
 
 
 class Mode(enum.Enum):
-    """The mode of this process's groups."""
+    """The mode that this process's groups are in."""
 
     LIVE = "communicate"
     RECORD = "communicate, and keep what came out"
@@ -27,18 +27,18 @@ class Mode(enum.Enum):
 
 
 class Tape:
-    """The mode of this process's groups.
+    """The recorded outputs of this process's groups, and the groups' mode.
 
-    Replayed steps must issue the collectives of the recorded ones, in the same order.
+    Replayed steps must issue the recorded steps' collectives, in the same order.
     """
 
     def __init__(self) -> None:
         self.mode = Mode.LIVE
-        """Change it between two steps, on all ranks."""
+        """Changed between two steps, on all ranks."""
 
 
 TAPE = Tape()
-"""One per process: a process runs one contestant."""
+"""One per process, since a process runs one contestant."""
 
 
 class ReplayGroup(GlooGroup):
@@ -82,9 +82,9 @@ _GLOO_NAMES = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
 }
-"""The collectives that a group calls otherwise than its backend."""
+"""Collectives whose names differ between groups and backends."""
 
-# All of these have what they write as their first argument.
+# All of these take their outputs as the first argument.
 for _name in (
     *_GLOO_NAMES,
     *_GLOO_NAMES.values(),

@@ -1,4 +1,4 @@
-"""The results of a benchmark: the numbers as measured, written to JSON and read again."""
+"""A benchmark's results: the numbers as measured, written to JSON and read again."""
 
 import enum
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ BENCH_RESULT_FORMAT = 2
 
 
 class Outcome(enum.StrEnum):
-    """A contestant's end."""
+    """A contestant's outcome."""
 
     MEASURED = "measured"
     """All its blocks count."""
@@ -23,7 +23,7 @@ class Outcome(enum.StrEnum):
     """A rank missed the deadline."""
 
     DISQUALIFIED = "disqualified"
-    """Its losses are not the reference's, though they should be."""
+    """Its losses differ from the reference's, though they should agree."""
 
 
 class ContestantBlock(Section):
@@ -76,7 +76,7 @@ class ComputeTimes(Section):
 
 
 class Phase(Section):
-    """A part of the traced step."""
+    """A phase in the traced step."""
 
     name: str
     """The rank's activity."""
@@ -85,7 +85,7 @@ class Phase(Section):
     """Seconds per step, mean over steps and ranks."""
 
     waiting: bool
-    """Whether the rank waited for a collective."""
+    """True if the rank waited for a collective."""
 
 
 class MeasuredTraffic(Section):
@@ -105,8 +105,8 @@ class EncodedTraffic(Section):
     """The bytes that a transport saves, per rank and step, mean over ranks."""
 
     rows_fp32_bytes: float = 0.0
-    """Bytes in fp32 of rows, bags and their gradients, each counted once, whoever gets it; 0
-    without a row transport."""
+    """fp32 bytes for rows, bags and their gradients, each counted once, whoever gets it; 0 without
+    a row transport."""
 
     rows_bytes: float = 0.0
     """Their bytes as they travelled."""
@@ -138,14 +138,14 @@ class RowTravel(Section):
     """The travel time of a step's row gradients, mean over ranks."""
 
     window_s: float
-    """Seconds from sending gradients until their rows are needed: so long they cost nothing."""
+    """Seconds from sending gradients until their rows are needed: for so long they cost nothing."""
 
     waited_s: float
     """Seconds for which the lookup then waits for them."""
 
 
 class ContestantResult(Section):
-    """The measurements of one contestant."""
+    """One contestant's measurements."""
 
     # JSON has no numbers for losses that aren't finite.
     model_config = ConfigDict(ser_json_inf_nan="strings")
@@ -157,13 +157,13 @@ class ContestantResult(Section):
     """The contestant in words."""
 
     kind: str
-    """One kind: stock, two_d or ceiling."""
+    """stock, two_d or ceiling."""
 
     outcome: Outcome
-    """The outcome, which says whether the numbers count."""
+    """The outcome; the numbers count only if it was measured."""
 
     reason: str = ""
-    """The reason why they don't; empty if they do."""
+    """The reason why they don't count; empty if they do."""
 
     sharding: dict[str, int] = Field(default_factory=dict)
     """Table counts by sharding type."""
@@ -176,7 +176,7 @@ class ContestantResult(Section):
 
     blocks: tuple[ContestantBlock, ...] = ()
     phases: tuple[Phase, ...] = ()
-    """The traced step, part by part; they add up to it."""
+    """The traced step's phases; they add up to it."""
 
     traffic: tuple[MeasuredTraffic, ...] = ()
     """The traced step's traffic, by collective."""
@@ -205,23 +205,23 @@ class ContestantResult(Section):
     """The global batch's losses, step by step from the first one."""
 
     loss_gap: float | None = None
-    """The largest difference to the reference's losses over the first steps
-    (`LossConfig.num_steps`); in files of format 1, over all steps. None for a ceiling, which
-    trains nothing."""
+    """The largest difference from the reference's losses over the first steps
+    (`LossConfig.num_steps`); in format 1 files, over all steps. None for a ceiling, which trains
+    nothing."""
 
     loss_bound: float | None = None
-    """The largest `loss_gap` that counts; None for those that aren't judged by it."""
+    """The largest `loss_gap` that counts; None for contestants that aren't judged by it."""
 
     ne_gap: float | None = None
-    """The normalized entropy over the steps that both did, relative to the reference's, minus 1:
-    above 0 is worse. None for a ceiling, and in files of format 1."""
+    """The normalized entropy over the steps that both trained, relative to the reference's, minus
+    1: above 0 is worse. None for a ceiling, and in format 1 files."""
 
     ne_bound: float | None = None
-    """The largest `ne_gap` that counts, in either direction; None where there is no gap."""
+    """The largest `ne_gap` that counts, in either direction; None without a gap."""
 
 
 class BenchSetting(Section):
-    """The place and the circumstances of a benchmark."""
+    """A benchmark's place and circumstances."""
 
     title: str
     when: str
@@ -236,13 +236,13 @@ class BenchSetting(Section):
 
     network: str
     cluster: str = ""
-    """An emulated cluster's description of itself; empty where machines are real."""
+    """An emulated cluster's own description; empty where machines are real."""
 
     machine: dict[str, str]
     """The processor, the cores, the memory and the kernel."""
 
     versions: dict[str, str]
-    """The Python version, and those of the packages that matter."""
+    """The versions of Python and the main packages."""
 
     link_speeds: dict[str, float | None]
     """Bytes per second that a rank sends while all others do; None for a link that isn't there."""
@@ -251,7 +251,7 @@ class BenchSetting(Section):
 
 
 class BenchResult(JsonFile):
-    """One run of a benchmark."""
+    """One benchmark run."""
 
     what_it_is: ClassVar[str] = "the JSON of a benchmark"
     format: int = Field(default=BENCH_RESULT_FORMAT, ge=1, le=BENCH_RESULT_FORMAT)
@@ -259,14 +259,14 @@ class BenchResult(JsonFile):
 
     setting: BenchSetting
     reference: str
-    """The contestant whose losses the others were held against."""
+    """The contestant whose losses the others were compared with."""
 
     contestants: tuple[ContestantResult, ...]
     """The contestants, in the config's order."""
 
     dense_from: tuple[str, ...] = ()
-    """The ceilings whose steps told the predictions what a step takes beside its tables; without
-    any, the model without its tables was timed."""
+    """The ceilings whose steps gave the predictions the time beside the tables; without any, the
+    model without its tables was timed."""
 
     @model_validator(mode="before")
     @classmethod

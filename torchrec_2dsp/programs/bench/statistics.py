@@ -1,7 +1,7 @@
-"""Compute figures from a benchmark's blocks: step times, ratios and their intervals; compare runs.
+"""Compute figures from a benchmark's blocks: step times, ratios and intervals; compare runs.
 
 Nothing is averaged over contestants and no block is dropped: medians over blocks, and intervals
-from resampling whole blocks, since a block's steps share what disturbed it.
+from resampling whole blocks, since a block's steps share disturbances.
 """
 
 import math
@@ -21,10 +21,10 @@ NUM_RESAMPLES = 10_000
 """Bootstrap draws."""
 
 CONFIDENCE = 0.95
-"""The share that an interval holds among resampled medians."""
+"""The share of resampled medians that an interval holds."""
 
 FOREIGN_LOAD_LIMIT_CORES = 0.25
-"""A block during which others kept more cores busy is pointed out."""
+"""Blocks during which others kept more cores busy than this are flagged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class StepTime:
 
     @property
     def spread(self) -> float:
-        """The distance between the blocks, relative to their median."""
+        """The blocks' range, relative to their median."""
         return (self.max_s - self.min_s) / self.median_s
 
 
@@ -56,7 +56,7 @@ class Speedup:
 
 @dataclass(frozen=True, kw_only=True)
 class ContestantSummary:
-    """The figures of a measured contestant."""
+    """A measured contestant's figures."""
 
     result: ContestantResult
     step: StepTime
@@ -72,7 +72,7 @@ class ContestantSummary:
     communication gets above 1; a plan that computes less can."""
 
     link_bytes: float | None
-    """Median over blocks of what a rank sent per step; None if nothing was counted."""
+    """Bytes that a rank sent per step, median over blocks; None if nothing was counted."""
 
     sent_bytes: float
     """Bytes that the traced collectives ideally send, per rank and step."""
@@ -91,7 +91,7 @@ class ContestantSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The figures of a benchmark."""
+    """A benchmark's figures."""
 
     contestants: tuple[ContestantSummary, ...]
     best_stock: str | None
@@ -105,14 +105,14 @@ class Summary:
     """The fixed piece of work's median seconds; None if it wasn't timed."""
 
     def find(self, name: str) -> ContestantSummary | None:
-        """Return the contestant with this name, None if it was not measured."""
+        """Return the contestant with this name; None if it was not measured."""
         return next(
             (contestant for contestant in self.contestants if contestant.name == name), None
         )
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """Compute a percentile-bootstrap interval of the median.
+    """Compute a percentile-bootstrap interval for the median.
 
     With a handful of values it is somewhat too narrow; `interval_coverage` says how much.
 
@@ -132,8 +132,8 @@ def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, f
 def interval_coverage(num_values: int) -> float:
     """Return how often `median_interval` holds the true median, at least.
 
-    The interval's ends are values by rank, and each value is below the true median in half of all
-    cases.
+    The interval's ends are order statistics, and each value is below the true median with
+    probability one half.
 
     Example:
         >>> from torchrec_2dsp.programs.bench.statistics import interval_coverage
@@ -168,7 +168,7 @@ def speedup(
 ) -> Speedup | None:
     """Compare two contestants round by round; None without a common round.
 
-    Blocks of one round were trained shortly after one another, so what slows a whole round cancels
+    Blocks in one round were trained shortly after one another, so what slows a whole round cancels
     out.
     """
     base_s = {block.round: block.step_s for block in base.blocks}
@@ -195,7 +195,7 @@ def config_of(result: BenchResult) -> BenchConfig:
 
 
 def summarize(result: BenchResult) -> Summary:
-    """Compute all figures of the contestants that were measured."""
+    """Compute all figures for the contestants that were measured."""
     config = config_of(result)
     stock = [
         contestant
@@ -250,7 +250,7 @@ def summarize(result: BenchResult) -> Summary:
 
 
 def _fastest(contestants: Iterable[ContestantResult]) -> ContestantResult | None:
-    """Return the contestant with the lowest median, the first of equals."""
+    """Return the contestant with the lowest median, the first if several are equal."""
     return min(contestants, key=_median_s, default=None)
 
 
@@ -272,13 +272,13 @@ class ContestantAgreement:
 
     @property
     def difference(self) -> float:
-        """The distance of the slowest run's median from the fastest's, relative to that."""
+        """The range of the runs' medians, relative to the fastest."""
         measured = [median for median in self.medians_s if median is not None]
         return max(measured) / min(measured) - 1 if measured else 0.0
 
     @property
     def has_one_outcome(self) -> bool:
-        """Whether it was measured in all runs or in none."""
+        """True if it was measured in all runs or in none."""
         return len({median is None for median in self.medians_s}) == 1
 
 
@@ -294,7 +294,7 @@ class SwappedPair:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """The outcome when runs are compared."""
+    """The agreement between several runs."""
 
     contestants: tuple[ContestantAgreement, ...]
     swapped: tuple[SwappedPair, ...]
@@ -322,12 +322,12 @@ class Agreement:
 
     @property
     def passed(self) -> bool:
-        """Whether the runs say the same."""
+        """True if the runs agree."""
         return not self.apart and not self.swapped
 
 
 def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> Agreement:
-    """Compare several runs of the same command."""
+    """Compare several runs of one command."""
     if len(results) < 2:
         raise ConfigError(f"{len(results)} run can't be compared; give at least two")
     if not tolerance >= 0:

@@ -50,7 +50,7 @@ from torchrec_2dsp.shard.replica_sync import synced_shard
 
 
 class SyncBenchConfig(Section):
-    """The config of `bench-sync`."""
+    """The config for `bench-sync`."""
 
     title: str = "Sync"
     network: str = ""
@@ -60,16 +60,16 @@ class SyncBenchConfig(Section):
     """Copies per shard; each count must divide the ranks."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
-    """The copies' placement: "contiguous" has them on different hosts, "strided" in one."""
+    """The replicas' placement: "contiguous" puts them on different hosts, "strided" on one."""
 
     shard_mib: tuple[float, ...] = (64.0,)
-    """Weight sizes of a rank's shard."""
+    """Weight sizes for a rank's shard."""
 
     dim: int = Field(default=64, ge=4, multiple_of=4)
     """The table's columns."""
 
     touched_shares: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
-    """Shares of rows that each copy changes, drawn for each copy by itself."""
+    """Shares of rows that each copy changes, drawn independently per copy."""
 
     repeats: int = Field(default=5, ge=1)
     """Timed runs per sync."""
@@ -113,7 +113,7 @@ class SyncTimes(Section):
     num_groups: int
     shard_mib: float
     touched_share: float
-    """The share of its rows that each copy has changed."""
+    """The share of rows that each copy has changed."""
 
     sync: str
     seconds: tuple[float, ...]
@@ -127,7 +127,7 @@ class SyncTimes(Section):
 
     @property
     def median_s(self) -> float:
-        """The median time of the repeats."""
+        """The median time over the repeats."""
         return statistics.median(self.seconds)
 
     @property
@@ -137,7 +137,7 @@ class SyncTimes(Section):
 
 
 class SyncBenchResult(JsonFile):
-    """A result of `bench-sync`."""
+    """A `bench-sync` result."""
 
     what_it_is: ClassVar[str] = "the JSON of bench-sync"
     format: int = SYNC_BENCH_FORMAT
@@ -154,7 +154,7 @@ class SyncBenchResult(JsonFile):
 
 
 class TimedSync(NamedTuple):
-    """The timing of one sync on this rank."""
+    """One sync's timing on this rank."""
 
     seconds: float
     """Seconds from a barrier until the sync ends."""
@@ -170,7 +170,7 @@ class Copies:
     def __init__(self, groups: MeshGroups, num_rows: int, dim: int) -> None:
         self._groups = groups
         self.num_rows = num_rows
-        """How many rows the shard has."""
+        """The shard's rows."""
         self._dim = dim
         self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
             [(num_rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)],
@@ -193,7 +193,7 @@ class Copies:
         return self._average(sync, rows, seed)
 
     def check_equal(self) -> None:
-        """Raise `SyncError` if the copies differ in a sample of rows.
+        """Raise `SyncError` if the copies differ in sampled rows.
 
         Collectives:
             One all-gather over the replica peers.
@@ -255,7 +255,7 @@ def run_sync_bench(
     """Measure all cases; call it on every rank, and each gets the same result.
 
     Collectives:
-        Those of the syncs, barriers, and all-reduces of the times on the world.
+        The syncs', barriers, and all-reduces for the times on the world.
     """
     world = world_group()
     started = datetime.now(UTC)
@@ -275,7 +275,7 @@ def run_sync_bench(
             f"{100 * case[2]:g} % changed"
         )
         if case[:2] != built or copies is None:
-            built, copies = case[:2], None  # The old shard's memory is needed for the new one.
+            built, copies = case[:2], None  # Free the old shard's memory for the new one.
             copies = _build(config, *case[:2])
         times += _measure(config, case, copies)
     return SyncBenchResult(
@@ -308,7 +308,7 @@ def _build(config: SyncBenchConfig, num_groups: int, shard_mib: float) -> Copies
 
 
 def _measure(config: SyncBenchConfig, case: Case, copies: Copies) -> list[SyncTimes]:
-    """Time all syncs of a case: one warm-up round, then the repeats, each in another order."""
+    """Time all syncs in a case: one warm-up round, then the repeats, each in another order."""
     timed: dict[str, list[TimedSync]] = {name: [] for name in config.syncs}
     for repeat in range(-1, config.repeats):
         order = list(config.syncs)
@@ -351,7 +351,7 @@ _HEADINGS = (
 
 
 def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> str:
-    """Write a page on one result, which finds its plot and its JSON at these paths."""
+    """Write a page on one result, with links to its plot and its JSON."""
     setting = result.setting
     speeds = [
         f"{rate * 8e-9:.2f} Gbit/s {where}" for where, rate in setting.link_speeds.items() if rate
@@ -388,12 +388,12 @@ _HOW_TO_READ = (
 
 
 def shards_of(result: SyncBenchResult) -> list[tuple[int, float]]:
-    """List numbers of copies and sizes, in order."""
+    """List copy counts and sizes, in order."""
     return list(dict.fromkeys(times.case[:2] for times in result.times))
 
 
 def table_of_shard(result: SyncBenchResult, num_groups: int, shard_mib: float) -> Table:
-    """Compare one shard's syncs, by the share of its rows that had changed."""
+    """Compare one shard's syncs, by the share of rows that had changed."""
     rows = []
     for times in result.times:
         if times.case[:2] != (num_groups, shard_mib):
@@ -417,7 +417,7 @@ def table_of_shard(result: SyncBenchResult, num_groups: int, shard_mib: float) -
 
 
 def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
-    """Write an SVG of times by share of changed rows, with a panel for each shard."""
+    """Write an SVG with times by share of changed rows, a panel for each shard."""
     names = list(dict.fromkeys(times.sync for times in result.times))
     charts = [
         LineChart(
@@ -436,7 +436,7 @@ def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
 
 
 def _line(name: str, marker: str, times_of_shard: Sequence[SyncTimes]) -> Line:
-    """Draw one sync, from the fastest to the slowest time of each share."""
+    """Draw one sync, from the fastest to the slowest time for each share."""
     times_of_sync = [times for times in times_of_shard if times.sync == name]
     return Line(
         name=name,

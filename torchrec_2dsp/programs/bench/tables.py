@@ -14,7 +14,7 @@ _NAME = "contestant"
 
 
 def ms(seconds: float) -> str:
-    """Return seconds as text, in milliseconds."""
+    """Format seconds in milliseconds."""
     return f"{seconds * 1e3:,.1f}"
 
 
@@ -31,7 +31,7 @@ def _percent(share: float | None) -> str:
 
 
 def names_in(results: Iterable[BenchResult]) -> list[str]:
-    """Return every contestant's name once, in order of appearance."""
+    """Return every contestant's name once, in order."""
     return list(
         dict.fromkeys(contestant.name for result in results for contestant in result.contestants)
     )
@@ -43,12 +43,12 @@ def counts_link(summary: Summary) -> bool:
 
 
 def shows_plain_stock(summary: Summary) -> bool:
-    """Return whether the best plain stock contestant is another one than the best."""
+    """Return whether the best plain stock contestant differs from the best."""
     return summary.best_plain_stock not in (None, summary.best_stock)
 
 
 def phases_in(contestants: Iterable[ContestantResult]) -> list[tuple[str, bool]]:
-    """Return every phase once, as its name and whether it waits: first those that don't."""
+    """Return every phase once, as its name and whether it waits: waiting ones last."""
     phases = dict.fromkeys(
         (part.name, part.waiting) for contestant in contestants for part in contestant.phases
     )
@@ -56,7 +56,7 @@ def phases_in(contestants: Iterable[ContestantResult]) -> list[tuple[str, bool]]
 
 
 def phase_label(name: str, waiting: bool) -> str:
-    """Return a phase's name beside those of others."""
+    """Return a phase's label, which says if it waits."""
     return f"{name} (waits)" if waiting else name
 
 
@@ -79,7 +79,7 @@ def overview_table(results: Sequence[BenchResult], summaries: Sequence[Summary])
 
 
 def step_table(result: BenchResult, summary: Summary) -> Table:
-    """Show the main figures of one result; contestants that failed have a row without figures."""
+    """Show one result's main figures; contestants that failed have a row without figures."""
     is_counted = counts_link(summary)
     columns: dict[str, Callable[[ContestantSummary], str]] = {
         "min ms": lambda figures: ms(figures.step.min_s),
@@ -152,7 +152,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | No
 
 
 def plan_table(result: BenchResult) -> Table | None:
-    """Count the tables with each sharding type; `None` if no plan is known."""
+    """Count the tables by sharding type; `None` if no plan is known."""
     planned = [contestant for contestant in result.contestants if contestant.sharding]
     kinds = sorted({kind for contestant in planned for kind in contestant.sharding})
     rows = [
@@ -187,7 +187,7 @@ def noise_table(summary: Summary) -> Table:
 
 
 def travel_table(summary: Summary) -> Table | None:
-    """Show the travel of row gradients; `None` if nobody sends any."""
+    """Show how row gradients travel; `None` if nobody sends any."""
     rows = [
         [contestant.name, ms(travel.window_s), ms(travel.waited_s)]
         for contestant in summary.contestants
@@ -223,7 +223,7 @@ def encoded_table(summary: Summary) -> Table | None:
 
 
 def dense_table(summary: Summary) -> Table | None:
-    """Show the bytes of thresholded dense gradients; `None` if nobody thresholds any."""
+    """Show the bytes for thresholded dense gradients; `None` if nobody thresholds any."""
     rows = [
         [
             contestant.name,
@@ -240,7 +240,7 @@ def dense_table(summary: Summary) -> Table | None:
 
 
 def balance_table(summary: Summary) -> Table | None:
-    """Show how even the ranks' work was; `None` unless a contestant deals its samples."""
+    """Show how even the ranks' work was; `None` unless a contestant balances its samples."""
     results = [contestant.result for contestant in summary.contestants]
     if not any(result.dealt for result in results):
         return None
@@ -264,7 +264,7 @@ def balance_table(summary: Summary) -> Table | None:
 
 
 def shares_table(summary: Summary) -> Table | None:
-    """Show how busy ranks were, and what the slowest cost; `None` without processor times."""
+    """Show how busy ranks were, and the slowest rank's cost; `None` without processor times."""
     rows = []
     for contestant in summary.contestants:
         shares = shares_of(contestant.result)
@@ -281,9 +281,9 @@ def shares_table(summary: Summary) -> Table | None:
 
 
 def shares_of(result: ContestantResult) -> RankShares | None:
-    """Return the shares of a contestant's blocks; `None` without processor times.
+    """Return a contestant's shares over its blocks; `None` without processor times.
 
-    A ceiling's ranks don't wait for each other, so that nothing is lost to the slowest of them.
+    A ceiling's ranks don't wait for each other, so nothing is lost to the slowest.
     """
     compute, num_steps = result.compute, sum(block.num_steps for block in result.blocks)
     if compute is None or not num_steps:

@@ -1,4 +1,4 @@
-"""Profile a contestant's steps, and reduce what its ranks saw in them to one mean rank."""
+"""Profile a contestant's steps, and reduce all ranks' measurements to one mean rank."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ Numbers = TypeVar("Numbers", bound=Section)
 
 @dataclass(frozen=True)
 class Traced:
-    """The measurements of one rank's traced steps."""
+    """The measurements in one rank's traced steps."""
 
     phases: tuple[Phase, ...]
     traffic: tuple[MeasuredTraffic, ...]
@@ -39,7 +39,7 @@ class Traced:
     dense: DenseTraffic | None
     """Dense gradient bytes, if these are thresholded."""
     row_travel: RowTravel | None
-    """How long row gradients could travel, and were waited for."""
+    """The time that row gradients could travel, and that the lookup waited for them."""
     balance: BalanceReport | None
     """The report on dealt samples, if they are dealt."""
     compute_s: tuple[float, ...]
@@ -51,13 +51,13 @@ class Traced:
 def profiled(
     step: Callable[[], None], num_steps: int, settle: Callable[[], None] = lambda: None
 ) -> RankTrace:
-    """Run ``step`` some times under the profiler.
+    """Run ``step`` several times under the profiler.
 
     Args:
-        step: what is profiled.
-        num_steps: how often.
-        settle: waits for what the last step has left in flight. A collective that ends after the
-            profiler can crash torch where it reads what was profiled.
+        step: the work to profile.
+        num_steps: the number of calls.
+        settle: waits for everything that the last step left in flight. A collective that ends after
+            the profiler can crash torch when it reads the profile.
     """
     with tempfile.TemporaryDirectory(prefix="torchrec_2dsp_") as folder, _silenced():
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -85,7 +85,7 @@ def _silenced() -> Iterator[None]:
 
 
 def phases_of(split: RankSplit) -> tuple[Phase, ...]:
-    """List the parts of a rank's mean step, which add up to it."""
+    """List the phases in a rank's mean step, which add up to it."""
     times = [
         (phase, us, waiting)
         for phase in StepPhase
@@ -102,7 +102,7 @@ def phases_of(split: RankSplit) -> tuple[Phase, ...]:
 
 
 def measured_traffic(records: Sequence[Collective], num_steps: int) -> tuple[MeasuredTraffic, ...]:
-    """Sum the traffic of some steps by the collectives' names."""
+    """Sum the traffic over steps by collective name."""
     sums: dict[str, tuple[int, float]] = {}
     for record in records:
         calls, num_bytes = sums.get(record.op, (0, 0.0))
@@ -128,7 +128,7 @@ def encoded_between(
 
 
 def row_travel_between(before: SyncReport, after: SyncReport, num_steps: int) -> RowTravel | None:
-    """Compute the travel time of row gradients per step between two sync totals."""
+    """Compute row gradients' travel time per step between two sync totals."""
     window_s, waited_s = after.window_s - before.window_s, after.waited_s - before.waited_s
     if not window_s:
         return None
@@ -136,7 +136,7 @@ def row_travel_between(before: SyncReport, after: SyncReport, num_steps: int) ->
 
 
 def traced_figures(ranks: Sequence[Traced]) -> dict[str, Any]:
-    """Reduce all ranks' measurements to fields of `ContestantResult`, by their names."""
+    """Reduce all ranks' measurements to `ContestantResult` fields, by name."""
     peaks = [rank.peak_memory_bytes for rank in ranks if rank.peak_memory_bytes is not None]
     return {
         "phases": mean_phases([rank.phases for rank in ranks]),
@@ -151,7 +151,7 @@ def traced_figures(ranks: Sequence[Traced]) -> dict[str, Any]:
 
 
 def mean_phases(ranks: Sequence[Sequence[Phase]]) -> tuple[Phase, ...]:
-    """Average the phases over ranks; a phase that a rank lacks takes it no time."""
+    """Average the phases over ranks; a missing phase takes no time."""
     totals: dict[tuple[str, bool], float] = {}
     for phases in ranks:
         for phase in phases:
@@ -164,7 +164,7 @@ def mean_phases(ranks: Sequence[Sequence[Phase]]) -> tuple[Phase, ...]:
 
 
 def mean_traffic(ranks: Sequence[Sequence[MeasuredTraffic]]) -> tuple[MeasuredTraffic, ...]:
-    """Average the traffic over ranks by name; a collective that a rank lacks counts as none."""
+    """Average the traffic over ranks by name; a missing collective counts as none."""
     parts = [part for traffic in ranks for part in traffic]
     return tuple(
         MeasuredTraffic(
@@ -199,7 +199,7 @@ def mean_known(ranks: Sequence[Numbers | None]) -> Numbers | None:
 
 
 def dealt_samples(reports: Sequence[BalanceReport | None]) -> DealtSamples | None:
-    """Summarize the ranks' reports on dealt samples, which are equal but for the bytes."""
+    """Summarize the ranks' reports on dealt samples, which are equal except for the bytes."""
     by_rank = [report for report in reports if report is not None]
     if not by_rank or not by_rank[0].num_batches:
         return None

@@ -49,15 +49,15 @@ _AHEAD = 4
 
 
 class Feed(Iterator[Batch]):
-    """Batches made ahead of time, outside the timed steps.
+    """Batches made ahead, outside the timed steps.
 
-    Dealing samples to ranks is timed: it is work of the contestant that asks for it.
+    Dealing samples to ranks is timed: it is part of the contestant's work.
     """
 
     def __init__(self, config: BenchConfig, *, rank: int, world_size: int, cycle: int) -> None:
-        """Make the rank's part of each batch; after ``cycle`` batches the first one comes again."""
+        """Make the rank's part of each batch; after ``cycle`` batches the first comes again."""
         self.cycle = cycle
-        """The number of different batches; 0 if all are."""
+        """Different batches; 0 if all differ."""
         self._model = config.model
         dataset = dataset_for(config.model, config.data.dataset())
         batches = partial(
@@ -93,12 +93,12 @@ class Feed(Iterator[Batch]):
         return None if self._dealt is None else self._dealt.report
 
     def note_seconds(self, seconds: float) -> None:
-        """Tell the dealer the last step's processor time, for speeds that are measured."""
+        """Tell the dealer the last step's processor time, for measured speeds."""
         if self._dealt is not None:
             self._dealt.note_seconds(seconds)
 
     def prepare(self, num_steps: int) -> None:
-        """Make enough batches for some steps, and for what is taken ahead."""
+        """Make enough batches for these steps, prefetched batches included."""
         while len(self._ready) < num_steps + _AHEAD:
             self._ready.append(next(self._batches))
 
@@ -106,20 +106,20 @@ class Feed(Iterator[Batch]):
         return next(self._given)
 
     def _read(self) -> Iterator[Batch]:
-        """Yield the batches as this rank reads them, without an end."""
+        """Yield the batches as this rank reads them, endlessly."""
         while True:
             yield self._ready.popleft() if self._ready else next(self._batches)
 
 
 LEAD_IN_STEPS = 1
-"""Untimed steps of a block: the caches hold what another contestant left there."""
+"""Untimed steps in a block: the caches still hold another contestant's data."""
 
 _RECORDED_STEPS = 8
-"""The steps whose collectives' outputs a ceiling keeps."""
+"""Steps whose collectives' outputs a ceiling keeps."""
 
 
 _LATE_STEPS = 2
-"""After so many steps, nothing of the steps before is under way, even if updates may be late."""
+"""After this many steps, nothing from earlier steps is in flight, even if updates may be late."""
 
 
 class MeasuredPlace(NamedTuple):
@@ -198,8 +198,8 @@ class Worker:
             replay.TAPE.mode = replay.Mode.RECORD
             self._train(self._feed.cycle)
             replay.TAPE.mode = replay.Mode.REPLAY
-            # The same gradients again and again would drive the weights to where arithmetic on
-            # them takes another time.
+            # The same gradients again and again would drive the weights to values whose arithmetic
+            # takes another time.
             assert self._trainer is not None
             self._trainer.stop_learning()
             step_s = self._train(1)
@@ -223,17 +223,17 @@ class Worker:
         for _ in range(num_steps):
             self._step()
         seconds = time.perf_counter() - start
-        # The next batch's ids may still be under way, in another contestant's time.
+        # The next batch's ids may still be in flight, during another contestant's turn.
         dist.barrier(world_group())
         return seconds / num_steps
 
     def trace(self) -> Traced:
-        """Train some steps under observation."""
+        """Train profiled steps."""
         num_steps = self._config.schedule.traced_steps
         peak = peak_bytes()
         compute_s = tuple(self._compute_s) if self._config.schedule.device == "cpu" else ()
         self._feed.prepare(_LATE_STEPS + 2 * num_steps)
-        # What the last block has sent has travelled in other contestants' time.
+        # The last block's messages have travelled during other contestants' turns.
         for _ in range(_LATE_STEPS):
             self._step()
         assert self._trainer is not None
@@ -269,7 +269,7 @@ class Worker:
         dist.barrier(world_group())
 
     def _sync_total(self) -> SyncReport:
-        """Return the sum of all sync reports; an empty one without replicas."""
+        """Sum all sync reports; empty without replicas."""
         assert self._trainer is not None
         model = self._trainer.model
         return model.sync_total if isinstance(model, ModelParallel2D) else SyncReport()

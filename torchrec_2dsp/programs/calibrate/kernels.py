@@ -57,7 +57,7 @@ def measure_kernels(
     """Time each kind of work, by its name in a calibration; equal on all ranks.
 
     Collectives:
-        Those of `repeated_seconds`.
+        Same as `repeated_seconds`.
     """
     samples: dict[str, list[KernelSample]] = {}
     device = group_device(world)

@@ -75,7 +75,7 @@ def measure(
     """Evaluate a model that isn't sharded, with or without quantised tables.
 
     Collectives:
-        Those of `ClickMetrics.gather` and of `ranking_metrics`, in a group of one.
+        Same as `ClickMetrics.gather` and of `ranking_metrics`, in a group of one.
     """
     scores = scores_of(served, served.module(), batches)
     clicks = ClickMetrics(group, torch.device("cpu"))

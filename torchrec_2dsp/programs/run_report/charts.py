@@ -1,4 +1,4 @@
-"""The charts of a run's page: curves over the steps, memory, bytes, and rows by use."""
+"""Charts on a run's page: curves over the steps, memory, bytes, and rows by use."""
 
 import math
 import operator
@@ -17,30 +17,30 @@ TITLES = {
     "auc": "AUC",
     "calibration": "Calibration (predicted over observed clicks)",
 }
-"""Names of metrics on pages."""
+"""Metric names on pages."""
 _WITHOUT_BEST = ("calibration",)
-"""Metrics whose largest and smallest values are no better than others."""
+"""Metrics that have no best value at either end."""
 _EXPECTED_COLOUR = "#777777"
 _DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 _STEPS = Axis(title="step")
 
 Figure = Callable[[StepsTrained], float | None]
-"""Reads a figure of some steps."""
+"""Reads a figure from a point in the curve."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a run's lines, in all charts."""
+    """A run's line style, in all charts."""
 
     colour: str
     """The colour as ``#rrggbb``."""
 
     dash: Dash
-    """The dash: where runs have equal figures, the first line is seen through the others."""
+    """The dash: where runs have equal figures, the first line shows through the others."""
 
 
 def looks(contents: RunContents) -> dict[str, Look]:
-    """Return the look of each run, by its name."""
+    """Return each run's line style, by run name."""
     return {
         run.name: Look(PALETTE[place % len(PALETTE)], _DASHES[place % len(_DASHES)])
         for place, run in enumerate(contents.runs)
@@ -48,7 +48,7 @@ def looks(contents: RunContents) -> dict[str, Look]:
 
 
 def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart | None:
-    """Draw a figure of all runs over the steps; `None` if no run has it."""
+    """Draw one figure for all runs over the steps; `None` if no run has it."""
     look_of = looks(contents)
     lines = [
         _line(points, name=run.name, look=look_of[run.name])
@@ -59,7 +59,7 @@ def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart 
 
 
 def rates_chart(contents: RunContents) -> LineChart | None:
-    """Draw the learning rates; runs with equal rates share a line. `None` if no run has any."""
+    """Draw the learning rates, one line for runs with equal rates; `None` if no run has any."""
     look_of = looks(contents)
     runs_of: dict[tuple[str, tuple[tuple[int, float], ...]], list[str]] = {}
     figures: tuple[tuple[str, Figure], ...] = (
@@ -84,7 +84,7 @@ def rates_chart(contents: RunContents) -> LineChart | None:
 
 
 def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
-    """Draw each metric of evaluations that has a finite value; yield its name and the chart."""
+    """Draw each evaluation metric that has a finite value; yield its name and the chart."""
     metrics = dict.fromkeys(
         metric
         for run in contents.runs
@@ -116,7 +116,7 @@ def _axis(metric: str) -> Axis:
 
 
 def _planted(contents: RunContents, metric: str) -> list[Line]:
-    """Return the line of the model behind the labels, over all steps."""
+    """Return the planted model's line, over all steps."""
     planted_ne = None if contents.record is None else contents.record.planted_ne
     if metric != "ne" or planted_ne is None or not math.isfinite(planted_ne):
         return []
@@ -155,7 +155,7 @@ _PHASES = ("rows", "replicas", "dense gradients")
 
 
 def memory_chart(contents: RunContents) -> LineChart | None:
-    """Draw the most memory that each rank has used, of finished runs; `None` before that."""
+    """Draw each rank's peak memory in finished runs; `None` before the first ends."""
     look_of = looks(contents)
     lines = [
         Line(
@@ -172,7 +172,7 @@ def memory_chart(contents: RunContents) -> LineChart | None:
     if not lines:
         return None
     num_ranks = max(len(line.x) for line in lines)
-    # More names than these would cover each other.
+    # More names than this would overlap.
     names = [str(rank) for rank in range(num_ranks)] if num_ranks <= _MAX_NAMES else []
     most = max(max(line.y) for line in lines)
     return LineChart(
@@ -208,7 +208,7 @@ def bytes_chart(contents: RunContents) -> BarChart | None:
     ]
     if not bars:
         return None
-    # A chart of one kind of bars has no legend.
+    # A chart with one kind of bar has no legend.
     what = f"{unit} of {bars[0].name}" if len(bars) == 1 else unit
     return BarChart(bars, places=places, title=f"{what} per rank and step")
 
@@ -216,12 +216,12 @@ def bytes_chart(contents: RunContents) -> BarChart | None:
 def _by_place(
     sent_bytes: Mapping[str, Mapping[str, float]], places: Sequence[str]
 ) -> list[list[float]]:
-    """Return the bytes of all phases, for each place of a chart."""
+    """Return all phases' bytes, for each place in a chart."""
     return [[by_place.get(place, 0.0) for by_place in sent_bytes.values()] for place in places]
 
 
 def _unit(amounts: Sequence[float]) -> tuple[str, float]:
-    """Choose a readable unit for amounts of bytes; return it and how many bytes it is."""
+    """Choose a readable unit for byte counts; return it and its size in bytes."""
     most = max(amounts, default=0.0)
     units = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
     fitting = [name for name, num_bytes in units.items() if most >= num_bytes]
@@ -230,7 +230,7 @@ def _unit(amounts: Sequence[float]) -> tuple[str, float]:
 
 
 def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the bytes per step, by phase: before they were encoded, and as they were sent."""
+    """Return the bytes per step, by phase: before encoding, and as sent."""
     before: dict[str, float] = {}
     after: dict[str, float] = {}
     record = run.record
@@ -251,7 +251,7 @@ def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def dense_bytes_chart(contents: RunContents) -> LineChart | None:
-    """Draw the bytes of thresholded dense gradients over the steps; `None` without any."""
+    """Draw the bytes for thresholded dense gradients over the steps; `None` without any."""
     curves = {
         run.name: points
         for run in contents.runs
@@ -284,12 +284,12 @@ def dense_bytes_chart(contents: RunContents) -> LineChart | None:
 
 
 def _dense_bytes(point: StepsTrained) -> tuple[float, float]:
-    """Return the bytes of dense gradients per step: as sent, and had all been sent."""
+    """Return the dense gradient bytes per step: as sent, and without thresholds."""
     return point.dense_bytes_per_step or 0.0, point.dense_fp32_bytes_per_step or 0.0
 
 
 def seconds_trained(run: RunPart, global_batch_size: int) -> float | None:
-    """Return the seconds of training, evaluations left out; `None` if the curve has no speed."""
+    """Return the training seconds, without evaluations; `None` if the curve has no speed."""
     steps = _num_steps(run.curve)
     if not run.curve or not all(point.samples_per_s for point in run.curve):
         return None
@@ -299,7 +299,7 @@ def seconds_trained(run: RunPart, global_batch_size: int) -> float | None:
 
 
 def _num_steps(curve: Sequence[StepsTrained]) -> dict[int, int]:
-    """Return how many steps each point of a curve has, by its last step."""
+    """Return each point's number of steps, by its last step."""
     ends = [point.step for point in curve]
     return {end: end - before for before, end in zip([0, *ends], ends, strict=False)}
 
@@ -309,7 +309,7 @@ def _mean(weights: Sequence[int], values: Sequence[float]) -> float:
 
 
 _MAX_TABLES = 28
-"""The most lines of a chart: as many as colours and dashes tell apart."""
+"""The most lines in a chart: as many as colours and dashes tell apart."""
 
 
 def add_access(page: Page, contents: RunContents) -> None:
@@ -323,19 +323,19 @@ def add_access(page: Page, contents: RunContents) -> None:
 
 
 def _hot_rows(run: RunPart) -> dict[str, int]:
-    """Return how many rows of each table are hot."""
+    """Return each table's number of hot rows."""
     lines = () if run.plan is None else run.plan.lines
     return {line.name: line.num_hot for line in lines if line.num_hot}
 
 
 def _add_chart(page: Page, heading: str, path: str, hot_rows: dict[str, int]) -> None:
-    # Reading Parquet takes a while to load, which most runs have no need of.
+    # Reading Parquet takes a while to load, and most runs don't need it.
     from torchrec_2dsp.access.stats import AccessStats, cdf_chart
 
     try:
         stats = AccessStats.load(path)
     except ConfigError as error:
-        # A log may have been counted anew or moved since; the rest of the page holds.
+        # A log may have been recounted or moved since; the rest of the page still holds.
         page.add_text(f"{heading}: the statistics can't be shown. {error}")
         return
     most_used = sorted(stats, key=lambda name: -stats[name].num_lookups)[:_MAX_TABLES]

@@ -28,7 +28,7 @@ _MAX_RANKS_SHOWN = 8
 
 
 class _Read(BaseModel):
-    """A part of a plan file, of which a page shows some keys."""
+    """A part of a plan file, with the keys that a page shows."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -67,40 +67,40 @@ class _Plan(_Read):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLine:
-    """One table of a plan."""
+    """One table in a plan."""
 
     name: str
     """The table's name."""
 
     num_rows: int | None
-    """How many rows it has, if the plan says so."""
+    """The table's rows, if the plan has them."""
 
     dim: int | None
-    """The embedding dimension, if the plan says so."""
+    """The embedding dimension, if the plan has it."""
 
     sharding_type: str
     """The sharding type."""
 
     ranks: str
-    """The ranks that hold it; replica peers are joined by a plus."""
+    """The ranks that hold it; a plus joins replica peers."""
 
     exchange: str
-    """How rows travel; who owns them, their wire format and how many are hot, where that isn't
-    TorchRec's way."""
+    """How rows travel, with their owners, wire format and hot rows, where that differs from
+    TorchRec."""
 
     num_hot: int
-    """How many rows every rank has."""
+    """Rows that every rank has a copy of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The plan of a run, read without TorchRec."""
+    """A run's plan, read without TorchRec."""
 
     mesh: Mesh2D
-    """The groups and the ranks of each."""
+    """The groups and their ranks."""
 
     sync: str
-    """How replicas are kept equal; empty where there are none."""
+    """How replicas are kept equal; empty without replicas."""
 
     lines: tuple[PlanLine, ...]
     """The tables, by name within each module."""
@@ -110,7 +110,7 @@ class RunPlan:
         """Read a plan file.
 
         Raises:
-            ConfigError: it can't be read, or is something else.
+            ConfigError: it can't be read, or has another format.
         """
         try:
             plan = _Plan.model_validate_json(path.read_text())
@@ -128,7 +128,7 @@ class RunPlan:
 
     @property
     def mesh_text(self) -> str:
-        """The mesh and how its replicas are kept equal, in words."""
+        """The mesh and its replica sync, in words."""
         mesh = self.mesh
         groups = "1 group" if mesh.num_groups == 1 else f"{mesh.num_groups} groups"
         ranks = "1 rank" if mesh.group_size == 1 else f"{mesh.group_size} ranks"
@@ -154,7 +154,7 @@ class RunPlan:
 def _line(name: str, table: _PlannedTable, mesh: Mesh2D) -> PlanLine:
     shards = table.shards or ()
     if table.num_groups == 1 and mesh.num_groups > 1:
-        # The table has one copy in the world, whatever the mesh of the others.
+        # The table has one copy in the world, whatever mesh the others have.
         mesh = Mesh2D(1, mesh.world_size, mesh.layout)
     num_hot = len(table.hot_rows or ())
     parts = [
@@ -189,19 +189,19 @@ def _ranks(mesh: Mesh2D, shard_indices: Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPart:
-    """The files of one run."""
+    """One run's files."""
 
     name: str
     """The run's name in the config."""
 
     config: Mapping[str, Any]
-    """The run's section of the config."""
+    """The run's config section."""
 
     record: RunRecord | None
-    """The figures of the run; `None` while it trains, or before."""
+    """The run's figures; `None` before it ends."""
 
     curve: tuple[StepsTrained, ...]
-    """The steps that were trained so far, some at a time."""
+    """The steps trained so far, a few at a time."""
 
     evaluations: tuple[Evaluation, ...]
     """The evaluations so far."""
@@ -210,14 +210,14 @@ class RunPart:
     """The plan; `None` before the run begins."""
 
     explanation: str
-    """Why the plan was chosen, in words; empty without a search by cost."""
+    """The reason for the plan, in words; empty without a search by cost."""
 
     traces: tuple[Path, ...]
-    """The traces of its ranks, from ``train --profile``."""
+    """The ranks' traces, from ``train --profile``."""
 
     @property
     def state(self) -> str:
-        """How far the run has come, in words."""
+        """The run's progress, in words."""
         if self.record is not None:
             return self.record.ending or "finished"
         return "not finished" if self.plan is not None else "not begun"
@@ -225,10 +225,10 @@ class RunPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContents:
-    """The files of a training program."""
+    """A training program's files."""
 
     folder: Path
-    """Their folder."""
+    """The files' folder."""
 
     config: Mapping[str, Any]
     """The config."""
@@ -237,10 +237,10 @@ class RunContents:
     """The config as TOML."""
 
     record: TrainRecord | None
-    """The record of the runs that are over; `None` before the first of them is."""
+    """The record with finished runs; `None` before the first ends."""
 
     runs: tuple[RunPart, ...]
-    """The runs, in the order of the config."""
+    """The runs, in config order."""
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
@@ -248,7 +248,7 @@ class RunContents:
 
         Raises:
             ConfigError: there is no such folder, it has no config or neither a record nor a run's
-                progress, or a file is something else; the error names which.
+                progress, or a file has another format; the error names it.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -268,14 +268,14 @@ class RunContents:
 
     @property
     def num_ranks(self) -> int | None:
-        """How many ranks trained; `None` before that is known."""
+        """The number of ranks that trained; `None` before that is known."""
         if self.record is not None:
             return self.record.world_size
         return next((run.plan.mesh.world_size for run in self.runs if run.plan is not None), None)
 
     @property
     def metric(self) -> str:
-        """The metric by which evaluations are compared: the config's, or that of the model."""
+        """The metric that compares evaluations: the config's, or else the model's."""
         if named := self.config["loop"].get("metric"):
             return named
         metrics = [
@@ -317,7 +317,7 @@ def _read_record(path: Path) -> TrainRecord | None:
 
 
 def _read_run(folder: Path, section: Mapping[str, Any], record: RunRecord | None) -> RunPart:
-    """Read a run's own folder; its record counts unless it is being trained anew."""
+    """Read a run's own folder; its record counts unless the run is being trained again."""
     progress = read_progress(folder)
     if progress and not progress[-1].is_over:
         record = None

@@ -67,7 +67,7 @@ def run_page(contents: RunContents) -> Page:
 
 
 def _headline(contents: RunContents) -> Iterator[str]:
-    """Say which model was trained, on which data, for how many steps."""
+    """Name the model, its data and the number of steps."""
     model, data, loop = (contents.config[name] for name in ("model", "data", "loop"))
     model_kind, data_kind = model.get("kind", "dlrm"), data.get("kind", "synthetic")
     ranks = "" if contents.num_ranks is None else f" by {contents.num_ranks} ranks"
@@ -85,7 +85,7 @@ def _headline(contents: RunContents) -> Iterator[str]:
 
 
 def _runs_table(contents: RunContents) -> Table:
-    """Return a line for each run: mesh, sync, steps, time, speed and state."""
+    """Return a row for each run: mesh, sync, steps, time, speed and state."""
     batch_size = contents.config["loop"]["global_batch_size"]
     rows = []
     for run in contents.runs:
@@ -108,7 +108,7 @@ def _runs_table(contents: RunContents) -> Table:
 
 
 def _results_table(contents: RunContents) -> Table:
-    """Return a line for each run: last training loss, last evaluation, best evaluation."""
+    """Return a row for each run: last training loss, last evaluation, best evaluation."""
     metrics = list(
         dict.fromkeys(
             metric
@@ -148,7 +148,7 @@ def _text(value: float | None) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return a time such as ``2:03:04`` or ``3.1 s``."""
+    """Format a time such as ``2:03:04`` or ``3.1 s``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The part of a run's page on its steps: where each goes, and how even the ranks' work is."""
+"""Show a run's steps: where the time goes, and how even the ranks' work is."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ SHARES_TEXT = (
 
 
 def shares_table(runs: Sequence[RunPart], splits_of: Mapping[str, Sequence[RankSplit]]) -> Table:
-    """Return a line for each profiled run: how busy its ranks are, and what the slowest costs.
+    """Return a row for each profiled run: how busy its ranks are, and the slowest rank's cost.
 
     Args:
-        runs: all runs of the program.
-        splits_of: the steps of those that are profiled, by their names.
+        runs: all the program's runs.
+        splits_of: the profiled runs' step splits, by run name.
     """
     rows = []
     for run in runs:
@@ -57,7 +57,7 @@ def shares_table(runs: Sequence[RunPart], splits_of: Mapping[str, Sequence[RankS
 
 
 def ranks_table(splits: Sequence[RankSplit]) -> Table:
-    """Return a line for each rank: computing, waiting, and in how many steps it is slowest."""
+    """Return a row for each rank: computing, waiting, and the steps in which it is slowest."""
     times_slowest = slowest_counts(splits)
     num_steps = len(common_steps(splits))
     rows = [
@@ -74,7 +74,7 @@ def ranks_table(splits: Sequence[RankSplit]) -> Table:
 
 
 def rank_shares(splits: Sequence[RankSplit]) -> RankShares | None:
-    """Return how busy ranks are in the steps that all of them have; `None` if there are none.
+    """Return how busy ranks are in the steps that all of them have; `None` without any.
 
     In each step another rank may be the slowest one, so that means of single ranks hide it.
     """
@@ -105,7 +105,7 @@ def common_steps(splits: Sequence[RankSplit]) -> list[int]:
 
 
 _MAX_RANKS = 16
-"""The most bars of a run."""
+"""The most bars for a run."""
 _COLOURS = {
     StepPhase.NEXT_BATCH: "#999999",
     StepPhase.IDS: "#56B4E9",
@@ -123,7 +123,7 @@ _COLOURS = {
 
 
 def add_steps(page: Page, contents: RunContents) -> None:
-    """Add the phases of each profiled run's step, or say how to profile one."""
+    """Add the phases in each profiled run's step, or explain how to profile one."""
     traced = [run for run in contents.runs if run.traces]
     if not traced:
         page.add_text(
@@ -136,7 +136,8 @@ def add_steps(page: Page, contents: RunContents) -> None:
         try:
             splits_of[run.name] = read_splits(run.traces)
         except ConfigError as error:
-            # A trace may be of an older version, or still be written; the rest of the page holds.
+            # A trace may come from an older version, or be incomplete; the rest of the page still
+            # holds.
             refusals.append(f"Where a step of {run.name} goes can't be shown. {error}")
     if splits_of:
         page.add_bars("Where a step goes", step_chart(splits_of))
@@ -152,7 +153,7 @@ def add_steps(page: Page, contents: RunContents) -> None:
 
 
 def step_chart(splits_of: dict[str, list[RankSplit]]) -> BarChart:
-    """Draw the phases of each rank's mean step, one after the other, by the names of runs."""
+    """Draw the phases of each rank's mean step in order, by run name."""
     shown = [
         (_place(name, split, splits), split)
         for name, splits in splits_of.items()
@@ -187,7 +188,7 @@ def step_chart(splits_of: dict[str, list[RankSplit]]) -> BarChart:
 
 
 def phases_table(splits: Sequence[RankSplit]) -> Table:
-    """Return a line for each phase: its mean time over ranks, and the least and the most."""
+    """Return a row for each phase: its mean time over ranks, and the extremes."""
     mean_step_us = _mean([split.step_us for split in splits])
     rows = []
     for phase in StepPhase:
@@ -242,7 +243,7 @@ def _place(name: str, split: RankSplit, splits: Sequence[RankSplit]) -> str:
 
 
 def _shown(splits: Sequence[RankSplit]) -> list[RankSplit]:
-    """Choose the ranks that have a bar: all, or those that compute most and least."""
+    """Choose the ranks that get a bar: all, or those that compute least and most."""
     if len(splits) <= _MAX_RANKS:
         return list(splits)
     by_computing = sorted(splits, key=lambda split: split.all_computing_us)
@@ -251,7 +252,7 @@ def _shown(splits: Sequence[RankSplit]) -> list[RankSplit]:
 
 
 def _chart_text(splits_of: dict[str, list[RankSplit]]) -> str:
-    """Explain the chart, and which ranks it leaves out."""
+    """Explain the chart, and which ranks it omits."""
     most = max(len(splits) for splits in splits_of.values())
     left_out = (
         f"Of runs with more than {_MAX_RANKS} ranks, half of those shown compute most, the others "
@@ -266,7 +267,7 @@ def _chart_text(splits_of: dict[str, list[RankSplit]]) -> str:
 
 
 def _table_text(run: RunPart, splits: Sequence[RankSplit]) -> str:
-    """Say over how many steps and ranks a run's figures are averaged."""
+    """Name the steps and ranks over which a run's figures are averaged."""
     counts = sorted({split.num_steps for split in splits})
     steps = " to ".join(str(count) for count in {counts[0]: 0, counts[-1]: 0})
     last = slowest(splits)

@@ -27,7 +27,7 @@ from tests.support.trips import make_stock_group
 from torchrec_2dsp import Mesh2D
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.full_duplex import FullDuplexGroup, full_duplex_backend
-from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups
 
 DTYPES = [
     torch.int64,

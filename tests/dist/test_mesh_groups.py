@@ -16,8 +16,7 @@ from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.comms.groups import leave_world
-from torchrec_2dsp.comms.mesh_groups import MeshGroups, Peers
+from torchrec_2dsp.comms.groups import MeshGroups, Peers, leave_world
 from torchrec_2dsp.errors import MeshError
 
 pytestmark = pytest.mark.dealt_file

@@ -15,7 +15,7 @@ from tests.support.ranks import RankPool
 from tests.support.rounding import HOT_ROWS, ROUNDING, train_late
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.replicas.exchange import (
     GradientExchange,
     GradientState,

@@ -13,8 +13,7 @@ from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from tests.support.soak import Usage
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.comms.groups import WorldGroups, own_group, own_mesh
-from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group, own_mesh
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train

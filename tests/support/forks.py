@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups
 
 NUM_RANKS = 4
 

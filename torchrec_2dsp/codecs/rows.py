@@ -69,7 +69,7 @@ class RowCodec(ABC):
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows arrive unchanged."""
+        """True if rows arrive unchanged."""
         return False
 
 
@@ -86,7 +86,7 @@ class FloatRows(RowCodec):
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows arrive unchanged."""
+        """True if rows arrive unchanged."""
         return self.float_dtype is torch.float32
 
     def columns(self, dim: int) -> int:

@@ -129,7 +129,7 @@ class ThresholdRule:
     """The number of steps between measurements."""
 
     is_exact: bool = False
-    """Whether all elements are measured instead of a sample."""
+    """True if all elements are measured instead of a sample."""
 
     def measure(self, values: torch.Tensor, capacity: int) -> float:
         """Return the magnitude that ``capacity`` of the values exceed, or a few more."""

@@ -1,6 +1,6 @@
 """Moves tensors between ranks, and lets ranks fail together.
 
-`mesh_groups` creates a mesh's process groups (`groups` owns and releases all groups):
+`groups` creates a mesh's process groups, and releases all groups:
 
     Mesh2D(2, 2), strided          "shard" ->
                                shard 0   shard 1

@@ -17,7 +17,7 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec
-from torchrec_2dsp.comms.mesh_groups import Peers
+from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.replicas.exchange import (
     Announcement,
@@ -57,12 +57,12 @@ class RowCapture:
         self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
         self._pending: list[PendingGradients] = []
         self._is_accumulating = False
-        # Autograd only runs the backward of a function with an input that needs a gradient.
+        # Autograd only runs a function's backward if an input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
     @property
     def by_owner(self) -> bool:
-        """Whether row owners sum the next gradients, see `GradientExchange.by_owner`."""
+        """True if row owners sum the next gradients, see `GradientExchange.by_owner`."""
         return self._exchange.by_owner
 
     @by_owner.setter

@@ -1,4 +1,4 @@
-"""`DriftCheck`: whether copies of rows are equal after a sync."""
+"""`DriftCheck`: compares row copies after a sync."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

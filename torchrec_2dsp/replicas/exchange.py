@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchrec_2dsp._compat.fbgemm import OptimizerStep
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.collectives import Arriving, start_all_to_all_ragged
-from torchrec_2dsp.comms.mesh_groups import Peers
+from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.rows.gradients import Block, BlockGradients, LookupRows, RowGradients, RowSum
 
@@ -59,8 +59,6 @@ class Hop:
         codec: RowCodec,
     ) -> "ArrivingRows":
         """Send a block's rows; ``sizes`` are by sending, then by receiving rank.
-
-        This rank rounds its own gradients, too, so that all ranks add the same numbers.
 
         This rank rounds its own gradients, too, so that all ranks add the same numbers.
 
@@ -237,7 +235,7 @@ class GradientExchange:
     ) -> None:
         self.num_ranks = 1 if peers is None else dist.get_world_size(peers.everyone)
         self.by_owner = False
-        """Whether an owner sums each row next time, as the last overlap suggests. All peers have
+        """True if an owner sums each row next time, as the last overlap suggests. All peers have
         seen the same overlap, so all choose the same route. To set it by hand, set it on all peers
         alike, between two steps."""
         self.key_dtypes = tuple(block.key_dtype for block in blocks)

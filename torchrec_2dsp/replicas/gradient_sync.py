@@ -92,7 +92,7 @@ class GradientSyncAction:
 
     @property
     def pending(self) -> bool:
-        """Whether a captured backward hasn't been applied."""
+        """True if a captured backward hasn't been applied."""
         return self._is_unsent or bool(self._steps) or self._failure is not None
 
     def backward_seen(self) -> None:

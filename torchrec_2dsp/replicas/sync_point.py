@@ -1,4 +1,4 @@
-"""Exactly one sync per training backward, whoever asks first, and the action of `WeightSync`."""
+"""Exactly one sync per training backward, whoever asks first, and `WeightSync`'s action."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from torchrec_2dsp.replicas.whole_shard import ShardAverage
 
 
 class WeightSyncAction:
-    """The sync action of `WeightSync`: an average, and the step count that says when it is due.
+    """`WeightSync`'s action: an average, and the step count that says when it is due.
 
     A step has one backward and several sync points, of which the first counts the step.
     """
@@ -48,14 +48,14 @@ class WeightSyncAction:
 
     @property
     def pending(self) -> bool:
-        """Whether the local replica has changed since the last average."""
+        """True if the local replica has changed since the last average."""
         return self._pending
 
     def reach(self, reason: SyncReason) -> SyncReport:
         """Average if the policy wants it at this step, or if a reader needs it.
 
         Collectives:
-            Those of `RowAverage.run` or `ShardAverage.run`, on the "replicate" axis.
+            `RowAverage.run`'s or `ShardAverage.run`'s, on the "replicate" axis.
         """
         if not self._is_counted:
             self.num_steps += 1
@@ -85,7 +85,7 @@ class SyncAction(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether a backward hasn't been synced yet."""
+        """True if a backward hasn't been synced yet."""
         ...
 
     def backward_seen(self) -> None:
@@ -110,7 +110,7 @@ class SyncAction(Protocol):
 
 
 class SyncPoint:
-    """The sync of one sharded module.
+    """A sharded module's sync.
 
     A training backward leaves its actions pending. Whatever comes first, ``model.sync()``, the
     fused optimizer's ``step()``, the next lookup or a read, runs the actions that can't wait any
@@ -121,22 +121,22 @@ class SyncPoint:
     def __init__(self, actions: Sequence[SyncAction], *, can_hold: bool = True) -> None:
         self._actions = list(actions)
         self.can_hold = can_hold
-        """Whether `hold` can merge several backwards into one update."""
+        """True if `hold` can merge several backwards into one update."""
         self.is_held = False
-        """Whether backwards wait for others in their step."""
+        """True while backwards wait for others in their step."""
         self.total = SyncReport()
         """The sum over all sync reports so far."""
 
     @property
     def pending(self) -> bool:
-        """Whether a backward hasn't been synced yet."""
+        """True if a backward hasn't been synced yet."""
         return any(action.pending for action in self._actions)
 
     def hold(self) -> None:
         """Let backwards wait until `release`, and merge them into one update then.
 
         Collectives:
-            Those of a sync before a lookup, for the backwards so far.
+            A lookup's sync, for the backwards so far.
         """
         self.reach(SyncReason.LOOKUP)
         self.is_held = True

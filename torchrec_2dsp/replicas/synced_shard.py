@@ -122,7 +122,7 @@ class TouchedRows:
         self._num_noted = 0
         self._is_noted: torch.Tensor | None = None
         self.is_overfull = False
-        """Whether so many rows were touched that their bases were dropped."""
+        """True if so many rows were touched that their bases were dropped."""
 
     @property
     def device(self) -> torch.device:

@@ -60,9 +60,6 @@ class ShardAverage:
 def average_whole_shard(shard: SyncedShard, group: dist.ProcessGroup) -> SyncReport:
     """All-reduce a shard's tensors in place.
 
-    The mean of equal floats is certain to be that float only for a power of two. With another
-    number of peers, untouched rows are kept as they are.
-
     The mean of equal floats is surely that float only for a power of two of them. With another
     number of peers, rows that no peer has touched are kept as they are.
 

@@ -1,4 +1,4 @@
-"""Row gradients of one rank as tensors: summed by row (`gradients`), applied to a TBE (`update`).
+"""One rank's row gradients as tensors: summed by row (`gradients`), applied to a TBE (`update`).
 
     a lookup's output gradient   [bags, dim]   -> one gradient per distinct row   [rows, dim]
                                                -> one fused update, as the kernel's own backward

@@ -1,7 +1,7 @@
 """Row gradients: `LookupRows` turns an output's gradient into one gradient per distinct row.
 
-A TBE's tables of one dimension form a block, whose rows are numbered through. A row's number in its
-block is its *key*: one sort over keys replaces one per table.
+A TBE's tables with one dimension form a block, whose rows are numbered through. A row's number in
+its block is its *key*: one sort over keys replaces one per table.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,20 @@ from torchrec_2dsp._compat.fbgemm import OptimizerStep, TbeShape
 
 @dataclass(frozen=True)
 class Block:
-    """Tables of a TBE with the same dimension, their rows numbered in one sequence."""
+    """A TBE's tables with the same dimension, their rows numbered in one sequence."""
 
     dim: int
-    """Columns of each table."""
 
     features: tuple[int, ...]
-    """The features of the TBE that look these tables up."""
+    """The TBE's features that look these tables up."""
 
     tables: tuple[int, ...]
-    """These tables' numbers in the TBE, in the order of their features."""
+    """These tables' numbers in the TBE, in feature order."""
 
     bases: tuple[int, ...]
 
     num_rows: int
-    """Rows of all tables together."""
+    """All tables' rows together."""
 
     @property
     def key_dtype(self) -> torch.dtype:
@@ -37,13 +36,13 @@ class Block:
         return torch.int32 if self.num_rows <= _MAX_INT32 else torch.int64
 
     def feature_bases(self, shape: TbeShape, device: torch.device) -> torch.Tensor:
-        """Return the key of the first row of each feature's table."""
+        """Return each feature's first key, that of its table's first row."""
         base_of = dict(zip(self.tables, self.bases, strict=True))
         bases = [base_of[shape.feature_tables[feature]] for feature in self.features]
         return torch.tensor(bases, device=device)
 
     def rows_of(self, keys: torch.Tensor) -> list[torch.Tensor]:
-        """Return the row numbers of ascending ``keys``, by table."""
+        """Return row numbers for ascending ``keys``, by table."""
         bounds = torch.tensor([*self.bases[1:]], dtype=torch.int64, device=keys.device)
         parts = keys.tensor_split(torch.searchsorted(keys, bounds).tolist())
         return [part - base for part, base in zip(parts, self.bases, strict=True)]
@@ -77,7 +76,7 @@ def blocks_of(shape: TbeShape) -> tuple[Block, ...]:
 
 @dataclass(frozen=True)
 class BlockGradients:
-    """Gradients of a block's touched rows."""
+    """A block's touched rows and their gradients."""
 
     keys: torch.Tensor
     """The rows' keys, ascending and distinct, int64 `[n]`."""
@@ -87,30 +86,30 @@ class BlockGradients:
 
 
 def added_up(parts: Sequence[BlockGradients]) -> BlockGradients:
-    """Sum the gradients of several backwards by row."""
+    """Sum several backwards' gradients by row."""
     rows = RowSum(torch.cat([part.keys for part in parts]))
     return BlockGradients(rows.keys, rows.of(torch.cat([part.grads for part in parts])))
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """Gradients of a TBE's touched rows."""
+    """A TBE's touched rows and their gradients."""
 
     blocks: tuple[BlockGradients, ...]
-    """One entry per block of the TBE."""
+    """One entry per block."""
 
     step: OptimizerStep
     """The learning rate and iteration at the lookup."""
 
     @property
     def num_rows(self) -> int:
-        """The number of touched rows, in all tables."""
+        """Touched rows in all tables."""
         return sum(block.keys.numel() for block in self.blocks)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """The inputs of one TBE forward."""
+    """A TBE forward's inputs."""
 
     ids: torch.Tensor
     """Row ids, feature by feature."""
@@ -134,14 +133,14 @@ class RowSum:
     ) -> None:
         ascending, order = keys.sort(stable=True)
         self.keys, counts = torch.unique_consecutive(ascending, return_counts=True)
-        """The keys of the distinct rows, ascending."""
+        """The distinct rows' keys, ascending."""
         self._order, self._counts = order, counts
         self._starts = counts.cumsum(0) - counts
         self._sources = order if sources is None else sources.index_select(0, order)
         self._weights = None if weights is None else weights.index_select(0, order)
 
     def places(self) -> torch.Tensor:
-        """Return the index of each contribution's row in ``keys``, in the given order."""
+        """Return each contribution's row as an index into ``keys``, in the given order."""
         rows = torch.arange(self.keys.numel(), device=self.keys.device)
         places = torch.empty_like(self._order)
         places[self._order] = rows.repeat_interleave(self._counts, output_size=places.numel())
@@ -154,7 +153,7 @@ class RowSum:
                 tensor.record_stream(stream)  # pyright: ignore[reportArgumentType]
 
     def of(self, contributions: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each distinct row's contributions, `[n, dim]`."""
+        """Sum each distinct row's contributions, `[n, dim]`."""
         if self.keys.numel() == 0:
             return contributions.new_empty((0, contributions.shape[1]))
         # An embedding bag over the contributions gathers and adds without materialising them; each

@@ -1,4 +1,4 @@
-"""Updates of rows: by the TBE's own fused optimizer, or by rules on tensors that equal it."""
+"""Row updates: by the TBE's own fused optimizer, or by equivalent rules on tensors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -55,11 +55,11 @@ class RowUpdater:
 
     @property
     def num_tables(self) -> int:
-        """The number of tables in the kernel."""
+        """The kernel's table count."""
         return self._shape.num_tables
 
     def apply(self, gradients: RowGradients) -> None:
-        """Run one fused update with ``gradients``, as of their lookup's step."""
+        """Run one fused update with ``gradients``, at their lookup's step."""
         if gradients.num_rows == 0:
             return
         features = self._by_feature(gradients)
@@ -126,7 +126,7 @@ def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:
 class DirectLookup:
     """Runs a kernel's forward, and updates its rows by a `Rule` in the backward pass.
 
-    On a CPU, the backward pass of FBGEMM's sequence kernel takes six times as long.
+    On a CPU, FBGEMM's sequence kernel has a backward pass that takes six times as long.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
@@ -134,11 +134,11 @@ class DirectLookup:
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
         self._updater = DirectUpdater(tbe, rule)
-        # Autograd only runs the backward of a function with an input that needs a gradient.
+        # Autograd only runs a function's backward if an input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
     def lookup(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run an unweighted forward of the kernel, whose backward pass updates."""
+        """Run the kernel's unweighted forward, whose backward pass updates."""
         output: torch.Tensor = _DirectLookup.apply(self._anchor, self, run)  # pyright: ignore[reportAssignmentType]
         return output
 
@@ -147,17 +147,17 @@ class DirectLookup:
         return OptimizerStep(learning_rate_of(self._tbe), iteration_of(self._tbe))
 
     def latest(self) -> tuple[Lookup, OptimizerStep]:
-        """Return the inputs, learning rate and iteration of the latest forward."""
+        """Return the latest forward's inputs, learning rate and iteration."""
         return Lookup(*last_lookup(self._tbe), None), self.step()
 
     def update(self, lookup: Lookup, step: OptimizerStep, grad_output: torch.Tensor) -> None:
-        """Update the rows of ``lookup`` with the gradient of its output."""
+        """Update ``lookup``'s rows with its output's gradient."""
         rows = LookupRows(self._shape, self._blocks, lookup)
         gradients = rows.gradients(grad_output, max_gradient(self._tbe))
         self._updater.apply(RowGradients(tuple(gradients), step))
 
     def update_rows(self, keys: torch.Tensor, grads: torch.Tensor, step: OptimizerStep) -> None:
-        """Update rows of a kernel with one block."""
+        """Update rows in a kernel with one block."""
         bound, grads = max_gradient(self._tbe), grads.float()
         rows = RowSum(keys)
         summed = rows.of(grads if bound is None else grads.clamp(-bound, bound))
@@ -243,9 +243,9 @@ class DirectUpdater:
 
 
 def _subtract(weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor) -> None:
-    """Subtract ``step`` from these rows of ``weights``; no row may occur twice."""
+    """Subtract ``step`` from these rows in ``weights``; no row may occur twice."""
     if weights.dtype == step.dtype:
-        # With ``alpha=-1`` instead of the negated step, torch takes three times as long.
+        # With ``alpha=-1`` and a positive step, torch takes three times as long.
         weights.index_add_(0, rows, step.neg_())
     else:
         # A step in the weights' own type would be rounded before the difference is.
@@ -257,7 +257,7 @@ class TableRun:
     """Tables that are adjacent in memory, as one table for one torch call."""
 
     first_key: int
-    """The key of the first row."""
+    """The first row's key."""
     tensors: tuple[torch.Tensor, ...]
     """Tensors with one entry per row, such as weights and optimizer states."""
 

@@ -4,7 +4,7 @@ A sharded module is TorchRec's, with a list of stages around its exchanges. In t
 batch meets them:
 
     sharders          a `Plan2D` becomes sharded modules (`optimizers`, `initial_tables`)
-    sharded_modules   bags and sequences; `parted` joins modules of several meshes
+    sharded_modules   bags and sequences; `parted` joins modules on several meshes
     tables, stages    the stages, their order, and their notes on a batch
     batch             a batch's form, ids and batch sizes are checked
     hot_rows          hot ids leave the batch for replicas on every rank
@@ -12,14 +12,14 @@ batch meets them:
     kernels           FBGEMM's kernels, whose backward can be captured
     replica_sync      copies stay equal over the mesh
 
-A table of 6 rows with two copies, on a mesh of two groups of two ranks:
+A table with 6 rows and two copies, on a mesh with two groups and two ranks in each:
 
     rank 0   rows 0-2       rank 1   rows 3-5       group 0
     rank 2   rows 0-2       rank 3   rows 3-5       group 1
     ids and rows travel between 0 and 1, and between 2 and 3; row gradients, between 0 and 2, and
-    between 1 and 3; gradients of hot rows, which every rank has, between all
+    between 1 and 3; hot rows' gradients, which every rank has, between all
 
-Searching for a plan is the job of `planner`, exchanging gradients of replicas that of `replicas`.
+`planner` searches for a plan, and `replicas` exchanges gradients between copies.
 """
 
 from torchrec_2dsp._compat.upstream_names import require_upstream

@@ -156,7 +156,7 @@ class NumberTypes:
         )
 
     def joined(self, other: "NumberTypes") -> "NumberTypes":
-        """Return the types that hold the numbers of both; weights if either has some."""
+        """Return the types that hold both batches' numbers; weights if either has some."""
         both_weights = self.weights or other.weights
         if self.weights is not None and other.weights is not None:
             both_weights = torch.promote_types(self.weights, other.weights)
@@ -188,7 +188,7 @@ class BatchForm:
         the error.
 
         Collectives:
-            For the first batch, a gather of its number types from all ranks.
+            For the first batch, an all-gather with all ranks' number types.
         """
         keys, num_samples = batch.keys(), batch.stride()
         if self._types is None:
@@ -480,8 +480,7 @@ class BatchCheck(Stage):
         """Return the batch as it will be looked up.
 
         Collectives:
-            That of `Alarm.check`, waited for before the lookup; for the first batch that of
-            `BatchForm.fit`.
+            As in `Alarm.check`, waited for before the lookup; first as in `BatchForm.fit`.
         """
         features, error = self._form.fit(features, notes.error)
         features, notes.error = self.ids(features, error)

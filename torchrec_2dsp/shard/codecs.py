@@ -1,4 +1,4 @@
-"""The codecs of a plan or a user under TorchRec's names, and the exchange of encoded bags."""
+"""Codecs from a plan or a user under TorchRec's names, and the exchange for encoded bags."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ _OPERATIONS = (
 )
 
 _SUMMED = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
-"""Types of which the output exchange adds parts of bags."""
+"""Types whose output exchange adds partial bags."""
 
 
 def codecs_registry(
@@ -42,7 +42,7 @@ def codecs_registry(
 ) -> dict[str, Any] | None:
     """Return a sharding's codecs by TorchRec's names: the plan's, or else the user's.
 
-    Shards of different width travel in one tensor, so each scale covers as many columns as divide
+    Shards with different widths travel in one tensor, so a scale covers as many columns as divide
     all widths.
     """
     if kind.transport is Transport.FP32:
@@ -76,7 +76,7 @@ def _widths(sharding_infos: Sequence[Any]) -> list[int]:
 
 
 def _check_packing(kind: TableType, sharding_infos: Sequence[Any], size: int) -> None:
-    """Refuse codecs with which TorchRec's exchange of the type fails."""
+    """Refuse codecs with which TorchRec's exchange fails for this type."""
     if size == 1:
         return
     table = sharding_infos[0].embedding_config
@@ -105,9 +105,9 @@ def codecs_by_dim(
 
 
 class UnevenReduceScatter(PooledEmbeddingsReduceScatter):
-    """TorchRec's output exchange of row-wise tables, also for uneven batches on gloo.
+    """TorchRec's output exchange for row-wise tables, also for uneven batches on gloo.
 
-    TorchRec's backward of an uneven reduce-scatter needs an uneven all-gather, which only NCCL
+    TorchRec's backward for an uneven reduce-scatter needs an uneven all-gather, which only NCCL
     has, and no backend adds encoded rows. So bag parts are sent to their ranks and added there.
     Everything else takes TorchRec's own path.
     """

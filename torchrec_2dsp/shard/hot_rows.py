@@ -26,7 +26,7 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import RowCodec
-from torchrec_2dsp.comms.mesh_groups import MeshGroups, Peers
+from torchrec_2dsp.comms.groups import MeshGroups, Peers
 from torchrec_2dsp.errors import PlanError, SyncError
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
@@ -234,7 +234,7 @@ class HotTbe:
         learning_rate: Callable[[Sequence[HotSlice]], float],
     ) -> None:
         self.slices = list(slices)
-        """One table of the kernel each."""
+        """The kernel's tables."""
         on_cpu = device.type == "cpu"
         tbe = SplitTableBatchedEmbeddingBagsCodegen(
             embedding_specs=[
@@ -301,7 +301,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class HotRows(Stage):
-    """The replicated rows of one sharded module."""
+    """A sharded module's replicated rows."""
 
     needs_keyed_jagged = True
 
@@ -368,7 +368,7 @@ class HotRows(Stage):
         """Load the rows that were hot when the batch was split.
 
         Collectives:
-            Those of a complete state, if the replicas hold others, as after a refresh.
+            As in `Tables2D.complete_state`, if the replicas hold other rows, as after a refresh.
         """
         if notes.hot is not None:
             self._hold(notes.hot.ids)
@@ -377,7 +377,7 @@ class HotRows(Stage):
         """Load a refresh's rows now; later the state can't be completed.
 
         Collectives:
-            Those of `before_lookup`.
+            As in `before_lookup`.
         """
         self._hold(self.sets.newest)
 
@@ -423,7 +423,7 @@ class HotRows(Stage):
         """Fill the replicas from the sharding group's shards, if those are newer.
 
         Collectives:
-            One all-reduce per weight and state of each hot table on the "shard" axis: owners
+            One all-reduce per hot table's weight and state on the "shard" axis: owners
             contribute their rows, the others zeros.
         """
         if not self._stale:
@@ -441,7 +441,7 @@ class HotRows(Stage):
         self._stale = self._dirty = False
 
     def _homes(self) -> Iterator[tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]]:
-        """Yield replica, home, slots and rows of each hot slice on this rank."""
+        """Yield each local hot slice's replica, home, slots and rows."""
         shards = [shard for kernel in self._kernels for shard in kernel.shards()]
         for tbe in self._tbes:
             for hot, replica in zip(tbe.slices, tbe.tensors(), strict=True):
@@ -482,7 +482,7 @@ def _by_kernel(
     grouped: dict[str, list[HotSlice]] = defaultdict(list)
     for hot in slices:
         params = fused_params[hot.table]
-        # Sequences of one kernel have one width.
+        # A kernel's sequences have one width.
         width = hot.num_columns if hot.is_sequence else None
         grouped[repr((sorted(params.items()), data_types[hot.table], width))].append(hot)
     return [

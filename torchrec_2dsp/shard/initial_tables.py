@@ -2,7 +2,7 @@
 
 TorchRec lets each shard draw its own numbers, so one seed gives other tables on each mesh. Here a
 table is cut into blocks of rows, and each block is drawn by itself, from a seed that follows from
-the user's, the table's name and the block's number. A rank draws the blocks that it has rows of.
+the user's, the table's name and the block's number. A rank draws the blocks in which it has rows.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ def draw_part_(part: torch.Tensor, config: Any, seed: int, row: int, column: int
 
 
 def drawn_block(config: Any, seed: int, number: int) -> torch.Tensor:
-    """Return the initial values of one block of a table. Seeds the CPU's generator.
+    """Return a table block's initial values. Seeds the CPU's generator.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig

@@ -40,7 +40,7 @@ from torchrec_2dsp._compat.torchrec import (
     GroupedPooledEmbeddingsLookup,
 )
 from torchrec_2dsp.codecs.rows import RowCodec
-from torchrec_2dsp.comms.mesh_groups import Peers
+from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.optim import to_kernel_units
 from torchrec_2dsp.replicas.capture import RowCapture
@@ -78,7 +78,7 @@ class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
         self._set_learning_rate()
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Change hyper-parameters of the running kernel."""
+        """Change the running kernel's hyper-parameters."""
         scaled = {"lr", "eps"}
         super().update_hyper_parameters(
             {
@@ -94,7 +94,7 @@ class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
 
 @dataclass(frozen=True)
 class TableShard:
-    """One shard of a table on this rank."""
+    """A table shard on this rank."""
 
     table: str
     row: int
@@ -104,7 +104,7 @@ class TableShard:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
+        """The shard's row count."""
         return self.tensors["weight"].shape[0]
 
     @property
@@ -141,7 +141,7 @@ class _CapturingKernel:
 
     @property
     def tbe(self) -> SplitTableBatchedEmbeddingBagsCodegen:
-        """FBGEMM's part of the kernel."""
+        """The kernel's FBGEMM module."""
         return cast("Kernel", self).emb_module
 
     @property
@@ -181,7 +181,7 @@ class _CapturingKernel:
         return output
 
     def _updating(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a forward of the kernel whose backward updates at once."""
+        """Run a forward whose backward updates at once."""
         output = run()
         if self._update_watchers and output.requires_grad:
             counts = write_counts(self.tbe)
@@ -198,7 +198,7 @@ class _CapturingKernel:
         return output
 
     def _zeros(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the output of shards without rows, which FBGEMM's CPU kernels don't look up."""
+        """Return the output without rows, which FBGEMM's CPU kernels can't look up."""
         shape = tbe_shape(self.tbe)
         dims = [shape.table_dims[table] for table in shape.feature_tables]
         size = (0, dims[0]) if shape.is_sequence else (features.stride(), sum(dims))
@@ -292,7 +292,7 @@ def _with_grids_of_one_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingCo
         shards = table.global_metadata.shards_metadata if table.global_metadata else []
         blocks = {shard.shard_offsets[1] for shard in shards}
         if table.num_embeddings == 1 and 1 < len(blocks) < len(shards):
-            # The number of rows is used for nothing else there.
+            # TorchRec uses the row count for nothing else there.
             table = replace(table, num_embeddings=2)
         tables.append(table)
     return config if tables == config.embedding_tables else replace(config, embedding_tables=tables)
@@ -326,7 +326,7 @@ def pooled_lookup(
     sharding_type: ShardingType | None,
     kind: type[Pooled],
 ) -> Pooled:
-    """Make the lookup of a sharding's bags on this rank."""
+    """Make a sharding's pooled lookup on this rank."""
     return kind(
         grouped_configs=facts.configs,
         pg=facts.group,
@@ -338,7 +338,7 @@ def pooled_lookup(
 
 
 def sequence_lookup(facts: ShardingFacts, device: torch.device | None) -> SequenceLookup:
-    """Make the lookup of a sharding's sequences on this rank."""
+    """Make a sharding's sequence lookup on this rank."""
     return SequenceLookup(
         grouped_configs=facts.configs,
         pg=facts.group,
@@ -384,7 +384,7 @@ class RowKernel(EmbeddingKernel):
 
     @property
     def updates_by_row(self) -> bool:
-        """Whether updates may run outside of the kernel's backward; alike on all ranks."""
+        """True if updates may run outside the kernel's backward; alike on all ranks."""
         return self._direct is not None
 
     def step(self) -> OptimizerStep | None:
@@ -394,7 +394,7 @@ class RowKernel(EmbeddingKernel):
     def update_rows(
         self, numbers: torch.Tensor, grads: torch.Tensor, step: OptimizerStep | None
     ) -> None:
-        """Apply gradients as of ``step``; a row's are added in this order."""
+        """Apply gradients at ``step``; a row's are added in this order."""
         assert self._direct is not None
         assert step is not None
         if numbers.numel():
@@ -437,7 +437,7 @@ class OwnedRows(list[torch.Tensor]):
     """The requested rows, block by block: `[rows, dim]`, by table, then by rank."""
 
     counts: list[torch.Tensor]
-    """The number of rows per table and rank, block by block: `[tables, ranks]`."""
+    """Row counts per table and rank, block by block: `[tables, ranks]`."""
 
     def view(self, *shape: int) -> "OwnedRows":
         """Return itself: here TorchRec shapes its sequences, which are tensors."""
@@ -453,7 +453,7 @@ class RowLookup(GroupedEmbeddingsLookup):
         return RowKernel(config, pg, device)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedRows:  # type: ignore[override]
-        """Return the rows of one batch of all ranks."""
+        """Return the rows that all ranks want for one batch."""
         parts = self.parts(sparse_features)
         owned = OwnedRows(kernel(ids) for kernel, ids in parts)
         owned.counts = [ids.lengths().view(len(ids.keys()), -1) for _, ids in parts]

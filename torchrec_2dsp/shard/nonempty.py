@@ -1,4 +1,4 @@
-"""Pooled exchange of non-empty bags: TorchRec's sharding types, without the zeros.
+"""Pooled exchange for non-empty bags: TorchRec's sharding types, without the zeros.
 
 TorchRec sends a vector for every bag, even without ids: a sample may have no value, or only hot
 ones. Here such bags are zeros at both ends, which know the bags' lengths. So neither end announces
@@ -36,22 +36,22 @@ from torchrec_2dsp.shard.kernels import PooledLookup, pooled_lookup
 
 @dataclass(frozen=True)
 class Channel:
-    """The features of one dimension, whose bags travel together."""
+    """Features with one dimension, whose bags travel together."""
 
     dim: int
     features: tuple[tuple[int, ...], ...]
     """These features' positions in each owner's features."""
     is_summed: bool
-    """Whether all owners have parts of the same bags."""
+    """True if all owners have parts that add up to a bag."""
 
     @property
     def num_features(self) -> int:
-        """The number of output features in this channel."""
+        """This channel's output features."""
         return len(self.features[0]) if self.is_summed else sum(map(len, self.features))
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """The position of each owner's first feature in the output."""
+        """Each owner's first position in the output."""
         if self.is_summed:
             return (0,) * len(self.features)
         return tuple(sum(map(len, self.features[:owner])) for owner in range(len(self.features)))
@@ -88,9 +88,9 @@ class FilledBags:
     places: torch.Tensor
     """Their positions in the output, which is sorted by sample."""
     num_bags: int
-    """The number of bags in the output, including empty ones."""
+    """Bags in the output, including empty ones."""
     sums: RowSum | None
-    """The sums over parts of the same bag; `None` if each comes whole."""
+    """The sums over partial bags; `None` if each comes whole."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -101,7 +101,7 @@ class FilledBags:
 
 @dataclass
 class NonEmptyContext(EmbeddingShardingContext):
-    """TorchRec's context of a batch in one sharding, with the bags that will come."""
+    """TorchRec's batch context in one sharding, with the bags that will come."""
 
     filled: list[FilledBags] = field(default_factory=list)
     """The bags that will come, channel by channel."""
@@ -127,7 +127,7 @@ class FilledBagsFinder:
         exchange.register_forward_pre_hook(lambda _, arguments: self._look_at(arguments[0]))
 
     def widened_context(self, context: EmbeddingShardingContext) -> NonEmptyContext:
-        """Add the filled bags to the context of the batch that was exchanged last."""
+        """Add the filled bags to the context; its batch was exchanged last."""
         filled, self._filled = self._filled, []
         return widened(context, NonEmptyContext, {"filled": filled})
 
@@ -178,7 +178,7 @@ class NonEmptyLookup(PooledLookup):
     """A lookup that tells which bags had ids."""
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedBags:  # type: ignore[override]
-        """Return the bags of one batch of all ranks."""
+        """Return all ranks' bags in one batch."""
         pooled = super().forward(sparse_features)
         num_features = len(sparse_features.keys())
         return OwnedBags(
@@ -300,7 +300,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """Puts bags into place, and adds parts of one bag in the order of owners."""
+    """Puts bags into place, and adds partial bags in owner order."""
 
     @staticmethod
     def forward(ctx: Any, come: torch.Tensor, filled: FilledBags) -> torch.Tensor:
@@ -316,7 +316,7 @@ class _Put(torch.autograd.Function):
 
 
 class NonEmptyBags:
-    """Makes a sharding's parts: the finder of non-empty bags and their exchange."""
+    """Makes a sharding's parts: the finder for non-empty bags and their exchange."""
 
     def __init__(self, facts: ShardingFacts, codecs: Any, *, is_summed: bool) -> None:
         self._facts, self._codecs, self._is_summed = facts, codecs, is_summed
@@ -329,7 +329,7 @@ class NonEmptyBags:
 
     @classmethod
     def of(cls, sharding: NonEmptySharding, *, is_summed: bool) -> "NonEmptyBags":
-        """Make the parts of a sharding."""
+        """Make a sharding's parts."""
         registry = sharding.qcomm_codecs_registry or {}
         codecs = registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
         return cls(facts_of(sharding), codecs, is_summed=is_summed)
@@ -352,10 +352,10 @@ class NonEmptyBags:
         )
 
     def lookup(self, device: torch.device | None, feature_processor: Any) -> NonEmptyLookup:
-        """Make the lookup of this rank's shards."""
+        """Make the lookup for this rank's shards."""
         kind = ShardingType.ROW_WISE if self._is_summed else None
         return pooled_lookup(self._facts, device, feature_processor, kind, NonEmptyLookup)
 
     def widened_context(self, context: EmbeddingShardingContext) -> NonEmptyContext:
-        """Add the filled bags to the context of the batch whose ids were sent last."""
+        """Add the filled bags to the context; its batch's ids were sent last."""
         return self._finder.widened_context(context)

@@ -144,7 +144,7 @@ def params_for_plan(
 
 
 def keeps_exact_copies(plan: ModulePlan2D) -> bool:
-    """Return whether equal updates keep copies of some rows equal."""
+    """Return whether equal updates keep row copies equal."""
     exact_groups = isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1
     return exact_groups or any(table.hot_set is not None for _, table in plan.tables())
 
@@ -194,7 +194,7 @@ def _check_arguments(
 def _optimizers(
     module: nn.Module, params: dict[str, Any]
 ) -> Iterator[tuple[EmbOptimType, Mapping[str, Any]]]:
-    """Yield the fused optimizers of all tables with their arguments, by TorchRec's precedence."""
+    """Yield all tables' fused optimizers and arguments, by TorchRec's precedence."""
     default = params.get("optimizer", EmbOptimType.EXACT_SGD)
     attached = [in_backward_optimizers(param) for param in module.parameters()]
     if None in attached:
@@ -301,5 +301,5 @@ def _scaled_by_table(
 
 
 def table_of(parameter: str) -> str:
-    """Return the table of a parameter such as ``embedding_bags.t0.weight``."""
+    """Return the table that owns a parameter such as ``embedding_bags.t0.weight``."""
     return parameter.split(".")[-2]

@@ -1,6 +1,6 @@
-"""Modules with tables of several meshes: some have one copy in the world, others one per group.
+"""Modules with tables on several meshes: some have one copy in the world, others one per group.
 
-A sharded module of TorchRec knows one set of ranks. So each mesh of the plan has one, and a
+TorchRec's sharded modules know one set of ranks. So each mesh in the plan has one, and a
 `PartedModule` shows them as one, with all tables under their names and one output.
 """
 
@@ -15,27 +15,25 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.c10d import IncompatibleKeys
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
-from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.shard.optimizers import table_of
 from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingBagCollection2D,
     ShardedEmbeddingCollection2D,
 )
-from torchrec_2dsp.shard.stages import BatchNotes
+from torchrec_2dsp.shard.stages import BatchNotes, Output
 from torchrec_2dsp.shard.tables import Tables2D
 
-Output = KeyedTensor | dict[str, JaggedTensor]
-"""A sharded module's output: a `KeyedTensor` of bags, or a `JaggedTensor` per sequence."""
 ShardedModule2D = ShardedEmbeddingBagCollection2D | ShardedEmbeddingCollection2D
 
 
 class SomeTables:
-    """Shows some tables of an unsharded module, with their own parameters."""
+    """Shows an unsharded module with some tables only."""
 
     def __init__(self, module: Any, configs: Sequence[BaseEmbeddingConfig]) -> None:
         self._module = module
@@ -43,15 +41,15 @@ class SomeTables:
         self._names = {config.name for config in configs}
 
     def embedding_bag_configs(self) -> list[Any]:
-        """Return the shown configs of an `EmbeddingBagCollection`."""
+        """Return the shown configs, as `EmbeddingBagCollection` does."""
         return self._configs
 
     def embedding_configs(self) -> list[Any]:
-        """Return the shown configs of an `EmbeddingCollection`."""
+        """Return the shown configs, as `EmbeddingCollection` does."""
         return self._configs
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Return the names of outputs, as if there were no other tables."""
+        """Return output names as if there were no other tables."""
         return get_embedding_names_by_table(self._configs)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -77,10 +75,9 @@ class SomeTables:
 
 @dataclass
 class PartContexts(Multistreamable):
-    """A batch's context in each part of a module."""
+    """A batch's context in each part."""
 
     of_parts: list[Any]
-    """The context of each part, in their order."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -89,7 +86,7 @@ class PartContexts(Multistreamable):
 
 
 class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizerModule):
-    """Shows the sharded modules of several meshes as one.
+    """Shows several meshes' sharded modules as one.
 
     Parts aren't submodules, like TorchRec's lookups: names and pipelines see one module.
     """
@@ -129,7 +126,7 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
     def input_dist(
         self, ctx: PartContexts, features: KeyedJaggedTensor, /
     ) -> Awaitable[Awaitable[Any]]:
-        """Let each part take the features of its tables."""
+        """Let each part take its tables' features."""
         exchanges = [part.input_dist(part_ctx, features) for part, part_ctx in self._with(ctx)]
         return KJTListSplitsAwaitable(exchanges, ctx)
 
@@ -211,18 +208,18 @@ def sharded_tables(model: nn.Module) -> list[Tables2D]:
 
 
 def groups_of(model: nn.Module) -> MeshGroups | None:
-    """Return the communicators of a model's sharded modules; `None` without one of this package."""
+    """Return the communicators in a model's sharded modules; `None` without a 2D module."""
     return next((tables.groups for tables in sharded_tables(model)), None)
 
 
 @dataclass(frozen=True)
 class PrefetchedBatch:
-    """One batch of one part, for a pipeline that prefetches rows."""
+    """A batch in one part, for a pipeline that prefetches rows."""
 
     tables: Tables2D
     notes: BatchNotes
     arrived: Any = None
-    """The result of the batch's input exchange, if the pipeline has waited for it."""
+    """The input exchange's result, if the pipeline has waited for it."""
 
 
 def prefetched_batches(module: Any, ctx: Any, arrived: Any = None) -> list[PrefetchedBatch]:
@@ -267,10 +264,7 @@ class _Joined(LazyAwaitable[Output]):
 
 
 def _names_in(configs: Sequence[Any], part: Any) -> dict[str, str]:
-    """Map a part's output names to those beside the other parts.
-
-    A feature that looks up several tables carries a table's name in each of its outputs.
-    """
+    """Map a part's output names to those beside the other parts, which may add a table's name."""
     all_names = get_embedding_names_by_table(list(configs))
     by_table = dict(zip((config.name for config in configs), all_names, strict=True))
     own = [config for config in configs if config.name in part.tables.table_names]

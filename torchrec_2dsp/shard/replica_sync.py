@@ -1,4 +1,4 @@
-"""`ReplicaSync`: keeps a sharded module's copies equal over the groups of a mesh."""
+"""`ReplicaSync`: keeps a sharded module's copies equal over a mesh's groups."""
 
 import logging
 import math
@@ -13,7 +13,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec, Transport
-from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import base_type
@@ -41,33 +41,32 @@ from torchrec_2dsp.shard.stages import BatchNotes, Stage
 
 @dataclass(frozen=True)
 class Replication:
-    """How a sharded module is repeated."""
+    """A sharded module's copies: their mesh, their sync, and what depends on them."""
 
     groups: MeshGroups
     sync: SyncConfig
     always_capture: bool = False
-    """Capture and apply rows even with one group, where the fused backward would do, and with its
-    bits."""
+    """Capture and apply rows even with one group, with the fused backward's bits."""
     bad_ids: BadIds = BadIds.RAISE
     tables_beside: tuple[Any, ...] = ()
-    """The configs of all tables of the unsharded module, where this module runs some of them: a
-    feature may look up others as well, and is held to the smallest one."""
+    """All the unsharded module's table configs, if this module runs only some: a feature that looks
+    up others, too, is held to the smallest one."""
     accumulates: bool = False
-    """Capture rows so that those of several backwards can make one update."""
+    """Capture rows so that several backwards can make one update."""
 
     @property
     def captures(self) -> bool:
-        """Whether rows are captured even without replicas."""
+        """True if rows are captured even without replicas."""
         return self.always_capture or self.accumulates
 
     @property
     def may_delay(self) -> bool:
-        """Whether updates may be late; not if only accumulation captures rows."""
+        """True if updates may be late; not if only accumulation captures rows."""
         return self.groups.mesh.num_groups > 1 or self.always_capture
 
     @property
     def can_accumulate(self) -> bool:
-        """Whether updates wait for a sync, which can merge those of several backwards."""
+        """True if updates wait for a sync, which can merge several backwards."""
         has_replicas = self.groups.mesh.num_groups > 1
         return self.captures or (has_replicas and isinstance(self.sync, GradientSync))
 
@@ -103,7 +102,7 @@ def _average(
     groups: MeshGroups,
     is_synced: Callable[[str], bool],
 ) -> WeightSyncAction:
-    """Return the action for some of each shard's tensors."""
+    """Return the action for the shards' tensors that ``is_synced`` names."""
     num_peers, peers = groups.mesh.num_groups, groups.replica_peers
     by_kernel = [
         [synced_shard(shard, is_synced, num_peers, sync) for shard in kernel.shards()]
@@ -268,7 +267,7 @@ class ReplicaSync(Stage):
         """Apply what is pending.
 
         Collectives:
-            Those of a sync, if a backward is pending.
+            A sync's, if a backward is pending.
         """
         self.reach(SyncReason.READ)
 
@@ -299,7 +298,7 @@ class ReplicaSync(Stage):
         return any(not torch.equal(peer, peers[0]) for peer in peers)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return weights and optimizer state of this rank's shards, as views."""
+        """Return this rank's weights and optimizer state, as views."""
         return [
             tensor
             for kernel in self._kernels

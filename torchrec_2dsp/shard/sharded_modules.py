@@ -65,7 +65,7 @@ fails where a rank has no samples."""
 
 
 class ShardedEmbeddingBagCollection2D(ShowsBaseTypes, ShardedEmbeddingBagCollection):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """TorchRec's sharded collection, repeated over the groups of a mesh."""
+    """TorchRec's sharded collection, repeated over a mesh's groups."""
 
     def __init__(
         self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
@@ -135,7 +135,7 @@ def _without_transport(table: ParameterSharding2D) -> TableType:
 
 
 def _outputs_of(configs: Sequence[EmbeddingBagConfig], tables: set[str]) -> dict[str, str]:
-    """Return the feature of each of some tables' outputs, by the output's name."""
+    """Map some tables' output names to features."""
     names = get_embedding_names_by_table(list(configs))
     return {
         output: feature
@@ -146,7 +146,7 @@ def _outputs_of(configs: Sequence[EmbeddingBagConfig], tables: set[str]) -> dict
 
 
 class _Summing:
-    """An unsharded module that shows some of its averaging tables as summing ones."""
+    """An unsharded module that shows some averaging tables as summing ones."""
 
     def __init__(self, module: Any, tables: Iterable[str]) -> None:
         self._module = module
@@ -165,7 +165,7 @@ class _Summing:
 
 
 class ShardedEmbeddingCollection2D(ShowsBaseTypes, ColumnWiseSequences):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """TorchRec's sharded collection, repeated over the groups of a mesh."""
+    """TorchRec's sharded collection, repeated over a mesh's groups."""
 
     def __init__(
         self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
@@ -200,7 +200,7 @@ class ShardedEmbeddingCollection2D(ShowsBaseTypes, ColumnWiseSequences):  # pyri
         )
 
     def is_column_wise(self, sharding_type: str) -> bool:
-        """Return whether such tables have shards of some columns."""
+        """Return whether such tables are cut by columns."""
         return TableType.of_name(sharding_type).base is ShardingType.COLUMN_WISE
 
     def create_context(self) -> SequenceContext:
@@ -226,7 +226,7 @@ class JoinBags(Stage):
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor
     ) -> KeyedJaggedTensor:
-        """Note the lengths of bags that are averaged here, hot ids included."""
+        """Note bag lengths for outputs that are averaged here, hot ids included."""
         if self._averaged_outputs:
             lengths = features.lengths().view(len(features.keys()), features.stride())
             by_feature = dict(zip(features.keys(), lengths, strict=True))
@@ -257,7 +257,7 @@ class JoinBags(Stage):
 
 
 class JoinSequences(Stage):
-    """Puts hot and cold rows into the order of the batch's ids."""
+    """Puts hot and cold rows into the batch's id order."""
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
         """Return the complete sequences."""
@@ -292,7 +292,7 @@ def feature_of(output_name: str) -> str:
 def _joined(
     cold: JaggedTensor, hot_rows: torch.Tensor, hot: HotFeature, hot_ids: torch.Tensor
 ) -> JaggedTensor:
-    """Return the rows of all of a feature's ids."""
+    """Return the rows for all a feature's ids."""
     order = _order(hot.is_hot)
     ids = cold.weights_or_none()  # Where the module is asked for indices.
     if ids is not None:

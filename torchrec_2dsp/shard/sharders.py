@@ -21,8 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.fits_module import (
     check_holder,
@@ -55,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Part(NamedTuple):
-    """The tables of a module that one mesh repeats."""
+    """A module's tables that one mesh repeats."""
 
     module: Any
     plan: ModulePlan2D
@@ -63,7 +62,7 @@ class _Part(NamedTuple):
 
 
 class Sharder2D(BaseEmbeddingSharder[Any]):
-    """The base of both sharders: agrees over the ranks, then shards for this rank's group."""
+    """The base class for sharders: agrees over the ranks, then shards for this rank's group."""
 
     always_capture = False
     """Take the exact path even where one group needs none; for tests and measurements."""
@@ -123,7 +122,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
     def _part(
         self, module: Any, configs: list[Any], plan: ModulePlan2D, device: torch.device
     ) -> "_Part":
-        """Return the tables of one mesh, after checking their optimizers."""
+        """Return a mesh's tables, after checking their optimizers."""
         part: Any = module
         if len(plan) < len(configs):
             part = SomeTables(module, [config for config in configs if config.name in plan])
@@ -231,7 +230,7 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         init_seed: int | None = None,
         accumulates: bool = False,
     ) -> None:
-        """Choose the optimizer, and the treatment of weights and ids.
+        """Choose the optimizer, and how weights and ids are treated.
 
         Args:
             optimizer: the fused optimizer, ours or FBGEMM's; alternatively give it in
@@ -255,7 +254,7 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         self._init_2d(optimizer, keep_weights, bad_ids, init_seed, accumulates)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return all of TorchRec's types, on every device."""
+        """Return all TorchRec's types, on every device."""
         return [kind.value for kind in ShardingType]
 
     def shard(  # type: ignore[override]  # where tables are of several meshes
@@ -269,7 +268,7 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
 
         Collectives:
-            An agreement of all ranks on the arguments, then process groups and broadcasts.
+            All ranks agree on the arguments, then come process groups and broadcasts.
         """
         configs = module.embedding_bag_configs()
         make = ShardedEmbeddingBagCollection2D
@@ -307,7 +306,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         init_seed: int | None = None,
         accumulates: bool = False,
     ) -> None:
-        """Choose the optimizer, and the treatment of ids.
+        """Choose the optimizer, and how ids are treated.
 
         Args:
             optimizer: as in `EmbeddingBagCollectionSharder2D`.
@@ -325,7 +324,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
             qcomm_codecs_registry,
             use_index_dedup,
         )
-        # TorchRec keeps the weights of an EmbeddingCollection by itself.
+        # TorchRec keeps an EmbeddingCollection's weights by itself.
         self._init_2d(optimizer, False, bad_ids, init_seed, accumulates)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -343,7 +342,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
 
         Collectives:
-            An agreement of all ranks on the arguments, then process groups and broadcasts.
+            All ranks agree on the arguments, then come process groups and broadcasts.
         """
 
         def make(*args: Any, **kwargs: Any) -> ShardedEmbeddingCollection2D:

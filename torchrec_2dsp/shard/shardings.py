@@ -1,6 +1,6 @@
 """TorchRec's shardings with the plugin's kernels and exchanges.
 
-Each class overrides TorchRec's factory methods and nothing else: those of lookups, and where
+Each class overrides TorchRec's factory methods and nothing else: those for lookups, and where
 another exchange runs, those that send ids and outputs.
 """
 
@@ -48,31 +48,31 @@ def widen_contexts(contexts: list[Any], shardings: Sequence[Any]) -> None:
 
 
 class _LooksUpBags(EmbeddingSharding[Any, Any, Any, Any]):
-    """A sharding of bags over the plugin's kernels."""
+    """A sharding for bags over the plugin's kernels."""
 
     averages_as: ClassVar[ShardingType | None] = None
-    """The type's name for TorchRec's kernel, which leaves averages of some types to the output."""
+    """The type's name for TorchRec's kernel, which leaves some types' averages to the output."""
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> BaseEmbeddingLookup:
-        """Make the lookup of this rank's shards."""
+        """Make the lookup for this rank's shards."""
         facts = facts_of(cast(Any, self))
         return pooled_lookup(facts, device, feature_processor, self.averages_as, PooledLookup)
 
 
 class _LooksUpSequences(EmbeddingSharding[Any, Any, Any, Any]):
-    """A sharding of sequences over the plugin's kernels."""
+    """A sharding for sequences over the plugin's kernels."""
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> BaseEmbeddingLookup:
-        """Make the lookup of this rank's shards."""
+        """Make the lookup for this rank's shards."""
         return sequence_lookup(facts_of(cast(Any, self)), device)
 
 
 class _ReducesInNode(_LooksUpBags):
-    """Bags of tables that are row-wise in a node."""
+    """Bags in tables that are row-wise in a node."""
 
     averages_as = ShardingType.TABLE_ROW_WISE
 
@@ -131,7 +131,7 @@ class _NonEmpty(EmbeddingSharding[Any, Any, Any, Any]):
     """A sharding that sends no bags without ids."""
 
     is_summed: ClassVar[bool] = False
-    """Whether owners have parts of the same bags."""
+    """True if owners have parts that add up to a bag."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,15 +145,15 @@ class _NonEmpty(EmbeddingSharding[Any, Any, Any, Any]):
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> Any:
-        """Make the lookup of this rank's shards."""
+        """Make the lookup for this rank's shards."""
         return self.bags.lookup(device, feature_processor)
 
     def create_output_dist(self, device: Device = None) -> Any:
-        """Make the exchange of bags with ids."""
+        """Make the exchange for bags with ids."""
         return self.bags.output_dist(device, super().create_output_dist(device))
 
     def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
-        """Add the bags that will come to the context of the batch whose ids were sent last."""
+        """Add the bags that will come to the context; its batch's ids were sent last."""
         return self.bags.widened_context(context)
 
 
@@ -166,13 +166,13 @@ class NonEmptyCw(_NonEmpty, CwPooledEmbeddingSharding):
 
 
 class NonEmptyRw(_NonEmpty, RwPooledEmbeddingSharding):
-    """Row-wise bags: an owner sends its part of a bag if it has any of its rows."""
+    """Row-wise bags: an owner sends its partial bag if it has any rows in it."""
 
     is_summed = True
 
 
 class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
-    """Row-wise tables, each distinct row of which travels once."""
+    """Row-wise tables whose distinct rows travel once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -187,15 +187,15 @@ class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> Any:
-        """Make the lookup of this rank's rows."""
+        """Make the lookup for this rank's rows."""
         return self.rows.lookup(device)
 
     def create_output_dist(self, device: Device = None) -> Any:
-        """Make the fetch of rows."""
+        """Make the row fetch."""
         return self.rows.output_dist(device)
 
     def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
-        """Add the rows that will come to the context of the batch whose ids were sent last."""
+        """Add the rows that will come to the context; its batch's ids were sent last."""
         return self.rows.widened_context(context)
 
 
@@ -232,6 +232,6 @@ _SEQUENCE: dict[TableType, Any] = {
 
 
 def sharding_class(kind: TableType, *, is_sequence: bool) -> Any:
-    """Return the class of a sharding, whatever its transport; `None` where it is TorchRec's."""
+    """Return a sharding's class, whatever its transport; `None` if it is TorchRec's."""
     classes = _SEQUENCE if is_sequence else _POOLED
     return classes.get(replace(kind, transport=Transport.FP32))

@@ -1,6 +1,6 @@
 """Stages, which do this package's work in a sharded module, and their notes on a batch.
 
-A sharded module has an ordered list of stages (`Tables2D.stages`). TorchRec distributes ids, looks
+A sharded module has ordered stages (`Tables2D.stages`). TorchRec distributes ids, looks
 up and distributes rows; in between it calls the hooks that each stage overrides:
 
     before_ids_travel    in order     the batch, as it will be distributed
@@ -9,7 +9,7 @@ up and distributes rows; in between it calls the hooks that each stage overrides
     on_output            backwards    the module's output
     before_backward      in order
 
-Tables are in one of two states, in which training or a reader of the state finds its rows:
+Tables are in either of two states, where training or a state reader finds its rows:
 
     before_use           in order     rows are put where lookups and updates find them
     before_read          backwards    all updates are done, and rows are where state dicts show them
@@ -35,12 +35,12 @@ class HotFeature:
     """One feature's hot ids in one batch."""
 
     slots: torch.Tensor
-    """Positions in the table's hot set, in the order of the batch."""
+    """Positions in the table's hot set, in the batch's order."""
     lengths: torch.Tensor
     """Hot ids per bag."""
     weights: torch.Tensor | None
     is_hot: torch.Tensor
-    """Whether each id of the batch is hot, in the order of the batch."""
+    """Each id's flag, in the batch's order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class HotIds:
     by_table: Mapping[str, torch.Tensor]
     """Row ids, ascending; a row's position is its slot."""
     by_feature: Mapping[str, torch.Tensor]
-    """The row ids of the table that each feature looks up."""
+    """The same row ids by feature that looks the table up."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class HotBatch:
     """A batch's lookups in the replicas."""
 
     features: dict[str, HotFeature]
-    """The hot ids of each feature, by its name."""
     ids: HotIds
     """The rows that were hot when the batch was split."""
 
@@ -77,7 +76,7 @@ class BagsOfSamples:
     rows: Mapping[str, int]
     """Each feature's row in ``indices``."""
     indices: torch.Tensor
-    """Numbers of bags, `[features, samples]`."""
+    """Bag numbers, `[features, samples]`."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -100,7 +99,7 @@ class BagsOfSamples:
         return {name: _select(rows, self._of(name)) for name, rows in bags.items()}
 
     def _of(self, name: str) -> torch.Tensor:
-        # A feature that looks up several tables carries a table's name in each of its outputs.
+        # A feature that looks up several tables has a table's name in each output.
         return self.indices[self.rows[name.split("@")[0]]]
 
 
@@ -123,40 +122,39 @@ def _select(rows: JaggedTensor, bags: torch.Tensor) -> JaggedTensor:
 
 @dataclass
 class PrefetchNotes:
-    """The conditions of a batch's row prefetch."""
+    """Conditions for a batch's row prefetch."""
 
     loads_seen: int = 0
-    """The number of writes by hand when the batch was announced."""
+    """Writes by hand before the batch was announced."""
     due: int = 0
-    """The number of the module's lookup that the batch has to be; rows that came early are right
-    for that lookup only."""
+    """The number that the batch's lookup must have; early rows are right for that lookup only."""
     follower: "BatchNotes | None" = None
     """The batch whose early rows are sent behind this one's rows."""
 
 
 @dataclass
 class BatchNotes:
-    """The stages' notes on a batch; each stage has fields of its own."""
+    """The stages' notes on a batch; each stage has its own fields."""
 
     is_training: bool = False
-    """Whether the lookup will have a backward that trains."""
+    """True if the lookup will have a backward that trains."""
     error: InputError | None = None
     check: Check | None = None
-    """The check of all ranks' batches, in flight."""
+    """The check on all ranks' batches, in flight."""
     bags_of_samples: BagsOfSamples | None = None
-    """Each sample's bags, if features have batch sizes of their own."""
+    """Each sample's bags, with variable batch sizes."""
     bag_lengths: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The ids per bag of each output that this package averages, not TorchRec."""
+    """The ids per bag in outputs that this package averages, not TorchRec."""
     hot: HotBatch | None = None
     """The hot ids, `None` without hot rows."""
     hot_output: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The rows of the hot ids, by feature, as the replicas gave them."""
+    """The hot rows that replicas returned, by feature."""
     prefetch: PrefetchNotes = field(default_factory=PrefetchNotes)
     shardings: list[EmbeddingShardingContext | None] = field(default_factory=list)
-    """TorchRec's contexts, one for each sharding of the module; row exchange and non-empty bags
-    have contexts of their own, which know what will come."""
+    """TorchRec's contexts, one per sharding; row exchange and non-empty bags have their own
+    contexts, which know what will come."""
     asked: Any = None
-    """The input exchange of the batch, until its lookup."""
+    """The batch's input exchange, until its lookup."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``, to which a pipeline hands the batch."""
@@ -182,23 +180,23 @@ class _NotedContext(Multistreamable):
 
 @dataclass
 class BagContext(_NotedContext, EmbeddingBagCollectionContext):
-    """TorchRec's context of a batch in an `EmbeddingBagCollection`, with notes."""
+    """TorchRec's batch context in an `EmbeddingBagCollection`, with notes."""
 
 
 @dataclass
 class SequenceContext(_NotedContext, EmbeddingCollectionContext):
-    """TorchRec's context of a batch in an `EmbeddingCollection`, with notes."""
+    """TorchRec's batch context in an `EmbeddingCollection`, with notes."""
 
 
 Output = KeyedTensor | Mapping[str, JaggedTensor]
-"""A sharded module's output: a `KeyedTensor` of bags, or a `JaggedTensor` per sequence."""
+"""A sharded module's output: a `KeyedTensor` with bags, or a `JaggedTensor` per sequence."""
 
 
 class Stage:
-    """A stage that does nothing; subclasses override some of the hooks."""
+    """A stage that does nothing; subclasses override hooks."""
 
     needs_keyed_jagged = False
-    """Whether the stage can't do its work on batches that aren't a `KeyedJaggedTensor`."""
+    """True if the stage only works on batches that are a `KeyedJaggedTensor`."""
 
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor
@@ -210,7 +208,7 @@ class Stage:
         """Prepare a batch's rows for reading."""
 
     def before_accumulating(self) -> None:
-        """Do what needs a complete state, before backwards wait for others of their step."""
+        """Do what needs a complete state, before a step accumulates backwards."""
 
     def while_rows_travel(self, notes: BatchNotes) -> None:
         """Compute on this rank while TorchRec's output exchange runs."""

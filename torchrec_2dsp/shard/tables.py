@@ -1,4 +1,4 @@
-"""`Tables2D`: the stages around a sharded module of TorchRec, and the state of its tables."""
+"""`Tables2D`: stages around TorchRec's sharded module, and its tables' state."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -25,7 +25,7 @@ from torchrec_2dsp._compat.shardings import (
     wrap_optimizer,
 )
 from torchrec_2dsp._compat.torchrec import KJTAllToAllSplitsAwaitable
-from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.fits_module import has_weights
@@ -47,7 +47,7 @@ Context = TypeVar("Context", BagContext, SequenceContext)
 
 
 class Tables2D:
-    """A sharded module's tables, repeated over the groups of a mesh."""
+    """A sharded module's tables, repeated over a mesh's groups."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Tables2D:
         self.module = module
         self.groups: MeshGroups = replication.groups
         self.table_names = sorted(plan)
-        """The names of the tables, in one order on all ranks."""
+        """The table names, in one order on all ranks."""
         self._kernels = list(kernels_of(lookups_of(module)))
         all_configs = replication.tables_beside or configs
         is_weighted, alarm = has_weights(unsharded), self.groups.alarm
@@ -79,7 +79,7 @@ class Tables2D:
         )
         self.hot_sets: HotSets = hot_rows.sets
         self.hot_rows = hot_rows if self.hot_sets.by_table else None
-        """The replicas of hot rows, if there are some."""
+        """The replicated hot rows, if any."""
         self.prefetch = RowPrefetch(
             _row_exchanges(module),
             updates_at_once=self.groups.mesh.num_groups == 1 and not replication.captures,
@@ -135,7 +135,7 @@ class Tables2D:
 
     @property
     def num_bad_ids(self) -> int:
-        """This rank's number of bad ids so far, see `BadIds`."""
+        """This rank's bad ids so far, see `BadIds`."""
         return self._batch_check.ids.num_bad
 
     @num_bad_ids.setter
@@ -143,18 +143,18 @@ class Tables2D:
         self._batch_check.ids.num_bad = count
 
     def kernels(self) -> list[Kernel]:
-        """Return this rank's fused kernels, without those of hot rows."""
+        """Return this rank's fused kernels, without hot rows' kernels."""
         return list(self._kernels)
 
     def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-        """Return FBGEMM's part of this rank's fused kernels, including those of hot rows."""
+        """Return the FBGEMM modules in this rank's fused kernels and hot rows' kernels."""
         return [kernel.tbe for kernel in self._kernels] + self._hot_tbes()
 
     def send_ids(self, ctx: Context, features: Any, send: Callable[[Context, Any], Any]) -> Any:
         """Let each stage see the batch, then distribute its ids by ``send``.
 
         Collectives:
-            Those of the stages, then those of TorchRec.
+            The stages', then TorchRec's.
         """
         notes = ctx.notes
         if isinstance(features, KeyedJaggedTensor):
@@ -174,7 +174,7 @@ class Tables2D:
         """Look up a batch by ``look_up`` and in the stages; all rows travel side by side.
 
         Collectives:
-            Those of the stages, and those of TorchRec.
+            The stages' and TorchRec's.
         """
         notes = ctx.notes
         notes.is_training = self.module.training and torch.is_grad_enabled()
@@ -201,7 +201,7 @@ class Tables2D:
         """Bring weights and optimizer state up to date, before they are read or written.
 
         Collectives:
-            Those of each stage before a read: of a sync, if a backward is pending, and of rows that
+            Each stage's before a read: a sync's, if a backward is pending, and all-to-alls if rows
             move to where state dicts show them.
         """
         with naming_faults(self.groups.board):
@@ -271,7 +271,7 @@ def _pack_size(module: Module, plan: ModulePlan2D) -> int:
 
 
 def _row_exchanges(module: Module) -> list[tuple[RowLookup, RowFetch] | None]:
-    """Return the lookup and the output exchange of each sharding with row exchange, else `None`."""
+    """Return each sharding's lookup and output exchange if it exchanges rows, else `None`."""
     pairs = zip(lookups_of(module), output_dists_of(module), strict=True)
     return [
         (cast(RowLookup, lookup), output_dist) if isinstance(output_dist, RowFetch) else None
@@ -299,7 +299,7 @@ def completed_input(notes: BatchNotes, arrived: Any) -> Any:
 
 
 def progress_of(tables: Tables2D) -> dict[str, Any]:
-    """Return what this rank's share of a module counts; only the same plan and rank can use it."""
+    """Return this rank's counters in a module; only the same plan and rank can use them."""
     return {
         "actions": tables.sync_point.state_dict(),
         "iterations": [iteration_of(tbe) for tbe in tables.tbes()],
@@ -308,7 +308,7 @@ def progress_of(tables: Tables2D) -> dict[str, Any]:
 
 
 def restore_progress(tables: Tables2D, progress: dict[str, Any]) -> None:
-    """Let the same share of the same module, under the same plan, go on from there."""
+    """Restore `progress_of` on the same rank, under the same plan."""
     tables.sync_point.load_state_dict(progress["actions"])
     for tbe, iteration, learning_rate in zip(
         tables.tbes(), progress["iterations"], progress["learning_rates"], strict=True
@@ -318,11 +318,11 @@ def restore_progress(tables: Tables2D, progress: dict[str, Any]) -> None:
 
 
 def max_iteration(tables: Tables2D) -> int:
-    """Return the largest number of forwards that a kernel has counted."""
+    """Return the most forwards that a kernel has counted."""
     return max((iteration_of(tbe) for tbe in tables.tbes()), default=0)
 
 
 def count_iterations_from(tables: Tables2D, iteration: int) -> None:
-    """Let all kernels of this rank go on as after so many forwards."""
+    """Let this rank's kernels go on as after ``iteration`` forwards."""
     for tbe in tables.tbes():
         set_iteration(tbe, iteration)

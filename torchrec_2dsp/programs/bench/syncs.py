@@ -28,8 +28,7 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError, SyncError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, WeightSync

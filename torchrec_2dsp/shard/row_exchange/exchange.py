@@ -1,6 +1,6 @@
-"""`RowExchange`: a sharding's parts, among them the fetch of rows, and a batch's context.
+"""`RowExchange`: a sharding's parts, among them the row fetch, and a batch's context.
 
-TorchRec's row-wise sharding sends partial sums of every bag to every sample's rank. Here owners
+TorchRec's row-wise sharding sends every bag's partial sums to its sample's rank. Here owners
 look up the requested rows, rows travel to the ranks that asked, and are pooled there. In the
 backward, one gradient per distinct row returns to its owner."""
 
@@ -23,7 +23,7 @@ from torchrec_2dsp._compat.torchrec import (
     SequenceShardingContext,
     intra_and_cross_node_pg_2D,
 )
-from torchrec_2dsp.comms.mesh_groups import Peers
+from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
 from torchrec_2dsp.shard.codecs import codecs_by_dim
@@ -40,13 +40,13 @@ from torchrec_2dsp.shard.row_exchange.requests import (
 
 @dataclass(kw_only=True)
 class RowContext(EmbeddingShardingContext):
-    """TorchRec's context of a batch in one sharding, with the rows that it needs."""
+    """TorchRec's batch context in one sharding, with the rows that the batch needs."""
 
     requested: Requested
     journeys: list[RowJourney] = field(default_factory=list)
     """The rows' journeys, block by block, if some come early."""
     before: list[RowJourney] = field(default_factory=list)
-    """The journeys of the batch before, whose gradients may lag behind the lookup of this one."""
+    """The last batch's journeys, whose gradients may lag behind this batch's lookup."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -56,7 +56,7 @@ class RowContext(EmbeddingShardingContext):
 
 @dataclass(kw_only=True)
 class SequenceRowContext(RowContext, SequenceShardingContext):
-    """The same, of sequences."""
+    """A `RowContext` for sequences."""
 
 
 def with_rows(context: EmbeddingShardingContext, requested: Requested) -> RowContext:
@@ -68,7 +68,7 @@ def with_rows(context: EmbeddingShardingContext, requested: Requested) -> RowCon
 
 
 class RowFetch(nn.Module):
-    """TorchRec's output exchange of a row-exchange sharding: sends rows to ranks that need them."""
+    """A row-exchange sharding's output exchange: sends rows to ranks that need them."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RowFetch(nn.Module):
 
         Collectives:
             One all-to-all for each block, waited for by what is returned; one more in the
-            backward. If ranks of a host ask together, as many inside the host.
+            backward. If a host's ranks ask together, as many inside the host.
         """
         requested = sharding_ctx.requested
         if sharding_ctx.journeys and all(journey.has_begun for journey in sharding_ctx.journeys):
@@ -122,12 +122,12 @@ class RowFetch(nn.Module):
         running_ctx: RowContext,
         expect: Callable[[RowJourney], None],
     ) -> list[RowJourney]:
-        """Let a batch's rows come early, and gradients of the batch before it lag.
+        """Let a batch's rows come early, and the last batch's gradients lag.
 
         Returns a journey per block; none on a rank that exchanges with no other.
 
         Collectives:
-            Those of `RowJourney` and of `RowJourney.let_lag`, for each block.
+            For each block, `RowJourney`'s and `RowJourney.let_lag`'s.
         """
         if self._asking.size() == 1:
             return []
@@ -175,7 +175,7 @@ class PooledRows(Awaitable[torch.Tensor]):
 
 
 class RowExchange:
-    """Makes the requests, the lookup and the fetch of a sharding with row exchange."""
+    """Makes a row-exchange sharding's requests, lookup and fetch."""
 
     def __init__(
         self,
@@ -202,14 +202,14 @@ class RowExchange:
         sharding: RwPooledEmbeddingSharding | RwSequenceEmbeddingSharding,
         sharding_infos: list[Any],
     ) -> "RowExchange":
-        """Make the parts of a sharding, after regrouping its tables."""
+        """Make a sharding's parts, after regrouping its tables."""
         kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
         spread = {
             info.embedding_config.name
             for info in sharding_infos
             if info.param_sharding.owners is RowOwners.HASH
         }
-        # One row per id comes out of a kernel, so a kernel has tables of one dimension.
+        # A kernel returns one row per id, so its tables have one dimension.
         regroup(sharding, [_by_dim(groups) for groups in facts_of(sharding).configs_per_rank])
         codecs = codecs_by_dim(kind, sharding.qcomm_codecs_registry)
         per_host = kind.exchange is Exchange.ROW_PER_HOST
@@ -225,7 +225,7 @@ class RowExchange:
         return RowFetch(self._blocks, self._owners, device or self._facts.device, self._codecs)
 
     def lookup(self, device: torch.device | None) -> RowLookup:
-        """Make the lookup of this rank's rows."""
+        """Make the lookup for this rank's rows."""
         return RowLookup(
             grouped_configs=[config_by_row(config) for config in self._facts.configs],
             pg=self._facts.group,
@@ -234,7 +234,7 @@ class RowExchange:
         )
 
     def widened_context(self, context: EmbeddingShardingContext) -> RowContext:
-        """Add requested rows to the context of the batch whose requests were sent last."""
+        """Add requested rows to the context; its batch's requests were sent last."""
         assert self._requests is not None
         assert self._requests.requested is not None
         requested, self._requests.requested = self._requests.requested, None
@@ -242,7 +242,7 @@ class RowExchange:
 
 
 def _by_dim(groups: Sequence[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:
-    """Regroup tables into configs of one dimension each."""
+    """Regroup tables by dimension."""
     by_dim = []
     for group in groups:
         for dim in dict.fromkeys(table.local_cols for table in group.embedding_tables):

@@ -1,4 +1,4 @@
-"""`RowJourney`: rows of a batch on their way, some early and some late, and their gradients."""
+"""`RowJourney`: a batch's rows in flight, some early and some late, and their gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torchrec_2dsp.shard.kernels import RowKernel
 
 @dataclass(frozen=True)
 class Half:
-    """Some of a batch's rows, as both ends see them."""
+    """Half a batch's rows, as both ends see them."""
 
     asked_at: torch.Tensor
     """The positions in the rows that this rank is asked for, rank by rank."""
@@ -37,7 +37,7 @@ class Halves:
         num_wanted: Sequence[int],
         group: dist.ProcessGroup,
     ) -> None:
-        """Tell the other end of each row which half it is in.
+        """Tell each row's other end which half it is in.
 
         Collectives:
             One all-to-all with a byte for each row, not waited for.
@@ -93,7 +93,7 @@ class AskedRows:
     """A kernel's rows that ranks want for a batch."""
 
     numbers: torch.Tensor
-    """The numbers of the rows in the kernel, rank by rank."""
+    """Row numbers in the kernel, rank by rank."""
     order: torch.Tensor
     """Their positions in the kernel's lookup, which is sorted by table."""
     counts: list[int]
@@ -110,7 +110,7 @@ class AskedRows:
 
 
 class RowJourney:
-    """Carries one kernel's rows of a batch from their owners, and the gradients back."""
+    """Carries a batch's rows in one kernel from their owners, and the gradients back."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class RowJourney:
         """Tell the ranks which rows come early.
 
         Collectives:
-            That of `Halves`.
+            As in `Halves`.
         """
         self._kernel, self._asked, self._wire = kernel, asked_rows, wire
         self._num_wanted, self._expect = list(num_wanted), expect
@@ -132,7 +132,7 @@ class RowJourney:
         self._rows = Halves(is_late, asked_rows.counts, self._num_wanted, wire.group)
         self._lagging: Halves | None = None
         self.has_begun = False
-        """Whether the early rows have set out."""
+        """True once the early rows have set out."""
         self._step: OptimizerStep | None = None
         self._leaving: torch.Tensor | None = None
         self._early: TravellingRows | None = None
@@ -149,7 +149,7 @@ class RowJourney:
         """Let gradients lag whose rows the next batch doesn't need. Call it before the lookup.
 
         Collectives:
-            That of `Halves`, unless only FBGEMM can update the kernel, all rows at once.
+            As in `Halves`, unless only FBGEMM can update the kernel, all rows at once.
         """
         if self._kernel.updates_by_row:
             is_lagging = ~self._kernel.is_among(self._asked.numbers, needed)
@@ -161,7 +161,7 @@ class RowJourney:
         """Send the rows that no update changes any more.
 
         Collectives:
-            One all-to-all of rows, not waited for.
+            One all-to-all with rows, not waited for.
         """
         early, _ = self._rows.wait()
         rows = self._kernel.read_rows(self._asked.numbers[early.asked_at])
@@ -172,7 +172,7 @@ class RowJourney:
         """Send the other rows, now that all are updated.
 
         Collectives:
-            One all-to-all of rows, not waited for.
+            One all-to-all with rows, not waited for.
         """
         _, late = self._rows.wait()
         rows = self._kernel.read_rows(self._asked.numbers[late.asked_at])
@@ -184,10 +184,10 @@ class RowJourney:
             self._leaving = _Leaving.apply(torch.zeros(1, requires_grad=True), self)
 
     def fetch(self, owned: torch.Tensor) -> Awaitable[torch.Tensor]:
-        """Return all rows of the batch, owner by owner; their gradient updates the kernels.
+        """Return the batch's rows, owner by owner; their gradient updates the kernels.
 
         Collectives:
-            That of `send_late`, if it hasn't been called, and one all-to-all of gradients in the
+            As in `send_late`, if it hasn't been called, and one all-to-all with gradients in the
             backward.
         """
         if self._late is None:
@@ -197,7 +197,7 @@ class RowJourney:
         return _Fetching(self, _Leaving.apply(owned, self) if leaving is None else leaving)
 
     def arrived(self) -> torch.Tensor:
-        """Wait for both halves of the rows."""
+        """Wait for both halves."""
         assert self._early is not None
         assert self._late is not None
         early, late = self._early.wait(), self._late.wait()
@@ -232,7 +232,7 @@ class RowJourney:
         """Send the other gradients.
 
         Collectives:
-            One all-to-all of gradients, not waited for; nothing before the backward.
+            One all-to-all with gradients, not waited for; nothing before the backward.
         """
         if isinstance(self._lagging_grads, torch.Tensor):
             assert self._lagging is not None
@@ -242,7 +242,7 @@ class RowJourney:
         """Wait for the last gradients and update their rows.
 
         Collectives:
-            That of `send_lagging`, if it hasn't been called.
+            As in `send_lagging`, if it hasn't been called.
         """
         self.send_lagging()
         assert isinstance(self._lagging_grads, TravellingRows)

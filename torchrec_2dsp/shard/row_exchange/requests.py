@@ -25,7 +25,7 @@ from torchrec_2dsp._compat.torchrec import (
     KJTAllToAll,
     SequenceEmbeddingsAllToAll,
 )
-from torchrec_2dsp.comms.mesh_groups import Peers
+from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
 from torchrec_2dsp.rows.gradients import RowSum
 
@@ -34,15 +34,15 @@ _MAX_INT32 = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class RowBlock:
-    """One kernel's tables, cut into blocks of rows, one per owner."""
+    """A kernel's tables, cut into one block per owner."""
 
     tables: tuple[str, ...]
     features: tuple[str, ...]
     """The tables' features, table by table."""
     feature_tables: tuple[int, ...]
-    """The table of each feature."""
+    """Each feature's table."""
     rows_per_owner: tuple[int, ...]
-    """The number of rows per owner, by table; the last owners may have fewer."""
+    """Rows per owner, by table; the last owners may have fewer."""
     spreads: tuple[RowSpread | None, ...]
     """Each table's spread over owners; `None` for blocks."""
     pooling: str
@@ -84,13 +84,13 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class Bags:
-    """The occurrences that are summed, sample by sample, like rows of a `KeyedTensor`."""
+    """The occurrences that are summed, sample by sample, like rows in a `KeyedTensor`."""
 
     num_features: int
     lengths: torch.Tensor
     """Occurrences in each bag."""
     weights: torch.Tensor | None
-    """Weights of the occurrences, `None` if all are 1."""
+    """The occurrences' weights, `None` if all are 1."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class NeededRows:
     places: torch.Tensor
     """Each occurrence's row: in bags bag by bag, else as in the batch."""
     counts: torch.Tensor
-    """The number of rows from each owner and table: `[owners, tables]`."""
+    """Row counts by owner and table: `[owners, tables]`."""
     bags: Bags | None
     """`None` for a sequence."""
     first_owner: int = 0
-    """The one that counts begin with, in the order of keys."""
+    """The owner that counts begin with, in key order."""
 
     def of_place(self, place: int, num_places: int) -> "NeededRows":
-        """Return these rows, counted only for owners at this place, which has all of them."""
+        """Return these rows, counted only for owners at this place, which have them all."""
         counts = self.counts.view(num_places, -1, self.counts.shape[1])[place]
         return replace(self, counts=counts, first_owner=place * counts.shape[0])
 
@@ -128,7 +128,7 @@ class RowNumbering:
     """Numbers a block's rows by keys.
 
     Owners are sorted by their place on their hosts: first all hosts' first ranks, then all second
-    ones. So the rows of one place are neighbours, and in them those of one host.
+    ones. So a place's rows are neighbours, and in them a host's rows.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class RowNumbering:
         tables = torch.tensor(block.feature_tables, device=device)
         self._feature_bases, self._feature_rows = bases[tables], rows[tables]
         self._spread: torch.Tensor | None = None
-        """For each feature the step and the number of its rows, if any are spread."""
+        """Each feature's step and row count, if any are spread."""
         if any(block.spreads):
             by_table = [
                 (spread.step, spread.num_rows) if spread else (1, MAX_ROWS)
@@ -154,14 +154,14 @@ class RowNumbering:
         owners = torch.arange(num_owners, device=device)
         starts = (owners[:, None] * block.stride + bases).reshape(-1).to(key_dtype)
         self._starts = starts
-        """The first key of each table of each owner."""
+        """Each owner's first key for each table."""
         self._bounds = torch.cat([starts, starts.new_tensor([num_keys])])
         by_place = owners.view(-1, ranks_per_host).t().reshape(-1)
         self._positions = by_place.argsort() if 1 < ranks_per_host < num_owners else None
-        """The place of each owner in the order of keys, `None` if that is their own order."""
+        """Each owner's place in key order, `None` if that is their own order."""
 
     def find(self, features: KeyedJaggedTensor) -> NeededRows:
-        """Return the distinct rows of the block's features."""
+        """Return the distinct rows that the block's features need."""
         lengths = features.lengths().view(len(self._block.features), features.stride())
         keys = self._keys(features.values().long(), lengths.sum(dim=1))
         keys = keys.to(self._bounds.dtype)
@@ -171,7 +171,7 @@ class RowNumbering:
         return NeededRows(sums, places, self._counts(sums), bags)
 
     def distinct(self, keys: torch.Tensor) -> NeededRows:
-        """Return the distinct rows of a sequence of keys."""
+        """Return the distinct rows among keys."""
         sums = RowSum(keys.to(self._bounds.dtype))
         return NeededRows(sums, sums.places(), self._counts(sums), bags=None)
 
@@ -280,8 +280,8 @@ class HostRows:
     """Rows that a host's ranks need from the owners with this rank's place on their hosts."""
 
     needed: NeededRows
-    """The distinct rows; the occurrences are what was asked for, rank by rank. Its counts are of
-    those owners, host by host."""
+    """The distinct rows; the occurrences are the ranks' requests, rank by rank. It counts those
+    owners' rows, host by host."""
     given: torch.Tensor
     num_given: tuple[int, ...]
     num_taken: tuple[int, ...]
@@ -385,7 +385,7 @@ class Requested:
 
 
 class RowRequests(nn.Module):
-    """TorchRec's input exchange of a row-exchange sharding: sends distinct ids to row owners."""
+    """A row-exchange sharding's input exchange: sends distinct ids to row owners."""
 
     def __init__(self, blocks: Sequence[RowBlock], owners: Peers, device: torch.device) -> None:
         super().__init__()
@@ -400,8 +400,8 @@ class RowRequests(nn.Module):
         self._keys = tables * num_asked
         self._exchange = KJTAllToAll(group, [len(tables)] * num_asked)
         self.requested: Requested | None = None
-        """What has been asked for the batch of the last call; TorchRec's own input exchange of
-        row-wise tables keeps the order of ids in the same way."""
+        """The last batch's requests; TorchRec's own row-wise input exchange keeps the id order in
+        the same way."""
 
     def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Ask for a batch's rows.
@@ -409,7 +409,7 @@ class RowRequests(nn.Module):
         Returns all ranks' requests to this one: a key per table, a bag per rank, with local ids.
 
         Collectives:
-            Those of TorchRec's input exchange, for one sample with all rows; before them two on
+            TorchRec's input exchange, for one sample with all rows; before them two on
             the host, if its ranks ask together.
         """
         with record_function(_LABEL):

@@ -33,11 +33,10 @@ _BUFFER_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class SpreadShard:
-    """A shard of a table whose rows are spread over their owners."""
+    """A table shard with rows spread over owners."""
 
     shard: TableShard
     spread: RowSpread
-    """The spread of the table's rows over owners."""
     rows_per_owner: int
     """The last owners may have fewer."""
 
@@ -54,7 +53,7 @@ class _Side:
 def arrangement_of(
     plan: ModulePlan2D, kernels: Sequence[Kernel], owners: dist.ProcessGroup
 ) -> "RowArrangement | None":
-    """Return the arrangement of a module's tables, `None` if all are in blocks."""
+    """Return a module's arrangement, `None` if all its tables are in blocks."""
     shards = {shard.table: shard for kernel in kernels for shard in kernel.shards()}
     spread = []
     for name, table in plan.tables():
@@ -66,7 +65,7 @@ def arrangement_of(
 
 
 class RowArrangement(Stage):
-    """Moves rows of a module's spread tables between the two arrangements."""
+    """Moves spread tables' rows between the two arrangements."""
 
     def __init__(self, shards: Sequence[SpreadShard], group: dist.ProcessGroup) -> None:
         self._shards = list(shards)
@@ -77,7 +76,7 @@ class RowArrangement(Stage):
         """Move every row to its owner.
 
         Collectives:
-            All-to-alls on the group, unless that is so: of the tables and their optimizer state.
+            Unless they are there, all-to-alls on the group for tables and optimizer state.
         """
         if not self._is_by_owner:
             self._move()
@@ -86,7 +85,7 @@ class RowArrangement(Stage):
         """Move every row to where state dicts show it.
 
         Collectives:
-            All-to-alls on the group, unless that is so: of the tables and their optimizer state.
+            Unless they are there, all-to-alls on the group for tables and optimizer state.
         """
         if self._is_by_owner:
             self._move()
@@ -150,7 +149,7 @@ class LaggingGradients:
 
     @property
     def pending(self) -> bool:
-        """Whether some updates lag."""
+        """True while updates lag."""
         return bool(self._journeys)
 
     def backward_seen(self) -> None:
@@ -164,10 +163,10 @@ class LaggingGradients:
         self._journeys.append(journey)
 
     def finish(self, but: Collection[RowJourney] = ()) -> None:
-        """Apply the updates, except those of the journeys in ``but``.
+        """Apply updates from all journeys except those in ``but``.
 
         Collectives:
-            Those of `RowJourney.finish`.
+            As in `RowJourney.finish`.
         """
         for journey in self._journeys:
             if journey not in but:
@@ -178,7 +177,7 @@ class LaggingGradients:
         """Apply all updates before a reader sees the tables.
 
         Collectives:
-            Those of `RowJourney.finish`, before a read.
+            As in `RowJourney.finish`, before a read.
         """
         if reason is SyncReason.READ:
             self.finish()
@@ -193,7 +192,7 @@ class LaggingGradients:
 
 
 class RowPrefetch(Stage):
-    """Prefetches the next batch's rows, and lets gradients of the running batch lag."""
+    """Prefetches the next batch's rows, and lets the running batch's gradients lag."""
 
     def __init__(
         self,
@@ -205,7 +204,7 @@ class RowPrefetch(Stage):
         self._exchanges = list(exchanges)
         self._before_use = before_use
         self.can_send_early = updates_at_once and any(self._exchanges)
-        """Whether there are rows that can come early."""
+        """True if there are rows that can come early."""
         self.lagging = LaggingGradients()
         """The gradients that may still be on their way to owners."""
         self._num_lookups = 0
@@ -218,12 +217,12 @@ class RowPrefetch(Stage):
         running: BatchNotes,
         running_arrived: Sequence[KeyedJaggedTensor],
     ) -> None:
-        """Tell all ranks which rows of a batch may come early. Call it on all ranks.
+        """Tell all ranks which rows in a batch may come early. Call it on all ranks.
 
-        Does nothing if replicas change rows, too, or if rows are hot for only one of the batches.
+        Does nothing if replicas change rows, too, or if rows are hot for only one batch.
 
         Collectives:
-            For each kernel with row exchange, those of `RowFetch.journeys`.
+            For each kernel with row exchange, `RowFetch.journeys`'s.
         """
         if not self.can_send_early or _hot_ids(notes) is not _hot_ids(running):
             return
@@ -253,17 +252,17 @@ class RowPrefetch(Stage):
         notes.prefetch.follower = follower
 
     def drop(self, notes: BatchNotes) -> None:
-        """Let all rows of a batch come late. Call it on all ranks."""
+        """Let all rows in a batch come late. Call it on all ranks."""
         for context in _row_contexts(notes):
             context.journeys, context.before = [], []
 
     def send_late(self, notes: BatchNotes) -> None:
-        """Send the late rows of the batch that is looked up next. Call it on all ranks.
+        """Send late rows for the batch that is looked up next. Call it on all ranks.
 
         A lookup does so by itself; called before it, rows travel while something else is computed.
 
         Collectives:
-            Those of `RowJourney.send_late`, and of the updates that it waits for; and if the state
+            As in `RowJourney.send_late`, and those in updates that it waits for; and if the state
             was read since the last step, those that put rows where lookups find them.
         """
         self._finish_updates(notes, self._num_lookups + 1)
@@ -284,7 +283,7 @@ class RowPrefetch(Stage):
         self._finish_updates(notes, self._num_lookups)
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Send the next batch's early rows, and lagging gradients of the batch before.
+        """Send the next batch's early rows, and the last batch's lagging gradients.
 
         This batch's rows have come, so the others don't delay them.
         """
@@ -294,7 +293,7 @@ class RowPrefetch(Stage):
         if follower is not None:
             early = [journey for context in _row_contexts(follower) for journey in context.journeys]
             follower.prefetch.due = self._num_lookups + 1
-        # Whoever keeps a step's loss should not keep the notes of all batches that follow.
+        # A caller that keeps a step's loss shouldn't keep all following batches' notes.
         prefetch.follower = None
         if lagging or early:
             with record_function(_PREFETCH_LABEL):

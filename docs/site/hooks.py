@@ -46,7 +46,7 @@ def modules_of_rooms() -> dict[str, list[str]]:
 def room_page(room: str, modules: list[str], names: dict[str, str]) -> str:
     """The Markdown of a room's page, with mkdocstrings' directives."""
     lines = [f"# {room}", ""]
-    if f"{PACKAGE.name}.{room}" in modules and (PACKAGE / room).is_dir():
+    if f"{PACKAGE.name}.{room}" in modules and (PACKAGE / room / "__init__.py").exists():
         text = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
         lines += [text, ""]
     is_public = {module for name, module in names.items() if module in modules}

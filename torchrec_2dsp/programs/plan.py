@@ -1,4 +1,4 @@
-"""Plan a model for machines; neither has to be there."""
+"""Plan a model for machines; neither has to be present."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -129,7 +129,7 @@ class TransformerConfig(Section):
 
 
 class DenseConfig(Section):
-    """The work of a step beside its tables, on one rank."""
+    """A step's work beside its tables, on one rank."""
 
     forward_ms: float = Field(default=0.0, ge=0)
     backward_ms: float = Field(default=0.0, ge=0)
@@ -170,7 +170,7 @@ def torchrec_cost(
     topology: Topology,
     constraints: Mapping[str, ParameterConstraints],
 ) -> StepCost | None:
-    """Predict a step of the plan that TorchRec finds for one group; `None` if it finds none."""
+    """Predict a step with TorchRec's own plan for one group; `None` if it finds none."""
     pooling_constraints = {
         name: ParameterConstraints(pooling_factors=constraint.pooling_factors)
         for name, constraint in constraints.items()
@@ -201,8 +201,8 @@ class MachinesConfig(Section):
     """The machines that a model would be trained on."""
 
     calibration: CalibrationPath
-    """A file of the calibrate command, relative to the config file, or the name of one that ships,
-    such as `emulated_1gbit`."""
+    """A file from the calibrate command, relative to the config file, or the name of one that
+    ships, such as `emulated_1gbit`."""
 
     slower: Slower = Slower()
     """The factors by which things take longer than there."""
@@ -233,7 +233,7 @@ class MachinesConfig(Section):
 
 
 class PlanConfig(Section):
-    """The config of the plan and simulate commands."""
+    """The config for the plan and simulate commands."""
 
     data: SyntheticConfig
     model: ModelConfig = ModelConfig()
@@ -248,7 +248,7 @@ class PlanConfig(Section):
     """Samples per rank and step."""
 
     group_size: int = Field(default=0, ge=0)
-    """Ranks in a sharding group; 0 for what is best."""
+    """Ranks in a sharding group; 0 for the best size."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
     """Group placement, if the size is given."""

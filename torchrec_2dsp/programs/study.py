@@ -24,7 +24,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a run is from the reference, over the seeds."""
+    """A run's distance from the reference, over the seeds."""
 
     name: str
     ne: tuple[float, ...]
@@ -34,7 +34,7 @@ class Gap:
 
     @property
     def mean(self) -> float:
-        """The mean of the gaps."""
+        """The mean gap."""
         return statistics.fmean(self.gaps)
 
     @property
@@ -49,11 +49,11 @@ class Gap:
 
 
 def gaps_to(records: Sequence[TrainRecord], reference: str) -> list[Gap]:
-    """The gap of each run, the reference's own first.
+    """Return each run's gap, the reference's own first.
 
     Args:
         records: one for each pair of seeds, otherwise alike.
-        reference: the run that the others are held against.
+        reference: the run that the others are compared with.
     """
     check_alike(records)
     names = [run.name for run in records[0].runs]
@@ -107,15 +107,15 @@ def study_report(
     plot: str = "",
     data: Sequence[str] = (),
 ) -> str:
-    """A page on runs with several seeds.
+    """Write a page on runs with several seeds.
 
     Args:
         records: one for each pair of seeds.
-        reference: the run that the others are held against.
+        reference: the run that the others are compared with.
         baseline: the run whose gap to the reference the others may close.
-        title: of the page.
-        plot: where the page finds its plot, if there is one.
-        data: where it finds the JSON of each record.
+        title: the page's title.
+        plot: the plot's path as seen from the page, if there is one.
+        data: each record's JSON path as seen from the page.
     """
     gaps = gaps_to(records, reference)
     first = records[0]
@@ -171,7 +171,7 @@ def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
 
 
 def _optimizer(record: TrainRecord, run: RunRecord) -> str:
-    """Word the rule by which a run's tables were updated."""
+    """Describe the rule that updated a run's tables."""
     tree, fields = record.config["runs"][run.name], RunConfig.model_fields
     # A record is read as it is, also where a newer version would refuse its config.
     if tree.get("delayed_moment"):
@@ -186,7 +186,7 @@ def _optimizer(record: TrainRecord, run: RunRecord) -> str:
 
 
 def _closed(gaps: Sequence[Gap], baseline: str) -> str:
-    """How much of a run's gap the others have closed."""
+    """Describe how much of a run's gap the others have closed."""
     to_close = next((gap.mean for gap in gaps if gap.name == baseline), None)
     if not to_close:
         return f"*{baseline}* has no gap that others could close."
@@ -223,7 +223,7 @@ def study_plot(records: Sequence[TrainRecord], path: str | Path, *, reference: s
 def _curves(
     records: Sequence[TrainRecord], name: str, reference: str
 ) -> tuple[list[float], list[list[float]]]:
-    """Million samples, and at each of these points the gaps by seed."""
+    """Return the samples in millions, and at each point the gaps by seed."""
     batch_size = records[0].config["loop"]["global_batch_size"]
     by_seed = []
     for record in records:
@@ -239,6 +239,6 @@ def _curves(
 
 
 def _planted(records: Sequence[TrainRecord]) -> float | None:
-    """The mean entropy of the model behind the labels; `None` if there is no such model."""
+    """Return the planted model's mean entropy; `None` without such a model."""
     entropies = [record.planted_ne for record in records if record.planted_ne is not None]
     return statistics.fmean(entropies) if entropies else None

@@ -55,12 +55,12 @@ class HostSpan:
     end_us: float
     """The end, on the same clock."""
     is_operator: bool = False
-    """Whether it is a torch operator, rather than a range that Python code has named."""
+    """True for a torch operator, False for a range that Python code has named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """The profiled steps of a rank."""
+    """A rank's profiled steps."""
 
     steps: tuple[HostSpan, ...]
     """The steps, in order."""
@@ -184,7 +184,7 @@ class PhaseAtMoment:
     """The part of the step."""
 
     may_wait: bool = False
-    """Whether the thread waits if a collective is in flight: it runs no operator, and is where
+    """True if the thread waits while a collective is in flight: it runs no operator, and is where
     TorchRec or this package waits."""
 
     def inside(self, span: HostSpan) -> "PhaseAtMoment":
@@ -215,7 +215,7 @@ _WAITING = (
     StepPhase.REPLICA_SYNC,
     StepPhase.DENSE_GRADIENTS,
 )
-"""The phases in which ranks wait for collectives."""
+"""Phases in which ranks wait for collectives."""
 
 _EXCHANGES = re.compile(
     r"_(Req|Wait)(Backward)?$|AllToAllSingle"
@@ -226,7 +226,7 @@ _EXCHANGES = re.compile(
 _SAMPLES = "## wait for samples"
 """The range in which a rank waits for the samples that it is dealt."""
 
-# The first that fits counts: names of a backward before those of its forward.
+# The first match counts: backward names come before their forward's.
 _NAMES: dict[StepPhase, re.Pattern[str]] = {
     phase: re.compile(names)
     for phase, names in (
@@ -272,12 +272,12 @@ _NAMES: dict[StepPhase, re.Pattern[str]] = {
         (StepPhase.DENSE_FORWARD, r"^## (dense_)?forward|^DistributedDataParallel\.forward"),
     )
 }
-"""The names of ranges and operators by which a phase is known: TorchRec's, torch's and ours."""
+"""The range and operator names that identify a phase: TorchRec's, torch's and ours."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of one step of a rank."""
+    """One step's times on a rank."""
 
     computing_us: float
     """The time that the rank computes."""
@@ -318,10 +318,10 @@ class RankSplit:
 
     @classmethod
     def of_trace(cls, rank: int, trace: RankTrace) -> Self:
-        """Split the steps of a trace that have trained.
+        """Split a trace's steps that have trained.
 
         Raises:
-            ConfigError: none of them has a backward.
+            ConfigError: no step has a backward.
         """
         computing: dict[StepPhase, float] = defaultdict(float)
         waiting: dict[StepPhase, float] = defaultdict(float)
@@ -331,7 +331,7 @@ class RankSplit:
         for step in trace.steps:
             first, last = bisect_left(starts, step.start_us), bisect_left(starts, step.end_us)
             segments = _innermost([step, *trace.training[first:last]], _OTHER)
-            # A step for which there was no data any more has no backward.
+            # A step for which the data had ended has no backward.
             if all(state.phase is not StepPhase.DENSE_BACKWARD for _, _, state in segments):
                 continue
             all_waited_us = 0.0
@@ -375,10 +375,10 @@ class RankSplit:
 
 
 def read_splits(traces: Sequence[Path]) -> list[RankSplit]:
-    """Split the steps of a run's traces, in rank order.
+    """Split the steps in a run's traces, in rank order.
 
     Raises:
-        ConfigError: a file is no trace of training steps.
+        ConfigError: a file isn't a trace of training steps.
     """
     splits = [RankSplit.of_trace(rank_of_trace(path), RankTrace.read(path)) for path in traces]
     return sorted(splits, key=lambda split: split.rank)

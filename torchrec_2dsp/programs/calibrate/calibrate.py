@@ -27,7 +27,7 @@ _COMPUTED_S = 0.01
 _SIZES = {"cpu": 384, "cuda": 4096}
 _REPEATS = 9
 _SMALLEST = 2**14
-"""The smallest message's elements for each rank."""
+"""The smallest message's elements per rank."""
 _LARGEST = 2**26
 """Elements for all ranks together."""
 
@@ -53,7 +53,7 @@ class Beside:
         return max(0.0, self._seconds(compute, exchange) - alone)
 
     def hidden_share(self) -> float:
-        """Return the share of a long all-to-all that computing hides."""
+        """Return a long all-to-all's share that computing hides."""
         num_elements = _SMALLEST
         exchange = self._exchanging(num_elements)
         most = _LARGEST // self._world.size()

@@ -29,7 +29,7 @@ from torchrec_2dsp.programs.calibrate.fit import CollectiveSample, Timed
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a group's tensors."""
+    """Return the device for a group's tensors."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -40,8 +40,8 @@ _MIN_REPEATS, _MAX_REPEATS = 4, 30
 
 
 def repeated_seconds(run: Callable[[], object], world: dist.ProcessGroup) -> list[float]:
-    """Run `slowest_rank_seconds` as often as it tells something: the more, the shorter."""
-    # The first run makes connections and gets memory.
+    """Run `slowest_rank_seconds` as often as it helps: shorter runs repeat more."""
+    # The first run opens connections and allocates memory.
     _, once = slowest_rank_seconds(run, world, 2)
     repeats = round(_REPEATED_S / once)
     return slowest_rank_seconds(run, world, min(max(repeats, _MIN_REPEATS), _MAX_REPEATS))
@@ -134,7 +134,7 @@ class TimedCollective:
     run: Callable[[torch.Tensor, dist.ProcessGroup], object]
     traffic: Callable[[Span, float], Traffic]
     is_full_duplex: bool = False
-    """Whether it is for the full-duplex backend."""
+    """True for the full-duplex backend."""
 
 
 def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -166,7 +166,7 @@ COLLECTIVES = {
     ),
     "reduce_scatter": TimedCollective(_reduce_scatter, reduce_scatter),
 }
-"""The collectives by the names that a calibration has for them."""
+"""The collectives, by their names in a calibration."""
 
 
 def measure_collectives(

@@ -1,4 +1,4 @@
-"""Find the coefficients that explain what was measured. Pure."""
+"""Find the coefficients that explain the measurements. Pure."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from torchrec_2dsp.cost.collectives import CollectiveCost, Span, Traffic
 from torchrec_2dsp.errors import CalibrationError
 
 MAX_MEDIAN_ERROR = 0.4
-"""A fit that half of its longer measurements are further from than this explains nothing."""
+"""A fit explains nothing if half its longer measurements are further away than this."""
 
 MAX_KERNEL_ERROR = 0.6
-"""A fit of work on rows may be further away: memory is several times slower for many rows."""
+"""Fits for work on rows may be further away: memory is several times slower for many rows."""
 
 _MAX_ROUNDS = 10
 
@@ -26,7 +26,7 @@ _RELATIVE_SCATTER = 0.05
 
 @dataclass(frozen=True)
 class Timed:
-    """The repeats of one measurement."""
+    """One measurement's repeats."""
 
     seconds: float
     """The median repeat."""
@@ -36,7 +36,7 @@ class Timed:
 
     @classmethod
     def of(cls, repeats: Sequence[float]) -> "Timed":
-        """Take the median of the repeats, and how far they scatter."""
+        """Take the repeats' median, and their scatter."""
         middle = statistics.median(repeats)
         return cls(middle, statistics.median(abs(repeat - middle) for repeat in repeats))
 
@@ -58,9 +58,9 @@ class KernelSample:
     num_bytes: float
     timed: Timed
     vector_bytes: float = 0.0
-    """Bytes of the bags' vectors."""
+    """Bytes in the bags' vectors."""
     row_bytes: float = 0.0
-    """Bytes of the bags' distinct rows."""
+    """Bytes in the bags' distinct rows."""
 
 
 def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> CollectiveCost:
@@ -84,7 +84,7 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
     link = np.array([sample.traffic.link_bytes for sample in samples])
     constant = [[1.0, sample.span.num_ranks - 1] for sample in samples]
     timed = [sample.timed for sample in samples]
-    # Which of the two ways is the slower one isn't known before their speeds are.
+    # Which direction is slower isn't known before their speeds are.
     is_link = link > 0
     constants, errors = _fitted(_ways(constant, local, link, is_link), timed)
     for _ in range(_MAX_ROUNDS):

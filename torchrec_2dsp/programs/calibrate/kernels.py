@@ -1,4 +1,4 @@
-"""Time what a rank does with rows, while all other ranks do the same."""
+"""Time a rank's work on rows, while all other ranks do the same."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,7 +30,7 @@ _NUM_ASKING = 4
 """Ranks whose rows an owner looks up together."""
 _DIMS = (16, 64, 128)
 _NUM_IDS = (2**11, 2**13, 2**15)
-"""More would be tensors that get their memory page by page, each time anew."""
+"""More ids would need tensors that get their memory page by page, each time anew."""
 _BAG_SIZES = (1, 16)
 _ROWS_OF_A_TABLE = (64, _NUM_ROWS // _NUM_TABLES)
 """Numbers of rows that ids are drawn from: few, which all repeat in caches, or many."""

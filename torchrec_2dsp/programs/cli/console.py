@@ -18,7 +18,7 @@ from torchrec_2dsp.errors import ConfigError, TwoDError
 # wait so that rank 0 speaks for all, and speak if it is silent.
 _LET_RANK_0_SPEAK_S = 3.0
 _SECONDS_PER_LINE = 10.0
-"""How often a line of progress is printed where there is no terminal."""
+"""Seconds between progress lines where there is no terminal."""
 
 
 @contextmanager
@@ -82,7 +82,7 @@ class ProgressBars:
 
     def __init__(self, console: Console) -> None:
         self.are_shown = console.is_terminal
-        """Whether there is a terminal."""
+        """True if there is a terminal."""
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),

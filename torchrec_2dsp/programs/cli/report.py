@@ -66,7 +66,7 @@ def _write_study(
     only: list[str],
     title: str,
 ) -> list[Path]:
-    """All files that were written, the page last."""
+    """Write all files, the page last, and return their paths."""
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.cli.console import check_writable
     from torchrec_2dsp.programs.study import study_plot, study_report

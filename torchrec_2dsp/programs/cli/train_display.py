@@ -68,7 +68,7 @@ class TrainDisplay(TrainWatcher):
             self._say(f"{name}: layers of {stack!r} are cut at {at}, after step {step}")
 
     def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
-        """Print the metrics of an evaluation."""
+        """Print an evaluation's metrics."""
         metrics = "  ".join(f"{key} {value:.5f}" for key, value in evaluation.metrics.items())
         best = "  best so far" if is_best else ""
         self._say(f"{name}: held out, after step {evaluation.step}:  {metrics}{best}")
@@ -90,7 +90,7 @@ class TrainDisplay(TrainWatcher):
 
 
 def progress_text(progress: StepsTrained, num_steps: int) -> str:
-    """Word the figures of some steps in one line."""
+    """Format steps' figures in one line."""
     per_step_s = (progress.seconds or 0.0) / len(progress.losses)
     minutes, seconds = divmod(round(per_step_s * (num_steps - progress.step)), 60)
     parts = [

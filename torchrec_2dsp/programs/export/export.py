@@ -43,14 +43,14 @@ from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.train.results import environment
 
 DEFAULT_MAX_LOSS = 0.001
-"""The default bound of how much worse a served model's metric may be."""
+"""The default limit on a served model's metric loss."""
 
 
 class ExportRecord(JsonFile):
-    """The comparison of an exported model with the trained one."""
+    """An exported model's comparison with the trained one."""
 
     what_it_is: ClassVar[str] = "the export.json of an exported model"
-    # A model that diverged has figures for which JSON has no numbers.
+    # JSON has no numbers for the figures of a model that diverged.
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     format: Literal[1] = 1
@@ -64,7 +64,7 @@ class ExportRecord(JsonFile):
     served: dict[str, float]
     metric: str
     worse_by: float
-    """The served model's loss by this metric; negative if it is better."""
+    """The served model's loss in this metric; negative if it is better."""
 
     max_loss: float
     table_bytes: int

@@ -41,7 +41,7 @@ class ServedScores:
     """A `ServedModel` whose answers have a tensor ``scores``."""
 
     functions: tuple[str, ...] = ()
-    """There are none beside the call."""
+    """No functions besides the call."""
 
     def __init__(
         self, answers: nn.Module, features: Sequence[ServedFeature], num_dense: int
@@ -52,7 +52,7 @@ class ServedScores:
         self._answers = _Answers(answers, self._names).eval()
 
     def module(self) -> nn.Module:
-        """Return a module that answers requests by the tables as they are now."""
+        """Return a module that answers requests with the current tables."""
         return self._answers
 
     def script(self) -> torch.jit.ScriptModule:
@@ -76,7 +76,7 @@ class ServedScores:
 
 
 def served_clicks(model: DLRMTrain) -> ServedScores:
-    """Serve a DLRM or a DCN, which gives logits and probabilities of clicks."""
+    """Serve a DLRM or a DCN, which returns click logits and probabilities."""
     dlrm: Any = model.model
     num_dense = next(
         module.in_features for module in dlrm.dense_arch.modules() if isinstance(module, nn.Linear)
@@ -85,12 +85,12 @@ def served_clicks(model: DLRMTrain) -> ServedScores:
 
 
 def served_towers(model: TwoTowerModel) -> ServedScores:
-    """Serve two towers, which give dot products and the vectors that are multiplied."""
+    """Serve two towers, which return dot products and the multiplied vectors."""
     return ServedScores(_TwoTowerScores(model), _features_of_tables(model), model.num_dense)
 
 
 def _features_of_tables(model: nn.Module) -> list[ServedFeature]:
-    """List the features of a model's tables, table by table."""
+    """List the features for a model's tables, table by table."""
     return [
         ServedFeature(
             name=name, table=table.name, num_rows=table.num_embeddings, dim=table.embedding_dim
@@ -101,7 +101,7 @@ def _features_of_tables(model: nn.Module) -> list[ServedFeature]:
 
 
 class _Answers(nn.Module):
-    """Answers requests by a module that takes their ids together."""
+    """Answers requests with a module that takes their ids together."""
 
     def __init__(self, answers: nn.Module, features: list[str]) -> None:
         super().__init__()
@@ -147,9 +147,9 @@ _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
 def served_own_model(model: nn.Module, data: BatchShape, factory: str) -> ServedScores:
-    """Serve a factory's model, which gives logits and probabilities of clicks.
+    """Serve a factory's model, which returns click logits and probabilities.
 
-    A request has all features of the data, as a batch has, since the model may use any of them.
+    A request has all the data's features, as a batch has, since the model may use any of them.
     """
     _check_collections(model, factory)
     tables = {name: table for table in tables_of(model) for name in table.feature_names}
@@ -173,7 +173,7 @@ def saying_what_stops(factory: str) -> Iterator[None]:
         yield
     except TwoDError:
         raise
-    # What a model of a user does while it is recorded, and what TorchScript says, may be anything.
+    # Recording a user's model may raise anything, and so may TorchScript.
     except Exception as error:
         if not factory:
             raise
@@ -204,14 +204,14 @@ def _check_collections(model: nn.Module, factory: str) -> None:
 
 
 class _BatchScores(nn.Module):
-    """Scores by a model that takes batches and returns the logits beside its loss."""
+    """Scores with a model that takes batches and returns the logits beside its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        # Nobody knows the labels of a request, and the loss isn't asked for.
+        # A request has no labels, and nobody asks for the loss.
         batch = Batch(dense, ids, dense.new_zeros(dense.size(0)))
         _, (_, logits, _) = self.model(batch)
         scores = logits.reshape(-1)
@@ -222,16 +222,16 @@ class ServedNextItems:
     """A `ServedModel` whose samples are histories of items, oldest first."""
 
     functions: tuple[str, ...] = ("item_vectors", "next_items")
-    """The functions that the file has beside the call."""
+    """The file's functions besides the call."""
 
     num_dense: int = 0
-    """There are no dense features, whatever the data has."""
+    """No dense features, whatever the data has."""
 
     def __init__(self, model: NextItemModel, config: SequenceModelConfig) -> None:
         self._model = model
         (table,) = tables_of(model)
         self._names, self._chunk_size = list(table.feature_names), config.ranking.chunk_size
-        # The last item of a held-out sample is the one to predict.
+        # A held-out sample's last item is the one to predict.
         self._max_items = config.max_length - 1
         self.features = (
             ServedFeature(
@@ -244,7 +244,7 @@ class ServedNextItems:
         """The one feature, which holds the items."""
 
     def module(self) -> nn.Module:
-        """Return a module that answers requests by the table as it is now."""
+        """Return a module that answers requests with the current table."""
         return self._answers(self._lookup(), self._layers())
 
     def script(self) -> torch.jit.ScriptModule:
@@ -257,7 +257,7 @@ class ServedNextItems:
         return self._held_out(batch).request
 
     def scores(self, answers: Any, batch: Batch) -> torch.Tensor:
-        """Score the last items of held-out samples, where a history comes before."""
+        """Score the last items in held-out samples that have a history before."""
         held_out = self._held_out(batch)
         if held_out.request is None:
             return torch.empty(0)
@@ -289,7 +289,7 @@ class ServedNextItems:
 
 
 class _HeldOut(NamedTuple):
-    """Held-out samples, as histories and what comes next."""
+    """Held-out samples, as histories and next items."""
 
     request: Request | None
     targets: torch.Tensor

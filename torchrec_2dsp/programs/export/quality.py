@@ -26,7 +26,7 @@ _NOTHING_HELD_OUT = "there are no held-out batches to compare on; hold some samp
 
 
 class HeldOutBatches:
-    """The held-out batches of a config, as often as they are asked for."""
+    """A config's held-out batches, which can be read repeatedly."""
 
     def __init__(self, config: TrainConfig, dataset: Dataset) -> None:
         self._config, self._dataset = config, dataset
@@ -43,7 +43,7 @@ class HeldOutBatches:
 def scores_of(
     served: ServedModel, answers: Callable[..., Answer], batches: HeldOutBatches
 ) -> list[torch.Tensor]:
-    """Score the samples of each batch by a served model's module or script."""
+    """Score each batch's samples with a served model's module or script."""
     with torch.no_grad():
         return [served.scores(answers, batch) for batch in batches]
 
@@ -93,7 +93,7 @@ def measure(
 
 
 def _check_logits(evaluated: torch.Tensor, scores: torch.Tensor) -> None:
-    # Those of a model that diverged aren't numbers, which its metrics say.
+    # A diverged model's differences aren't numbers, which its metrics say.
     if bool(evaluated.isfinite().all()) and not _are_equal(evaluated, scores):
         raise UnsupportedError(
             "the model scores samples otherwise where their labels are zeros, and requests have no "
@@ -102,7 +102,7 @@ def _check_logits(evaluated: torch.Tensor, scores: torch.Tensor) -> None:
 
 
 def _are_equal(scores: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether scores are equal but for rounding; a number that isn't one never is."""
+    """Return whether scores are equal up to rounding; NaN never is."""
     difference = float((scores - expected).abs().max())
     return difference <= _ROUNDING * max(1.0, float(expected.abs().max()))
 
@@ -117,13 +117,13 @@ def largest_difference(one_way: list[torch.Tensor], other_way: list[torch.Tensor
 def check_answers(
     answers: Callable[..., Answer], module: nn.Module, request: Request, num_features: int
 ) -> tuple[str, ...]:
-    """Raise unless a file that was read again answers as the module that it was made of.
+    """Raise unless a reloaded file answers as its module does.
 
-    A request is asked as a whole and its first sample alone: a file has to answer requests of any
+    A request is sent as a whole and as its first sample alone: a file has to answer requests of any
     size.
 
     Raises:
-        ExportError: an answer is another one.
+        ExportError: an answer differs.
     """
     names: tuple[str, ...] = ()
     with torch.no_grad():
@@ -136,7 +136,7 @@ def check_answers(
 
 
 def check_script(script_scores: list[torch.Tensor], module_scores: list[torch.Tensor]) -> None:
-    """Raise `ExportError` unless a file that was read again scores as its module."""
+    """Raise `ExportError` unless a reloaded file scores as its module does."""
     difference = largest_difference(script_scores, module_scores)
     if not _are_equal(torch.cat(script_scores), torch.cat(module_scores)):
         raise ExportError(
@@ -147,12 +147,12 @@ def check_script(script_scores: list[torch.Tensor], module_scores: list[torch.Te
 
 
 def check_loss(metric: str, trained: float, served: float, max_loss: float) -> float:
-    """Return how much worse the served model is by a metric; negative if it is better.
+    """Return how much worse the served model is in a metric; negative if it is better.
 
     Args:
         metric: the metric's name.
-        trained: its value for the model that was trained.
-        served: its value for the model that serves.
+        trained: the trained model's value.
+        served: the served model's value.
         max_loss: how much worse it may be.
     """
     worse = served - trained if metric in LESS_IS_BETTER else trained - served

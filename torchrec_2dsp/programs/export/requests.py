@@ -1,6 +1,6 @@
-"""Encode requests: raw values of a log become what an exported model takes.
+"""Encode requests: a log's raw values become the exported model's inputs.
 
-An export's folder holds the data section of the config, and the vocabularies and scales that were
+An export's folder holds the config's data section, and the vocabularies and scales that were
 prepared for it.
 """
 
@@ -39,7 +39,7 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 
 
 class RequestEncoder:
-    """Makes requests of raw values, as training made samples of them.
+    """Encodes raw values as requests, as training encoded samples.
 
     Example::
 
@@ -55,11 +55,11 @@ class RequestEncoder:
         self._names = [feature.name for feature in inputs.features]
         self._num_dense = inputs.num_dense
         self.columns = tuple(name for name in encoder.columns if name != label)
-        """The columns of a request."""
+        """A request's columns."""
 
     @classmethod
     def load(cls, folder: str | Path) -> "RequestEncoder":
-        """Load the encoder of an export's folder, which needs nothing but the folder.
+        """Load the encoder in an export's folder, which needs nothing but the folder.
 
         Raises:
             ConfigError: the folder has no encoding, or a part of it is missing.
@@ -77,7 +77,7 @@ class RequestEncoder:
     def encode(
         self, columns: Mapping[str, Sequence[Any]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the three arguments of the model: dense features, ids, and lengths.
+        """Return the model's three arguments: dense features, ids, and lengths.
 
         Args:
             columns: the values of each column, one for each sample; ``None`` for what is missing. A
@@ -107,12 +107,12 @@ class RequestEncoder:
 
 def _array(values: Sequence[Any]) -> pa.Array:
     array = pa.array(values)
-    # Nothing but missing values has no type of its own.
+    # A column with only missing values has no type of its own.
     return array.cast(pa.string()) if pa.types.is_null(array.type) else array
 
 
 class HistoryEncoder:
-    """Makes requests of histories, as training made sequences of a log of interactions.
+    """Encodes histories as requests, as training encoded an interaction log's sequences.
 
     Example::
 
@@ -129,7 +129,7 @@ class HistoryEncoder:
 
     @classmethod
     def load(cls, folder: str | Path) -> "HistoryEncoder":
-        """Load the encoder of an export's folder, which needs nothing but the folder.
+        """Load the encoder in an export's folder, which needs nothing but the folder.
 
         Raises:
             ConfigError: the model wasn't trained on a log of interactions, or the items are
@@ -161,7 +161,7 @@ class HistoryEncoder:
         return torch.empty(len(histories), 0), ids[is_known], num_known
 
     def names(self, items: torch.Tensor) -> list[list[str | None]]:
-        """Return the names of the model's answers, a row for each sample; none for -1."""
+        """Return the names of answered items, a row for each sample; none for -1."""
         places = pa.array(items.clamp(min=0).numpy().ravel(), mask=(items < 0).numpy().ravel())
         texts: list[bytes | None] = self._values.take(places).to_pylist()
         names = [None if text is None else text.decode("utf-8", "replace") for text in texts]
@@ -170,12 +170,12 @@ class HistoryEncoder:
 
 
 def _bytes_of(item: str | bytes | int) -> bytes:
-    # As in a log, an integer is the text of it.
+    # As in a log, an integer counts as its text.
     return item if isinstance(item, bytes) else str(item).encode()
 
 
 DATA_FILE, PREPARED_FOLDER = "data.toml", "prepared"
-"""How values of a log become ids: the section of the config, and what was prepared for it."""
+"""The encoding of values as ids: the config section, and what was prepared for it."""
 _ENCODING_FILES = ("vocabulary_*.parquet", "scales.json")
 _ITEM_RULES = "the items of a log of interactions, by their numbers from 0 on"
 
@@ -189,7 +189,7 @@ class _ServedData(Section):
 
 
 def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
-    """Write the section of a log, and the vocabularies and scales that it uses."""
+    """Write a log's section, and the vocabularies and scales that it uses."""
     data = config.data
     if not isinstance(data, LogConfig | InteractionsConfig):
         return
@@ -208,7 +208,7 @@ def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
 
 
 def read_encoding(folder: Path) -> TableConfig | InteractionsConfig:
-    """Read the section of the log whose values an export's folder encodes.
+    """Read the log section whose values an export's folder encodes.
 
     Raises:
         ConfigError: the folder has none.
@@ -235,7 +235,7 @@ def _items_path(folder: Path, feature: str) -> Path:
 
 
 def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out values for which TOML has no word."""
+    """Drop `None` values, which TOML can't express."""
     return {
         key: _without_none(value) if isinstance(value, Mapping) else value
         for key, value in tree.items()

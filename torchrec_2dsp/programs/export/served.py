@@ -27,10 +27,10 @@ from torchrec_2dsp.programs.config.section import JsonFile, Section
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The input of a served model: dense features, values and lengths."""
+"""A served model's input: dense features, values and lengths."""
 
 Answer = dict[str, torch.Tensor]
-"""The output of a served model: tensors with a row for each sample, by name."""
+"""A served model's output: tensors with a row for each sample, by name."""
 
 
 class ServedFeature(Section):
@@ -62,10 +62,10 @@ class ServedModel(Protocol):
     """Dense features per sample."""
 
     functions: tuple[str, ...]
-    """The functions that the file has beside the call that answers a request."""
+    """The file's functions besides the call that answers a request."""
 
     def module(self) -> nn.Module:
-        """Return a module that answers requests, by the tables as they are now."""
+        """Return a module that answers requests with the current tables."""
         ...
 
     def script(self) -> torch.jit.ScriptModule:
@@ -77,7 +77,7 @@ class ServedModel(Protocol):
         ...
 
     def scores(self, answers: Callable[..., Answer], batch: Batch) -> torch.Tensor:
-        """Score a batch's samples by a module or a script of this model."""
+        """Score a batch's samples with this model's module or script."""
         ...
 
 
@@ -190,7 +190,7 @@ def _without_news() -> Iterator[None]:
 
 
 def quantize_(model: nn.Module) -> None:
-    """Replace the tables of a model by TorchRec's int8 ones, in place.
+    """Replace a model's tables with TorchRec's int8 ones, in place.
 
     Each row has a scale and an offset in half precision, so a number moves by about half of a 255th
     of its row's range, at most.
@@ -200,14 +200,14 @@ def quantize_(model: nn.Module) -> None:
             model,
             dtype=torch.qint8,
             inplace=True,
-            # Its own list has bags alone.
+            # TorchRec's list has only bags.
             additional_qconfig_spec_keys=[EmbeddingCollection],
             additional_mapping={EmbeddingCollection: QuantizedRows},
         )
 
 
 def quantized_bytes(model: nn.Module) -> int:
-    """Count the bytes of a model's quantised tables, with each row's scale and offset."""
+    """Count the bytes in a model's quantised tables, with each row's scale and offset."""
     return sum(
         buffer.nbytes
         for module in model.modules()

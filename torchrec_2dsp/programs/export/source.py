@@ -19,12 +19,12 @@ from torchrec_2dsp.programs.train.checkpoints import RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
 
 _CONFIG = "config.toml"
-"""The file by which a run's folder is told from a checkpoint."""
+"""The file that tells a run's folder from a checkpoint."""
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The checkpoint that is exported, and the config of its run."""
+    """The checkpoint to export, and its run's config."""
 
     config: TrainConfig
     run: str
@@ -86,7 +86,7 @@ def _chosen_run(config: TrainConfig, run: str, likely: str) -> str:
 
 
 def _newest(config: TrainConfig, run: str) -> Path:
-    """Return a run's newest checkpoint of the best evaluations, or else its newest one."""
+    """Return a run's newest checkpoint with the best evaluation, or else its newest."""
     if not config.checkpoint.folder:
         raise ConfigError(
             "the run left no checkpoints, because its config has no checkpoint.folder; set it and "
@@ -118,7 +118,7 @@ def trained_model(source: ExportSource, dataset: Dataset) -> nn.Module:
 def _check_settings(source: ExportSource, stored: StoredCheckpoint) -> None:
     """Raise if the model was trained with other settings, which names and shapes don't show."""
     if not stored.names(TRAIN_STATE):
-        return  # Saved by another program than this one.
+        return  # Another program saved it.
     members = Saved.read(stored.tensors(TRAIN_STATE), 0, 1).members
     now = RunSettings(source.config).state_dict()
     for saved in members.get("settings", ()):

@@ -31,7 +31,7 @@ def places_of(
         >>> places_of(torch.tensor([2.0, 2.0]), torch.tensor([[1.0, 3.0], [2.0, 1.0]]))
         tensor([2, 2])
     """
-    # Not >=, of which no number that isn't one would be true.
+    # Not >=, which is always false for NaN.
     ahead = ~(scores < targets.unsqueeze(1))
     return 1 + (ahead if counts is None else ahead & counts).sum(dim=1)
 
@@ -210,7 +210,7 @@ class RankingConfig(Section):
     """The numbers of places for recall and NDCG."""
 
     exclude_seen: bool = False
-    """Whether a sequence's earlier items are left out, among "all"."""
+    """True if a sequence's earlier items are left out, among "all"."""
 
     chunk_size: int = Field(default=4_096, ge=1)
     """Items looked up together, among "all"."""

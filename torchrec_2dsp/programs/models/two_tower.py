@@ -57,7 +57,7 @@ class TwoTowerConfig(PlannedSection):
     """The divisor of dot products."""
 
     normalized: bool = False
-    """Whether vectors have unit length, so that dot products are cosines."""
+    """True if vectors have unit length, so that dot products are cosines."""
 
     ranking: RankingConfig = RankingConfig(among="none")
     """The ranking of held-out clicks' items."""

@@ -85,7 +85,7 @@ class PlanLine:
     """The ranks that hold it; a plus joins replica peers."""
 
     exchange: str
-    """How rows travel, with their owners, wire format and hot rows, where that differs from
+    """The way rows travel, with their owners, wire format and hot rows, where that differs from
     TorchRec."""
 
     num_hot: int
@@ -100,7 +100,7 @@ class RunPlan:
     """The groups and their ranks."""
 
     sync: str
-    """How replicas are kept equal; empty without replicas."""
+    """The replica sync; empty without replicas."""
 
     lines: tuple[PlanLine, ...]
     """The tables, by name within each module."""

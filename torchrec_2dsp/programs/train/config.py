@@ -229,7 +229,7 @@ class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
     """Sharding types that the planner may choose from; empty for the model's."""
 
     dense: DensePartConfig = DDPConfig()
-    """How ranks train what isn't sharded."""
+    """The data parallelism for what isn't sharded."""
 
     calibration: CalibrationPath = ""
     """The measured network and machines, for plans by predicted cost: a file, or the name of a

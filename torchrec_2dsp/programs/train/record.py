@@ -153,7 +153,7 @@ class RunRecord(_Figures):
     """The run's mesh, in words."""
 
     sync: str
-    """How replicas were kept equal, in words."""
+    """The replica sync, in words."""
 
     num_groups: int
     """Table replicas."""

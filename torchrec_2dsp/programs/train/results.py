@@ -69,7 +69,7 @@ class RunResult(RunRecord):
     """Rows that a rank's syncs wrote per step, averaged over the ranks."""
 
     balance: BalanceReport | None = Field(default=None, exclude=True)
-    """How even the ranks' work was since the last start, prefetched batches included; `None` unless
+    """The balance report since the last start, prefetched batches included; `None` unless
     samples are balanced."""
 
     @property

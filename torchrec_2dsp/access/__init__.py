@@ -1,8 +1,10 @@
-"""Access statistics: how often each row is looked up, and the hot rows that follow.
+"""Access statistics: each row's lookup count, and hot rows chosen from the counts.
 
-`RowCounter` (`counter`) counts batches and gathers over ranks; `AccessStats` (`stats`) holds a
-`TableAccess` per table (`table_access`) and is stored as Parquet (`parquet`). A `HotSet` is the
-rows of a table that every rank holds.
+    batches --RowCounter--> a rank's counts --gather--> AccessStats --from_stats--> HotSet
+
+`RowCounter` (`counter`) counts batches and gathers over ranks. `AccessStats` (`stats`) holds a
+`TableAccess` per table (`table_access`) and is stored as Parquet (`parquet`). A `HotSet` lists a
+table's rows that every rank holds.
 """
 
 from torchrec_2dsp._compat.upstream_names import require_upstream

@@ -1,4 +1,4 @@
-"""`RowCounter`: counts how often each row is looked up, batch by batch."""
+"""`RowCounter`: counts each row's lookups, batch by batch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from torchrec_2dsp.errors import ConfigError, InputError
 
 
 class ExactCounts:
-    """The number of lookups of each row."""
+    """Exact lookup counts for every row."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -28,11 +28,11 @@ class ExactCounts:
         self._counts = torch.zeros(num_rows, dtype=torch.float64)
 
     def describe(self) -> str:
-        """Describe what is counted and how; all ranks' counters must agree."""
+        """Describe the counter and its settings, which all ranks must share."""
         return f"{self.num_rows} rows, exactly"
 
     def empty(self) -> "ExactCounts":
-        """Return a counter for the same table that has counted nothing."""
+        """Return a zeroed counter for the same table."""
         return ExactCounts(self.num_rows)
 
     def add(self, ids: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ class ExactCounts:
         self._counts /= 2
 
     def gathered(self, group: dist.ProcessGroup) -> "ExactCounts":
-        """Return the sum of all ranks' counts.
+        """Return the counts summed over all ranks.
 
         Collectives:
             One all-reduce.
@@ -56,11 +56,11 @@ class ExactCounts:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count of each row."""
+        """Return each row's count."""
         return {"counts": self._counts.clone()}
 
     def add_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Add what another counter of the same table had counted."""
+        """Add another counter's counts for the same table."""
         self._counts += state["counts"]
 
     def access(self, num_samples: float) -> TableAccess:
@@ -72,18 +72,18 @@ ds: Any = datasketches
 """The sketch library; its names come from a compiled module without types."""
 
 _LG_DISTINCT = 14
-"""Registers of the sketch that counts distinct rows, as a power of two: 0.8 % standard error."""
+"""The binary logarithm of the HyperLogLog's register count: 0.8 % standard error."""
 
 
 class SketchedCounts:
-    """Apache DataSketches' frequent items, and its HyperLogLog for how many rows there are."""
+    """Apache DataSketches' frequent items, and its HyperLogLog for the distinct row count."""
 
     def __init__(self, num_rows: int, sketch_rows: int) -> None:
         """Create an empty sketch.
 
         Args:
-            num_rows: of the table.
-            sketch_rows: how many places the sketch has, a power of two.
+            num_rows: the table's row count.
+            sketch_rows: the sketch's capacity, a power of two.
         """
         if sketch_rows < 8 or sketch_rows & (sketch_rows - 1):
             raise ConfigError(f"sketch_rows={sketch_rows} must be a power of two, at least 8")
@@ -95,11 +95,11 @@ class SketchedCounts:
         self._num_lookups = 0.0
 
     def describe(self) -> str:
-        """Describe what is counted and how; all ranks' counters must agree."""
+        """Describe the counter and its settings, which all ranks must share."""
         return f"{self.num_rows} rows, by a sketch of {2**self._lg_size}"
 
     def empty(self) -> "SketchedCounts":
-        """Return a counter for the same table that has counted nothing."""
+        """Return a zeroed counter for the same table."""
         return SketchedCounts(self.num_rows, 2**self._lg_size)
 
     def add(self, ids: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ class SketchedCounts:
     def halve(self) -> None:
         """Halve all counts, and drop rows with a single lookup.
 
-        How many rows there were stays as it is: it can't be taken back.
+        The distinct row count can't shrink and stays.
         """
         halved = ds.frequent_items_sketch(self._lg_size)
         for row, _, lower, _ in self._items():
@@ -123,7 +123,7 @@ class SketchedCounts:
         self._num_lookups /= 2
 
     def gathered(self, group: dist.ProcessGroup) -> "SketchedCounts":
-        """Merge the sketches of all ranks.
+        """Merge all ranks' sketches.
 
         Collectives:
             One all-gather of the sketches.
@@ -139,8 +139,8 @@ class SketchedCounts:
     def state_dict(self) -> dict[str, Any]:
         """Return the sketches as bytes.
 
-        This counter goes on from the same bytes: what a sketch drops next depends on the order in
-        which it holds its rows, and bytes don't tell that of a sketch that has grown.
+        This counter reloads the same bytes: a sketch's next evictions depend on its internal row
+        order, which a sketch that has grown doesn't serialize.
         """
         state = self._serialized()
         self._used = ds.frequent_items_sketch(self._lg_size)
@@ -150,7 +150,7 @@ class SketchedCounts:
         return state
 
     def add_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Add what another counter of the same table had counted."""
+        """Add another counter's counts for the same table."""
         self._used.merge(ds.frequent_items_sketch.deserialize(state["used"], ds.PyLongsSerDe()))
         union = ds.hll_union(_LG_DISTINCT)
         union.update(self._distinct)
@@ -169,7 +169,7 @@ class SketchedCounts:
         """Return the counts as the table's statistics."""
         items = self._items()
         rows = np.array([row for row, *_ in items], dtype=np.int64)
-        # The lower bounds: a count is never too high, and what they lack is the tail's.
+        # The lower bounds: a count is never too high, and lookups it misses go to the tail.
         counts = np.array([lower for _, _, lower, _ in items], dtype=np.float64)
         num_distinct = min(round(self._distinct.get_estimate()), self.num_rows)
         return TableAccess.of_rows(
@@ -183,17 +183,16 @@ class SketchedCounts:
         )
 
     def _items(self) -> list[tuple[int, int, int, int]]:
-        """Return the sketch's rows, with an estimate and bounds for their counts."""
+        """Return the sketch's rows, with their estimates and bounds."""
         return self._used.get_frequent_items(ds.frequent_items_error_type.NO_FALSE_NEGATIVES)
 
 
 class RowCounter:
-    """Counts the lookups of every table.
+    """Counts every table's lookups.
 
-    Tables with at most ``exact_rows`` rows are counted exactly, 8 bytes a row. Of larger ones, a
-    sketch keeps the rows that are used most, about three quarters of ``sketch_rows``: their counts
-    lack at most ``3.5 / sketch_rows`` of all lookups, and so does that of any row which it has
-    dropped.
+    Tables with at most ``exact_rows`` rows are counted exactly, with 8 bytes per row. For larger
+    ones, a sketch keeps the most used rows, about ``0.75 * sketch_rows``: each kept count misses
+    at most ``3.5 / sketch_rows`` of all lookups, and an evicted row has no more than that.
 
     Example:
         >>> import torch
@@ -222,14 +221,14 @@ class RowCounter:
         sketch_rows: int = 2**16,
         half_life: int | None = None,
     ) -> None:
-        """Create a counter that has counted nothing.
+        """Create a zeroed counter.
 
         Args:
-            tables: what is looked up, as TorchRec's modules are configured.
-            exact_rows: up to how many rows a table is counted exactly.
-            sketch_rows: how large a sketch is, a power of two.
-            half_life: after so many batches all counts are halved, so that the last ones say more
-                than old ones; by default all batches count alike.
+            tables: the tables, as TorchRec's modules are configured.
+            exact_rows: the largest row count for which a table is counted exactly.
+            sketch_rows: a sketch's capacity, a power of two.
+            half_life: how many batches pass before all counts are halved, so that recent
+                batches weigh more; by default all batches count alike.
         """
         if half_life is not None and half_life < 1:
             raise ConfigError(f"half_life={half_life} must be at least one batch")
@@ -269,14 +268,14 @@ class RowCounter:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The names of the tables that are counted."""
+        """The names of the counted tables."""
         return tuple(self._tables)
 
     @torch.no_grad()
     def update(self, features: KeyedJaggedTensor) -> None:
         """Count a batch, or none of it if an id lies outside its table.
 
-        Features of no table are left alone; those that the batch lacks count nothing.
+        Ignores features that no table has, and features that the batch lacks.
 
         On a GPU this waits for the ids; count every hundredth batch there.
         """
@@ -301,12 +300,12 @@ class RowCounter:
         """Sum the counts over all ranks; this counter keeps its own.
 
         Args:
-            group: of the ranks, by default all of them.
+            group: the ranks, by default all of them.
 
         Collectives:
-            An all-gather of what is counted, which must be the same on all ranks; for each table an
-            all-reduce of its counts, or an all-gather of its sketch; and one all-gather of the
-            numbers of samples. Tensors travel on the CPU, so the group needs a backend for it, as
+            One all-gather for the counters' settings, which must be the same on all ranks; per
+            table an all-reduce for exact counts, or an all-gather for a sketch; and one all-gather
+            for sample counts. Tensors travel on the CPU, so the group needs a CPU backend such as
             gloo.
         """
         group = group or dist.group.WORLD
@@ -331,7 +330,7 @@ class RowCounter:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's counts, for a run that goes on."""
+        """Return this rank's counts, to resume from."""
         return {
             "num_batches": self._num_batches,
             "tables": {
@@ -345,11 +344,11 @@ class RowCounter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another counter's counts of the same tables."""
+        """Resume from another counter's counts for the same tables."""
         self.load_rank_states([state])
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise unless the same tables were counted in the same way."""
+        """Raise unless the state has the same tables and settings."""
         saved = {name: table["kind"] for name, table in state["tables"].items()}
         own = {name: table.counts.describe() for name, table in self._tables.items()}
         for name in sorted(saved.keys() | own.keys()):
@@ -360,7 +359,7 @@ class RowCounter:
                 )
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the sum of several ranks' counts."""
+        """Resume from several ranks' summed counts."""
         for state in states:
             self.check_state_dict(state)
         self._num_batches = max((state["num_batches"] for state in states), default=0)

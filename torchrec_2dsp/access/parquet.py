@@ -1,7 +1,7 @@
-"""Access statistics as a Parquet file: a line for each known row, and all else as metadata.
+"""Access statistics as a Parquet file: a line per known row, and everything else as metadata.
 
-Any reader of Parquet shows the counts: ``table``, ``row``, ``count``, table by table, the most used
-rows first. A checksum in the metadata covers all of it.
+Any Parquet reader shows the counts: ``table``, ``row``, ``count``, table by table, the most used
+rows first. A checksum in the metadata covers everything.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class _Metadata(BaseModel):
 
 
 class _StoredTable(_Metadata):
-    """The statistics of a table beside its rows' counts."""
+    """A table's statistics without its rows' counts."""
 
     name: str
     num_rows: int = Field(ge=0, le=_MAX_ROWS)
@@ -47,19 +47,19 @@ class _Header(_Metadata):
     version: int
     tables: list[_StoredTable]
     checksum: str | None = None
-    """Files of releases before it have none."""
+    """The checksum, which files from older releases lack."""
 
 
 class _Columns(NamedTuple):
     tables: NDArray[np.int64]
-    """The place of each line's table among all of them."""
+    """The index of each line's table."""
 
     rows: NDArray[np.int64]
     counts: NDArray[np.float64]
 
 
 def write_tables(path: Path, tables: Mapping[str, TableAccess]) -> None:
-    """Write the file, all of it or nothing."""
+    """Write the file atomically."""
     names = list(tables)
     columns = _Columns(
         np.repeat(np.arange(len(names)), [len(tables[name].rows) for name in names]),
@@ -83,7 +83,7 @@ def write_tables(path: Path, tables: Mapping[str, TableAccess]) -> None:
 
 
 def _checked(name: str, table: TableAccess) -> _StoredTable:
-    """Return a table's metadata, or raise if they couldn't be read again."""
+    """Return a table's metadata, or raise if it couldn't be read back."""
     _check_table(f"table {name!r} can't be written", table, "count again")
     data = {"name": name, **{field: getattr(table, field) for field in _FIELDS}}
     try:
@@ -93,11 +93,11 @@ def _checked(name: str, table: TableAccess) -> _StoredTable:
 
 
 def read_tables(path: Path) -> dict[str, TableAccess]:
-    """Read what `write_tables` has written.
+    """Read what `write_tables` wrote.
 
     Raises:
-        ConfigError: there is no such file, it is something else, or it is damaged; the message
-            names the file and the column.
+        ConfigError: the file is missing, damaged, or something else; the message names the file and
+            the column.
     """
     content = _content(path)
     header = _header(path, content)
@@ -160,7 +160,7 @@ def _header(path: Path, content: pa.Table) -> _Header:
 
 
 def _first(error: ValidationError) -> str:
-    """Describe the first error, with its place."""
+    """Describe the first error and its location."""
     wrong = error.errors()[0]
     return f"{'.'.join(str(part) for part in wrong['loc']) or 'all of it'}: {wrong['msg']}"
 
@@ -214,7 +214,7 @@ def _check_table(where: str, table: TableAccess, remedy: str = _REMEDY) -> None:
 
 
 def _checksum(header: _Header, columns: _Columns) -> str:
-    """Return the checksum of the columns and of all metadata but itself."""
+    """Return the checksum over the columns and all other metadata."""
     digest = hashlib.sha256(header.model_copy(update={"checksum": None}).model_dump_json().encode())
     for column in columns:
         digest.update(np.ascontiguousarray(column, column.dtype.newbyteorder("<")).tobytes())

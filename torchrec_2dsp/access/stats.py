@@ -1,4 +1,4 @@
-"""`AccessStats`: how often the rows of a model's tables are looked up."""
+"""`AccessStats`: lookup statistics for a model's tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,10 +14,10 @@ from torchrec_2dsp.report.charts import Axis, Line, LineChart, draw_lines
 
 
 def merged(table: str, logs: Sequence[TableAccess]) -> TableAccess:
-    """Add up.
+    """Sum a table's statistics over several logs.
 
     A row that is known in one log may be in another's tail. Its count lacks those lookups, which
-    stay in the tail; how many rows that has is at most too large.
+    stay in the tail, so the tail's row count is an upper bound.
     """
     num_rows = logs[0].num_rows
     sizes = sorted({log.num_rows for log in logs})
@@ -41,22 +41,22 @@ def merged(table: str, logs: Sequence[TableAccess]) -> TableAccess:
 
 
 _MAX_POINTS = 400
-"""The largest number of points in a line."""
+"""The most points in a line."""
 
 
 def plot_cdf(tables: Mapping[str, TableAccess], path: str | Path) -> None:
-    """Write an SVG: the share of lookups that the hottest rows take."""
+    """Plot the lookup share that the hottest rows take, as an SVG."""
     draw_lines([cdf_chart(tables)], path)
 
 
 def cdf_chart(
     tables: Mapping[str, TableAccess], hot_rows: Mapping[str, int] | None = None
 ) -> LineChart:
-    """Draw the share of lookups that the hottest rows take.
+    """Draw the lookup share that the hottest rows take.
 
     Args:
-        tables: the statistics of each table, by name.
-        hot_rows: how many rows of a table are hot, for a mark on its line; none if it isn't there.
+        tables: each table's statistics, by name.
+        hot_rows: how many hot rows to mark on a table's line; tables it lacks have no mark.
 
     Example:
         >>> from torchrec_2dsp.access.stats import cdf_chart
@@ -89,7 +89,7 @@ def cdf_chart(
 
 
 def _hot_mark(table: TableAccess, line: Line, num_hot: int) -> Line:
-    """Return the mark on a table's line at its number of hot rows."""
+    """Return the mark at a table's hot row count."""
     share = 100 * table.share_of(num_hot)
     rows = "1 hot row takes" if num_hot == 1 else f"{num_hot:,} hot rows take"
     return Line(
@@ -103,7 +103,7 @@ def _hot_mark(table: TableAccess, line: Line, num_hot: int) -> Line:
 
 
 class AccessStats(Mapping[str, TableAccess]):
-    """The counts of a `RowCounter` by table: a mapping that can be saved, merged and plotted.
+    """A `RowCounter`'s counts by table: a mapping that can be saved, merged and plotted.
 
     Example:
         >>> from torchrec_2dsp.access.stats import AccessStats
@@ -126,7 +126,7 @@ class AccessStats(Mapping[str, TableAccess]):
         return self._tables[table]
 
     def get(self, table: str, default: Any = None) -> Any:
-        """Return a table's accesses, or ``default``; `Mapping` would expect a `KeyError`."""
+        """Return a table's statistics, or ``default``; `Mapping.get` relies on `KeyError`."""
         return self._tables.get(table, default)
 
     def __contains__(self, table: object) -> bool:
@@ -143,16 +143,16 @@ class AccessStats(Mapping[str, TableAccess]):
         return f"AccessStats({len(self)} tables, {lookups:.4g} lookups)"
 
     def expected_distinct_rows(self, table: str, batch_size: int) -> float:
-        """Return how many distinct rows a batch touches on average."""
+        """Estimate how many distinct rows a batch touches on average."""
         return self.expected_touched_rows(table, batch_size, steps=1)
 
     def expected_touched_rows(self, table: str, batch_size: int, steps: int) -> float:
-        """Return how many distinct rows several batches touch together on average."""
+        """Estimate how many distinct rows several batches touch together on average."""
         access = self[table]
         return access.expected_distinct(steps * batch_size * access.lookups_per_sample)
 
     def merge(self, *others: "AccessStats") -> "AccessStats":
-        """Merge the statistics of several logs."""
+        """Merge the statistics from several logs."""
         every = [self, *others]
         names = dict.fromkeys(name for stats in every for name in stats)
         return AccessStats(
@@ -168,10 +168,10 @@ class AccessStats(Mapping[str, TableAccess]):
 
     @classmethod
     def load(cls, path: str | Path) -> "AccessStats":
-        """Read what `save` has written.
+        """Read statistics that `save` wrote.
 
         Args:
-            path: a file; or a folder, whose ``*.parquet`` are merged: one for each rank, or day.
+            path: a file; or a folder, whose ``*.parquet`` files are merged: one per rank, or day.
         """
         path = Path(path)
         files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
@@ -181,5 +181,5 @@ class AccessStats(Mapping[str, TableAccess]):
         return first.merge(*others) if others else first
 
     def plot(self, path: str | Path) -> None:
-        """Write an SVG: the share of lookups that the hottest rows take."""
+        """Plot the lookup share that the hottest rows take, as an SVG."""
         plot_cdf(self._tables, path)

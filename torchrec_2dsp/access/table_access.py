@@ -1,4 +1,4 @@
-"""`TableAccess`: one table's lookups, and `HotSet`: the rows that every rank holds."""
+"""`TableAccess`: one table's lookup statistics, and `HotSet`: the rows that every rank holds."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,19 +12,19 @@ from numpy.typing import ArrayLike, NDArray
 from torchrec_2dsp.errors import ConfigError, PlanError
 
 _ALIKE = 1e-3
-"""Counts within this share of each other are taken as their mean, which changes no sum over rows by
-more than the square of it."""
+"""The relative difference within which counts are replaced by their mean; sums over rows change by
+less than its square."""
 
 
 @dataclass(frozen=True, eq=False)
 class TableAccess:
-    """The lookups of one table in a log.
+    """Lookup statistics for one table in a log.
 
-    Every row that was looked up is *known*, with its count, unless the table had too many of them
-    to count. Then the most used ones are known, and the others are the *tail*.
+    Every row that was looked up is *known*, with its count, unless the table had too many rows to
+    count. Then the most used rows are known, and the others are the *tail*.
 
     Example:
-        Ten lookups of three rows.
+        Ten lookups over three rows.
 
         >>> import numpy as np
         >>> from torchrec_2dsp.access.table_access import TableAccess
@@ -47,20 +47,20 @@ class TableAccess:
     """The known rows, the most used first."""
 
     counts: NDArray[np.float64]
-    """A lower bound for each known row's lookups; not integers if old lookups count less."""
+    """A lower bound for each known row's lookups; fractional if old lookups are discounted."""
 
     tail_rows: int = 0
-    """An estimate of how many other rows were looked up."""
+    """The estimated number of other rows that were looked up."""
 
     tail_lookups: float = 0.0
-    """The tail's lookups, with those that the counts of known rows lack."""
+    """The tail's lookups, plus those that known rows' counts lack."""
 
     max_error: float = 0.0
-    """The largest error of a known row's count; no row of the tail was looked up more often."""
+    """The largest error in a known row's count; no tail row was looked up more often."""
 
     @classmethod
     def of_counts(cls, counts: ArrayLike, num_samples: float) -> "TableAccess":
-        """Build the statistics from a count for each row."""
+        """Build the statistics from every row's count."""
         by_row = np.asarray(counts, dtype=np.float64)
         rows = by_row.nonzero()[0]
         return cls.of_rows(len(by_row), num_samples, rows, by_row[rows])
@@ -76,9 +76,9 @@ class TableAccess:
     ) -> "TableAccess":
         """Build the statistics from some rows' counts, in any order.
 
-        ``tail`` is what is known of the other rows: the fields that have a default.
+        ``tail`` describes the other rows: the fields that have a default.
         """
-        # Of rows that are used alike, the first is the hotter one, so that all ranks agree.
+        # Ties go to the lower row, so that all ranks agree.
         order = np.lexsort((rows, -counts))
         return cls(num_rows, num_samples, rows[order].astype(np.int64), counts[order], **tail)
 
@@ -94,18 +94,18 @@ class TableAccess:
 
     @property
     def num_used_rows(self) -> int:
-        """The number of rows that were looked up; with a tail, an estimate."""
+        """The number of used rows; an estimate if there is a tail."""
         return len(self.rows) + self.tail_rows
 
     def share_of(self, num_hot: int) -> float:
-        """Return a lower bound for the share of lookups that the ``num_hot`` hottest rows take."""
+        """Return a lower bound for the lookup share that the ``num_hot`` hottest rows take."""
         lookups = self._ascending_shares[: max(0, num_hot)]
         return float(lookups[-1]) / self.num_lookups if len(lookups) else 0.0
 
     def rows_for(self, share: float) -> int:
-        """Return how many of the hottest rows take this share of the lookups."""
+        """Return how many hottest rows take this lookup share."""
         num_lookups = share * self.num_lookups
-        # Counts are added up in another order than the wanted share was.
+        # Summation order differs from the one behind the requested share.
         num_hot = int(np.searchsorted(self._ascending_shares, num_lookups * (1 - 1e-12))) + 1
         if num_hot > len(self.rows):
             counted_share = self.share_of(len(self.rows))
@@ -116,15 +116,15 @@ class TableAccess:
         return num_hot
 
     def expected_distinct(self, num_lookups: float, *, num_hot: int = 0) -> float:
-        """Return how many distinct rows so many lookups touch on average.
+        """Estimate how many distinct rows ``num_lookups`` lookups touch on average.
 
-        Lookups are drawn from the log without putting them back, each as probable as any other;
-        so as many lookups as the log has, or more, touch every used row. The rows of a tail count
-        as used alike, so that the result is at most too large.
+        Lookups are drawn from the log uniformly and without replacement, so drawing at least the
+        whole log touches every used row. Tail rows are assumed equally frequent, which makes the
+        result an upper bound.
 
         Args:
-            num_lookups: of any rows.
-            num_hot: how many of the hottest rows don't count.
+            num_lookups: the lookups to draw, including those that hit hot rows.
+            num_hot: how many hottest rows to leave out.
         """
         total = self.num_lookups
         if not total or num_lookups <= 0:
@@ -136,17 +136,17 @@ class TableAccess:
             times = np.append(times, self.tail_rows)
         if num_lookups <= total:
             return float(times @ (1 - _absent(counts, num_lookups, total)))
-        # With more hot rows than known ones, which of the tail's rows are hot isn't known: those
-        # that lookups touch, drawn with putting back, count beside the cold ones.
+        # With more hot rows than known ones, the hot rows within the tail are unknown: count those
+        # that lookups touch, drawn with replacement, beside the cold ones.
         touched = float(times @ (1 - (1 - np.minimum(counts / total, 1)) ** num_lookups))
         return max(touched, float(max(0, self.num_used_rows - num_hot)))
 
     def without(self, num_hot: int) -> "TableAccess":
-        """Return the accesses without the ``num_hot`` hottest rows."""
+        """Return the statistics without the ``num_hot`` hottest rows."""
         return replace(self, rows=self.rows[num_hot:], counts=self.counts[num_hot:])
 
     def share_by_block(self, num_blocks: int) -> NDArray[np.float64]:
-        """Return each block's share of the lookups; blocks hold consecutive rows.
+        """Return each block's lookup share; blocks hold consecutive rows.
 
         Example:
             >>> from torchrec_2dsp.access.table_access import TableAccess
@@ -156,23 +156,23 @@ class TableAccess:
         """
         block_rows = -(-self.num_rows // num_blocks)
         lookups = np.bincount(self.rows // block_rows, self.counts, minlength=num_blocks)
-        # Nobody knows where the rows of the tail are.
+        # The tail rows' locations are unknown.
         return np.asarray((lookups + self.tail_lookups / num_blocks) / self.num_lookups, np.float64)
 
     def distinct_by_block(self, num_lookups: float, num_blocks: int) -> NDArray[np.float64]:
-        """Return how many distinct rows of each block so many lookups touch."""
+        """Estimate how many distinct rows lookups touch in each block on average."""
         blocks = self.rows // -(-self.num_rows // num_blocks)
         total = max(self.num_lookups, num_lookups)
         counts, ends = self._alike
         touched = np.repeat(1 - _absent(counts, num_lookups, total), np.diff(ends, prepend=0))
         by_block = np.bincount(blocks, touched, minlength=num_blocks)
         whole = self.expected_distinct(num_lookups)
-        # The rest is of the tail, or of a log that is shorter than what is asked for.
+        # The remainder belongs to the tail, or the log has fewer lookups than requested.
         return np.asarray(by_block + (whole - touched.sum()) / num_blocks, np.float64)
 
     @cached_property
     def _alike(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Runs of rows with equal counts, within a thousandth: the count, and the run's end."""
+        """Group rows with counts equal within a thousandth: return counts and runs' ends."""
         steps = np.ceil(np.log(np.maximum(self.counts, 1e-300)) / _ALIKE)
         ends = np.append(np.flatnonzero(np.diff(steps)) + 1, len(steps))[: len(steps)]
         sums = np.diff(np.append(0.0, self._ascending_shares[ends - 1]))
@@ -188,12 +188,12 @@ class TableAccess:
 
 
 def _absent(counts: NDArray[np.float64], drawn: float, total: float) -> NDArray[np.float64]:
-    """Return the chance that none of ``drawn`` lookups hits a row with so many of ``total``.
+    """Return the probability that no draw hits a row with this count among ``total`` lookups.
 
-    The number of ways to draw from the others over the number of ways to draw from all, binomials
-    whose logarithms stay small; counts needn't be integers.
+    The hypergeometric probability, through log-binomials that stay small; counts needn't be
+    integers.
     """
-    # A quarter of a second, that only those pay who ask for an expectation.
+    # The import takes a quarter of a second, so only callers of expectations pay for it.
     from scipy.special import gammaln
 
     others = total - counts - drawn
@@ -210,7 +210,7 @@ def _absent(counts: NDArray[np.float64], drawn: float, total: float) -> NDArray[
 
 @dataclass(frozen=True)
 class HotSet:
-    """Sorted, distinct row ids of one table.
+    """One table's sorted, distinct row ids.
 
     Example:
         >>> from torchrec_2dsp import HotSet
@@ -251,10 +251,10 @@ class HotSet:
         """Choose a table's most used rows.
 
         Args:
-            stats: what was counted.
+            stats: the lookup statistics.
             table: the table's name.
             rows: how many rows; fewer if the log has fewer.
-            share: the fewest rows that take this share of the table's lookups; instead of ``rows``.
+            share: choose the fewest rows that take this lookup share; instead of ``rows``.
         """
         if (rows is None) == (share is None):
             raise ConfigError(
@@ -274,7 +274,7 @@ class HotSet:
         return len(self.row_ids)
 
     def check_fits(self, table: str, num_rows: int) -> None:
-        """Raise if an id lies outside a table of ``num_rows`` rows."""
+        """Raise if an id lies outside a table with ``num_rows`` rows."""
         if self.row_ids[-1] >= num_rows:
             raise PlanError(
                 f"hot row {self.row_ids[-1]} of table {table!r} is out of range: the table has "

@@ -1,7 +1,7 @@
-"""One pass over a log that counts how often each row is used.
+"""Count each row's lookups in one pass over a log.
 
-Ranks read different blocks; their counts are added up. What is counted, and what follows from it,
-is in ``torchrec_2dsp.access``.
+Ranks read different blocks and sum their counts. Counters and statistics are in
+``torchrec_2dsp.access``.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ from torchrec_2dsp.programs.models.model import table_name
 LoggedData = Annotated[
     TableConfig | CriteoConfig | AvazuConfig | InteractionsConfig, Field(discriminator="kind")
 ]
-"""The sections of logs in files."""
+"""The config sections for logs in files."""
 
 
 class AccessConfig(BaseModel):
-    """The section ``[data]`` of a config to train by; its other sections are ignored.
+    """The section ``[data]`` of a training config; its other sections are ignored.
 
     Example:
         >>> from torchrec_2dsp.programs.access import AccessConfig
@@ -50,48 +50,48 @@ class AccessConfig(BaseModel):
 
 
 _COUNTED_DIM = 4
-"""The dimension of the tables that are counted, which nothing depends on."""
+"""A dummy embedding dimension; counts don't depend on it."""
 
 
 @dataclass(frozen=True)
 class TableReport:
-    """How a table's rows are used."""
+    """A summary of one table's lookups."""
 
     table: str
-    """The name of the table."""
+    """The table's name."""
 
     num_rows: int
-    """How many rows it has."""
+    """The table's number of rows."""
 
     used_rows: int
-    """How many of them the log uses."""
+    """The number of rows that the log uses."""
 
     num_lookups: float
-    """How often any of them is looked up."""
+    """The number of lookups."""
 
     top_share: float
-    """The share of lookups that the hottest hundredth of the rows that are used takes."""
+    """The share of lookups that the hottest hundredth of used rows takes."""
 
     collision_rate: float | None
-    """The expected share of values that share their row with another one; `None` where ids aren't
+    """The expected share of values that share their row with another value; `None` if ids aren't
     hashes."""
 
 
 @dataclass(frozen=True)
 class AccessResult:
-    """The counts of all ranks."""
+    """The counts summed over all ranks."""
 
     stats: AccessStats
     """The counts by table."""
 
     num_samples: int
-    """How many rows of the log were read."""
+    """The number of log rows that were read."""
 
     num_malformed: int
-    """How many of them couldn't be read."""
+    """The number of malformed rows among them."""
 
     tables: tuple[TableReport, ...]
-    """How the rows of each table are used, in the order of the features."""
+    """A summary per table, in feature order."""
 
 
 def count_access(
@@ -99,18 +99,18 @@ def count_access(
     group: dist.ProcessGroup,
     progress: Progress | None = None,
 ) -> AccessResult:
-    """Count the training rows of a log once.
+    """Count a log's training rows once.
 
     Args:
         config: the log.
         group: all ranks.
-        progress: told how far this rank has read.
+        progress: called with this rank's progress.
 
     Raises:
-        TwoDError: a rank can't read its part. All ranks raise it when the others have read theirs.
+        TwoDError: a rank can't read its part. All ranks raise it once the others have read theirs.
 
     Collectives:
-        Those of `open_together` and of `RowCounter.gather`, and two all-gathers of objects.
+        Those in `open_together` and `RowCounter.gather`, and two all-gathers of objects.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     data = open_together(config.data, group, progress)
@@ -149,7 +149,7 @@ def count_access(
 
 
 def _hashed_features(config: AccessConfig) -> frozenset[str]:
-    """Return the features whose ids are hashes."""
+    """Return the features with hashed ids."""
     data = config.data
     if data.kind == "interactions":
         return frozenset()

@@ -1,4 +1,4 @@
-"""The program behind `torchrec-2dsp doctor`: whether an installation works, and what mends it."""
+"""The `torchrec-2dsp doctor` program: checks an installation, and suggests fixes."""
 
 import os
 import sys
@@ -24,11 +24,11 @@ def run_health_checks(
 ) -> tuple[CheckResult, ...]:
     """Run the checks, the cheap ones first.
 
-    Where the versions don't match, what needs them is skipped: it could only fail in ways that
-    hide the cause, down to a crash of the interpreter.
+    If versions don't match, checks that need them are skipped: they could only fail in ways that
+    hide the cause, down to an interpreter crash.
 
     Args:
-        versions: the versions to judge; the installed ones unless given.
+        versions: the versions to judge; by default the installed ones.
         run: also load torch, fbgemm and TorchRec, compute with them and open a process group.
     """
     versions = find_versions() if versions is None else versions
@@ -58,7 +58,7 @@ def run_health_checks(
 def run_guarded(
     name: str, check: Callable[[], CheckResult], remedy: tuple[str, ...]
 ) -> CheckResult:
-    """Run one check; an exception of any kind is its failure."""
+    """Run one check; any exception is a failure."""
     try:
         return check()
     except Exception as error:
@@ -78,7 +78,7 @@ _FBGEMM_REMEDY = (
 
 
 def check_fbgemm_operators() -> CheckResult:
-    """Look up rows of a tiny table, train it one step on the CPU and compare the numbers."""
+    """Look up rows in a tiny table, train it one step on the CPU and compare the numbers."""
     import torch
 
     from torchrec_2dsp._compat.fbgemm import (
@@ -112,7 +112,7 @@ def check_fbgemm_operators() -> CheckResult:
 
 
 def check_torchrec() -> CheckResult:
-    """Import TorchRec with all that it needs of other packages."""
+    """Import TorchRec with all its dependencies."""
     import torchrec.distributed
 
     return CheckResult(
@@ -130,7 +130,7 @@ _GLOO_REMEDY = (
 
 
 def check_gloo() -> CheckResult:
-    """All-reduce in a process group of one.
+    """All-reduce in a single-rank process group.
 
     Collectives:
         all-reduce: gloo, one rank, float32, 4 bytes.
@@ -168,7 +168,7 @@ _CUDA_REMEDY = ("Check the driver with nvidia-smi; CUDA_VISIBLE_DEVICES='' runs 
 
 
 def check_cuda() -> CheckResult:
-    """List the CUDA devices; with any, NCCL has to be there too."""
+    """List the CUDA devices; if there are any, require NCCL too."""
     import torch
     from torch import distributed as dist
 
@@ -193,10 +193,10 @@ def check_cuda() -> CheckResult:
 
 
 def check_launch_environment(environ: Mapping[str, str]) -> CheckResult:
-    """Check LOCAL_WORLD_SIZE, from which TorchRec derives what a host is.
+    """Check LOCAL_WORLD_SIZE, from which TorchRec derives the ranks per host.
 
-    Without it TorchRec takes 8 ranks per host where 8 divides the world size, and one host
-    otherwise; where it does not divide the world size, TorchRec ignores it.
+    Without it TorchRec assumes 8 ranks per host if 8 divides the world size, and one host
+    otherwise. If LOCAL_WORLD_SIZE doesn't divide the world size, TorchRec ignores it.
     """
     local, world = environ.get("LOCAL_WORLD_SIZE"), environ.get("WORLD_SIZE")
     name, expected = "LOCAL_WORLD_SIZE", "ranks per host"

@@ -1,4 +1,4 @@
-"""The world that torchrun started: joined and left in order."""
+"""Join and leave the world that torchrun started."""
 
 import ctypes
 import logging
@@ -15,11 +15,11 @@ from torchrec_2dsp.comms.groups import leave_world
 from torchrec_2dsp.errors import ConfigError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""The parameters of glibc's ``mallopt`` that are set."""
+"""The parameters for glibc's ``mallopt``."""
 _LARGEST_KEPT_BYTES = 32 * 2**20
-"""The most that glibc can keep."""
+"""The largest value that glibc accepts."""
 DEFAULT_TIMEOUT_S = 1800.0
-"""How long a rank may keep the others waiting, which is gloo's default, too."""
+"""The time after which waiting for another rank fails; gloo's default."""
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,15 +38,15 @@ def check_launched(command: str) -> None:
 def launched_world(
     device: str, command: str, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Iterator[int]:
-    """Join the ranks that torchrun started; the value is this rank.
+    """Join the ranks that torchrun started, and yield this rank.
 
-    The world is left in order after a success. After an error it is left as it is: a rank that
-    waited here for peers that failed would hide the error.
+    After success, ranks leave the world together. After an error a rank doesn't wait: waiting for
+    failed peers would hide the error.
 
     Args:
-        device: where ranks compute: ``"cpu"`` or ``"cuda"``.
-        command: the program's name, for its errors.
-        timeout_s: how many seconds a rank may keep the others waiting.
+        device: the compute device: ``"cpu"`` or ``"cuda"``.
+        command: the program's name, for errors.
+        timeout_s: the number of seconds a rank may keep the others waiting.
 
     Collectives:
         Makes the world's process group; a barrier at the end.
@@ -63,10 +63,10 @@ def launched_world(
 
 @contextmanager
 def launched_world_or_one() -> Iterator[int]:
-    """Join the ranks that torchrun started, or be the only rank; the value is this rank.
+    """Join the ranks that torchrun started, or run as the only rank; yield this rank.
 
     Collectives:
-        Those of `launched_world`, under torchrun.
+        Those in `launched_world`, under torchrun.
     """
     if all(name in os.environ for name in _SET_BY_TORCHRUN):
         with launched_world("cpu", "") as rank:
@@ -78,7 +78,7 @@ def launched_world_or_one() -> Iterator[int]:
 
 @contextmanager
 def only_rank(command: str) -> Iterator[None]:
-    """Be the only rank of a command that isn't for several.
+    """Run a single-rank command.
 
     Raises:
         ConfigError: torchrun started this process, perhaps with others.
@@ -102,10 +102,10 @@ def _world_of_one() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let this process and its forks keep what tensors free, for those of the next step.
+    """Keep the memory that tensors free for the next step, in this process and its forks.
 
-    Left to itself, glibc gives much of it back to the system, and gets it again page by page in
-    every step.
+    By default, glibc returns much of it to the system, and faults it in again page by page in every
+    step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -117,15 +117,15 @@ _NO_NEWS = ("[Connection]", "Sharding spec not found for ")
 
 
 def quiet_upstream() -> None:
-    """Leave out what torch and torchrec say on every rank though all is as it should be."""
+    """Suppress harmless messages that torch and torchrec print on every rank."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|torchrec)\..*")
     warnings.filterwarnings("ignore", r"`broadcast_buffers` is deprecated", FutureWarning)
-    # FBGEMM's lookup for data-parallel tables brings its gradient along in another way.
+    # FBGEMM's lookup for data-parallel tables passes its gradient along differently.
     warnings.filterwarnings("ignore", r"fbgemm::dense_embedding_codegen", UserWarning)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     logging.getLogger("torchrec.distributed.utils").addFilter(_is_news)
     logging.getLogger("torchrec.distributed.comm").addFilter(_is_news)
-    # TorchRec's planner tells the root logger of each table that is to be data-parallel.
+    # TorchRec's planner tells the root logger about each data-parallel table.
     logging.getLogger().addFilter(_is_news)
 
 

@@ -1,8 +1,8 @@
-"""The emulated cluster: hosts that are network namespaces of one machine, on links of limited rate.
+"""The emulated cluster: network namespaces on one machine act as hosts, on rate-limited links.
 
     host 0: ranks 0, 1 --eth0-- rate limit --+
                                              bridge
     host 1: ranks 2, 3 --eth0-- rate limit --+
 
-Ranks of one host share its link, as on real machines; within a host they use its loopback.
+A host's ranks share its link, as on real machines; within a host they use its loopback.
 """

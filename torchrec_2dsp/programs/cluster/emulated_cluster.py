@@ -1,4 +1,4 @@
-"""Several hosts with several ranks each, on one Linux machine, and commands that run on them."""
+"""Run commands on several emulated hosts, with several ranks each, on one Linux machine."""
 
 import atexit
 import codecs
@@ -38,7 +38,7 @@ from torchrec_2dsp.programs.cluster.network import (
 )
 
 GRACE_S = 15
-"""How long other hosts may go on after one failed, so that their errors are seen too."""
+"""The time that other hosts may continue after a failure, so that their errors show too."""
 
 _REPOSITORY = Path(__file__).parents[2]
 _POLL_S = 0.1
@@ -50,20 +50,20 @@ _FAILURE = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: (-?\d+)"
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """A command that succeeded on every host."""
+    """The result of a command that succeeded on every host."""
 
     exit_codes: tuple[int, ...]
-    """The exit code of each host: zeros."""
+    """Each host's exit code: zeros."""
 
     tails: tuple[str, ...]
     """The end of each host's output, rank by rank."""
 
     wall_s: float
-    """Seconds from the start of the processes to the end of the last."""
+    """Seconds from process start until the last process ends."""
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raise if torchrun can't run it."""
+    """Raise if torchrun can't run the command."""
     if not command:
         raise ClusterConfigError("the command is empty; give a script, or -m and a module")
     if command[0].startswith("-") and (command[0] != "-m" or len(command) < 2):
@@ -112,11 +112,11 @@ def launch_on_hosts(
 
 
 class _Host:
-    """The processes of one host."""
+    """One host's processes."""
 
     def __init__(self, network: Network, number: int, ranks_per_host: int, folder: Path) -> None:
         self.exit_code: int | None = None
-        """None while it runs, and if it had to be stopped."""
+        """The exit code; `None` while running, and if the host had to be stopped."""
         self._network = network
         self._number = number
         self._ranks_per_host = ranks_per_host
@@ -132,7 +132,7 @@ class _Host:
             *("--nproc-per-node", str(self._ranks_per_host)),
             *("--master-addr", hostname(0), "--master-port", "29500"),
             *("--local-addr", address(self._number)),
-            # One file per rank and stream: told apart in errors, and rank 0's to be followed.
+            # One file per rank and stream, to tell them apart in errors and to follow rank 0's.
             *("--redirects", "3", "--log-dir", str(self._folder)),
         ]
         namespace = self._network.hosts[self._number]
@@ -166,13 +166,13 @@ class _Host:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """End the first process, with which the kernel ends all others of the host."""
+        """Kill the first process; the kernel then kills all others on the host."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def failures(self) -> list[str]:
-        """Return the ranks that torchrun says have failed, or else the host if it did."""
+        """Return the ranks that torchrun reports as failed, or else the host if it failed."""
         if self.exit_code == 0:
             return []
         log = self._torchrun_log.read_text(errors="replace")
@@ -180,7 +180,7 @@ class _Host:
         return ranks or [f"host {self._number} (exit code {self.exit_code})"]
 
     def tail(self) -> str:
-        """Return the end of each rank's output, and of torchrun's where only that explains it."""
+        """Return the end of each rank's output, or torchrun's if only that explains the failure."""
         first = self._number * self._ranks_per_host
         files: list[tuple[str, Path]] = []
         for local_rank in range(self._ranks_per_host):
@@ -194,12 +194,12 @@ class _Host:
 
 
 class _Follower:
-    """Prints what rank 0 prints, as it comes."""
+    """Prints rank 0's output as it comes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._positions = {"stdout": 0, "stderr": 0}
-        # A character may be half written when it is read.
+        # A character may be half written at the time of reading.
         utf8 = codecs.getincrementaldecoder("utf-8")
         self._decoders = {stream: utf8("replace") for stream in self._positions}
 
@@ -217,7 +217,7 @@ class _Follower:
 
 
 def rank_environment(description: str, launcher: str) -> dict[str, str]:
-    """Return the caller's environment, what ranks need, and what reports say of the cluster."""
+    """Return the caller's environment plus ranks' settings and the cluster's description."""
     inherited = os.environ.get("PYTHONPATH")
     return os.environ | {
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -230,7 +230,7 @@ def rank_environment(description: str, launcher: str) -> dict[str, str]:
 
 
 def _wait(hosts: list[_Host], deadline: float, follower: _Follower) -> bool:
-    """Until all hosts ended; whether it became too late for one."""
+    """Wait until all hosts end; return True if one missed the deadline."""
     has_failed = False
     while None in (exit_codes := [host.poll() for host in hosts]):
         if any(exit_codes) and not has_failed:
@@ -261,7 +261,7 @@ def _last_lines(path: Path) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came: what is open is closed, as after Ctrl-C."""
+    """Raised on SIGTERM or SIGHUP, to clean up as after Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -270,11 +270,11 @@ class Terminated(KeyboardInterrupt):
 
 
 class EmulatedCluster:
-    """``hosts`` x ``ranks_per_host`` ranks; ranks of two hosts share a link of limited rate.
+    """A cluster with ``hosts`` x ``ranks_per_host`` ranks and one rate-limited link per host.
 
-    Nothing is left behind, however the caller ends: after an exception, Ctrl-C or SIGTERM the
-    cluster is removed at once. After SIGKILL its processes die at once, and the next cluster
-    on this machine removes its namespaces.
+    Nothing is left behind, however the caller ends: an exception, Ctrl-C or SIGTERM removes the
+    cluster at once. SIGKILL kills its processes at once, and the next cluster on this machine
+    removes its namespaces.
 
     Example:
         >>> from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
@@ -285,27 +285,27 @@ class EmulatedCluster:
     def __init__(
         self, hosts: int, ranks_per_host: int, link: str = "1gbit", *, delay_ms: float = 0.0
     ) -> None:
-        """``link`` is the rate of each host in each direction: "200mbit", "1gbit", "none"."""
+        """Set up the network; ``link`` is each host's rate in each direction: "1gbit", "none"."""
         for name, value in (("hosts", hosts), ("ranks_per_host", ranks_per_host)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ClusterConfigError(f"{name}={value!r} is not a positive integer")
         self.hosts = hosts
-        """How many hosts there are."""
+        """The number of hosts."""
         self.ranks_per_host = ranks_per_host
-        """How many ranks share a host."""
+        """The number of ranks per host."""
         self.link = Link.parse(link, delay_ms)
-        """The link that joins the hosts."""
+        """The link between hosts."""
         self._network = Network(hosts, self.link)
         self._run_numbers = itertools.count()
 
     def run(self, command: Sequence[str], *, timeout_s: float = 600) -> LaunchResult:
-        """Run a Python command on every rank, through torchrun, one at a time.
+        """Run a Python command on every rank, through torchrun, one command at a time.
 
-        What rank 0 prints is printed; the end of every rank's output is in the result.
+        Rank 0's output is printed as it comes; the result has the end of every rank's output.
 
         Args:
             command: a script, or "-m" and a module; then its arguments.
-            timeout_s: when to give up and show where each rank is.
+            timeout_s: the time after which to give up and show each rank's stack.
         """
         check_command(command)
         self._check_is_up()
@@ -325,11 +325,11 @@ class EmulatedCluster:
 
     @property
     def folder(self) -> Path:
-        """All hosts see it, and `run` keeps every rank's output here. It goes with the cluster."""
+        """A folder that all hosts see, with every rank's output. It is removed with the cluster."""
         return self._network.folder
 
     def describe(self) -> str:
-        """Return the cluster in words, for reports. Ranks find it in ``EMULATED_CLUSTER``."""
+        """Describe the cluster for reports. Ranks find the text in ``EMULATED_CLUSTER``."""
         kernel = probe()
         if self.link.delay_ms:
             delay = f"{self.link.delay_ms:g} ms of delay one way"
@@ -345,7 +345,7 @@ class EmulatedCluster:
         )
 
     def launcher(self) -> str:
-        """Return the command line that makes such a cluster, also ``EMULATED_CLUSTER_LAUNCHER``."""
+        """Return the command line for such a cluster, also in ``EMULATED_CLUSTER_LAUNCHER``."""
         delay = f" --delay-ms {self.link.delay_ms:g}" if self.link.delay_ms else ""
         return (
             f"torchrec-2dsp cluster --hosts {self.hosts} --ranks-per-host {self.ranks_per_host} "
@@ -353,7 +353,7 @@ class EmulatedCluster:
         )
 
     def close(self) -> None:
-        """Stop what runs and remove the network. Does nothing the second time."""
+        """Stop all processes and remove the network. A second call does nothing."""
         if self in _open_clusters and self._network.name.is_mine():
             self._network.take_down()
             _open_clusters.discard(self)
@@ -391,7 +391,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @cache
 def _close_at_exit() -> None:
-    """Once, arrange that no cluster outlives the program."""
+    """Ensure once that no cluster outlives the program."""
     atexit.register(_close_all)
 
 
@@ -405,7 +405,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _catch_signals() -> None:
-    """Let signals, which end a Python process without any cleaning up, raise an error instead."""
+    """Raise an error on signals that would otherwise end Python without cleanup."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:

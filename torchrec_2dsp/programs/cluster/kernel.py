@@ -1,4 +1,4 @@
-"""The kernel's abilities and tools, a cluster's names, and its errors."""
+"""Kernel capabilities and tools, cluster names, and errors."""
 
 import itertools
 import os
@@ -11,21 +11,21 @@ from pathlib import Path
 
 
 class ClusterError(RuntimeError):
-    """An emulated cluster that can't be made, or can't do what was asked of it."""
+    """An emulated cluster can't be created, or can't do what was requested."""
 
 
 class ClusterConfigError(ClusterError, ValueError):
-    """Arguments that no cluster can have."""
+    """Invalid cluster arguments."""
 
 
 class CommandFailed(ClusterError):
-    """A host ended with an error or missed the deadline. The message shows every host's output."""
+    """A host failed or missed the deadline. The message shows every host's output."""
 
     def __init__(
         self, summary: str, exit_codes: tuple[int | None, ...], tails: tuple[str, ...]
     ) -> None:
         self.exit_codes = exit_codes
-        """The exit code of each host; None for a host that was stopped while it ran."""
+        """Each host's exit code; `None` for a host that was stopped while it ran."""
         self.tails = tails
         """The end of each host's output."""
         states = ["stopped" if code is None else f"exit code {code}" for code in exit_codes]
@@ -37,7 +37,7 @@ class CommandFailed(ClusterError):
 
 
 class SelfCheckFailed(ClusterError):
-    """The network isn't as fast, or not as slow, as it was set to be."""
+    """The network is faster or slower than configured."""
 
 
 _PATTERN = re.compile(r"emulated-(\d+)-(\d+)-(\d+)-(\d+)(-.+)?")
@@ -46,10 +46,10 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class ClusterName:
-    """The name of one cluster: its owner, beyond doubt, and a number.
+    """A cluster's name, which identifies its owner process, and a number.
 
-    A process id alone may be given to another process later, and means nothing to a container
-    with process ids of its own: hence the start time and the process-id namespace.
+    Process ids are reused, and differ between containers: hence the start time and the process-id
+    namespace.
     """
 
     pid_namespace: int
@@ -59,14 +59,14 @@ class ClusterName:
     """The process that owns the cluster."""
 
     start_ticks: int
-    """When that process started, in clock ticks since the machine did."""
+    """The process's start time, in clock ticks since boot."""
 
     number: int
-    """The number of the cluster among the owner's."""
+    """The cluster's number within the owner process."""
 
     @classmethod
     def new(cls) -> "ClusterName":
-        """Return a name for this process that nobody had before."""
+        """Return a new, unique name for this process."""
         pid = os.getpid()
         start_ticks = _start_ticks(pid)
         assert start_ticks is not None
@@ -74,7 +74,7 @@ class ClusterName:
 
     @classmethod
     def of(cls, namespace: str) -> "ClusterName | None":
-        """Return the cluster that a namespace belongs to; None if the name isn't one of ours.
+        """Parse a namespace's cluster name; return None if the namespace isn't a cluster's.
 
         Example:
             >>> from torchrec_2dsp.programs.cluster.kernel import ClusterName
@@ -87,20 +87,20 @@ class ClusterName:
         return cls(*(int(part) for part in match.groups()[:4])) if match else None
 
     def is_orphan(self) -> bool:
-        """Whether the owner is known to have ended."""
+        """Return True if the owner is known to have ended."""
         return self.pid_namespace == _pid_namespace() and self.start_ticks != _start_ticks(self.pid)
 
     def is_mine(self) -> bool:
-        """Whether this process is the owner, not a fork of it."""
+        """Return True if this process, not a fork of it, is the owner."""
         return self.pid == os.getpid()
 
     def host(self, number: int) -> str:
-        """Return the namespace of a host."""
+        """Return a host's namespace."""
         return f"{self}-host{number}"
 
     @property
     def switch(self) -> str:
-        """The namespace of the bridge between the hosts."""
+        """The namespace with the bridge between hosts."""
         return f"{self}-switch"
 
     def __str__(self) -> str:
@@ -112,18 +112,18 @@ def _pid_namespace() -> int:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """None for a process that doesn't exist, or has ended and only waits to be reaped."""
+    """Return a process's start time; None if it doesn't exist or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The program's name, in parentheses, may have spaces and parentheses itself.
+    # The program's name, in parentheses, may itself contain spaces and parentheses.
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])
 
 
 CONGESTION_CONTROL = "cubic"
-"""Connections that share a link share it fairly, and it fills shallow queues."""
+"""The congestion control that shares a link fairly and fills shallow queues."""
 
 _PACKAGES = {
     "ip": "iproute2",
@@ -141,26 +141,26 @@ exec "$@"
 
 @dataclass(frozen=True)
 class Kernel:
-    """The abilities that were found."""
+    """The kernel's detected capabilities."""
 
     refusal: str
-    """Why there can be no cluster; empty if there can."""
+    """The reason why clusters are impossible; empty if they are possible."""
 
     can_delay: bool
-    """Whether there is a queue that delays (netem)."""
+    """True if the netem queueing discipline exists."""
 
     can_choose_congestion_control: bool
-    """Whether connections can be made to use `CONGESTION_CONTROL`."""
+    """True if connections can be made to use `CONGESTION_CONTROL`."""
 
 
 def available() -> str:
-    """Empty if clusters can be made here, else the reason why not."""
+    """Return the reason why clusters can't be created here; empty if they can."""
     return probe().refusal
 
 
 @cache
 def probe() -> Kernel:
-    """Try what a cluster needs."""
+    """Try each capability that a cluster needs."""
     if os.geteuid() != 0:
         return _refusal("network namespaces need root")
     for tool, package in _PACKAGES.items():
@@ -178,7 +178,7 @@ def probe() -> Kernel:
 
 
 def run_tool(*command: str, commands: list[str] | None = None) -> str:
-    """Return the output of a program; ``commands`` are the lines that its ``-batch -`` reads."""
+    """Return a program's output; ``commands`` are the lines for its ``-batch -`` input."""
     result = subprocess.run(
         command,
         input=None if commands is None else "".join(f"{line}\n" for line in commands),
@@ -194,10 +194,10 @@ def run_tool(*command: str, commands: list[str] | None = None) -> str:
 
 
 def on_host(namespace: str, hostname: str, hosts_file: str) -> list[str]:
-    """Return the prefix of a command that runs it in a namespace as on a host of its own.
+    """Return the prefix that runs a command in a namespace as if on a separate host.
 
-    It has a host name, an ``/etc/hosts`` and process ids of its own, and it and all its
-    descendants are killed when the calling thread ends, however that happens.
+    The command has its own host name, ``/etc/hosts`` and process ids; it and all its descendants
+    are killed when the calling thread ends, for any reason.
     """
     return [
         *("ip", "netns", "exec", namespace),
@@ -210,7 +210,7 @@ def on_host(namespace: str, hostname: str, hosts_file: str) -> list[str]:
 def congestion_control_route(subnet: str, address: str) -> str:
     """Return the `ip` command that makes connections over eth0 use `CONGESTION_CONTROL`.
 
-    The setting for a whole namespace would do, but some kernels allow it to few algorithms.
+    A namespace-wide setting would do, but some kernels restrict it to few algorithms.
     """
     route = f"route replace {subnet} dev eth0 proto kernel scope link src {address}"
     return f"{route} congctl {CONGESTION_CONTROL}"

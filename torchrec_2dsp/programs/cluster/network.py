@@ -1,4 +1,4 @@
-"""`Link`: how fast the connection of a host is, and the `tc` commands that make it so."""
+"""`Link`: the speed of a host's connection, and `Network`: the namespaces of one cluster."""
 
 import contextlib
 import ipaddress
@@ -34,17 +34,17 @@ _DELAY_QUEUE_PACKETS = 100_000
 
 @dataclass(frozen=True)
 class Link:
-    """The rate of one host's connection, the same in both directions at once, and its delay."""
+    """One host's link: its rate, the same in both directions at once, and its delay."""
 
     bits_per_s: int | None
-    """None: as fast as the machine can."""
+    """The rate; `None` for no limit."""
 
     delay_ms: float = 0.0
-    """One way, added to what leaves a host."""
+    """The one-way delay, added to a host's outgoing packets."""
 
     @classmethod
     def parse(cls, rate: str, delay_ms: float = 0.0) -> "Link":
-        """Return the link that a text like "200mbit", "1gbit" or "none" describes.
+        """Parse a rate like "200mbit", "1gbit" or "none".
 
         Example:
             >>> from torchrec_2dsp.programs.cluster.network import Link
@@ -65,7 +65,7 @@ class Link:
 
     @property
     def rate(self) -> str:
-        """The rate as `parse` reads it.
+        """The rate in the format that `parse` reads.
 
         Example:
             >>> from torchrec_2dsp.programs.cluster.network import Link
@@ -76,27 +76,27 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None: as fast as the machine can."""
+        """The rate in bytes per second; `None` for no limit."""
         return None if self.bits_per_s is None else self.bits_per_s / 8
 
     @property
     def queue_bytes(self) -> int:
-        """Bytes that may wait for the link: about 10 ms of it. TCP oscillates with more or less."""
+        """The queue's size: about 10 ms at the link's rate. TCP oscillates with more or less."""
         num_bytes = round((self.bytes_per_s or 0) * _QUEUE_S)
         return min(max(num_bytes, _MIN_QUEUE_BYTES), _MAX_QUEUE_BYTES)
 
     @property
     def burst_bytes(self) -> int:
-        """Bytes that may pass at once.
+        """The number of bytes that may pass at once.
 
-        That is more than an offloaded packet (64 KiB), and what a late timer would lose (1 ms).
+        It exceeds an offloaded packet (64 KiB), and covers what a late timer would lose (1 ms).
         """
         return max(round((self.bytes_per_s or 0) * _BURST_S), _MIN_BURST_BYTES)
 
     def limit_commands(self, device: str, *, delayed: bool) -> list[str]:
-        """Return the `tc` commands that limit what leaves ``device``, and delay it if asked to.
+        """Return the `tc` commands that limit, and optionally delay, ``device``'s outgoing traffic.
 
-        Each end of a connection limits one direction, but only one of the two may delay.
+        Each end of a connection limits one direction, but only one end may delay.
         """
         commands = []
         where = "root handle 1:"
@@ -127,7 +127,7 @@ _END_TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class InterfaceBytes:
-    """The bytes that one host's interfaces have counted since it was made, headers included."""
+    """One host's interface byte counters, headers included."""
 
     sent: int
     """Bytes to other hosts."""
@@ -136,10 +136,10 @@ class InterfaceBytes:
     """Bytes from other hosts."""
 
     inside: int
-    """Between processes of this host."""
+    """Bytes between this host's processes."""
 
     def since(self, earlier: "InterfaceBytes") -> "InterfaceBytes":
-        """Return the bytes that were added after an earlier reading."""
+        """Return the bytes added since an earlier reading."""
         return InterfaceBytes(
             self.sent - earlier.sent,
             self.received - earlier.received,
@@ -148,7 +148,7 @@ class InterfaceBytes:
 
 
 def read_interface_bytes(text: str) -> InterfaceBytes:
-    """Return the counters in the text of a host's ``/proc/net/dev``."""
+    """Parse the counters from a host's ``/proc/net/dev``."""
     counters = {}
     for line in text.splitlines()[2:]:
         interface, _, fields = line.partition(":")
@@ -159,17 +159,17 @@ def read_interface_bytes(text: str) -> InterfaceBytes:
 
 
 def address(host: int) -> str:
-    """Return the address of a host."""
+    """Return a host's address."""
     return str(SUBNET[host + 1])
 
 
 def hostname(host: int) -> str:
-    """Return the name of a host."""
+    """Return a host's name."""
     return f"host{host}"
 
 
 def check_num_hosts(num_hosts: int) -> None:
-    """Raise if there aren't as many addresses."""
+    """Raise if there aren't enough addresses."""
     if num_hosts > MAX_HOSTS:
         raise ClusterConfigError(
             f"hosts={num_hosts} are more than the {MAX_HOSTS} addresses of {SUBNET}; "
@@ -178,28 +178,28 @@ def check_num_hosts(num_hosts: int) -> None:
 
 
 class Network:
-    """The namespaces of one cluster."""
+    """One cluster's namespaces."""
 
     def __init__(self, num_hosts: int, link: Link) -> None:
         check_num_hosts(num_hosts)
         self.name = ClusterName.new()
-        """Begins the name of everything that the cluster makes."""
+        """The prefix of all names that the cluster creates."""
         self.hosts = tuple(self.name.host(number) for number in range(num_hosts))
-        """The namespaces of the hosts."""
+        """The hosts' namespaces."""
         self._link = link
 
     @property
     def folder(self) -> Path:
-        """The folder of the cluster's files."""
+        """The folder for the cluster's files."""
         return Path(tempfile.gettempdir()) / str(self.name)
 
     @property
     def hosts_file(self) -> Path:
-        """The ``/etc/hosts`` of every host."""
+        """The ``/etc/hosts`` that every host has."""
         return self.folder / "hosts"
 
     def set_up(self) -> None:
-        """Make namespaces, cables and limits."""
+        """Create namespaces, links and limits."""
         kernel = probe()
         if kernel.refusal:
             raise ClusterError(f"no cluster can be emulated here: {kernel.refusal}")
@@ -233,23 +233,23 @@ class Network:
             run_tool("tc", "-n", host, "-batch", "-", commands=limits)
 
     def take_down(self) -> None:
-        """Remove all that `set_up` made, however far it came, and what runs in it."""
+        """Remove everything that `set_up` created, even partially, and kill what runs in it."""
         _remove(self.name)
 
     def interface_bytes(self, host: int) -> InterfaceBytes:
-        """Return the counters of a host."""
+        """Return a host's counters."""
         namespace = self.hosts[host]
         return read_interface_bytes(
             run_tool("ip", "netns", "exec", namespace, "cat", "/proc/net/dev")
         )
 
     def process_ids(self, host: int) -> list[int]:
-        """Return the processes that run on a host."""
+        """Return the ids of a host's processes."""
         return _process_ids(self.hosts[host])
 
 
 def remove_orphans() -> list[ClusterName]:
-    """Remove what clusters left behind whose owner ended without a chance to do it (SIGKILL)."""
+    """Remove leftovers from clusters whose owner was killed (SIGKILL)."""
     entries = [*_entries(_NAMESPACES), *_entries(Path(tempfile.gettempdir()))]
     orphans = {name for entry in entries if (name := ClusterName.of(entry)) and name.is_orphan()}
     for name in orphans:
@@ -258,14 +258,14 @@ def remove_orphans() -> list[ClusterName]:
 
 
 def namespaces_of(name: ClusterName) -> list[str]:
-    """Return the namespaces of a cluster that exist."""
+    """Return a cluster's existing namespaces."""
     return [entry for entry in _entries(_NAMESPACES) if ClusterName.of(entry) == name]
 
 
 def _hosts_file(num_hosts: int) -> str:
     lines = ["127.0.0.1 localhost"]
     for number in range(num_hosts):
-        # A socket for both IP versions gives an IPv4 peer by the second form.
+        # A dual-stack socket reports an IPv4 peer in the second form.
         lines += [f"{form}{address(number)} {hostname(number)}" for form in ("", "::ffff:")]
     return "\n".join([*lines, ""])
 
@@ -278,7 +278,7 @@ def _remove(name: ClusterName) -> None:
         try:
             run_tool("ip", "netns", "del", namespace)
         except ClusterError as error:
-            # Another process may have been removing the same orphan.
+            # Another process may have removed the same orphan concurrently.
             if namespace in namespaces_of(name):
                 errors.append(str(error))
     shutil.rmtree(Path(tempfile.gettempdir()) / str(name), ignore_errors=True)
@@ -287,7 +287,7 @@ def _remove(name: ClusterName) -> None:
 
 
 def _kill_all(namespaces: Iterable[str]) -> None:
-    """End what runs in them, and wait until it's gone."""
+    """Kill all processes in the namespaces, and wait until they are gone."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     while time.monotonic() < deadline:
         running = [pid for namespace in namespaces for pid in _process_ids(namespace)]

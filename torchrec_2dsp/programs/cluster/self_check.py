@@ -1,4 +1,4 @@
-"""Is the emulation what it says? Measured by the collectives that training uses.
+"""Check an emulated cluster's speed with the collectives that training uses.
 
 `check_links` runs this module on all ranks, with a file: it measures, prints a table on rank 0 and
 writes the numbers to that JSON file.
@@ -16,7 +16,8 @@ from torchrec_2dsp.programs.cluster.kernel import ClusterConfigError, SelfCheckF
 from torchrec_2dsp.programs.cluster.network import Link, read_interface_bytes
 
 TOLERANCE = 0.15
-"""Headers take 4 % of a link, TCP's hesitations some more, and 2 cores aren't always free."""
+"""The relative shortfall to accept: headers take 4 % of a link, TCP stalls some more, and the
+cores aren't always free."""
 
 _COUNTED_BYTES = 2 * 2**20
 _TIMEOUT_S = 300
@@ -24,28 +25,28 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """Measured speeds, in bytes on the wire without headers, and bytes that were counted."""
+    """Measured speeds, in bytes on the wire without headers, and byte counts."""
 
     all_to_all_bytes_per_s: float
-    """Bytes per second from one host to the others, by all its ranks together."""
+    """Bytes per second from one host to the others, over all its ranks."""
 
     all_reduce_bytes_per_s: float
-    """Bytes per second from one host to the others, by all its ranks together."""
+    """Bytes per second from one host to the others, over all its ranks."""
 
     inside_all_to_all_bytes_per_s: float | None
-    """Bytes per second from one rank to the others of its host; None where it has none."""
+    """Bytes per second from one rank to the others on its host; `None` if it has none."""
 
     inside_all_reduce_bytes_per_s: float | None
-    """Bytes per second from one rank to the others of its host; None where it has none."""
+    """Bytes per second from one rank to the others on its host; `None` if it has none."""
 
     expected_bytes: dict[str, int]
     """Bytes that a host must send in one all-to-all and one all-reduce across hosts."""
 
     sent_bytes: dict[str, int]
-    """Bytes that the host's interface has counted, headers included."""
+    """Bytes that the host's interface counted, headers included."""
 
     def problems(self, link: Link) -> list[str]:
-        """Return the contradictions to a link of that rate, in words; none if it has no limit."""
+        """Describe the measurements that contradict the link's rate; none if it has no limit."""
         contradictions = []
         for name, expected in self.expected_bytes.items():
             counted = self.sent_bytes[name]
@@ -84,9 +85,9 @@ class SelfCheck:
 
 
 def check_links(cluster: EmulatedCluster) -> SelfCheck:
-    """Measure a cluster; raise `SelfCheckFailed` if it isn't what its link says.
+    """Measure a cluster; raise `SelfCheckFailed` if its speed doesn't match its link.
 
-    Measures twice before it does, because another program may have been busy the first time.
+    A first failure is measured again, because another program may have been busy.
     """
     if cluster.hosts < 2:
         raise ClusterConfigError("hosts=1 has no links to check; use 2 or more")
@@ -99,7 +100,7 @@ def check_links(cluster: EmulatedCluster) -> SelfCheck:
 
 
 def _explain(cluster: EmulatedCluster, check: SelfCheck) -> str:
-    """Whether the machine is too slow for the link, which shows without a limit."""
+    """Explain a failure: without a limit, a machine too slow for the link shows."""
     bytes_per_s = cluster.link.bytes_per_s
     busy = "another program may be using the processor: repeat it on an idle machine"
     if bytes_per_s is None or min(check.rates().values()) > bytes_per_s:
@@ -123,7 +124,7 @@ def _measure_on(cluster: EmulatedCluster, file: str) -> SelfCheck:
 
 
 def _measure() -> SelfCheck:
-    """Measure the cluster, on every rank."""
+    """Measure the cluster on every rank."""
     import torch.distributed as dist
 
     from torchrec_2dsp.programs.calibrate.collectives import measure_link_speeds
@@ -147,7 +148,7 @@ def _measure() -> SelfCheck:
 
 
 def _count(local_world_size: int) -> dict[str, int]:
-    """Count this host's bytes in one collective among the ranks of each place in the hosts."""
+    """Count this host's bytes in one collective among ranks with the same local rank."""
     import torch
     import torch.distributed as dist
 
@@ -186,7 +187,7 @@ def _megabytes(num_bytes: int) -> str:
 
 
 def main(file: str) -> None:
-    """Run the measurements as one rank, and write them on rank 0."""
+    """Run the measurements on one rank; rank 0 writes them."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

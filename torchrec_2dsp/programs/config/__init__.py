@@ -1,10 +1,10 @@
-"""Config files and result files: TOML with overrides and includes, checked by shared sections.
+"""Config files and result files: TOML with overrides and includes, validated by shared sections.
 
-- `section`: `Section`, the base of every part of a config; files written as a whole or not at all.
-- `config_file`: read a file, apply ``--set``, resolve paths, explain what is wrong.
+- `section`: `Section`, the base for every part of a config; atomic file writes.
+- `config_file`: read a file, apply ``--set``, resolve paths, explain errors.
 - `sections`: optimizers, exchange, replication, splits, balanced samples.
-- `dense`: the dense part, one class for each kind.
+- `dense`: the dense part, one class per kind.
 
-`section` and `config_file` need neither torch nor TorchRec, so that results are read quickly. The
-sections of one program lie in that program's room.
+`section` and `config_file` need neither torch nor TorchRec, so that results are read quickly.
+Sections that only one program uses are in that program's package.
 """

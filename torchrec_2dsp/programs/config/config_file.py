@@ -1,4 +1,4 @@
-"""Read a config from a TOML file and the command line; say what is wrong with it.
+"""Read a config from a TOML file and the command line; explain errors.
 
 ```text
 file (and the one it includes) --paths resolved--> tree --overrides--> tree --sections--> config
@@ -23,12 +23,12 @@ _RUNS, _HARDWARE, _WORKLOADS = "runs", "hardware", "workloads"
 
 
 def shipped_configs(folder: str = _RUNS) -> dict[str, Path]:
-    """Return the configs of one folder that ship with the package: their files by name."""
+    """Return a folder's configs that ship with the package: their files by name."""
     return {path.stem: path for path in sorted((_SHIPPED / folder).glob("*.toml"))}
 
 
 def _shipped_config(name: str, folder: str) -> Path | None:
-    """Return the file of a name such as ``demo`` or ``hardware/emulated_1gbit``, if one ships."""
+    """Return the shipped file with this name, such as ``hardware/emulated_1gbit``, if any."""
     named_folder, slash, stem = name.rpartition("/")
     folder = named_folder if slash else folder
     if folder not in (_RUNS, _HARDWARE, _WORKLOADS):
@@ -37,18 +37,18 @@ def _shipped_config(name: str, folder: str) -> Path | None:
 
 
 def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "") -> Path:
-    """Return a config's file, by the name under which it ships with the package, or by its path.
+    """Find a config by path, or by the name under which it ships with the package.
 
-    What ends as files do (``demo.toml``) is a path. Anything else is a name if a config of that
-    name ships, and a path if not.
+    A name with a file extension (``demo.toml``) is a path. Anything else is a shipped config's name
+    if there is one, and a path if not.
 
     Args:
         name: such as ``demo``, ``hardware/emulated_1gbit`` or ``mine/run.toml``.
-        folder: the folder of a name that has none.
+        folder: the default folder for names.
         beside: the folder that paths are relative to; by default the process's own.
 
     Raises:
-        ConfigError: there is neither; the text lists the names of the folder.
+        ConfigError: there is neither; the text lists the folder's names.
 
     Example:
         >>> from torchrec_2dsp.programs.config.config_file import find_config
@@ -70,27 +70,27 @@ def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "
 
 Config = TypeVar("Config", bound=BaseModel)
 _COMMANDS = {"runs": "train", "contestants": "bench", "machines": "plan", "syncs": "bench-sync"}
-"""The commands that take configs, by the section that no other command's config has."""
+"""The commands that take configs, by a section that only that command's configs have."""
 _BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
 PathBesideConfig = Annotated[str, _BESIDE_CONFIG, AfterValidator(os.path.expanduser)]
 """A path that a config file gives relative to itself; on the command line it is relative to the
 process. Empty for none."""
 OutputPath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path to write to, relative to the process wherever it is given. Empty for none."""
+"""A path to write to, always relative to the process. Empty for none."""
 PathsBesideConfig = Annotated[
     tuple[str, ...],
     _BESIDE_CONFIG,
     BeforeValidator(lambda paths: (paths,) if isinstance(paths, str) else paths),
     AfterValidator(lambda paths: tuple(map(os.path.expanduser, paths))),
 ]
-"""Several such paths, or patterns of paths; a text is one."""
+"""Several such paths, or patterns; a single string is one path."""
 CalibrationPath = Annotated[
     str,
     _BESIDE_CONFIG,
     _MAY_BE_SHIPPED,
     AfterValidator(lambda name: name and str(find_config(name, _HARDWARE))),
 ]
-"""A calibration's path, or the name of one that ships, such as ``emulated_1gbit``."""
+"""A calibration's path, or a shipped calibration's name, such as ``emulated_1gbit``."""
 
 
 def load_config(
@@ -102,18 +102,18 @@ def load_config(
 ) -> Config:
     """Read a config from a TOML file, with ``key.sub=value`` overrides.
 
-    A file may have ``include = "other.toml"``, relative to itself: its own values go over the other
-    file's, section by section. Other paths in it are relative to it as well.
+    A file may have ``include = "other.toml"``, relative to itself: its own values override the
+    other file's, section by section. Other paths in it are relative to it as well.
 
     Args:
         kind: the config's class.
-        path: the file, or the name of one that ships with the package; see `find_config`.
+        path: the file, or the name of a config that ships with the package; see `find_config`.
         overrides: applied last.
-        include: a file in place of the one that the file names, relative to this process, or the
-            name of a workload that ships.
+        include: replaces the file's own include; relative to this process, or a shipped workload's
+            name.
 
     Raises:
-        ConfigError: the file can't be read, or a key or value is wrong; it names which.
+        ConfigError: the file can't be read, or a key or value is wrong; the message names it.
     """
     file = find_config(path)
     tree = _read(file)
@@ -177,7 +177,7 @@ def _beside(folder: Path, path: str) -> str:
 
 
 def _section_with_paths(annotation: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Apply `_with_paths` to a section, or to each section that a mapping names."""
+    """Apply `_with_paths` to a section, or to each section in a mapping."""
     if get_origin(annotation) is dict:
         (*_, item_type) = get_args(annotation)
         sections = {name: item for name, item in value.items() if isinstance(item, Mapping)}
@@ -190,7 +190,7 @@ def _section_with_paths(annotation: Any, value: Mapping[str, Any], folder: Path)
 
 
 def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
-    """Return a section's class; of several kinds, the one that ``value`` names."""
+    """Return a section's class; among several kinds, the one that ``value`` names."""
     if isinstance(annotation, type):
         return annotation if issubclass(annotation, BaseModel) else None
     for kind in get_args(annotation):
@@ -202,7 +202,7 @@ def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | Non
 
 
 def with_absolute_paths(config: BaseModel) -> dict[str, Any]:
-    """Return a config as plain data, whose paths hold wherever it is written."""
+    """Return a config as plain data with absolute paths."""
     return _with_paths(type(config), config.model_dump(mode="json"), Path.cwd())
 
 
@@ -216,7 +216,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:
-    """Build the config that plain data describes; ``source`` is named in errors."""
+    """Build a config from plain data; ``source`` is named in errors."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -225,9 +225,9 @@ def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "conf
 
 
 def overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
-    """Copy ``tree`` with one ``key.sub=value`` applied; list items go by their number.
+    """Copy ``tree`` with one ``key.sub=value`` applied; list items go by their index.
 
-    The value is TOML; what isn't TOML is a string.
+    The value is TOML; anything else is a string.
 
     Example:
         >>> from torchrec_2dsp.programs.config.config_file import overridden
@@ -263,7 +263,7 @@ def _with(node: Any, parts: list[str], value: Any, override: str) -> Any:
 
 
 def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
-    """Word one validation error as key, value and rule."""
+    """Describe one validation error by key, value and rule."""
     parts, allowed_keys = _located(kind, details["loc"])
     key = ".".join(parts)
     rule = str(details["msg"]).removeprefix("Value error, ")
@@ -283,19 +283,19 @@ def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
 
 
 def _located(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[str]]:
-    """Return a place in the config: its key as a user writes it, and its section's keys."""
+    """Locate an error in the config: its key as a user writes it, and its section's keys."""
     schema = kind.model_json_schema()
     node, parts, allowed_keys = schema, [], list(schema["properties"])
     for part in location:
         allowed_keys = list(node.get("properties", allowed_keys))
         if "oneOf" in node:
-            # The kind of a section that comes in several kinds, which pydantic adds.
+            # The discriminator that pydantic adds for a section with several kinds.
             below = {"$ref": node["discriminator"]["mapping"][part]}
         else:
             parts.append(str(part))
             below = node.get("items") or node.get("additionalProperties")
             below = below or node.get("properties", {}).get(part, {})
-            # A section that may be left out is one of two choices.
+            # An optional section is a union of two choices.
             sections = [choice for choice in below.get("anyOf", ()) if "$ref" in choice]
             below = sections[0] if len(sections) == 1 else below
         reference = below.get("$ref", "")

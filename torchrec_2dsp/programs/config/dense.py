@@ -1,4 +1,4 @@
-"""`DensePartConfig`: how ranks train what isn't sharded; one class for each kind."""
+"""`DensePartConfig`: the training method for the dense part; one class per kind."""
 
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
@@ -11,10 +11,10 @@ from torchrec_2dsp.programs.config.section import Section, for_kind
 
 class _DenseSection(Section):
     is_stock: ClassVar[bool] = False
-    """Whether torch and TorchRec implement it alone."""
+    """True if torch and TorchRec implement it alone."""
 
     is_other_algorithm: ClassVar[bool] = False
-    """Whether results differ from DDP's by more than rounding."""
+    """True if results differ from DDP's by more than rounding."""
 
     @property
     def text(self) -> str:
@@ -24,7 +24,7 @@ class _DenseSection(Section):
 
 class _WarmUp(_DenseSection):
     warm_up: int = Field(default=10, ge=2)
-    """The first steps, in which all gradients are sent, and in time."""
+    """The number of first steps that send all gradients without delay."""
 
 
 class DDPConfig(_DenseSection):
@@ -63,7 +63,7 @@ class PowerSGDConfig(_WarmUp):
 
 
 class ThresholdedConfig(_WarmUp):
-    """Only the largest elements of the gradients are sent."""
+    """Sends only the gradients' largest elements."""
 
     kind: Literal["thresholded"] = "thresholded"
     is_other_algorithm: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class ThresholdedConfig(_WarmUp):
     """The elements' wire format: fp32, bf16, fp16, int8 or int4."""
 
     route: Literal["auto", "gather", "owners", "dense"] = "auto"
-    """How sums are made; "auto" takes the route that sends least."""
+    """The route for the sums; "auto" takes the one that sends least."""
 
     @property
     def text(self) -> str:
@@ -84,7 +84,7 @@ class ThresholdedConfig(_WarmUp):
 
 
 class DelayedConfig(_WarmUp):
-    """Gradients are applied one step late."""
+    """Applies gradients one step late."""
 
     kind: Literal["delayed"] = "delayed"
     is_other_algorithm: ClassVar[bool] = True
@@ -101,7 +101,7 @@ class FullyShardedConfig(_DenseSection):
     kind: Literal["fully_sharded"] = "fully_sharded"
 
     num_copies: int = Field(default=1, ge=1)
-    """How many times the ranks hold the dense part."""
+    """The number of dense part copies over all ranks."""
 
     @property
     def text(self) -> str:
@@ -115,10 +115,10 @@ class TensorParallelConfig(_DenseSection):
     kind: Literal["tensor_parallel"] = "tensor_parallel"
 
     tp: int = Field(default=1, ge=1)
-    """How many ranks compute a layer together."""
+    """The number of ranks that compute a layer together."""
 
     num_copies: int = Field(default=1, ge=1)
-    """How many times the ranks hold the dense part."""
+    """The number of dense part copies over all ranks."""
 
     @property
     def text(self) -> str:
@@ -132,27 +132,27 @@ class PipelinedConfig(_DenseSection):
     kind: Literal["pipelined"] = "pipelined"
 
     num_stages: int = Field(default=2, ge=2)
-    """Into how many parts the layers are cut."""
+    """The number of stages, over which layers are divided."""
 
     num_micro_batches: int = Field(default=8, ge=1)
-    """Into how many parts the batches of a pipeline are cut together."""
+    """The number of micro-batches into which a pipeline's joint batches are divided."""
 
     schedule: str = "1F1B"
-    """In which order the ranks of a pipeline work."""
+    """The pipeline schedule: the order in which ranks compute."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
-    """Whether the ranks of a pipeline are neighbours, or strided: then those that hold the same
-    layers are."""
+    """The ranks in a pipeline: neighbours (contiguous), or strided, so that ranks with the same
+    layers are neighbours."""
 
     tp: int = Field(default=1, ge=1)
-    """How many ranks compute a layer together."""
+    """The number of ranks that compute a layer together."""
 
     fully_shard: bool = False
-    """Whether each pipeline keeps a share of each layer, instead of a copy."""
+    """Shard each layer among pipelines, instead of keeping a copy in each."""
 
     recut_every: int = Field(default=0, ge=0)
-    """After how many steps of training the layers are cut anew, by measured times, where that makes
-    the slowest stage faster; 0 leaves the cuts as they are."""
+    """The number of training steps between re-cuts, which move layers between stages by measured
+    times if that makes the slowest stage faster; 0 for none."""
 
     @model_validator(mode="after")
     def _check_recut(self) -> Self:
@@ -176,7 +176,7 @@ class PipelinedConfig(_DenseSection):
 
 
 class PlannedDenseConfig(_DenseSection):
-    """The exact kind that is predicted to be fastest."""
+    """The exact kind with the fastest predicted step."""
 
     kind: Literal["planned"] = "planned"
 
@@ -187,7 +187,7 @@ class PlannedDenseConfig(_DenseSection):
 
 
 class LocalConfig(_DenseSection):
-    """Ranks train by themselves and meet every few steps."""
+    """Ranks train independently and average every few steps."""
 
     kind: Literal["local"] = "local"
     is_other_algorithm: ClassVar[bool] = True
@@ -240,16 +240,16 @@ DensePartConfig = Annotated[
         lambda tree: for_kind(tree, get_args(DenseKinds), usual="ddp", may_list_all=True)
     ),
 ]
-"""A section ``dense``: of one kind, DDP if it names none."""
+"""A section ``dense``, with DDP as the default kind."""
 
 
 def check_calibrated(key: str, dense: DenseKinds, calibration: str) -> None:
-    """Raise `ValueError` if the dense part is planned for machines that nobody has measured.
+    """Raise `ValueError` if the dense part is planned without a calibration.
 
     Args:
-        key: of the section that has this one.
+        key: the enclosing section's key.
         dense: the dense part.
-        calibration: of the machines; empty for none.
+        calibration: the machines' calibration; empty for none.
     """
     if isinstance(dense, PlannedDenseConfig) and not calibration:
         raise ValueError(

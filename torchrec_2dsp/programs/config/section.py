@@ -1,4 +1,4 @@
-"""`Section`: a part of a config or result file. Files are written as a whole or not at all.
+"""`Section`: a part of a config or result file. Files are written atomically.
 
 This module needs neither torch nor TorchRec, so that results can be read quickly.
 """
@@ -14,17 +14,17 @@ from torchrec_2dsp.errors import ConfigError, OutputError, TwoDError
 
 
 class Section(BaseModel):
-    """A part of a config file: values of a fixed set of keys."""
+    """A part of a config file: values for a fixed set of keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     def refuse_unread(self, names: Sequence[str], why: str, *, key: str = "") -> None:
-        """Raise `ValueError` at the first key that isn't at its default, although nothing reads it.
+        """Raise `ValueError` at the first key that differs from its default but is never read.
 
         Args:
             names: keys that other values leave unread.
-            why: what would read them, and the remedy; it follows ``key=value`` in the text.
-            key: what stands before a key in the text, for checks of other sections.
+            why: the key's use and the remedy; it follows ``key=value`` in the text.
+            key: the prefix for a key in the text, for checks in other sections.
         """
         for name in names:
             value = getattr(self, name)
@@ -38,10 +38,10 @@ def for_kind(
     """Prepare a section that comes in several kinds, before it is validated.
 
     Args:
-        tree: the section as a user writes it; keys of other kinds are refused by name.
-        kinds: its classes, each with a field ``kind``.
-        usual: the kind of a section that names none.
-        may_list_all: whether keys of other kinds may have their defaults, as in older files.
+        tree: the section as a user writes it; other kinds' keys are refused by name.
+        kinds: the section's classes, each with a field ``kind``.
+        usual: the default kind.
+        may_list_all: allow other kinds' keys at their defaults, as in older files.
     """
     if not isinstance(tree, Mapping):
         return tree
@@ -76,7 +76,7 @@ class JsonFile(Section):
     """The file's name in errors."""
 
     def save(self, path: str | Path) -> None:
-        """Write the file as JSON, as a whole or not at all.
+        """Write the file as JSON, atomically.
 
         Raises:
             OutputError: it can't be written.
@@ -100,7 +100,7 @@ class JsonFile(Section):
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn an `OSError` of the block into an error that names the file or folder.
+    """Turn an `OSError` in the block into an error that names the file or folder.
 
     Raises:
         OutputError: the block raised an `OSError`.
@@ -125,7 +125,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a file as a whole or not at all: its former content stays if the disk is full.
+    """Write a file atomically: its former content stays if the disk is full.
 
     Raises:
         OutputError: it can't be written.
@@ -135,12 +135,12 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def replace_whole(path: Path, content: bytes, *, suffix: str = "draft") -> None:
-    """Write a file so that other processes see all of it or nothing.
+    """Write a file atomically, so that other processes never see a part.
 
     Args:
         path: the file.
         content: its bytes.
-        suffix: of the draft beside it; processes that write at the same time need different ones.
+        suffix: names the draft beside it; concurrent writers need different ones.
 
     Raises:
         OSError: it can't be written; the former content stays.

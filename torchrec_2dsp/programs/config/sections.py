@@ -1,4 +1,4 @@
-"""The sections of config files that several programs share: what is trained, and how."""
+"""Config sections that several programs share: model, optimizers, and training options."""
 
 import math
 from typing import Annotated, Any, Literal, Self
@@ -19,11 +19,11 @@ from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.samples.deal import SampleCost, check_speeds
 
 SplitPlace = Literal["embeddings", "dense", "over"]
-"""Where a model may be split: after the lookup, and after the first layer and ReLU of the dense
-arch and of the over arch."""
+"""The places where a model may be split: after the lookup, and after the first layer and ReLU in
+the dense arch and in the over arch."""
 
 MEASURED = "measured"
-"""The `rank_speeds` that ranks measure while they train."""
+"""The `rank_speeds` value for speeds measured during training."""
 
 _SYNCS = (GradientSync.__name__, WeightSync.__name__)
 
@@ -32,25 +32,25 @@ class ModelConfig(Section):
     """TorchRec's DLRM, or its DCN, over one table per sparse feature."""
 
     kind: Literal["dlrm", "dcn"] = "dlrm"
-    """How features interact: by dot products, or by the low-rank cross layers of DCN v2."""
+    """The feature interaction: dot products, or DCN v2's low-rank cross layers."""
 
     dim: int = Field(default=16, ge=4, multiple_of=4)
     """The embedding dimension of all tables."""
 
     dense_layers: tuple[int, ...] = (64,)
-    """Sizes of the hidden layers under the interaction; a last one of size `dim` is added."""
+    """Hidden layer sizes below the interaction; a last layer with size `dim` is added."""
 
     over_layers: tuple[int, ...] = (64,)
-    """Sizes of the hidden layers over the interaction; a last one of size 1 is added."""
+    """Hidden layer sizes above the interaction; a last layer with size 1 is added."""
 
     dcn_layers: int = Field(default=3, ge=1)
-    """How many cross layers a "dcn" has."""
+    """The number of cross layers in a "dcn"."""
 
     dcn_low_rank: int = Field(default=32, ge=1)
-    """The rank of the cross layers of a "dcn"."""
+    """The rank of the cross layers in a "dcn"."""
 
     seed: int = Field(default=0, ge=0)
-    """The seed of the initial weights."""
+    """The seed for the initial weights."""
 
     @model_validator(mode="after")
     def _check_interaction(self) -> Self:
@@ -64,28 +64,28 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Row-wise AdaGrad for the tables, an optimizer of torch for everything else."""
+    """Row-wise AdaGrad for the tables, a torch optimizer for everything else."""
 
     lr: float = Field(default=0.02, ge=0, allow_inf_nan=False)
-    """Learning rate of the tables."""
+    """The tables' learning rate."""
 
     eps: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
     """Added to the root of the moment."""
 
     dense_optimizer: Literal["sgd", "adagrad", "adam", "adamw"] = "sgd"
-    """The optimizer of the other parameters, with torch's defaults for all but its rate and weight
-    decay."""
+    """The optimizer for the other parameters, with torch's defaults except for learning rate and
+    weight decay."""
 
     dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Learning rate of the other parameters. The default suits "sgd"; "adagrad" wants about 0.02,
+    """The other parameters' learning rate. The default suits "sgd"; "adagrad" needs about 0.02,
     "adam" and "adamw" about 0.001."""
 
     dense_weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight decay of the other parameters, as torch's optimizer defines it."""
+    """The other parameters' weight decay, as torch's optimizer defines it."""
 
 
 class RateSchedule(Section):
-    """A learning rate that grows in the first steps, and then stays or decays.
+    """A learning rate that warms up, and then stays or decays.
 
     Example:
         >>> from torchrec_2dsp.programs.config.sections import RateSchedule
@@ -95,24 +95,24 @@ class RateSchedule(Section):
     """
 
     kind: Literal["constant", "linear", "cosine", "step"] = "constant"
-    """The rate after the warm-up: it stays, falls on a line, falls as a cosine from its top to its
-    bottom, or is multiplied by `factor` every few steps."""
+    """The rate after the warm-up: constant, decaying linearly or by half a cosine wave, or
+    multiplied by `factor` every few steps."""
 
     warm_up: int = Field(default=0, ge=0)
-    """How many first steps the rate takes to grow to the optimizer's, by as much in each."""
+    """The number of warm-up steps, over which the rate grows linearly to the optimizer's."""
 
     decay_steps: int = Field(default=0, ge=0)
-    """How many steps after the warm-up "linear" and "cosine" take to fall; 0 for all that are
-    left."""
+    """The number of steps after the warm-up over which "linear" and "cosine" decay; 0 for all that
+    are left."""
 
     final: float = Field(default=0.0, ge=0, le=1)
-    """The share of the rate that "linear" and "cosine" end with."""
+    """The final rate for "linear" and "cosine", as a share of the optimizer's."""
 
     step_every: int = Field(default=0, ge=0)
-    """After how many steps "step" multiplies the rate."""
+    """The number of steps between multiplications by `factor`, for "step"."""
 
     factor: float = Field(default=0.1, gt=0, le=1)
-    """The factor by which "step" multiplies the rate."""
+    """The factor for "step"."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -132,20 +132,20 @@ class RateSchedule(Section):
 
     @property
     def is_constant(self) -> bool:
-        """Whether the rate never changes."""
+        """True if the rate never changes."""
         return self.kind == "constant" and not self.warm_up
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a longer run has other rates."""
+        """True if the rates depend on the run's length."""
         return self.kind in ("linear", "cosine") and not self.decay_steps
 
     def multiplier(self, step: int, num_steps: int) -> float:
         """Return a step's rate as a share of the optimizer's.
 
         Args:
-            step: how many steps were trained before.
-            num_steps: how many steps the run has.
+            step: the number of steps trained before.
+            num_steps: the number of steps in the run.
         """
         if step < self.warm_up:
             return (step + 1) / self.warm_up
@@ -162,33 +162,33 @@ class RateSchedule(Section):
 
 
 class ScheduledOptimizerConfig(OptimizerConfig):
-    """Optimizers with schedules of their rates, and clipping."""
+    """Optimizers with learning rate schedules and gradient clipping."""
 
     schedule: RateSchedule = RateSchedule()
-    """The schedule of the tables' learning rate."""
+    """The tables' learning rate schedule."""
 
     dense_schedule: RateSchedule | None = None
-    """The schedule of the other parameters' learning rate, if it isn't that of the tables."""
+    """The other parameters' learning rate schedule; by default the tables' schedule."""
 
     dense_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """The largest Euclidean norm of the gradient of all other parameters together, to which a
-    larger one is scaled down; 0 for no bound."""
+    """The largest Euclidean norm for the joint gradient of all other parameters, to which a larger
+    one is scaled down; 0 for no bound."""
 
     @property
     def schedules(self) -> tuple[RateSchedule, RateSchedule]:
-        """The schedules of the tables and of the other parameters."""
+        """The schedules for the tables and for the other parameters."""
         return self.schedule, self.dense_schedule or self.schedule
 
 
 class SplitConfig(Section):
-    """Where the dense part of a model is split, and how much goes over a split."""
+    """Splits in a model's dense part, and the share of numbers that passes each split."""
 
     splits: dict[SplitPlace, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
-    """The share of the largest numbers that goes on, at each place of a split: embeddings, dense
-    or over. The others are set to zero, in the forward and in the backward."""
+    """The share of largest numbers that passes, by split: embeddings, dense or over. The others are
+    set to zero in the forward and backward passes."""
 
     split_threshold: ThresholdKind = "exact"
-    """How the smallest number that goes on is found: exact, or laplace."""
+    """The method that finds the smallest number to pass: exact, or laplace."""
 
     @model_validator(mode="after")
     def _check_splits(self) -> Self:
@@ -198,23 +198,23 @@ class SplitConfig(Section):
 
 
 class ExchangeConfig(Section):
-    """How the rows of the tables reach their samples."""
+    """The exchange that brings table rows to their samples."""
 
     exchange: Exchange = Exchange.POOLED
-    """The exchange, where a sharding type allows it: pooled, nonempty, row or row_per_host."""
+    """The exchange, if the sharding type allows it: pooled, nonempty, row or row_per_host."""
 
     owners: RowOwners = RowOwners.BLOCK
-    """The owners of rows, with an exchange of rows: block or hash."""
+    """The assignment of rows to owners, for an exchange of rows: block or hash."""
 
     row_transport: Transport = Transport.FP32
-    """The wire format of rows, or pooled vectors, and their gradients: fp32, bf16, fp16, int8 or
+    """The wire format for rows, or pooled vectors, and their gradients: fp32, bf16, fp16, int8 or
     int4."""
 
     hot_rows: int = Field(default=0, ge=0)
-    """How many of each table's most frequent rows are replicated on every rank."""
+    """The number of each table's most frequent rows to replicate on every rank."""
 
     prefetch_rows: bool = False
-    """Whether rows that the running step doesn't change come while it computes."""
+    """Prefetch rows that the running step doesn't change while it computes."""
 
     @model_validator(mode="after")
     def _check_owners(self) -> Self:
@@ -238,34 +238,34 @@ class ExchangeConfig(Section):
 
 
 class ReplicationConfig(Section):
-    """How the copies of the tables stay equal."""
+    """Synchronisation between table replicas."""
 
     sync: str = "GradientSync"
-    """How the replicas stay equal: GradientSync (exact) or WeightSync (averages)."""
+    """The synchronisation: GradientSync (exact) or WeightSync (averages)."""
 
     sync_policy: str = "every(1)"
-    """When WeightSync averages: every(4), after(1000, every(4)) or never()."""
+    """The steps at which WeightSync averages: every(4), after(1000, every(4)) or never()."""
 
     synced_rows: SyncedRows = SyncedRows.TOUCHED
     """The rows that WeightSync sends: changed ones, or "all", which is TorchRec's arithmetic."""
 
     transport: Transport = Transport.FP32
-    """The wire format of gradients or changed rows between copies: fp32, bf16, fp16, int8 or
+    """The wire format for gradients or changed rows between replicas: fp32, bf16, fp16, int8 or
     int4."""
 
     delay: int = Field(default=0, ge=0, le=1)
-    """How many steps GradientSync's updates may be late."""
+    """The number of steps by which GradientSync's updates may be late."""
 
     drift_every: int = Field(default=0, ge=0)
-    """Compare the copies after every n-th sync, and stop where they differ; 0 for never."""
+    """Compare the replicas after every n-th sync, and stop if they differ; 0 for never."""
 
     dense_above: float | None = Field(default=None, ge=0, le=1)
-    """The share of a shard's rows from which on WeightSync averages the whole shard; by default
-    one that isn't too high for a fast link."""
+    """The share of changed rows above which WeightSync averages a whole shard; the default is low
+    enough for a fast link."""
 
     moment_scale: float | Literal["from_mesh", "expected"] = "from_mesh"
-    """The moment scale of row-wise AdaGrad; "from_mesh" is the number of groups for WeightSync
-    and 1 otherwise; "expected" is one for each table, by how often its rows are looked up."""
+    """Row-wise AdaGrad's moment scale; "from_mesh" is the number of groups for WeightSync and 1
+    otherwise; "expected" is computed per table from its rows' lookup frequencies."""
 
     moment_rho: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """The squared mean of a lookup's gradient over its variance, for "expected"."""
@@ -273,7 +273,7 @@ class ReplicationConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed(cls, tree: Any) -> Any:
-        """Let files of older versions load, which list all keys."""
+        """Drop removed keys, so that files from older versions, which list all keys, still load."""
         if not isinstance(tree, dict) or "delayed_moment" not in tree:
             return tree
         if tree["delayed_moment"]:
@@ -331,13 +331,13 @@ class ReplicationConfig(Section):
 
 
 class CostConfig(Section):
-    """The cost of a sample, by its length; only the ratio of the two numbers counts."""
+    """A sample's cost by its length; only the ratio of the two numbers counts."""
 
     linear: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """The cost of one more id."""
+    """The cost per id."""
 
     quadratic: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """The cost of one more pair of ids, as attention has it."""
+    """The cost per pair of ids, as in attention."""
 
     @model_validator(mode="after")
     def _check_cost(self) -> Self:
@@ -355,29 +355,29 @@ class CostConfig(Section):
 
 
 class BalanceConfig(Section):
-    """Samples that are dealt to the ranks by what they cost, so that no rank waits for others."""
+    """Samples dealt to ranks by cost, so that no rank waits for others."""
 
     cost: CostConfig = CostConfig()
-    """The cost of a sample; by default its length."""
+    """A sample's cost; by default its length."""
 
     lengths: tuple[str, ...] = ()
-    """The sparse features whose ids are a sample's length. Empty for the items that a sequence
-    model uses, and for all features of other models."""
+    """The sparse features whose ids count as a sample's length. Empty for a sequence model's items,
+    and for all features in other models."""
 
     shared_ids: float = Field(default=0.0, ge=0, lt=1)
-    """The share by which a rank's cost may grow so that samples with the same ids come together;
-    0 leaves them apart."""
+    """The share by which a rank's cost may grow to bring samples with equal ids together; 0 to
+    ignore equal ids."""
 
     rank_speeds: Literal["measured"] | tuple[float, ...] = ()
-    """A speed for each rank, which gets samples in proportion; or "measured", by the processor time
-    of each rank's steps. Empty for ranks that are equally fast."""
+    """A speed for each rank, which gets samples in proportion; or "measured", from the processor
+    time of each rank's steps. Empty for equally fast ranks."""
 
     smoothing: float = Field(default=0.1, gt=0, le=1)
-    """The weight of the newest step in measured speeds."""
+    """The newest step's weight in measured speeds."""
 
     mean_over_samples: bool = False
-    """Whether the loss of a model of your own is a mean over the samples of a rank's batch. It has
-    to be, and nothing but the model knows."""
+    """Confirm that your own model's loss is a mean over the rank's samples. That is required, and
+    only the model's author can know."""
 
     @field_validator("rank_speeds", mode="before")
     @classmethod
@@ -402,7 +402,7 @@ class BalanceConfig(Section):
 
 
 class SamplesConfig(Section):
-    """Which samples of a global batch a rank trains."""
+    """The distribution of a global batch's samples over ranks."""
 
     balance: BalanceConfig | None = None
     """The deal of samples to ranks; without this section each rank trains those that it reads."""

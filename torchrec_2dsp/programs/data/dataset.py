@@ -62,7 +62,7 @@ class Dataset(BatchShape, Protocol):
     """
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return the number of global batches in all epochs; `None` if they never end."""
+        """Return how many global batches all epochs have; `None` if they never end."""
         ...
 
     def batches(
@@ -75,7 +75,7 @@ class Dataset(BatchShape, Protocol):
             global_batch_size: samples over all ranks; a multiple of ``world_size``.
             rank: the part to read.
             world_size: the number of parts.
-            start: the number of global batches read before, by this run or the one that it
+            start: how many global batches were read before, by this run or the one that it
                 continues. Batches are numbered through all epochs.
         """
         ...

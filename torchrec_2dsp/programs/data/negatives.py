@@ -31,7 +31,7 @@ def negatives_name(feature: str) -> str:
 
 
 class NegativeKind(enum.Enum):
-    """The sampling distribution of negatives."""
+    """A negative sampling distribution."""
 
     UNIFORM = "uniform"
     """All items alike."""
@@ -43,7 +43,7 @@ class NegativeKind(enum.Enum):
 
 @dataclass(frozen=True)
 class NegativeItems:
-    """The distribution of a table's negatives.
+    """A table's negative sampling distribution.
 
     Example:
         >>> import torch
@@ -105,8 +105,8 @@ class WithNegatives:
         Args:
             dataset: the samples.
             feature: the feature whose ids are drawn.
-            num_negatives: the number per sample; an item may be drawn more than once.
-            eval_negatives: the number per held-out sample; 0 for the same.
+            num_negatives: how many per sample; an item may be drawn more than once.
+            eval_negatives: how many per held-out sample; 0 for the same.
             kind: the sampling distribution.
             seed: seeds the negatives.
         """
@@ -128,7 +128,7 @@ class WithNegatives:
         return self._dataset.num_dense
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return the number of global training batches; see `Dataset.num_train_batches`."""
+        """Return how many global training batches there are; see `Dataset.num_train_batches`."""
         return self._dataset.num_train_batches(global_batch_size)
 
     def batches(

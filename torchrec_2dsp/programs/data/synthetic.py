@@ -106,7 +106,7 @@ class PlantedInteractions:
         """Return each sample's interactions.
 
         Args:
-            bags: all samples' ids and the number of ids per sample, by feature.
+            bags: all samples' ids and bag lengths, by feature.
         """
         pooled = [
             _mean_of_bags(vectors.of_rows(rows), lengths)
@@ -226,7 +226,7 @@ class SyntheticConfig(Section):
     """The dimension of the interactions' latent vectors."""
 
     def distribution(self, feature: SparseFeature) -> Zipf:
-        """Return the distribution of a feature's ids."""
+        """Return the feature's id distribution."""
         return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
 
     @field_validator("features", mode="before")
@@ -378,7 +378,7 @@ def _interactions(config: SyntheticConfig) -> PlantedInteractions:
 def _sparse(
     config: SyntheticConfig, index: int, split: Split, samples: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw a feature's ids and the number of ids per sample."""
+    """Draw a feature's ids and bag lengths."""
     feature = config.features[index]
     spread = feature.max_ids - feature.min_ids + 1
     draws = uniforms(_seed(config, _Purpose.LENGTH, split), samples, index)

@@ -274,7 +274,7 @@ class BatchStream(Iterator[Batch]):
 
         Args:
             batches: makes the iterator, on the thread.
-            num_ahead: the number of batches to prefetch; 0 for none, without a thread.
+            num_ahead: how many batches to prefetch; 0 for none, without a thread.
             count: returns a batch's number of rows.
         """
         self._shared = _Shared(queue.Queue(num_ahead))

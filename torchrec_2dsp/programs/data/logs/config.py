@@ -244,7 +244,7 @@ class LogConfig(Section):
 
 
 class TableLayout(LogConfig):
-    """A log of rows with a label, as text, Parquet, ORC, Feather or JSON lines."""
+    """A row log with a label, as text, Parquet, ORC, Feather or JSON lines."""
 
     label: str = Field(min_length=1)
     """The label column, a number from 0 to 1."""

@@ -115,11 +115,11 @@ class ConvertedFile:
         return columnar_fragment(self.file, _columnar_format(self._kind.format, self._columns))
 
     def convert(self, part: int, advance: Callable[[int], None]) -> None:
-        """Write a part.
+        """Write one part.
 
         Args:
             part: its number.
-            advance: called with the number of bytes read.
+            advance: called with how many bytes were read.
 
         Raises:
             ConfigError: the file can't be read or has changed, or the part can't be written.

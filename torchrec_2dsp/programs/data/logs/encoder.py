@@ -253,7 +253,7 @@ def transformed(column: pa.ChunkedArray, rules: DenseColumn) -> NDArray[np.float
 
 
 def time_rows(column: pa.ChunkedArray, feature: SparseColumn) -> NDArray[np.int64]:
-    """Map part of a time to rows: 1 for the first hour or day, 0 for a missing time."""
+    """Map a time's hour or weekday to rows: 1 for the first hour or day, 0 for a missing time."""
     if feature.time_format not in ("unix", "yymmddhh"):
         texts = column
         column, is_wrong = times_of(texts, feature.time_format)

@@ -356,7 +356,7 @@ class ValueCounter:
 
         Args:
             min_count: the smallest count to keep.
-            max_values: the most values to keep; 0 for all.
+            max_values: how many values to keep; 0 for all.
         """
         table = self._merged()
         table = table.filter(compute.greater_equal(table["count"], min_count))

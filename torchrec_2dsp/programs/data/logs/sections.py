@@ -29,7 +29,7 @@ _AVAZU_SIZES = ("C15", "C16")
 
 
 class TableConfig(TableLayout):
-    """A log of rows with a label, as text, Parquet, ORC, Feather or JSON lines.
+    """A row log with a label, as text, Parquet, ORC, Feather or JSON lines.
 
     Example:
         >>> from torchrec_2dsp.programs.config.config_file import make_config

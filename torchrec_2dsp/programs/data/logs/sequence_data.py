@@ -215,15 +215,15 @@ class SequenceData:
         return 0
 
     def num_rows(self, split: Split) -> int:
-        """Return the number of samples in a split: one per user."""
+        """Return how many samples a split has: one per user."""
         return self.log.num_users
 
     def num_batches(self, split: Split, global_batch_size: int) -> int:
-        """Return the number of batches in a split's epoch."""
+        """Return how many batches a split's epoch has."""
         return self._plan(global_batch_size).num_batches
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return the number of global batches in all epochs; `None` if they never end."""
+        """Return how many global batches all epochs have; `None` if they never end."""
         if not self._config.epochs:
             return None
         return self._config.epochs * self.num_batches(Split.TRAIN, global_batch_size)

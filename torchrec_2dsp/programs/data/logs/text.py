@@ -176,9 +176,9 @@ def blocks_of_lines(
     Args:
         stream: positioned at the start of a line.
         file: the file's name, for errors.
-        first_bytes: the size of the first read.
-        block_bytes: the size of each later read.
-        num_bytes: the total number of bytes to read; bytes after the last line end among them
+        first_bytes: how much to read first.
+        block_bytes: how much to read each other time.
+        num_bytes: how many bytes to read in all; bytes after the last line end among them
             belong to the file's next part. `None` reads to the end, where the last line needs no
             line end.
 
@@ -218,7 +218,7 @@ def line_start_before(stream: pa.NativeFile, position: int, lowest: int) -> int:
 
 
 def line_ends(data: bytes) -> NDArray[np.int64]:
-    """Return the position of each line's last byte; the last line needs no line end.
+    """Find each line's last byte; the last line needs no line end.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.text import line_ends

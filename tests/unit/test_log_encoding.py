@@ -237,7 +237,7 @@ def test_written_times_become_hours_and_weekdays(tmp_path: Path, ending: str) ->
     (batch,) = global_batches(data, global_batch_size=3, world_size=1)
     ids = batch[0].sparse_features.values().view(4, 3).tolist()
     assert ids == [[1, 24, 0], [1, 24, 0], [2, 1, 0], [2, 1, 0]]
-    with pytest.raises(ConfigError, match="time_format='soon' is no form; use 'unix', "):
+    with pytest.raises(ConfigError, match="time_format='soon' isn't a time format; use 'unix', "):
         table_config(file, features=[features[0] | {"time_format": "soon"}])
     with pytest.raises(ConfigError, match=r"column 'iso' is a time \(iso\) for one feature, and"):
         table_config(
@@ -254,10 +254,10 @@ def test_a_text_that_is_no_time_is_malformed(tmp_path: Path) -> None:
     (batch,) = global_batches(data, global_batch_size=3, world_size=1)
     assert batch[0].sparse_features.values().tolist() == [2, 2, 1]
     (line,) = data.malformed.examples
-    assert (line.line, line.reason) == (3, "time is b'soon', which is no time (iso)")
+    assert (line.line, line.reason) == (3, "time is b'soon', which isn't a time (iso)")
     pq.write_table(pa.table({"label": [1], "time": ["soon"]}), tmp_path / "a.parquet")
     data = table_config(tmp_path / "a.parquet", features=features, dense=[]).dataset()
-    with pytest.raises(InputError, match=r"time is 'soon', which is no time \(iso\); set its"):
+    with pytest.raises(InputError, match=r"time is 'soon', which isn't a time \(iso\); set its"):
         list(global_batches(data, global_batch_size=1, world_size=1))
 
 
@@ -331,16 +331,16 @@ ROWS = make_rows(40)
     [
         ({"held_out": {"by": "hash"}}, "held_out: by='hash' and column='' don't belong together"),
         ({"held_out": {"files": ["a"]}}, r"held_out: by='last' and files=\('a',\) don't belong"),
-        ({"features": [{"name": "user"}]}, "num_rows=0 leaves no row to hash to beside"),
+        ({"features": [{"name": "user"}]}, "num_rows=0 leaves no row for hashed values"),
         (
             {"features": [{"name": "user", "encoding": "vocabulary", "num_rows": 2}]},
-            "num_rows=2 leaves no row to a value beside those for missing and unknown",
+            "num_rows=2 leaves no row for a value, since missing and unknown values have",
         ),
         (
             {"features": [{"name": "user", "num_rows": 9}, {"name": "user", "num_rows": 8}]},
             "features: 'user' is used twice",
         ),
-        ({"features": [{"name": "label", "num_rows": 9}]}, "label='label' is a feature, too"),
+        ({"features": [{"name": "label", "num_rows": 9}]}, "label='label' is also a feature"),
         ({"dense": [{"column": "number", "log1p": True}]}, "log1p needs lowest above -1, and it"),
         ({"dense": [{"column": "number", "mean": 1}]}, "mean and std are for scale='given', and"),
         (

@@ -34,12 +34,12 @@ from torchrec_2dsp.programs.data.logs.text import TextParser
 ROWS = make_rows(40)
 BAD_LINES = {
     3: ("1,2\n", "2 values for 4 columns"),
-    4: ("a,3,ann,t1\n", "label is b'a', which is no number"),
-    5: ("1,x,ann,t1\n", "number is b'x', which is no number"),
+    4: ("a,3,ann,t1\n", "label is b'a', which isn't a number"),
+    5: ("1,x,ann,t1\n", "number is b'x', which isn't a number"),
     17: ('1,16,"ann,t1\n', "a quote that doesn't close"),
     18: ("1,17,a\rnn,t1\n", "a carriage return in the line"),
-    19: ("\n", "label is nan, which is no label from 0 to 1"),
-    30: ("7,29,ann,t1\n", "label is 7.0, which is no label from 0 to 1"),
+    19: ("\n", "label is nan, which isn't a label from 0 to 1"),
+    30: ("7,29,ann,t1\n", "label is 7.0, which isn't a label from 0 to 1"),
 }
 """Lines by their number, and what is wrong with them."""
 
@@ -95,7 +95,7 @@ def test_too_many_malformed_lines_are_an_error_that_names_them(tmp_path: Path) -
     message = str(caught.value)
     assert message.startswith("more than malformed_limit=1 lines can't be read; check the columns")
     assert f"{file}:3: 2 values for 4 columns: '1,2'" in message
-    assert f"{file}:4: label is b'a', which is no number: 'a,3,ann,t1'" in message
+    assert f"{file}:4: label is b'a', which isn't a number: 'a,3,ann,t1'" in message
 
 
 def test_malformed_lines_are_held_out_with_their_stand_ins(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def other_schema(tmp_path: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: [folder / "none_*.csv"], "files: nothing is named '.*none_.*csv'; check"),
+        (lambda folder: [folder / "none_*.csv"], "files: nothing matches '.*none_.*csv'; check"),
         (lambda folder: [folder], "is a folder; name its files, such as"),
         (
             lambda folder: [write_log(folder / "a.csv", ROWS), folder / "*.csv"],
-            "a.csv is named twice, so its rows would be, too",
+            "a.csv is listed twice, so its rows would be read twice",
         ),
         (lambda folder: [written(folder / "a.csv", b"")], "a.csv is empty; leave it out"),
         (
@@ -197,7 +197,7 @@ def other_schema(tmp_path: Path) -> list[Path]:
         ),
         (
             lambda folder: [written(folder / "a.parquet", b"PAR1, but no table")],
-            "a.parquet is no Parquet file, or it is damaged",
+            "a.parquet isn't in Parquet format, or it is damaged",
         ),
         (
             lambda folder: [write_log(folder / "a.parquet", [])],
@@ -234,7 +234,9 @@ def test_a_parquet_row_without_label_is_named(tmp_path: Path) -> None:
     table = pa.table({"label": labels, "number": range(8), "user": ["a"] * 8, "tags": [["t"]] * 8})
     pq.write_table(table, file)
     data = table_config(file).dataset()
-    with pytest.raises(InputError, match=r"a.parquet: 'label' of row 6 is nan, which is no label"):
+    with pytest.raises(
+        InputError, match=r"a.parquet: 'label' of row 6 is nan, which isn't a label"
+    ):
         list(data.batches(Split.TRAIN, global_batch_size=4, rank=1, world_size=2))
 
 
@@ -335,7 +337,7 @@ def test_a_file_that_changes_while_it_is_converted_is_noticed(
         return original(parser, data)
 
     monkeypatch.setattr(TextParser, "parse", changing)
-    with pytest.raises(ConfigError, match=r"a.csv has changed while it was converted; start again"):
+    with pytest.raises(ConfigError, match=r"a.csv changed during conversion; start again"):
         table_config(file).dataset()
     assert not list(tmp_path.rglob("*.parquet"))
 
@@ -448,7 +450,7 @@ def test_logs_on_other_file_systems(tmp_path: Path, scheme: str) -> None:
     data = table_config(tmp_path / "a_9.csv", files=files, **keys).dataset()
     (batch,) = global_batches(data, global_batch_size=30, world_size=2)
     assert numbers_of(batch) == list(range(30))
-    with pytest.raises(ConfigError, match=r"files: nothing is named '.*://.*/none_.*'; check"):
+    with pytest.raises(ConfigError, match=r"files: nothing matches '.*://.*/none_.*'; check"):
         table_config(tmp_path / "x.csv", files=[f"{folder}/none_*"], **keys).dataset()
     with pytest.raises(ConfigError, match=r"files: none://x can't be opened: .*none"):
         table_config(tmp_path / "x.csv", files=["none://x"], **keys).dataset()
@@ -457,7 +459,7 @@ def test_logs_on_other_file_systems(tmp_path: Path, scheme: str) -> None:
 def test_lines_that_a_quote_joins_are_an_error(tmp_path: Path) -> None:
     lines = ["label,number,user,tags", *["1,0,ann,t1"] * 3, '1,0,a"b,"t1', *["1,0,ann,t1"] * 3]
     file = written(tmp_path / "a.csv", "\n".join(lines).encode())
-    message = r"the lines 2 to 7 of .*a.csv can't be told apart: 6 lines were read as 4 rows; close"
+    message = r"the lines 2 to 7 of .*a.csv run together: 6 lines were read as 4 rows; close"
     with pytest.raises(InputError, match=message):
         table_config(file, block_bytes=1000).dataset()
     data = table_config(file, quote="").dataset()

@@ -87,7 +87,7 @@ def test_rare_items_of_large_tables_have_a_probability() -> None:
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_negatives=0 is no count; use 1 or more"):
+    with pytest.raises(ConfigError, match="num_negatives=0 isn't a count; use 1 or more"):
         WithNegatives(DATA.dataset(), "item", num_negatives=0, seed=0)
     with pytest.raises(ConfigError, match="no sparse feature 'page'; the model may use item"):
         WithNegatives(DATA.dataset(), "page", num_negatives=1, seed=0)

@@ -103,7 +103,9 @@ def read_tables(path: Path) -> dict[str, TableAccess]:
     header = _header(path, content)
     columns = _columns(path, content, [table.name for table in header.tables])
     if header.checksum is not None and header.checksum != _checksum(header, columns):
-        raise ConfigError(f"{path} isn't as it was written: its checksum is another; {_REMEDY}")
+        raise ConfigError(
+            f"{path} was changed or damaged after writing: its checksum differs; {_REMEDY}"
+        )
     ends = np.searchsorted(columns.tables, np.arange(len(header.tables)), side="right")
     starts = [0, *ends[:-1]]
     tables = {
@@ -198,7 +200,7 @@ def _check_table(where: str, table: TableAccess, remedy: str = _REMEDY) -> None:
     outside = rows[(rows < 0) | (rows >= table.num_rows)]
     if len(outside):
         raise ConfigError(
-            f"{where}, column 'row': {outside[0]} is no row of a table of {table.num_rows} rows; "
+            f"{where}, column 'row': {outside[0]} isn't in a table with {table.num_rows} rows; "
             f"{remedy}"
         )
     distinct, times = np.unique(rows, return_counts=True)
@@ -208,7 +210,7 @@ def _check_table(where: str, table: TableAccess, remedy: str = _REMEDY) -> None:
         )
     impossible = counts[~(np.isfinite(counts) & (counts >= 0))]
     if len(impossible):
-        raise ConfigError(f"{where}, column 'count': {impossible[0]} is no count; {remedy}")
+        raise ConfigError(f"{where}, column 'count': {impossible[0]} isn't a count; {remedy}")
     if (np.diff(counts) > 0).any():
         raise ConfigError(f"{where}, column 'count': the most used rows aren't first; {remedy}")
 

@@ -111,7 +111,7 @@ class WithNegatives:
             seed: seeds the negatives.
         """
         if num_negatives < 1:
-            raise ConfigError(f"num_negatives={num_negatives} is no count; use 1 or more")
+            raise ConfigError(f"num_negatives={num_negatives} isn't a count; use 1 or more")
         self._dataset, self._feature = dataset, feature
         self._counts = {Split.TRAIN: num_negatives, Split.EVAL: eval_negatives or num_negatives}
         self._items = NegativeItems(feature_of(dataset.features, feature).num_rows, kind)

@@ -72,13 +72,13 @@ class SparseColumn(Section):
     def _check_encoding(self) -> Self:
         if self.encoding == "hash" and self.num_rows < 2:
             raise ValueError(
-                f"feature {self.name!r}: num_rows={self.num_rows} leaves no row to hash to beside "
-                "the one for missing values; use at least 2"
+                f"feature {self.name!r}: num_rows={self.num_rows} leaves no row for hashed values, "
+                "since one is for missing values; use at least 2"
             )
         if self.encoding == "vocabulary" and 0 < self.num_rows <= NUM_RESERVED:
             raise ValueError(
-                f"feature {self.name!r}: num_rows={self.num_rows} leaves no row to a value beside "
-                f"those for missing and unknown ones; use more than {NUM_RESERVED}, or 0"
+                f"feature {self.name!r}: num_rows={self.num_rows} leaves no row for a value, since "
+                f"missing and unknown values have their own; use more than {NUM_RESERVED}, or 0"
             )
         if self.encoding != "vocabulary" and self.min_count != 1:
             raise ValueError(
@@ -97,8 +97,8 @@ def _check_time_format(where: str, time_format: str, *names: str) -> None:
     if time_format not in names and "%" not in time_format:
         choices = ", ".join(map(repr, names))
         raise ValueError(
-            f"{where}time_format={time_format!r} is no form; use {choices}, or a pattern of "
-            "strptime, such as '%Y-%m-%d %H:%M'"
+            f"{where}time_format={time_format!r} isn't a time format; use {choices}, or a "
+            "strptime pattern, such as '%Y-%m-%d %H:%M'"
         )
 
 
@@ -279,7 +279,7 @@ class TableLayout(LogConfig):
         used = [feature.source for feature in self.features]
         used += [column.column for column in self.dense]
         if self.label in used:
-            raise ValueError(f"label={self.label!r} is a feature, too, which would tell it")
+            raise ValueError(f"label={self.label!r} is also a feature, which would leak it")
         return self
 
     @property

@@ -143,7 +143,7 @@ class ConvertedFile:
                         writer.write_table(first, row_group_size=max(1, first.num_rows))
                         first = next(tables, None)
             if state_of(self.file) != self._state:
-                raise ConfigError(f"{self.file} has changed while it was converted; start again")
+                raise ConfigError(f"{self.file} changed during conversion; start again")
             with writing_prepared(path):
                 draft.replace(path)
         finally:
@@ -224,7 +224,7 @@ class ConvertedFile:
             parsed = parser.parse(data)
         except pa.ArrowInvalid as error:
             raise InputError(
-                f"the {self._lines(data, start, first_row)} can't be told apart: {error}; close "
+                f"the {self._lines(data, start, first_row)} run together: {error}; close "
                 "its quotes, or set quote = ''"
             ) from error
         num_lines = len(parsed.readable) + len(parsed.reasons)

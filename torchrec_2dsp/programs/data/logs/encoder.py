@@ -260,8 +260,8 @@ def time_rows(column: pa.ChunkedArray, feature: SparseColumn) -> NDArray[np.int6
         if is_wrong.any():
             text = texts[int(np.flatnonzero(is_wrong)[0])].as_py()
             raise InputError(
-                f"{feature.source} is {text!r}, which is no time ({feature.time_format}); set its "
-                "time_format, or mend the file"
+                f"{feature.source} is {text!r}, which isn't a time ({feature.time_format}); set "
+                "its time_format, or mend the file"
             )
     is_timestamp = pt.is_timestamp(column.type)
     if is_timestamp:

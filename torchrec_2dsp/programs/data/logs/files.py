@@ -84,11 +84,11 @@ def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
             names = [path] if is_file else _matching(system, path)
         if not names:
             shown = pattern if prefix else str(Path(pattern).absolute())
-            raise ConfigError(f"files: nothing is named {shown!r}; check the path or the pattern")
+            raise ConfigError(f"files: nothing matches {shown!r}; check the path or the pattern")
         files += [prefix + name for name in sorted(names, key=_by_numbers)]
     repeated = sorted({name for name in files if files.count(name) > 1})
     if repeated:
-        raise ConfigError(f"files: {repeated[0]} is named twice, so its rows would be, too")
+        raise ConfigError(f"files: {repeated[0]} is listed twice, so its rows would be read twice")
     return tuple(files)
 
 
@@ -188,7 +188,9 @@ def columnar_fragment(
             if isinstance(error, FileNotFoundError | PermissionError):
                 raise
             name = kind_of(file).format.capitalize()
-            raise ConfigError(f"{file} is no {name} file, or it is damaged: {error}") from error
+            raise ConfigError(
+                f"{file} isn't in {name} format, or it is damaged: {error}"
+            ) from error
     return fragment
 
 

@@ -368,7 +368,7 @@ class LogReader:
                 if len(bad):
                     row = block.first_row + int(rows[bad[0]])
                     raise InputError(
-                        f"{block.file}: {name!r} of row {row} is {labels[bad[0]]}, which is no "
+                        f"{block.file}: {name!r} of row {row} is {labels[bad[0]]}, which isn't a "
                         "label from 0 to 1; leave such rows out when the file is written"
                     )
 

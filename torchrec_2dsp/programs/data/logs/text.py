@@ -364,7 +364,7 @@ def _numbers(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str
             pattern = _PATTERNS[column.kind]
             is_number = compute.match_substring_regex(texts, pattern).fill_null(True)
             for row in np.flatnonzero(~np.asarray(is_number)).tolist():
-                unreadable[row] = f"{name} is {texts[row].as_py()!r}, which is no number"
+                unreadable[row] = f"{name} is {texts[row].as_py()!r}, which isn't a number"
             texts = compute.if_else(is_number, texts, pa.scalar(None, pa.binary()))
             texts = texts.cast(pa.string()).cast(COLUMN_TYPES[column.kind])
         arrays[name] = texts
@@ -381,7 +381,7 @@ def _times(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str]]
             times, is_wrong = times_of(texts, column.time_format)
             for row in np.flatnonzero(is_wrong).tolist():
                 text = texts[row].as_py()
-                unreadable[row] = f"{name} is {text!r}, which is no time ({column.time_format})"
+                unreadable[row] = f"{name} is {text!r}, which isn't a time ({column.time_format})"
             table = table.set_column(place, name, times)
     return table, unreadable
 
@@ -393,7 +393,7 @@ def _bad_labels(table: pa.Table, columns: Columns) -> dict[int, str]:
         if column.kind is ColumnKind.LABEL:
             labels = label_numbers(table[name])
             for row in np.flatnonzero(~is_label(labels)).tolist():
-                bad[row] = f"{name} is {labels[row]}, which is no label from 0 to 1"
+                bad[row] = f"{name} is {labels[row]}, which isn't a label from 0 to 1"
     return bad
 
 

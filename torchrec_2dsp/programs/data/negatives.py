@@ -1,4 +1,4 @@
-"""`WithNegatives`: a dataset whose samples come with negative items to be told apart from.
+"""`WithNegatives`: a dataset whose samples come with negative items.
 
 Negatives are drawn before a batch reaches the model, so their ids travel with the batch's own in
 any pipeline. They depend on a sample's number among all of the run's samples: they are the same for

@@ -195,3 +195,10 @@ def _phases(is_2d: bool, is_ceiling: bool) -> tuple[Phase, ...]:
     if is_2d:
         parts += [("sync", 0.009, True), ("sync", 0.005, False)]
     return tuple(Phase(name=name, seconds=s, waiting=waits) for name, s, waits in parts if s > 0)
+
+
+def config_of(contestants: dict[str, Any], **sections: Any) -> BenchConfig:
+    data = {"features": [{"name": "user", "num_rows": 100}]}
+    return make_config(
+        BenchConfig, {"data": data, "contestants": contestants, **sections}, source="bench"
+    )

@@ -242,3 +242,11 @@ def cost(
     known_workload = Workload(**(known | workload))  # type: ignore[arg-type]
     setting = CostSetting(calibration or only_the_link(), known_workload, mesh, sync, 2)
     return setting.step_cost(setting.loads(tables))
+
+
+def slow_fetch() -> tdsp.Calibration:
+    """Return costs of bytes between hosts alone, thrice as high in a sharding group."""
+    known = only_the_link()
+    slow = known.collectives.all_to_all.model_copy(update={"link_s_per_byte": 3 * LINK})
+    collectives = known.collectives.model_copy(update={"all_to_all": slow})
+    return known.model_copy(update={"collectives": collectives})

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
+from tests.support.bench_results import config_of
 from tests.support.planning import SHARDERS, planner
 from tests.support.traces import COMPUTING_US, WAITING_US, step_events
 from tests.support.train_runs import click_data, click_model
@@ -48,13 +49,6 @@ CONTESTANTS = {
     "one": {"kind": "two_d", "num_groups": 1, "hot_rows": 8},
     "ceiling": {"kind": "ceiling", "of": "exact"},
 }
-
-
-def config_of(contestants: dict[str, Any], **sections: Any) -> BenchConfig:
-    data = {"features": [{"name": "user", "num_rows": 100}]}
-    return make_config(
-        BenchConfig, {"data": data, "contestants": contestants, **sections}, source="bench"
-    )
 
 
 def test_the_reference_is_torchrec_with_nothing_changed() -> None:

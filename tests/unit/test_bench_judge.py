@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bench_results import bench_result
-from tests.unit.test_bench_config import config_of
+from tests.support.bench_results import bench_result, config_of
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench import statistics
 from torchrec_2dsp.programs.bench.config import BenchConfig

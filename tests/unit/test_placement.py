@@ -14,7 +14,6 @@ from torchrec.distributed.types import ShardingType
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
     ENOUGH,
-    LINK,
     SHARDERS,
     calibration,
     nothing_reserved,
@@ -22,6 +21,7 @@ from tests.support.planning import (
     plan_of,
     planner,
     skewed,
+    slow_fetch,
     tables,
     world,
 )
@@ -350,14 +350,6 @@ def test_runs_save_less_and_less_and_all_that_there_is_to_save(costs: list[float
     assert sum(num_rows for num_rows, _ in runs) == sizes[-1]
     saved = sum(num_rows * benefit for num_rows, benefit in runs)
     assert saved == pytest.approx(costs[0] - costs[-1], abs=1e-9)
-
-
-def slow_fetch() -> tdsp.Calibration:
-    """Bytes between hosts alone cost something, those of a sharding group thrice as much."""
-    known = only_the_link()
-    slow = known.collectives.all_to_all.model_copy(update={"link_s_per_byte": 3 * LINK})
-    collectives = known.collectives.model_copy(update={"all_to_all": slow})
-    return known.model_copy(update={"collectives": collectives})
 
 
 def searched(

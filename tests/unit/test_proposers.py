@@ -30,10 +30,10 @@ from tests.support.planning import (
     nothing_reserved,
     planner,
     skewed,
+    slow_fetch,
     tables,
     world,
 )
-from tests.unit.test_placement import slow_fetch
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type

@@ -113,7 +113,7 @@ def test_groups_that_do_not_divide_the_ranks(ranks4: RankPool) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("reference='sparse'", "reference='sparse' is no sync; use one of dense, touched"),
+        ("reference='sparse'", "reference='sparse' isn't a sync; use one of dense, touched"),
         ("touched_shares=[2.0]", "goes beyond 1, all rows"),
     ],
 )

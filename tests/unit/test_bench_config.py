@@ -87,7 +87,7 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
         ({"a|b": {"kind": "stock"}}, r"'a|b' has one of"),
         (
             {"plain": {"kind": "stock"}, "ceiling": {"kind": "ceiling", "of": "ceiling"}},
-            "contestants.ceiling.of='ceiling' is no contestant that trains; use one of plain",
+            "contestants.ceiling.of='ceiling' isn't a contestant that trains; use one of plain",
         ),
         ({"plain": {"kind": "stock", "sharding_types": ["by_hand"]}}, "'by_hand' has no 2D form"),
         (

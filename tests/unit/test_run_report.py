@@ -293,7 +293,7 @@ def _gone(folder: Path) -> None:
     [
         (_gone, r"there is no folder .*run; give the folder that train wrote to"),
         (_without_config, r"config\.toml can't be read: No such file"),
-        (_without_runs, r"config\.toml is no config of train: it has no section runs"),
+        (_without_runs, r"config\.toml isn't a train config: it has no section runs"),
         (_of_another_format, r"record\.json has format=99, and this version reads 1 to 4; use"),
         (_no_json, r"record\.json is not JSON"),
         (_no_record, r"record\.json is not what train --output writes"),

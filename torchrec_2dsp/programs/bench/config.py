@@ -330,7 +330,7 @@ class BenchConfig(Section):
                 self.contestants.get(contestant.of), StockContestant | TwoDContestant
             ):
                 raise ValueError(
-                    f"contestants.{name}.of={contestant.of!r} is no contestant that trains; "
+                    f"contestants.{name}.of={contestant.of!r} isn't a contestant that trains; "
                     "use one of " + ", ".join(self.planned)
                 )
         return self

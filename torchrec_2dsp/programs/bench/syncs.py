@@ -86,7 +86,7 @@ class SyncBenchConfig(Section):
     def _check(self) -> Self:
         if self.reference not in self.syncs:
             raise ValueError(
-                f"reference={self.reference!r} is no sync; use one of {', '.join(self.syncs)}"
+                f"reference={self.reference!r} isn't a sync; use one of {', '.join(self.syncs)}"
             )
         for name in ("num_groups", "shard_mib", "touched_shares"):
             values = getattr(self, name)

@@ -63,7 +63,7 @@ class ExportSource:
     def _of_checkpoint(cls, path: Path, config: str, run: str) -> "ExportSource":
         if not config:
             raise ConfigError(
-                f"{path} has no {_CONFIG}, so it is no output of a training program; to export a "
+                f"{path} has no {_CONFIG}, so it isn't a training program's output; to export a "
                 "checkpoint, name the config that it was trained by with --config"
             )
         train_config = load_config(TrainConfig, config)

@@ -294,7 +294,7 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     for name in ("data", "model", "loop", "runs"):
         if not isinstance(config.get(name), dict):
-            raise ConfigError(f"{path} is no config of train: it has no section {name}; {_REMEDY}")
+            raise ConfigError(f"{path} isn't a train config: it has no section {name}; {_REMEDY}")
     return text, config
 
 

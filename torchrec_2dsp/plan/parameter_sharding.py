@@ -20,7 +20,7 @@ MAX_ROWS = math.isqrt(2**63 - 1)
 
 
 class RowOwners(enum.Enum):
-    """The assignment of a table's rows to the group's ranks, for row exchange."""
+    """Ways to assign a table's rows to ranks in the group, for row exchange."""
 
     BLOCK = "block"
     """Blocks of consecutive rows, as TorchRec's row-wise sharding deals them."""
@@ -49,7 +49,7 @@ def golden_step(num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class RowSpread:
-    """A bijection between the rows of a table and their positions.
+    """A bijection between a table's rows and their positions.
 
     Example:
         >>> import torch
@@ -62,7 +62,7 @@ class RowSpread:
     """
 
     num_rows: int
-    """The table's number of rows."""
+    """The table's row count."""
 
     def __post_init__(self) -> None:
         if self.num_rows > MAX_ROWS:
@@ -130,7 +130,7 @@ def type_2d(sharding_type: str) -> str:
 
 
 def base_type(sharding_type: str) -> str:
-    """Return TorchRec's name of a sharding type: the inverse of `type_2d`."""
+    """Return TorchRec's name for a sharding type: the inverse to `type_2d`."""
     sharding_type, *_ = sharding_type.split(_AND)
     return ShardingType2D(type_2d(sharding_type)).base.value
 
@@ -331,7 +331,7 @@ class ParameterSharding2D(ParameterSharding):
 
 
 def num_rows(sharding: ParameterSharding) -> int | None:
-    """Return the table's number of rows, `None` for data-parallel tables."""
+    """Return the table's row count, `None` for data-parallel tables."""
     shards = getattr(sharding.sharding_spec, "shards", None)
     if not shards:
         return None

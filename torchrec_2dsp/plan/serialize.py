@@ -1,4 +1,4 @@
-"""`Plan2D` as JSON, for plan files, for comparing the plans of ranks, and for people."""
+"""`Plan2D` as JSON, for plan files, for comparing ranks' plans, and for people."""
 
 import hashlib
 import json
@@ -68,7 +68,7 @@ class _Record(BaseModel):
 
 
 class ShardRecord(_Record):
-    """One shard of a table."""
+    """A table shard."""
 
     shard_offsets: _Pair
     shard_sizes: _Pair
@@ -124,7 +124,7 @@ class WeightSyncRecord(_Record):
 
 
 class PlanRecord(_Record):
-    """The content of a plan file."""
+    """A plan file's content."""
 
     schema_version: _One
     checksum: str | None = None
@@ -246,7 +246,7 @@ def _record_of(data: Any) -> PlanRecord:
 
 
 def _checksum(data: dict[str, Any]) -> str:
-    """Return the checksum of a plan's JSON, whatever its layout."""
+    """Return the checksum over a plan's JSON, whatever its layout."""
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
 

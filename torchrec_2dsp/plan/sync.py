@@ -15,7 +15,7 @@ class Every:
     """A sync at every ``n``-th step."""
 
     n: int
-    """The number of steps from one sync to the next; 1 for every step."""
+    """Steps from one sync to the next; 1 for every step."""
 
     def __post_init__(self) -> None:
         if not is_count(self.n) or self.n < 1:
@@ -27,7 +27,7 @@ class Every:
 
     @property
     def steps_per_sync(self) -> float:
-        """The mean number of steps per sync."""
+        """The mean steps per sync."""
         return self.n
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ class After:
 
     @property
     def steps_per_sync(self) -> float:
-        """The mean number of steps per sync."""
+        """The mean steps per sync."""
         return self.policy.steps_per_sync
 
     def __repr__(self) -> str:

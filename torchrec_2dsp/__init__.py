@@ -1,8 +1,7 @@
-"""2D sparse parallelism, hot rows and exact replica sync for TorchRec, by swapping the planner
-and the sharders.
+"""2D sparse parallelism, row exchange and hot rows for TorchRec, by swapping planner and sharders.
 
-Public names are loaded when they are first used: `Mesh2D` doesn't load TorchRec, `Planner2D` does.
-What isn't named here is imported from its room, such as `torchrec_2dsp.cost.model.CostModel`.
+Public names are loaded on first use: `Mesh2D` doesn't load TorchRec, `Planner2D` does. Import other
+names from their modules, such as `torchrec_2dsp.cost.model.CostModel`.
 """
 
 from importlib import import_module

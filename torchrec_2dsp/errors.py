@@ -51,13 +51,11 @@ class OutputError(TwoDError, OSError):
 
 
 class ExportError(TwoDError, RuntimeError):
-    """A model that isn't exported, because what would serve differs too much from what was
-    trained."""
+    """A model that isn't exported because it would serve other scores than it was trained for."""
 
 
 class InputError(TwoDError, IndexError):
-    """A batch with an id that its table has no row for, or with batch sizes that don't fit it; a
-    log with rows that can't be read."""
+    """A batch with out-of-range ids or wrong sizes, or a log with unreadable rows."""
 
 
 class SyncError(TwoDError, RuntimeError):

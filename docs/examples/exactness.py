@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def make_batch(step: int, ranks: range) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """The batches of some ranks, one after the other: of one rank, or of all of them."""
+    """Make the batches of these ranks, concatenated in rank order."""
     ids_of_ranks = []
     for rank in ranks:
         generator = torch.Generator().manual_seed(1_000 * step + rank)
@@ -61,7 +61,7 @@ def loss_of(model: nn.Module, batch: tuple[KeyedJaggedTensor, torch.Tensor]) -> 
 
 
 def train_unsharded(model: Model, world_size: int) -> list[float]:
-    """The oracle: one process, the global batch, eager optimizers."""
+    """Train the oracle: one process, the global batch, eager optimizers."""
     tables = MomentScaledRowWiseAdaGradOptimizer(model.ebc.parameters(), lr=LR, moment_scale=1.0)
     dense = torch.optim.SGD(model.over.parameters(), lr=LR)
     losses = []
@@ -101,7 +101,7 @@ def train_sharded(model: tdsp.ModelParallel2D, rank: int) -> list[float]:
 
 
 def full_tables(model: tdsp.ModelParallel2D) -> dict[str, torch.Tensor]:
-    """Whole tables on every rank, put together from the shards of all ranks' state dicts."""
+    """Assemble whole tables on every rank from the shards in all ranks' state dicts."""
     parts = []
     for name, value in model.state_dict().items():
         if hasattr(value, "to_local"):  # A DTensor: a table.
@@ -118,7 +118,7 @@ def full_tables(model: tdsp.ModelParallel2D) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(unsharded: Model, sharded: tdsp.ModelParallel2D) -> float:
-    """Over all weights of all tables; NaN if the shards leave a part of a table out."""
+    """Return the largest difference over all weights; NaN if the shards don't cover a table."""
     tables = full_tables(sharded)
     state = unsharded.state_dict()
     assert len(tables) == len(FEATURES)

@@ -1,4 +1,4 @@
-"""What rows in fewer bits cost in quality, on MovieLens-100K, or on ratings that are made up.
+"""Compare the quality of low-precision rows, on MovieLens-100K or on synthetic ratings.
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 docs/examples/fewer_bits.py \
     --folder ml-100k --transport int8 --seed 1
@@ -29,7 +29,7 @@ Sample = tuple[list[list[str]], float]
 
 
 def read_ratings(folder: Path) -> list[Sample]:
-    """The ratings with what is known of their users and items."""
+    """Read the ratings with their users' and items' features."""
 
     def rows(name: str) -> list[list[str]]:
         with (folder / name).open(encoding="utf-8") as file:
@@ -46,7 +46,7 @@ def read_ratings(folder: Path) -> list[Sample]:
 
 
 def made_up_ratings(num_ratings: int = 12_000) -> list[Sample]:
-    """Ratings of users who like the items with larger numbers than their own."""
+    """Make ratings by users who like items with larger numbers than their own."""
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randint(0, 40, (num_ratings, 2), generator=generator).tolist()
     return [
@@ -67,7 +67,7 @@ def made_up_ratings(num_ratings: int = 12_000) -> list[Sample]:
 
 
 class Model(nn.Module):
-    """The rows of all features, and two dense layers over them."""
+    """Concatenates all features' rows under two dense layers."""
 
     def __init__(self, num_values: list[int]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Model(nn.Module):
 
 
 class Log:
-    """Ratings as batches: nine tenths to learn from, the others to judge by."""
+    """Splits ratings into batches: nine tenths for training, the rest for evaluation."""
 
     def __init__(self, samples: list[Sample]) -> None:
         values = zip(*(values for values, _ in samples), strict=True)
@@ -106,7 +106,7 @@ class Log:
     def batches(
         self, samples: list[Sample], seed: int
     ) -> "list[tuple[KeyedJaggedTensor, torch.Tensor]]":
-        """This rank's part of one pass, in an order that the seed decides."""
+        """Yield this rank's share of an epoch, shuffled by the seed."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
         size = BATCH_SIZE * num_ranks
@@ -130,7 +130,7 @@ class Log:
 
 
 def mean_over_ranks(values: list[torch.Tensor]) -> float:
-    """The mean of the values of all ranks, which have equally many."""
+    """Return the mean over all ranks' values, the same number on each."""
     mean = torch.stack(values).double().mean()
     dist.all_reduce(mean)
     return float(mean) / dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Count a log, put its most used rows on every rank, and send no empty bags.
+"""Count a log, replicate its most used rows on every rank, and send no empty bags.
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/hot_lists.py
 """
@@ -17,7 +17,7 @@ NUM_ROWS, BATCH_SIZE, STEPS = 10_000, 256, 20
 
 
 class Model(nn.Module):
-    """What a user has looked at, summed, and a dense layer."""
+    """Sums a user's history under a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """Lists of none to three ids, the small ones much more often, and a label of their number."""
+    """Make lists with none to three ids, small ids much more often, and a label by their number."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)
     lengths = torch.randint(0, 4, (BATCH_SIZE,), generator=generator)
     draws = torch.rand(int(lengths.sum()), generator=generator)
@@ -49,7 +49,7 @@ def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
 
 
 def hot_rows(model: nn.Module) -> tdsp.HotSet:
-    """The rows that take half of all lookups, of all ranks' logs."""
+    """Return the rows that cover half the lookups in all ranks' logs."""
     counter = tdsp.RowCounter.for_model(model)
     for step in range(50):
         features, _ = make_batch(step, dist.get_rank())

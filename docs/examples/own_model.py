@@ -1,4 +1,4 @@
-"""A model of one's own for the training program, and a loop that trains it without the program.
+"""Define a custom model for the training program, and train it in a plain loop.
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/own_model.py
 
@@ -30,7 +30,7 @@ GLOBAL_BATCH, STEPS = 256, 20
 
 
 class FactorizationMachine(nn.Module):
-    """Pairs of features count by the dot products of their vectors, dense ones by weights."""
+    """A factorization machine: dot products of feature pairs, and weights for dense features."""
 
     def __init__(self, features: Sequence[DatasetFeature], num_dense: int, dim: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class FactorizationMachine(nn.Module):
 def make_model(
     features: Sequence[DatasetFeature], num_dense: int, options: Mapping[str, Any]
 ) -> nn.Module:
-    """What the config names: called on every rank, with the same seed."""
+    """Make the model; the config names this function. Called on every rank with the same seed."""
     return FactorizationMachine(features, num_dense, options.get("dim", 16))
 
 

@@ -1,4 +1,4 @@
-"""Count a log, let the planner choose by predicted cost, ask it why, and train.
+"""Count a log, plan by predicted cost, explain the plan, and train.
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/plan_by_cost.py
 """
@@ -18,7 +18,7 @@ BATCH_SIZE, STEPS = 256, 20
 
 
 class Model(nn.Module):
-    """One row of each table, summed, and a dense layer."""
+    """Sums one row per table under a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """One id per sample and feature, the small ones much more often, and a label."""
+    """Make one id per sample and feature, small ids much more often, and a label."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)
     draws = torch.rand(len(ROWS), BATCH_SIZE, generator=generator)
     sizes = torch.tensor(list(ROWS.values())).unsqueeze(1)
@@ -55,7 +55,7 @@ def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
 
 
 def count_log(model: nn.Module) -> tdsp.AccessStats:
-    """Which rows are used how often, in the logs of all ranks."""
+    """Count row accesses in all ranks' logs."""
     counter = tdsp.RowCounter.for_model(model)
     for step in range(50):
         features, _ = make_batch(step, dist.get_rank())

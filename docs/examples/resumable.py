@@ -1,4 +1,4 @@
-"""A loop that can be killed at any moment, and goes on with the losses that it would have had.
+"""Train in a loop that can be killed at any moment and resumes with the same losses.
 
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 \
     --max-restarts 3 docs/examples/resumable.py FOLDER
@@ -26,7 +26,7 @@ BATCHES_PER_EPOCH = 8
 
 
 class Model(nn.Module):
-    """A bag and two dense layers, with random numbers of their own on each rank."""
+    """A bag and two dense layers, with dropout that differs between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def make_batch(position: dict[str, int], rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """The batch of a rank at a position of the data, the same whenever it is asked for."""
+    """Make a rank's batch at a position in the data, the same at every call."""
     seed = 1_000_000 * position["epoch"] + 1_000 * position["batch"] + rank
     generator = torch.Generator().manual_seed(seed)
     ids = (NUM_ROWS ** torch.rand(BATCH_SIZE, generator=generator)).long() - 1
@@ -51,7 +51,7 @@ def make_batch(position: dict[str, int], rank: int) -> tuple[KeyedJaggedTensor, 
 
 
 def train(folder: Path, steps: int) -> None:
-    """Everything from the model to the last step, as each life of the process runs it."""
+    """Run everything from the model to the last step, in each life of the process."""
     torch.manual_seed(0)
     model = Model()
     counter = tdsp.RowCounter.for_model(model, half_life=100)

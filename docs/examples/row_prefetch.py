@@ -1,4 +1,4 @@
-"""Let each distinct row travel once, and most of the way while the ranks compute.
+"""Send each distinct row once, and most of them while the ranks compute.
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/row_prefetch.py
 """
@@ -22,7 +22,7 @@ NUM_ROWS, BATCH_SIZE, STEPS = 10_000, 256, 20
 
 @dataclass
 class Batch(Pipelineable):
-    """What a pipeline can move."""
+    """A batch that a pipeline can move."""
 
     features: KeyedJaggedTensor
     labels: torch.Tensor
@@ -39,7 +39,7 @@ class Batch(Pipelineable):
 
 
 class Model(nn.Module):
-    """One vector for each item, and a dense layer; returns what pipelines want."""
+    """Looks one row up per item, under a dense layer; returns what pipelines expect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def batches(rank: int) -> Iterator[Batch]:
-    """One id per sample, the small ones much more often, and a label of the id."""
+    """Make one id per sample, small ids much more often, and a label by the id."""
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(1_000 * step + rank)
         ids = (NUM_ROWS ** torch.rand(BATCH_SIZE, generator=generator)).long() - 1

@@ -1,4 +1,4 @@
-"""A model that `torchrec-2dsp export` wrote answers a request, without this package.
+"""Serve a request with a model that `torchrec-2dsp export` wrote, without this package.
 
 torchrec-2dsp export runs/demo --only exact --output served
 python docs/examples/serve.py served

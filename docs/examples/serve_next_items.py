@@ -1,4 +1,4 @@
-"""A sequence model that `torchrec-2dsp export` wrote says what comes next, without this package.
+"""Predict next items with a sequence model that `torchrec-2dsp export` wrote, without this package.
 
 torchrec-2dsp export runs/sequences --output served
 python docs/examples/serve_next_items.py served

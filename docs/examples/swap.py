@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """Ids, and a label that depends on them."""
+    """Make ids, and a label that depends on them."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)
     ids = torch.randint(0, NUM_ROWS, (2 * BATCH_SIZE,), generator=generator)
     lengths = torch.ones(2 * BATCH_SIZE, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What this package's docstrings write otherwise than the parser of the reference expects."""
+"""Adapt this package's docstrings to the reference's parser."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """`Example:` is read as `Examples:`, so that what begins with ``>>>`` is shown as code."""
+    """Reads `Example:` as `Examples:`, so that lines with ``>>>`` are shown as code."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Change the docstring of an object that was just read."""

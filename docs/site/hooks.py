@@ -1,4 +1,4 @@
-"""What mkdocs does beside its configuration: a page of reference for each room of the library.
+"""Extend mkdocs: a reference page for each room of the library.
 
 The pages are made from the source tree, so a module that is added, moved or removed needs no
 change here. Public names come first, then the modules of the room.
@@ -15,11 +15,11 @@ from mkdocs.structure.files import File, Files
 PACKAGE = Path(__file__).parents[2] / "torchrec_2dsp"
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)(#[^)]*)?\)")
 NO_ROOMS = ("_compat", "programs")
-"""What has no page: the adapters of upstream, and the programs."""
+"""Rooms without a page: upstream adapters and programs."""
 
 
 def public_names() -> dict[str, str]:
-    """The public names of the package, each with the module that defines it."""
+    """Return the package's public names, each with its defining module."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     (modules,) = (
         node.value
@@ -30,7 +30,7 @@ def public_names() -> dict[str, str]:
 
 
 def modules_of_rooms() -> dict[str, list[str]]:
-    """The dotted names of the library's modules, for each room."""
+    """Return the dotted names of the library's modules by room."""
     rooms: dict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -44,7 +44,7 @@ def modules_of_rooms() -> dict[str, list[str]]:
 
 
 def room_page(room: str, modules: list[str], names: dict[str, str]) -> str:
-    """The Markdown of a room's page, with mkdocstrings' directives."""
+    """Return a room's page in Markdown, with mkdocstrings directives."""
     lines = [f"# {room}", ""]
     if f"{PACKAGE.name}.{room}" in modules and (PACKAGE / room / "__init__.py").exists():
         text = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
@@ -80,7 +80,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Plain info strings for the highlighter, and links from public names to their reference."""
+    """Simplify info strings for the highlighter, and link public names to their reference."""
     markdown = re.sub(r"^( *)```(python|text) \w+$", r"\1```\2", markdown, flags=re.MULTILINE)
     markdown = LINK.sub(lambda link: _inside(link, page.file.src_uri), markdown)
     if page.file.src_uri == "api/README.md":
@@ -90,7 +90,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _inside(link: re.Match[str], page: str) -> str:
-    """The link, or its text alone where it leads out of the documentation into the repository."""
+    """Return the link, or its text alone where it leads from the docs into the repository."""
     depth = page.count("/")
     climbs = link[2].split("/").count("..")
     return link[1] if climbs > depth else link[0]

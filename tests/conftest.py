@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """The imports of the tests leave little to collect and much to look at."""
+    """Disable garbage collection, as the imports leave little garbage and much to scan."""
     gc.disable()
 
 

@@ -63,8 +63,7 @@ def without_place(batch: KeyedJaggedTensor, sample: int, place: int) -> KeyedJag
 
 
 def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int, Tensors, Tensors]:
-    """Return the error, its count, and the state after a good, a bad and a good step; and
-    without the bad one."""
+    """Return the error, its count, and the end states with and without a bad step in between."""
     stream, states = make_stream(cell, 3), []
     message, actual, sample = "", 0, -1
     for with_bad in (True, False):

@@ -40,7 +40,7 @@ CELLS = [
 
 @contextmanager
 def held_writes() -> Iterator[threading.Event]:
-    """Saves that write nothing before the event is set."""
+    """Hold back checkpoint writes until the event is set."""
     may_write = threading.Event()
     write = ChecksumWriter.write_data
 
@@ -140,7 +140,7 @@ def test_saves_have_one_group_of_their_own(ranks2: RankPool, tmp_path: Path) -> 
 
 
 def waits_for_one_another(rank: int, world_size: int, folder: Path) -> list[bool]:
-    """A second save, of either kind, and a load come after the one that runs."""
+    """Save or load while a save is in flight; return whether each waited."""
     model, optimizer = make(Cell(tdsp.Mesh2D(1, 2), "row_wise"), world_size)
     was_done = []
 

@@ -175,7 +175,7 @@ def test_a_smaller_world_goes_on(ranks4: RankPool, ranks2: RankPool, tmp_path: P
 
 
 def pending_is_saved(rank: int, world_size: int, path: Path, cell: Cell) -> None:
-    """A backward that no sync has seen is part of what is saved."""
+    """Save and load between a backward and its sync."""
     models = [make(cell, world_size)[0] for _ in range(2)]
     for model in models:
         backward(model, cell, 0)

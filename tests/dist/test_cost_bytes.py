@@ -112,7 +112,7 @@ def by_operation(loads: Loads) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def counted(two_hosts: RankPool) -> list[tuple[Bytes, Bytes]]:
-    """Sums over ranks, and what the model says of them, by cell."""
+    """Return each cell's bytes, as measured over all ranks and as the cost model predicts."""
     ranks = two_hosts.run(sent, CELLS)
     results = []
     for of_ranks in zip(*ranks, strict=True):

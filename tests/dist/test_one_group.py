@@ -74,8 +74,10 @@ def test_one_group_with_the_fused_backward(ranks4: RankPool, dealt: Deal) -> Non
 
 
 def test_one_group_with_captured_rows(ranks4: RankPool, dealt: Deal) -> None:
-    """Capturing and applying rows gives the bits of the fused update, where TorchRec's own
-    order of additions is defined: one feature per table, unweighted sums, sequences."""
+    """Match the fused update bit by bit where TorchRec defines its order of additions.
+
+    These are one feature per table, unweighted sums, and sequences.
+    """
     one_feature = tuple(replace(table, features=table.features[:1]) for table in ModelSpec().tables)
     cells = [
         replace(

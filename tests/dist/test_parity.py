@@ -232,8 +232,7 @@ def test_all_parts_are_told_of_evaluation(ranks4: RankPool) -> None:
 
 
 def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
-    """Return the errors for one rank's bad id in either kind of table; a good batch is trained
-    after each."""
+    """Return the errors for a bad id in either kind of table, and train a good batch after each."""
     parallel = make_parallel(cell, world_size, 2)
     messages = []
     for feature in ("f0", "f1"):

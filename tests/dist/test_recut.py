@@ -60,7 +60,7 @@ def step_of(
 
 
 def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
-    """The dense parameters of this rank's layers in the optimizer's order, and their moments."""
+    """List this rank's layer parameters in the optimizer's order, with their moments."""
     names = {id(param): name for name, param in model.named_parameters()}
     return [
         (
@@ -125,7 +125,7 @@ class Slow(nn.Module):
 
 
 def cut_by_time(rank: int, world_size: int) -> list[tuple[int, ...]]:
-    """The cuts after each step, until two slow layers of one stage have parted."""
+    """Return the cuts after each step, until two slow layers are on different stages."""
     options: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 2}
     cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
     wrapper = tdsp.PipelinedDense(**options)
@@ -191,7 +191,7 @@ def named_optimizer(params: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
 
 
 def loaded_elsewhere(rank: int, world_size: int, folder: str) -> None:
-    """A checkpoint after a recut is one like others: a run with other cuts goes on from it."""
+    """Save after a recut, then load and continue with other cuts."""
     cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
     losses = []
     wrapper = tdsp.PipelinedDense(**ONE_PIPELINE, cuts=[1, 2, 6])

@@ -73,8 +73,7 @@ def test_pipelines_change_nothing(ranks4: RankPool) -> None:
 
 
 def read_at_every_moment(rank: int, world_size: int, cell: Cell) -> float:
-    """Train while the state is read at another moment in each step, replicas are broadcast, and
-    nothing is loaded; the gap at the end."""
+    """Read the state at different moments while training; return the final gap to the oracle."""
     parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
     optimizer, oracle = make_optimizer(parallel), make_oracle(cell)
@@ -107,8 +106,12 @@ def test_the_state_may_be_read_at_any_moment(ranks4: RankPool, mesh: tdsp.Mesh2D
 
 
 def write_by_hand(rank: int, world_size: int, cell: Cell) -> tuple[float, torch.Tensor]:
-    """In mid-training, past the state dicts: how far what is read directly is from the oracle; and
-    what ids look up after every row has been set to its number, in the first group alone."""
+    """Read shards directly after some training steps, then overwrite them in the first group only.
+
+    Returns:
+        The gap between read weights and the oracle's, and a lookup's result after each row was set
+        to its number.
+    """
     parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
     optimizer, oracle = make_optimizer(parallel), make_oracle(cell)

@@ -158,8 +158,11 @@ def interrupted(
 
 @pytest.mark.parametrize("owners", ["block", "hash"])
 def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str, dealt: Deal) -> None:
-    """Weights are loaded, hot sets renewed, other loops train, tables are read. With hashed owners
-    a read moves the rows, and the late rows of the next batch leave before its lookup."""
+    """Match the plain pipeline where the model is loaded, refreshed, trained or read between steps.
+
+    With hashed owners, a read moves the rows, and the next batch's late rows leave before its
+    lookup.
+    """
     names = dealt(list(BETWEEN))
     for answers in ranks4.run(interrupted, names, owners, timeout_s=200):
         for name, (gap, counts) in zip(names, answers, strict=True):
@@ -181,8 +184,7 @@ def test_quantised_rows_train_as_without(ranks4: RankPool) -> None:
 
 
 def bytes_of_exchanges(rank: int, world_size: int, cell: Cell) -> tuple[int, int, int]:
-    """All that all-to-alls send from this rank: with TorchRec's pipeline and with this one; and
-    the rows of which it tells when they come or go."""
+    """Return the all-to-all bytes with TorchRec's pipeline and with ours, and our reported rows."""
     batches = [step[rank] for step in make_stream(cell, STEPS)]
     sent, reported = [], 0
     for kind in (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch):
@@ -228,8 +230,11 @@ def counting_updates() -> Iterator[list[int]]:
 
 
 def epochs(rank: int, world_size: int) -> tuple[float, int]:
-    """An evaluation, then two epochs of different length by one pipeline, one
-    of them a single batch; and how often rows were updated in a step."""
+    """Evaluate, then train two epochs, one a single batch, with each pipeline.
+
+    Returns:
+        The gap between the pipelines' results, and how many more rows ours updated.
+    """
     batches = [step[rank] for step in make_stream(ROWS, STEPS)]
     ends, num_updates = [], []
     for kind in (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch):

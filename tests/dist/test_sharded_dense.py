@@ -181,7 +181,7 @@ class Sums(nn.Module):
 
 
 def gather_and_take_back(rank: int, world_size: int, sizes: list[int]) -> None:
-    """Outputs and gradients must be those of each rank alone; the parameter's the mean."""
+    """Compare outputs and gradients with each rank alone; the parameter's gradient is the mean."""
     size = sizes[rank]
     generator = torch.Generator().manual_seed(rank)
     rows = torch.rand(size, 3, generator=generator, requires_grad=True)

@@ -188,8 +188,7 @@ def test_dense_steps_are_those_of_ddp_bit_for_bit(
 
 @pytest.mark.parametrize("density", [0.02, 0.3])
 def test_owners_lose_nothing_and_keep_ranks_equal(ranks4: RankPool, density: float) -> None:
-    """With SGD, the weights and what is left on all ranks are what DDP's weights would be, as long
-    as gradients don't depend on weights; here a flush shows that nothing was lost."""
+    """Keep all ranks' weights equal, and leave no residuals after the final flush."""
     options = {"density": density, "route": "owners", "values": "fp32"}
     trained = ranks4.run(train, cell_of(4), options, NUM_STEPS, 4)
     assert len({rank.digest for rank in trained}) == 1

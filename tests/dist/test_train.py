@@ -368,7 +368,7 @@ def test_scalars_tell_what_transports_save(ranks4: RankPool, tmp_path: Path) -> 
 
 
 def train_thresholded(rank: int, world_size: int, folder: str) -> None:
-    """A run that thresholds its dense gradients after three steps."""
+    """Train with dense gradients thresholded after three steps."""
     thresholded = {"dense": {"kind": "thresholded", "density": 0.05, "warm_up": 3}}
     tree = TINY | {
         "model": {"dim": 8, "dense_layers": [64], "over_layers": [64, 64]},

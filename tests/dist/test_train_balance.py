@@ -77,10 +77,13 @@ def train_all(config: TrainConfig) -> dict[str, Trained]:
 def gaps_of(
     rank: int, world_size: int, tree: dict[str, Any], runs: dict[str, Any], loop: dict[str, Any]
 ) -> dict[str, tuple[float, float, float, int, float]]:
-    """For each dealt run: the largest gap of a loss, of a weight and of a click rate from the run
-    as read, how many samples moved, and the imbalance that is left.
+    """Compare each balanced run with the run that keeps samples in reading order.
 
-    Weights are compared where a run as read has the same mesh; else losses alone tell of them.
+    Weights are compared only if both runs have the same mesh.
+
+    Returns:
+        For each run, the largest gap in losses, weights and click rates, how many samples moved,
+        and the remaining imbalance.
     """
     trained = train_all(config_with(tree, runs, loop=loop))
     gaps = {}

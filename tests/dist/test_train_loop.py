@@ -123,7 +123,7 @@ def test_progress_tells_rates_speed_and_memory(trained: list[dict[str, Any]]) ->
 
 
 def gathered(rank: int, world_size: int) -> tuple[list[int], dict[str, float], dict[str, float]]:
-    """The numbers that a rank receives in an evaluation, its metrics, and those by definition."""
+    """Return how many numbers each gather received, the gathered metrics, and the expected ones."""
     received = []
     all_gather, gather = dist.all_gather, dist.gather
 
@@ -196,7 +196,7 @@ class Told(TrainWatcher):
 
 
 def ends(rank: int, world_size: int) -> dict[str, Any]:
-    """Runs that end before their last step."""
+    """Run trainings that end before their last step."""
     # A rate of 0 learns nothing, so no evaluation is better than the first.
     idle = {"lr": 0.0, "dense_lr": 0.0}
     loop = {"steps": 40, "eval_every": 2, "patience": 3, "report_every": 5, "metric": "auc"}

@@ -37,7 +37,7 @@ def in_folder(folder: Path, runs: dict[str, Any]) -> TrainConfig:
 
 
 def plan_and_repeat(rank: int, world_size: int, folder: Path) -> tuple[TrainResult, TrainResult]:
-    """A run that is planned by cost, and one that trains by the plan which it has left."""
+    """Train with a plan chosen by cost, then again with the plan file that this run saved."""
     if rank == 0:
         true_access(make_config(SyntheticData, TREE["data"])).save(folder / "access.parquet")
     planned = in_folder(

@@ -171,7 +171,7 @@ def test_a_policy_goes_on_at_a_step(ranks2: RankPool) -> None:
 
 
 def counted(rank: int, world_size: int, folder: Path) -> list[Any]:
-    """Iterations, learning rates of kernels and draws, before a save and after a load."""
+    """Return iterations, kernel learning rates and random draws, before a save and after a load."""
     seen = []
     for is_load in (False, True):
         cell = Cell(M14)

@@ -131,8 +131,12 @@ ROUNDED = [transport.value for transport in tdsp.Transport if transport.value !=
 
 
 def gaps(rank: int, world_size: int, cells: Sequence[Cell]) -> list[tuple[float, float, float]]:
-    """Return per cell the first loss's gap, the share of weights that are off, and the share
-    that would be off an oracle that doesn't round."""
+    """Measure each cell's gaps to oracles with and without rounding.
+
+    Returns:
+        For each cell, the first loss's gap, the share of wrong weights, and the share that would be
+        wrong by an oracle without rounding.
+    """
     results = []
     for cell in cells:
         sizes = cell.batch_sizes or (6,) * world_size

@@ -1,5 +1,4 @@
-"""Batches whose features have batch sizes of their own (TorchRec's VBE) train as what they stand
-for: a cell of the matrix equals the oracle, which trains on the same batches written out."""
+"""Batches with a size per feature (TorchRec's VBE) train like the same batches written out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -238,8 +237,7 @@ def with_bad_ids(batch: KeyedJaggedTensor, bad: int | None) -> KeyedJaggedTensor
 def corrected(
     rank: int, world_size: int, cell: Cell, policy: str, bad: int, good: int | None
 ) -> tuple[float, int]:
-    """Return the gap between training with a bad id and with a good one or none, and how many
-    bad ids were found."""
+    """Return the gap between training with a bad id and its correction, and the bad ids' count."""
     batches = [make_variable_batch(cell.spec, 10 * n + rank, plain_every=0) for n in range(STEPS)]
     ends, num_bad = [], []
     for last in (bad, good):

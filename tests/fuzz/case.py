@@ -57,8 +57,10 @@ class DenseCase:
 
     @property
     def max_norm(self) -> float:
-        """``clip`` where it can be: torch's norm is of gradients on one mesh of ranks, and split
-        layers have another one than whole ones."""
+        """Return ``clip``, or 0 for split layers.
+
+        torch computes the norm on one mesh, and split layers are on another than whole ones.
+        """
         return 0.0 if self.kind == "tensor_parallel" else self.clip
 
     @property

@@ -23,10 +23,7 @@ class DenseNet:
     """Layers with a tanh between any two, and maybe a shortcut beside all of them."""
 
     def __init__(self, case: Case) -> None:
-        """
-        Args:
-            case: says how many there are.
-        """
+        """Read the layer shapes from a case."""
         self._shapes = [param.shape for param in initial_dense(case).values()]
         self._num_layers = len(case.dense.hidden) + 1
         self._has_shortcut = case.dense.has_shortcut
@@ -96,10 +93,11 @@ class DenseState:
     """The dense part's state in training: its parameters, one after the other."""
 
     def __init__(self, case: Case, noise: Noise) -> None:
-        """
+        """Start each rank from the initial parameters.
+
         Args:
-            case: says how it is trained.
-            noise: of gradients that travel in half precision.
+            case: the dense part's options and the number of ranks.
+            noise: added to gradients that travel in half precision.
         """
         self._case, self._dense, self._noise = case, case.dense, noise
         params = initial_dense(case).values()
@@ -121,7 +119,7 @@ class DenseState:
         self._shared = values
 
     def before_lookup(self) -> None:
-        """A training lookup comes: ranks that have met part again."""
+        """Let ranks that have met diverge again, before a training lookup."""
         if not self._is_apart:
             self._shared = self.values[0].clone()
             self._is_apart = True

@@ -24,9 +24,10 @@ class Difference(Exception):
     """Ends the comparison of a case."""
 
     def __init__(self, kind: str, text: str) -> None:
-        """
+        """Describe a difference.
+
         Args:
-            kind: of finding, in a few words without numbers.
+            kind: the finding's kind, in a few words without numbers.
             text: what differs, where and by how much.
         """
         self.kind, self.text = kind, text

@@ -102,13 +102,14 @@ class Machine:
         max_of_kind: int = 2,
         show: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """
+        """Set the limits for running and shrinking cases.
+
         Args:
-            workers: that run the cases.
-            deadline_s: how long the ranks of a case may take.
-            shrink_s: how long a finding may be made smaller; 0 to leave it as it is.
-            max_of_kind: so many findings of a kind are made smaller.
-            show: gets lines about progress.
+            workers: run the cases.
+            deadline_s: how long a case's ranks may take.
+            shrink_s: how long a finding may be shrunk; 0 to keep it as it is.
+            max_of_kind: how many findings of each kind to shrink.
+            show: called with progress lines.
         """
         self._workers = workers
         self._deadline_s, self._shrink_s = deadline_s, shrink_s

@@ -146,12 +146,12 @@ def ranks_that_send_twice_as_much() -> Patch:
 
 
 def unused_parameters_without_gradients() -> Patch:
-    """A parameter that no rank used gets no gradient, though one has come for it."""
+    """Leave parameters that no rank used without gradients, even if one has arrived."""
     return mock.patch.object(UnusedParameters, "give", lambda unused, means: means)
 
 
 def ranks_that_meet_without_rank_1() -> Patch:
-    """The mean of ranks that meet is that of all changes but rank 1's."""
+    """Drop rank 1's changes from the mean when ranks meet."""
 
     def mean(dense: tdsp.LocalDense, changes: Any) -> list[torch.Tensor]:
         own = [0 * change for change in changes] if dist.get_rank() == 1 else changes

@@ -36,10 +36,11 @@ class SentWatch:
     """Notes both, where ranks choose what they send."""
 
     def __init__(self, case: Case, wrapper: Any, parallel: Any) -> None:
-        """
+        """Watch a run whose ranks choose what they send.
+
         Args:
-            case: says whether they choose.
-            wrapper: that runs the dense part.
+            case: says whether ranks choose.
+            wrapper: runs the dense part.
             parallel: the sharded model.
         """
         self._case, self._wrapper, self._parallel = case, wrapper, parallel
@@ -48,7 +49,7 @@ class SentWatch:
         self._before = GradientReport()
 
     def before_step(self) -> None:
-        """The optimizer is about to use gradients."""
+        """Copy the gradients that the optimizer is about to use."""
         if not (self._is_on and self._case.dense.kind == "thresholded"):
             return
         params = named_dense(self._parallel).values()
@@ -57,11 +58,11 @@ class SentWatch:
         self._applied = torch.cat([whole(grad) for grad in grads])
 
     def after_step(self, index: int, seen: Seen) -> None:
-        """A training step is over.
+        """Note what a training step applied and sent.
 
         Args:
-            index: of its action.
-            seen: gets what was sent.
+            index: the action's index.
+            seen: filled with the applied gradients and the sent counts.
         """
         if not self._is_on:
             return
@@ -74,11 +75,11 @@ class SentWatch:
         self._before = self._wrapper.total
 
     def read(self, index: int, seen: Seen) -> None:
-        """The state is read.
+        """Note what wasn't sent so far, unless ranks have diverged.
 
         Args:
-            index: of the action.
-            seen: gets what wasn't sent, unless ranks are apart.
+            index: the action's index.
+            seen: filled with the mean residuals.
         """
         if not self._is_on:
             return

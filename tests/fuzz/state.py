@@ -123,13 +123,14 @@ class TableState:
     def __init__(
         self, case: Case, table: TableCase, weight: torch.Tensor, *, is_copied: bool, noise: Noise
     ) -> None:
-        """
+        """Start every copy from the same weights.
+
         Args:
-            case: says how it is trained.
-            table: which one.
-            weight: what it starts from.
-            is_copied: whether each group has a copy that it trains by itself.
-            noise: of the transport, and of the type of the table.
+            case: the training options.
+            table: the table's options.
+            weight: the initial weights.
+            is_copied: whether each group trains its own copy.
+            noise: the rounding noise of the transport and the table's type.
         """
         self._table, self._noise = table, noise
         self._transport = tdsp.Transport(case.sync.transport)
@@ -258,11 +259,12 @@ class Part:
     def __init__(
         self, case: Case, tables: dict[str, TableCase], states: Mapping[str, TableState]
     ) -> None:
-        """
+        """Join the tables of one sync point.
+
         Args:
-            case: says how they are synced.
-            tables: of one module, and of one mesh.
-            states: of all tables.
+            case: the sync options.
+            tables: one module's tables on one mesh.
+            states: all tables' states.
         """
         self._tables = tables
         self._states = {name: states[name] for name in tables}
@@ -278,12 +280,12 @@ class Part:
         """Updates by step: table, gradients, rows, learning rate, and whether they are hot."""
 
     def before_lookup(self) -> None:
-        """A training lookup comes: apply what may not be later."""
+        """Apply updates that may not wait past the next training lookup."""
         while len(self._waiting) > self._delay:
             self._apply_oldest()
 
     def hold(self, number: int) -> None:
-        """A batch comes that was distributed after so many refreshes of the hot sets."""
+        """Apply all updates first if a batch was distributed after other hot set refreshes."""
         if number != self._hot_number and any(table.hot_rows for table in self._tables.values()):
             self.read()
             self._hot_number = number

@@ -35,10 +35,11 @@ class Tolerances:
     """The most that rounding adds to `BASE`."""
 
     def __init__(self, case: Case, exact: Expected, applied: Applied) -> None:
-        """
+        """Measure how far rounding moves the oracle's results.
+
         Args:
-            case: which is run.
-            exact: what must come out if nothing is rounded.
+            case: the case that is run.
+            exact: the expected results without rounding.
             applied: as in `expect`.
         """
         precision = _precision(case)
@@ -70,9 +71,10 @@ class RoundedExactly:
     """The results early in a run if numbers are rounded just where they travel."""
 
     def __init__(self, case: Case, applied: Applied) -> None:
-        """
+        """Compute the expected results if rounding is known everywhere.
+
         Args:
-            case: which is run.
+            case: the case that is run.
             applied: as in `expect`.
         """
         transports = {table.transport for table in case.tables.values()} | {case.sync.transport}

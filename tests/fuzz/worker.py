@@ -186,9 +186,10 @@ class Worker:
     """The caller's side of such a process."""
 
     def __init__(self, plant: Plant = nullcontext) -> None:
-        """
+        """Start the process.
+
         Args:
-            plant: a fault that the worker's cases have.
+            plant: a fault to plant in each case.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)

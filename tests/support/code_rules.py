@@ -199,7 +199,7 @@ def import_effects(package: Path) -> list[str]:
 
 
 def group_creations(package: Path) -> list[str]:
-    """Calls that create process groups elsewhere than where they are noted to be released."""
+    """List calls that create process groups outside the modules that track them for release."""
     return [
         f"{module.path}:{node.lineno}: {ast.unparse(node.func)} creates process groups that "
         f"release_groups() doesn't know; use a function of {GROUPS_FILE}"

@@ -33,7 +33,7 @@ class Damage:
 
 
 def damaged(data: bytes, random: Random, kinds: Sequence[str] = ()) -> Damage:
-    """``data`` after one random damage, which are other bytes for certain.
+    """Damage ``data`` at random, so that the bytes differ for certain.
 
     Args:
         data: at least one byte.

@@ -1,5 +1,4 @@
-"""Trained models to export, and what their exports are compared with: tables of eight bits by hand,
-and a stock model."""
+"""Trained models to export, and references for their exports: int8 tables and a stock model."""
 
 import math
 import warnings

@@ -51,7 +51,7 @@ class Faults:
         self.step = 0
 
     def at(self, moment: str) -> None:
-        """The program is at a moment of `step`."""
+        """Inject the fault if it belongs at this moment in `step`."""
         fault = self._fault
         if not (self.is_faulty and self.step == FAULTY_STEP and moment == fault.moment):
             return
@@ -64,7 +64,7 @@ class Faults:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def note(self) -> None:
-        """It happens now."""
+        """Record when the fault happens."""
         (self.folder / "fault").write_text(str(time.monotonic()))
 
 

@@ -196,7 +196,7 @@ def entries(path: Path) -> Iterator[dict]:  # type: ignore[type-arg]
 
 
 def compare(outcome: Outcome, folder: Path, expected: list[dict[int, str]]) -> None:
-    """The losses of all lives with those of the uninterrupted run, bit by bit."""
+    """Compare the losses in all lives with the uninterrupted run's, bit by bit."""
     for rank, losses in enumerate(expected):
         trained = set()
         logs = sorted(folder.glob(f"log_*_{rank}.jsonl"))

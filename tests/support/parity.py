@@ -42,7 +42,7 @@ FUSED = {
 
 
 def tolerance_of(cell: Cell) -> float:
-    """Sums of more ranks' numbers round more often."""
+    """Return the tolerance, which grows with the ranks, as longer sums round more often."""
     return TOLERANCE * max(1, cell.mesh.world_size // 4)
 
 

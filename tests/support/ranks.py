@@ -81,8 +81,11 @@ class RankPool:
         *,
         start_method: StartMethod = "forkserver",
     ) -> None:
-        """``start_method="spawn"`` takes seconds, but its ranks start and exit as a script does:
-        a fork of a process that has imported TorchRec runs no exit handlers."""
+        """Prepare the ranks; they start with the first call.
+
+        ``start_method="spawn"`` takes seconds, but its ranks start and exit like a script's: a
+        process forked after TorchRec's import runs no exit handlers.
+        """
         self.world_size = world_size
         self.local_world_size = ranks_per_host(local_world_size or world_size)
         self.num_starts = 0

@@ -38,8 +38,7 @@ class Way:
 
 @dataclass
 class TrainedModel:
-    """A rank's losses and dense weights, and whatever was asked for at the
-    end."""
+    """A rank's losses and dense weights, and what the caller asked for at the end."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -174,8 +173,7 @@ def train_unsharded(
 
 
 def largest_gap(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """The largest difference of a rank's weights from those of a whole model, of which it may have
-    a part."""
+    """Return the largest difference between a rank's weights and the whole model's."""
     assert weights
     assert weights.keys() <= expected.keys()
     return max((weights[name] - expected[name]).abs().max().item() for name in weights)

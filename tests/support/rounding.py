@@ -51,12 +51,13 @@ class RoundingOracle(Oracle):
     def __init__(
         self, cell: Cell, plan: tdsp.Plan2D, *, local_world_size: int, **kwargs: Any
     ) -> None:
-        """
+        """Take the codec and the shard widths from a cell and its plan.
+
         Args:
-            cell: what is trained, for bags summed.
-            plan: of it.
+            cell: the trained cell; its bags are summed.
+            plan: the cell's plan.
             local_world_size: how many ranks share a host.
-            kwargs: of `Oracle`.
+            kwargs: passed to `Oracle`.
         """
         super().__init__(cell.spec, **kwargs)
         (module,) = (part for _, part in plan.modules())

@@ -59,8 +59,10 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def hand_number(text: str) -> int:
-    """Return number that chooses hands: for ``"commit/24"`` one that the slice says nothing of, or
-    slow tests would always get the same hand of their cells."""
+    """Return the number that chooses hands.
+
+    For ``"commit/24"`` it ignores the slice, or slow tests would always get the same hand.
+    """
     number, count = parse_slice(text)
     return seed_of_commit() // count if text.startswith("commit/") else number
 

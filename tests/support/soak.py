@@ -48,7 +48,7 @@ class Usage(NamedTuple):
 
     @classmethod
     def now(cls) -> "Usage":
-        """That of this process."""
+        """Measure this process."""
         return cls(
             resident_bytes=resident_bytes() or 0,
             num_threads=threading.active_count(),

@@ -89,6 +89,6 @@ def upstream_gradient(output: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def tensors_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[torch.Tensor]:
-    """Copies of all weights and all optimizer state."""
+    """Copy all weights and optimizer state."""
     states = [tensor for table in optimizer_states(tbe) for tensor in table.values()]
     return [tensor.clone() for tensor in (*tbe.split_embedding_weights(), *states)]

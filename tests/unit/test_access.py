@@ -258,7 +258,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def rewritten(path: Path, columns: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-    """The file with other columns, or other metadata, and without a checksum."""
+    """Rewrite the file with other columns or metadata, and without a checksum."""
     content = pq.read_table(path)
     header = json.loads(content.schema.metadata[KEY])
     del header["checksum"]

@@ -160,7 +160,7 @@ def with_table(**changes: Any) -> Metadata:
 
 
 def with_chunk(offsets: tuple[Any, ...], sizes: tuple[int, ...]) -> Metadata:
-    """The second shard is another one, and has a file."""
+    """Replace the second shard in good metadata, and give it a file."""
     metadata = good()
     table = metadata.state_dict_metadata["table"]
     assert isinstance(table, TensorStorageMetadata)

@@ -288,8 +288,7 @@ def test_data_parallel_tables_have_an_all_reduce_of_their_own() -> None:
 
 
 def rows_beside(skew: float, num_batches: int) -> tuple[float, float]:
-    """Drawn: how many distinct rows a rank's batch has, and how many of them aren't in so many
-    batches of all ranks."""
+    """Count a drawn batch's distinct rows, and those missing in ``num_batches`` global batches."""
     draw = np.random.default_rng(0)
     shares = 1 / np.arange(1, NUM_ROWS + 1) ** skew
     distinct, beside = 0, 0

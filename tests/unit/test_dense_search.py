@@ -65,8 +65,10 @@ def test_ddp_sends_all_gradients_in_a_ring() -> None:
 
 @pytest.mark.parametrize(("num_copies", "gathered", "summed"), [(1, 2 * 3 / 4, 3 / 4), (2, 0, 1)])
 def test_shards_gather_weights_twice(num_copies: int, gathered: float, summed: float) -> None:
-    """If each host has a copy, gradients alone travel between them: half of each rank's share,
-    twice, by both ranks of a host."""
+    """Send only gradients between hosts if each host has a copy.
+
+    Both ranks in a host send half of each rank's share, twice.
+    """
     sharded = plan(DenseKind.FULLY_SHARDED, num_copies=num_copies)
     cost = MODEL.step_cost(WORK, sharded, BATCH)
     assert cost.gather_s == pytest.approx(gathered * WEIGHTS * LINK)
@@ -104,8 +106,7 @@ def test_pipelines_that_share_layers_gather_them_once() -> None:
 
 
 def test_a_pipeline_waits_at_both_ends() -> None:
-    """All samples of two ranks go through both stages, in eight parts: nine slots instead of
-    eight."""
+    """Take nine slots instead of eight: two stages process the samples in eight parts."""
     cost = MODEL.step_cost(WORK, TWO_STAGES, BATCH)
     assert cost.compute_s == pytest.approx(COMPUTE_S)
     assert cost.waiting_s == pytest.approx(COMPUTE_S / 8)

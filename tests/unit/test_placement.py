@@ -253,8 +253,10 @@ def space_of(rows: tuple[int, ...], sync: tdsp.WeightSync, dense_s: float = 0.0)
 
 @pytest.mark.parametrize("dense_s", [0.0, 5.0])
 def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
-    """Replica peers average whole shards, for which all wait that have less: three of four ranks
-    that have a table each, or three of four tables, change nothing. Whatever the dense part."""
+    """Spread all large tables together, as spreading one alone doesn't help.
+
+    Replica peers average whole shards, so all ranks wait for the largest.
+    """
     space = space_of((300_000,) * 3 + (50,), tdsp.WeightSync(rows=tdsp.SyncedRows.ALL), dense_s)
     (outcome,) = search(space.candidates, [space.setting], ENOUGH).placements
     assert {entry.kind for entry in outcome.placement.choices[:3]} == {ShardingType.ROW_WISE}

@@ -303,7 +303,7 @@ TABLES = ((11, 8), (7, 8))
 
 
 def trained_by_lookups(case: Case, *, direct: bool) -> list[torch.Tensor]:
-    """Outputs, weights and state of some steps, two of which overlap."""
+    """Return outputs, weights and state after some steps, two of which overlap."""
     tbe = make_tbe(case)
     updating = DirectLookup(tbe, RULES[case.optimizer])
     outputs: list[torch.Tensor] = []

@@ -43,7 +43,7 @@ def is_private(name: str) -> bool:
 
 
 def imported_names(path: Path) -> Iterator[tuple[str, str]]:
-    """``(module, name)`` of every ``from upstream import name`` in a file."""
+    """Yield ``(module, name)`` for every ``from upstream import name`` in a file."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and is_upstream(node.module):
             for alias in node.names:

@@ -67,7 +67,7 @@ def sequences_are_counted(rank: int, world_size: int, config: AccessConfig) -> f
 
 
 def malformed_part(rank: int, world_size: int, config: AccessConfig) -> str:
-    """Return the error of a log of which only one rank's part is malformed."""
+    """Count a log that is malformed only in one rank's part; return the error."""
     with pytest.raises(InputError) as caught:
         count_access(config, world_group())
     return str(caught.value)

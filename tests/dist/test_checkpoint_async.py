@@ -171,7 +171,7 @@ def test_one_save_at_a_time(ranks2: RankPool, tmp_path: Path) -> None:
 
 
 def fails(rank: int, world_size: int, folder: Path) -> list[str]:
-    """Return the errors of a future, and of the save after one that nobody asked."""
+    """Return a failed save's error, from its future, or from the next save if nobody waited."""
     model, optimizer = make(Cell(tdsp.Mesh2D(1, 2), "row_wise"), world_size)
     texts = []
 

@@ -50,7 +50,7 @@ IDS_PER_BAG = 2
 
 
 def batch_of(cell: Cell, seed: int) -> KeyedJaggedTensor:
-    """Bags of two ids, any of which is as probable as any other."""
+    """Draw two ids per bag uniformly."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [table.num_rows for _, table in cell.spec.features]
     ids = [torch.randint(0, size, (BATCH * IDS_PER_BAG,), generator=generator) for size in sizes]
@@ -65,7 +65,7 @@ Bytes = dict[str, float]
 
 
 def sent(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[Bytes, Bytes]]:
-    """Input bytes of a step's collectives by operation, and what the model says of all ranks."""
+    """Return this rank's input bytes per operation in a step, and the prediction for all ranks."""
     results = []
     for cell in cells:
         parallel = shard(cell)

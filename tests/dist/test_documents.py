@@ -22,7 +22,7 @@ MIGRATION = ROOT / "docs" / "guides" / "migrate.md"
 
 
 def blocks(page: Path, info: str) -> list[str]:
-    """Return the contents of the fenced blocks of a page that begin with ``info``."""
+    """Return a page's fenced blocks whose info string is ``info``."""
     return re.findall(rf"^```{info}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.dealt_file
 def trained(
     ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Trained]]]:
-    """Return the folder of all cells, and what each of the ranks that trained them says."""
+    """Train all cells; return their folder and each rank's results."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, ranks2.run(train_all, folder)
 
@@ -119,10 +119,10 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
 def test_ranks_evaluate_as_the_plain_model_does_on_their_parts(
     cell: str, served: dict[str, Any], trained: tuple[Path, list[dict[str, Trained]]]
 ) -> None:
-    """A run's and an export's metrics differ for two reasons alone.
+    """Explain all differences between a run's metrics and its export's.
 
-    Ranks tell items from those of their own smaller batches, and splits by "laplace" have a
-    threshold on each rank, of which the checkpoint has one.
+    Ranks rank items within their own smaller batches. Splits by "laplace" have a threshold per
+    rank, but the checkpoint keeps only one.
     """
     source, _, record = served[cell]
     ranks = [metrics[cell] for metrics in trained[1]]
@@ -260,7 +260,7 @@ DATASET = make_config(TrainConfig, {"data": DATA, "runs": {"main": {}}}).data.da
 
 
 class OwnModel(nn.Module):
-    """Bags of users and sequences of items, whose ids the model changes before it looks them up."""
+    """User bags and item sequences, in a model that isn't one of the built-in kinds."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -145,10 +145,10 @@ MAX_LENGTH = 5
 
 
 def write_interactions(path: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """Return a log whose items are numbers, and one a text of two bytes a letter.
+    """Write a log with numeric item names and one non-ASCII name.
 
     Returns:
-        The items of each user in the order of time, and all items, the most frequent first.
+        Each user's items in time order, and all items, the most frequent first.
     """
     random = np.random.default_rng(0)
     rows = [

@@ -174,7 +174,7 @@ def test_a_prefetching_pipeline_names_the_rank_without_a_batch(ranks4: RankPool)
 
 
 def switching(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """Return losses of a pipeline that goes on with another iterator, and of one that doesn't."""
+    """Return a pipeline's losses with one iterator, and with a second that continues the first."""
     batches = [step[rank] for step in make_stream(ROWS, 6)]
     losses: list[list[float]] = []
     for parts in ([batches], [batches[:4], batches[4:]]):
@@ -314,7 +314,7 @@ def test_a_bad_gradient_on_one_of_two_hosts(two_hosts: RankPool, cell: Cell) -> 
 
 
 class TwoModules(torch.nn.Module):
-    """Bags of two modules, of which the first has two kernels."""
+    """Bags in two modules; the first has two kernels."""
 
     def __init__(self) -> None:
         super().__init__()

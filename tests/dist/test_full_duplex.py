@@ -49,7 +49,7 @@ SPLITS = {
 
 @contextmanager
 def new_group(backend: str = "", **options: Any) -> Iterator[Any]:
-    """Yield a group of all ranks, and destroy it on all of them together."""
+    """Yield a group with all ranks, and destroy it on all at once."""
     group = cast(
         dist.ProcessGroup, dist.new_group(backend=backend or full_duplex_backend(), **options)
     )
@@ -59,7 +59,7 @@ def new_group(backend: str = "", **options: Any) -> Iterator[Any]:
 
 
 def random_rows(rank: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows of any bytes, not-a-numbers included; of zeros and ones for bools."""
+    """Return rows with random bytes, including NaNs, or random zeros and ones for bools."""
     generator = torch.Generator().manual_seed(rank)
     top = 2 if dtype == torch.bool else 256
     shape = (num_rows, 3 * dtype.itemsize)

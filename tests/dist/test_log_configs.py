@@ -1,7 +1,7 @@
-"""The shipped configs of real logs: TorchRec alone and exact copies have equal losses.
+"""Exact copies and TorchRec alone have equal losses with the shipped log configs.
 
-The logs aren't part of this project, so Criteo's has a stand-in of the same form; tests of the real
-ones run where they are.
+The logs aren't part of this project, so a stand-in in the same format replaces Criteo's. Tests with
+real logs run where they are available.
 """
 
 import gzip
@@ -48,7 +48,7 @@ class Splits(TrainWatcher):
 def train_log(
     rank: int, world_size: int, name: str, overrides: tuple[str, ...]
 ) -> tuple[Figures, str]:
-    """Return losses and the last metrics of stock TorchRec and of exact copies, and the splits."""
+    """Return losses and final metrics for stock TorchRec and exact copies, and the splits."""
     splits = Splits()
     config = load_config(TrainConfig, name, overrides).only(["stock", "exact"])
     runs = train(config, [splits]).runs
@@ -56,7 +56,7 @@ def train_log(
 
 
 def check_equal(figures: Figures, num_steps: int) -> None:
-    """Losses are those of stock TorchRec, but for the order of additions."""
+    """Compare the losses with stock TorchRec's, up to the order of additions."""
     losses, metrics = figures["stock"]
     assert len(losses) == num_steps
     assert len(set(losses)) == num_steps

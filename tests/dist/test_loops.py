@@ -132,7 +132,7 @@ def test_wrapped_optimizers(ranks4: RankPool) -> None:
 
 
 class ClippedModel(BagModel):
-    """Clips the gradient of every bag, as FBGEMM's kernels do that of their output."""
+    """Clips every bag's gradient, as FBGEMM's kernels clip their output's."""
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         pooled = self.ebc(features)

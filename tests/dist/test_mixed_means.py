@@ -109,7 +109,7 @@ def gaps(
     world_size: int,
     cases: list[tuple[tuple[MixedTable, ...], tdsp.Mesh2D, tuple[int, ...]]],
 ) -> list[float]:
-    """For each case the largest gap of an output in three steps of SGD to the unsharded model."""
+    """Return each case's largest output gap to the unsharded model in three SGD steps."""
     return [largest_gap(rank, tables, mesh, sizes) for tables, mesh, sizes in cases]
 
 

@@ -37,7 +37,7 @@ def losses_of(parallel: DistributedModelParallel, spec: ModelSpec, rank: int) ->
 
 
 def train_both(rank: int, world_size: int, spec: ModelSpec) -> tuple[list[float], list[float], str]:
-    """Return losses of ours and of stock, both without a plan, and what was logged."""
+    """Return our losses and stock TorchRec's, both without a plan, and the log messages."""
     with logged("torchrec_2dsp.parallel.model_parallel2d") as lines:
         ours = tdsp.ModelParallel2D(build(spec, seed=1))
     assert ours.mesh == tdsp.Mesh2D(1, world_size)

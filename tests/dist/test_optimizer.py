@@ -267,7 +267,7 @@ def test_a_running_kernel_takes_the_users_eps(ranks4: RankPool) -> None:
 
 
 def into_stock(rank: int, world_size: int, cell: Cell, folder: str) -> list[float]:
-    """Train, save, load into stock TorchRec: the gaps of the tables and moments of this rank."""
+    """Train, save and load into stock TorchRec; return this rank's gaps in tables and moments."""
     parallel = shard(cell, sharder_of(cell, moment_scaled()))
     emulation, stream = emulate(cell), make_stream(cell, STEPS)
     plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])

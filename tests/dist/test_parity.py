@@ -66,7 +66,7 @@ def matrix(sharding: str, meshes: tuple[Mesh2D, ...]) -> list[Cell]:
 
 
 def every_triple(cells: list[Cell]) -> list[Cell]:
-    """Half of the cells, in which any three of mesh, bags, method and hot rows still meet."""
+    """Keep half the cells, with all triples from mesh, bags, method and hot rows."""
     if len(cells) < len(MESHES) * len(BAGS) * len(METHODS) * 2:
         # Where some of them don't vary, half would be too few.
         return cells

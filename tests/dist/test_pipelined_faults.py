@@ -164,7 +164,7 @@ def stack_of(cell: Cell, faulty: nn.Module, **options: Any) -> tuple[tdsp.LayerS
 
 
 def called_wrongly(rank: int, world_size: int) -> list[str]:
-    """Return the errors of calls that don't fit, after each of which the stack works."""
+    """Return the errors for invalid calls; the stack works after each."""
     stack, wrapper = stack_of(cell_of(world_size), nn.Identity())
     inputs, targets = torch.ones(3, 4, requires_grad=True), torch.ones(3, 4)
     is_first = rank % 2 == 0

@@ -152,7 +152,7 @@ def batch_of(rank: int) -> KeyedJaggedTensor:
 
 
 def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
-    """Return the bytes of embeddings and of their gradients."""
+    """Return the bytes sent for embeddings and for their gradients."""
     parallel = shard(cell)
     optimizer = make_optimizer(parallel)
     plain_loop(parallel, optimizer, [batch_of(rank)])
@@ -173,7 +173,7 @@ def test_only_bags_with_ids_travel(ranks4: RankPool) -> None:
 
 
 def test_only_parts_of_bags_with_ids_travel(ranks4: RankPool) -> None:
-    """An owner sends a part of each bag that has any of its rows."""
+    """Send a partial bag from each owner that has any row in the bag."""
     parts = [
         [sum(any(row // 10 == owner for row in bag) for bag in bags) for owner in range(4)]
         for bags in IDS

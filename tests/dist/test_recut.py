@@ -242,7 +242,7 @@ class TwoStacks(StackModel):
 
 
 def refused(rank: int, world_size: int) -> list[str]:
-    """Return the refusals of `recut`; the cuts of all stacks stay, and training goes on."""
+    """Return `recut`'s errors; the cuts stay, and training continues."""
     cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
     wrapper = tdsp.PipelinedDense(**ONE_PIPELINE, cuts=[1, 2, 6])
     model = TwoStacks(cell.cell.spec)

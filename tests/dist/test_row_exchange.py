@@ -282,7 +282,7 @@ def test_sequences_over_hosts_equal_the_unsharded_model(two_hosts: RankPool) -> 
 
 @pytest.mark.dealt_file
 def test_groups_over_many_hosts_equal_the_unsharded_model(ranks8: RankPool) -> None:
-    """Four hosts of two; then two groups of two hosts of two each."""
+    """Use four hosts with two ranks each as one group, then as two groups over two hosts each."""
     inside = tdsp.Mesh2D(2, 4, tdsp.RankLayout.CONTIGUOUS)
     cells = [
         replace(PER_HOST, mesh=mesh, spec=spec)

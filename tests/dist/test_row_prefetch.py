@@ -343,7 +343,7 @@ EXCHANGES = {"t0": "row", "t1": "row_per_host", "t2": "pooled", "s0": "row", "s1
 
 
 class ManyModel(nn.Module):
-    """Two collections of bags and one of sequences, which want the same features."""
+    """Two bag collections and a sequence collection that share features."""
 
     def __init__(self) -> None:
         super().__init__()

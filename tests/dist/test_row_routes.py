@@ -82,7 +82,7 @@ def dense(rows: Rows) -> list[torch.Tensor]:
 def exchange_rows(
     rank: int, world_size: int, shape: Shape, transport: str = "fp32"
 ) -> list[tuple[bool, Sent]]:
-    """For each of three steps, whether the sums are those of all ranks, and what was sent."""
+    """Return for three steps whether the sums are over all ranks, and which bytes were sent."""
     groups = MeshGroups.for_mesh(tdsp.Mesh2D(world_size, 1), "cpu")
     codec = tdsp.Transport(transport).codec
     exchange = GradientExchange(BLOCKS, rank_device(), groups.replica_rows, codec)

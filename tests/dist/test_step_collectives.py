@@ -21,9 +21,9 @@ HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", 
 
 
 def one_hot_batch(cell: Cell, rank: int) -> KeyedJaggedTensor:
-    """Return four samples with one id per feature: the first and the last row of each table, twice.
+    """Return four samples with one id per feature: each table's first and last row, twice.
 
-    Instead of the first a hot row, not the same on all ranks, if the table has any.
+    A table with hot rows has a hot row instead of the first, which differs between ranks.
     """
     features, hot_rows = cell.spec.features, dict(cell.hot_rows)
     ids = []
@@ -77,9 +77,9 @@ def step_of(
 ) -> Step:
     """Return the collectives that all sharding types share; sizes are per rank.
 
-    The first tells of an id that no table has. The pooled output is 8 + 16 + 16 + 8 = 48 columns
-    wide. Its gradient comes back for the 4 samples of the rank: 4 x 48 x 4 = 768 bytes. DDP reduces
-    48 weights and a bias: 196 bytes.
+    The first reports ids outside a table. The pooled output is 8 + 16 + 16 + 8 = 48 columns wide.
+    Its gradient comes back for the rank's 4 samples: 4 x 48 x 4 = 768 bytes. DDP reduces 48 weights
+    and a bias: 196 bytes.
     """
     a2a = "all_to_all_single"
     forward, backward = ("reduce_scatter_tensor", "all_gather_into_tensor") if rows else (a2a, a2a)
@@ -98,7 +98,7 @@ def step_of(
 
 
 def merge_of(axis: str, *blocks: tuple[int, int]) -> Step:
-    """Row gradients of one backward: keys and gradients of each block, and that all is well."""
+    """Return one backward's row exchange: each block's keys and gradients, then the error check."""
     sent = [("all_to_all_single", axis, num_bytes) for block in blocks for num_bytes in block]
     return [*sent, ALARM]
 

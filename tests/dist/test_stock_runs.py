@@ -55,7 +55,7 @@ Figures = tuple[list[float], dict[str, float], str]
 
 
 def train_all(rank: int, world_size: int, folder: Path) -> tuple[list[Figures], list[set[type]]]:
-    """Return the figures of all runs, and the types of what they were sharded by."""
+    """Return all runs' figures, and the module types in each sharded model."""
     figures: list[Figures] = []
     types: list[set[type]] = []
     evaluate = trainer.evaluated

@@ -1,4 +1,4 @@
-"""A run of the training program leaves no process groups and no threads behind, of any kind."""
+"""A training run leaves no process groups or threads behind."""
 
 from pathlib import Path
 from typing import Any, cast

@@ -290,7 +290,7 @@ def shown(rank: int, world_size: int, tree: dict[str, Any]) -> tuple[str, int, s
 def test_progress_counts_the_steps_that_there_are_data_for(
     epochs: int, accumulate: int, steps: int, expected: int, ranks2: RankPool, tmp_path: Path
 ) -> None:
-    """An epoch of 29 training rows has three batches of 8, or seven of 4."""
+    """Count an epoch with 29 training rows as three batches with 8 rows, or seven with 4."""
     config = table_config(
         write_log(tmp_path / "log.csv", make_rows(40)), epochs=epochs, held_out={"share": 11 / 40}
     )

@@ -55,7 +55,7 @@ def config_of(model: dict[str, Any], optimizer: dict[str, Any]) -> TrainConfig:
 def unsharded_losses(
     config: TrainConfig, *, is_trained: bool = True, is_split: bool = True
 ) -> list[float]:
-    """Return losses of the plain model on the global batches, and of those that are held out."""
+    """Return the plain model's losses on the global batches and on the held-out ones."""
     model = build_model(click_data(config), click_model(config))
     run = config.runs["rows"]
     split_(model, run.splits if is_split else {}, run.split_threshold)
@@ -180,7 +180,7 @@ SEQUENCES = {"kind": "synthetic_sequences", "num_items": 60, "max_length": 8, "n
 
 
 class OwnModel(nn.Module):
-    """Bags of users and sequences of items, in one model."""
+    """User bags and item sequences in one model."""
 
     def __init__(self, features: Sequence[DatasetFeature], num_dense: int, dim: int) -> None:
         super().__init__()

@@ -124,7 +124,7 @@ def test_sequences(two_hosts: RankPool) -> None:
 
 
 def with_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[float], float]:
-    """Return the gaps of TorchRec's pipelines and of ours to the plain loop."""
+    """Return the gaps between the plain loop and each pipeline, TorchRec's and ours."""
     return by_pipelines(rank, world_size, cell), prefetching.compare(rank, cell)[0]
 
 
@@ -213,7 +213,7 @@ def test_the_order_of_inverse_indices_may_change(ranks4: RankPool) -> None:
 
 
 def with_bad_ids(batch: KeyedJaggedTensor, bad: int | None) -> KeyedJaggedTensor:
-    """Return the batch with ``bad``, if any, at the end of each bag of f1."""
+    """Return the batch with ``bad``, if any, appended to each bag for f1."""
     if bad is None:
         return batch
     sizes = batch.stride_per_key()

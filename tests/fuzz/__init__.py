@@ -1,8 +1,8 @@
-"""Random configurations of the plugin, trained for a few steps beside a simulation of them.
+"""Random plugin configurations, trained for a few steps beside a simulation.
 
-Here live the draw of a case (`draw`), the simulation that says what must come out (`oracle`), the
-run of a case on real ranks (`run`), the comparison (`judge`), and what finds the smallest case that
-still fails (`shrink`). No test of one named feature lives here; those are in ``tests/dist``.
+A case is drawn (`draw`), simulated to get the expected results (`oracle`), run on real ranks
+(`run`), compared (`judge`), and, if it fails, reduced to the smallest case that still does
+(`shrink`). Tests for one named feature belong in ``tests/dist``.
 
     a seed -> a case -> its actions -> ranks: what they saw ---+
                                     -> oracle: what they must  +-> verdict -> smallest case

@@ -61,7 +61,7 @@ class Action:
 
 
 def batches_of(case: Case, action: Action) -> list[int]:
-    """Return the numbers of the batches of an action, which make one update."""
+    """Return the numbers of all batches that an action accumulates into one update."""
     is_accumulated = action.kind == "train" and case.loop == "plain"
     return [
         action.batch + _ACCUMULATED * number

@@ -79,12 +79,12 @@ def sizes_of(case: Case, number: int) -> tuple[int, ...]:
 
 
 def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False) -> LocalBatch:
-    """Return a rank's share of a batch, with bad ids where the case has them.
+    """Return a rank's share in a batch, with bad ids where the case has them.
 
     Args:
         case: says how batches look.
-        number: of the batch.
-        rank: whose share.
+        number: the batch's number.
+        rank: the rank whose share to return.
         is_refused: whether it must have ids that no row has.
     """
     generator = torch.Generator().manual_seed((case.seed * 1_000 + number) * 16 + rank)

@@ -104,13 +104,13 @@ def make_dense_optimizer(
     wrapper: DataParallelWrapper | None,
     seen: Callable[[], None],
 ) -> KeyedOptimizer:
-    """Return the optimizer of the dense part.
+    """Return the dense part's optimizer.
 
     Args:
         case: says which one.
-        params: of the dense part.
-        wrapper: that runs it.
-        seen: is called in each step before gradients are clipped.
+        params: the dense part's parameters.
+        wrapper: runs the dense part.
+        seen: called in each step before gradients are clipped.
     """
     inner = _OPTIMIZERS[case.dense.optimizer](list(params.values()))
 
@@ -134,7 +134,7 @@ def make_dense_optimizer(
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a parameter, or of a gradient, flat.
+    """Return a flat copy; the value is a parameter or a gradient.
 
     Collectives:
         An all-gather, if ranks hold shares.
@@ -144,10 +144,10 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(case: Case, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return all parameters of the dense part, flat, of which ranks have some each.
+    """Gather the dense part's parameters from all ranks into one flat tensor.
 
     Collectives:
-        An all-gather of objects.
+        An all-gather for objects.
     """
     of_ranks: list[Mapping[str, torch.Tensor]] = [own] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)

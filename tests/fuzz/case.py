@@ -1,4 +1,4 @@
-"""A case: everything that a run of the machine varies, as plain data on one line of JSON."""
+"""A case: all options that a fuzzing run varies, as plain data on one JSON line."""
 
 import dataclasses
 import json
@@ -138,7 +138,7 @@ class ModuleCase:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncCase:
-    """The fields of a `GradientSync` or of a `WeightSync`; those of the other one are ignored."""
+    """The fields for a `GradientSync` or a `WeightSync`; the other kind's fields are ignored."""
 
     kind: str = "gradient"
     transport: str = "fp32"

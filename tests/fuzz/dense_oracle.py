@@ -29,11 +29,11 @@ class DenseNet:
         self._has_shortcut = case.dense.has_shortcut
 
     def forward(self, values: torch.Tensor, inputs: torch.Tensor, uses_shortcut: bool) -> NetPass:
-        """Return the scores of a batch.
+        """Return a batch's scores.
 
         Args:
-            values: of all parameters, flat.
-            inputs: of the first layer.
+            values: all parameters, flat.
+            inputs: the first layer's inputs.
             uses_shortcut: whether the shortcut counts, if there is one.
         """
         layers, shortcut = self._split(values)
@@ -50,12 +50,12 @@ class DenseNet:
     def backward(
         self, values: torch.Tensor, result: NetPass, score_grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of all parameters, flat, and those of the inputs.
+        """Return the gradients for all parameters, flat, and for the inputs.
 
         Args:
             values: as in `forward`.
-            made: what it has given.
-            score_grads: of its scores.
+            result: what `forward` returned.
+            score_grads: the scores' gradients.
         """
         layers, shortcut = self._split(values)
         output_grads, grads = score_grads[:, None], []
@@ -75,7 +75,7 @@ class DenseNet:
     def _split(
         self, values: torch.Tensor
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
-        """Weight and bias of each layer, and the weight of the shortcut."""
+        """Return each layer's weight and bias, and the shortcut's weight."""
         sizes = [shape.numel() for shape in self._shapes]
         params = [
             part.view(shape) for part, shape in zip(values.split(sizes), self._shapes, strict=True)
@@ -128,9 +128,9 @@ class DenseState:
         """Make a step.
 
         Args:
-            grads: of the mean loss of the world, by the rank that they come from.
+            grads: each rank's gradients for the global mean loss.
             lr: the learning rate.
-            applied: what ranks have sent of the mean, if they choose.
+            applied: the mean that ranks have sent, if they choose what to send.
         """
         kind, num_ranks = self._dense.kind, self._case.world_size
         if kind == "fp16":
@@ -158,7 +158,7 @@ class DenseState:
             self._in_flight = None
 
     def halve_learning_rate(self) -> None:
-        """Halve that of the meetings; the ranks' own one is an argument of `train`."""
+        """Halve the outer learning rate; the ranks' own one is an argument to `train`."""
         self._outer_lr /= 2
 
     def copy(self) -> "DenseState":

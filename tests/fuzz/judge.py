@@ -347,7 +347,7 @@ class _Comparison:
     def _compare(
         self, kind: str, key: Any, values: torch.Tensor, what: str, piece: Piece | None = None
     ) -> None:
-        """Compare the numbers of a kind that the oracle has under a key, or a piece of them."""
+        """Compare values with the oracle's for a kind and key, or with a piece of them."""
         index, table = key
         is_rounded = self._rounded.covers(index)
         expected = self._rounded.expected if is_rounded else self._exact

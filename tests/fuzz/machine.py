@@ -128,11 +128,11 @@ class Machine:
         """Draw cases from one seed after another.
 
         Args:
-            first_seed: of the first case; the second one has the next seed, and so on.
+            first_seed: the first case's seed; later cases have the seeds after it.
             num_cases: how many; ``None`` for as many as there is time for.
-            seconds: after which no more are begun; ``None`` for no limit.
-            max_findings: so many kinds of findings end the run.
-            is_wanted: which of the drawn cases are run.
+            seconds: when to stop starting cases; ``None`` for no limit.
+            max_findings: end the run after so many kinds of findings.
+            is_wanted: says which drawn cases to run.
         """
         cases = (draw_case(seed) for seed in _seeds(first_seed, num_cases, seconds))
         return self.run_cases((case for case in cases if is_wanted(case)), max_findings)

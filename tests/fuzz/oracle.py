@@ -53,7 +53,7 @@ class TableWire:
 
     @classmethod
     def of(cls, case: Case, name: str, noise: Noise) -> "TableWire":
-        """Return the ways of the numbers of the table with this name."""
+        """Return how the named table's numbers travel."""
         (module,) = (of for of in numbered_modules(case) if name in of)
         table, kind = module[name], case.modules[int(name[1 : name.index("t")])].kind
         together = [other for other in module.values() if _message(other) == _message(table)]
@@ -100,12 +100,12 @@ class TableWire:
     def bags(
         self, weights: torch.Tensor, lookups: Lookups, shares: torch.Tensor, hot: torch.Tensor
     ) -> torch.Tensor:
-        """Return a feature's bags of one rank.
+        """Return a rank's bags for one feature.
 
         Args:
-            weights: of the table.
-            lookups: of the feature.
-            shares: what the row of each id is multiplied by.
+            weights: the table's weights.
+            lookups: the feature's lookups.
+            shares: each id's factor for its row.
             hot: for each row, whether it is hot.
         """
         rows, ids = weights[lookups.ids], lookups.ids
@@ -129,7 +129,7 @@ class TableWire:
     def row_gradients(
         self, bags: torch.Tensor, lookups: Lookups, shares: torch.Tensor, hot: torch.Tensor
     ) -> torch.Tensor:
-        """Return the gradient of each id's row, from those of the bags."""
+        """Return each id's row gradient, given the bags' gradients."""
         if self._by_row:
             return bags[lookups.samples] * shares
         is_hot = hot[lookups.ids][:, None]
@@ -194,19 +194,19 @@ def losses_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def expect(
     case: Case, noise: Noise | None = None, applied: Mapping[int, torch.Tensor] | None = None
 ) -> Expected:
-    """Return what a case must give.
+    """Return a case's expected results.
 
     Args:
-        case: which is run.
-        noise: of numbers that travel; none by default.
-        applied: the mean dense gradients of each action, where ranks choose what they send.
+        case: the case that is run.
+        noise: added to numbers that travel; none by default.
+        applied: each action's mean dense gradients, where ranks choose what they send.
     """
     return _Simulation(case, noise or Noise(), applied or {}).run()
 
 
 @dataclass(frozen=True)
 class _Column:
-    """Some columns of the dense part's input: a feature's bags of one table."""
+    """Columns in the dense part's input: a feature's bags in one table."""
 
     table: str
     module: int
@@ -340,12 +340,12 @@ class _Simulation:
         looked_up: list[tuple[LocalBatch, NetPass, torch.Tensor]],
         share: float,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Each rank's row gradients of each table, and those of the dense part, of one batch.
+        """Return each rank's row gradients by table, and its dense gradients, for one batch.
 
         Args:
-            action: that trains.
-            looked_up: what `_look_up_all` has given.
-            share: of the batch in the loss.
+            action: the training action.
+            looked_up: what `_look_up_all` returned.
+            share: the batch's share in the loss.
         """
         grads = {
             name: torch.zeros(self._world, *state.weights[0].shape, dtype=self._noise.dtype)

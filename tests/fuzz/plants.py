@@ -104,7 +104,7 @@ def late_gradients_that_are_lost() -> Patch:
 
 
 def stages_that_forget_a_micro_batch() -> Patch:
-    """Weights of a pipeline's layers get nothing from the second part of a batch."""
+    """Drop a batch's second micro-batch from the gradients of pipelined layers."""
 
     def backward(stage: LayerStage, micro_batch: int, gradient: Any) -> list[torch.Tensor]:
         before = [param.grad for param in stage.params]

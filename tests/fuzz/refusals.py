@@ -1,7 +1,7 @@
-"""Kinds of models, arguments and batches that all ranks must refuse by one error.
+"""Models, arguments and batches that all ranks must reject with the same error.
 
-Where TorchRec itself trains something else without a word, the package is right or refuses. Each
-entry of `REFUSALS` makes one such thing of a case that is otherwise right.
+Where TorchRec silently trains something else, the package trains correctly or raises an error. Each
+entry in `REFUSALS` adds one such problem to a valid case.
 """
 
 from collections.abc import Callable

@@ -105,10 +105,10 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Seen:
     """Train a case on this rank.
 
     Args:
-        rank: this one.
-        world_size: of the process group that there is.
+        rank: this rank.
+        world_size: the size of the current process group.
         case: what to run.
-        folder: of the checkpoints, the same on all ranks.
+        folder: for checkpoints, the same on all ranks.
     """
     assert world_size == case.world_size
     return _Run(rank, case, folder).run()
@@ -312,7 +312,7 @@ class _Run:
 
 
 def _moments(parallel: nn.Module) -> list[Piece]:
-    """Return the moments of this rank's shards, a column for each column of the shard."""
+    """Return the moments in this rank's shards, with as many columns as the shard."""
     pieces = []
     for part in sharded_tables(parallel):
         for kernel in part.kernels():

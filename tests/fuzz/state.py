@@ -77,12 +77,12 @@ class Noise:
     def sent(
         self, values: torch.Tensor, transport: tdsp.Transport, width: int | None = None
     ) -> torch.Tensor:
-        """Return the values as they come after they have travelled.
+        """Return the values as they arrive.
 
         Args:
-            values: their last dimension is that of rows.
+            values: rows lie along the last dimension.
             transport: how they travel.
-            width: how many numbers have a scale in common; by default those of a whole row.
+            width: how many numbers share a scale; a whole row by default.
         """
         width = width or values.shape[-1]
         codec = transport.codec_for(width)
@@ -177,10 +177,10 @@ class TableState:
         self._synced = (other._synced[0].clone(), other._synced[1].clone())
 
     def train_locally(self, grads: torch.Tensor, hot: torch.Tensor, lr: float) -> None:
-        """Each group's copy by the group's gradient, but for hot rows.
+        """Train each group's copy with the group's gradient, except hot rows.
 
         Args:
-            grads: of the mean loss of the world, by the rank that they come from.
+            grads: each rank's gradients for the global mean loss.
             hot: the ids of hot rows.
             lr: the learning rate.
         """
@@ -227,7 +227,7 @@ class TableState:
         self._synced = (synced_weight, synced_moment)
 
     def _mean(self, copies: torch.Tensor, synced: torch.Tensor, width: int) -> torch.Tensor:
-        """Return the mean of all copies, as the last synced values and the mean of the changes."""
+        """Average the copies: add the mean change to the last synced values."""
         changes = self._noise.sent(copies - synced, self._transport, width)
         return synced + changes.mean(dim=0)
 

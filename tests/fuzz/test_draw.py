@@ -1,4 +1,4 @@
-"""The draw is a function of the seed, draws everything, and a case survives its line of JSON."""
+"""Cases are drawn by seed alone, cover every option, and survive a JSON round trip."""
 
 from collections import defaultdict
 from collections.abc import Iterator

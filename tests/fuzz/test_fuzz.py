@@ -34,7 +34,7 @@ def test_cases_that_failed_once_are_right(workers: list[Worker]) -> None:
 
 
 def run_drawn(workers: list[Worker], seed: int, num_cases: int) -> Summary:
-    """Run cases of one seed after another, none of which may fail."""
+    """Run cases from consecutive seeds, none of which may fail."""
     machine = Machine(workers, deadline_s=patient(DEADLINE_S), shrink_s=40)
     summary = machine.run(seed, num_cases, max_findings=3)
     assert not summary.findings, f"--seed {seed} --cases {num_cases}: {summary}"

@@ -63,7 +63,7 @@ class Tolerances:
         """Whether the tolerances are so large that they say little."""
 
     def of(self, kind: str, table: str) -> float:
-        """Return what rounding may add to a kind of numbers of a table, or to scores."""
+        """Return how much rounding may change a table's numbers, or the scores."""
         return self._noise[kind, table]
 
 

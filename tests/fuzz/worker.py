@@ -56,7 +56,7 @@ class _Child:
 
 
 def run_ranks_of(case: Case, folder: Path, deadline_s: float) -> list[RankReport]:
-    """Run a case on ranks of its own; what became of each, in rank order.
+    """Run a case on new ranks; return their reports in rank order.
 
     Args:
         case: what to run.

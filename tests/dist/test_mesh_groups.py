@@ -282,5 +282,5 @@ def test_no_thread_of_a_group_outlives_the_world() -> None:
 def test_programs_exit_with_code_0(tmp_path: Path) -> None:
     ways = list(WAYS)
     arguments = ("-m", "tests.support.forks", "ways", str(tmp_path), *ways)
-    finished = python(*arguments, GLOO_SOCKET_IFNAME="lo")
+    finished = python(*arguments, env={"GLOO_SOCKET_IFNAME": "lo"})
     assert finished.stdout.splitlines() == [f"{way}{' 0' * NUM_RANKS}" for way in ways], finished

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -26,13 +27,16 @@ _GRACE_S = 10.0
 
 
 def python(
-    *arguments: str, cwd: Path = REPOSITORY, timeout_s: float = 200, **env: str
+    *arguments: str | Path,
+    cwd: Path = REPOSITORY,
+    timeout_s: float = 200,
+    env: Mapping[str, str] | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """Run this interpreter with one thread and the repository on its path."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | env,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | dict(env or {}),
         capture_output=True,
         text=True,
         timeout=patient(timeout_s),
@@ -45,7 +49,9 @@ def torchrun(
 ) -> "subprocess.CompletedProcess[str]":
     """Run ``torchrun -m module`` as a user does."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    return python(*launcher, "-m", module, *arguments, timeout_s=timeout_s, COLUMNS=str(columns))
+    return python(
+        *launcher, "-m", module, *arguments, timeout_s=timeout_s, env={"COLUMNS": str(columns)}
+    )
 
 
 def forked(

@@ -93,7 +93,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     # As small as they are before glibc has seen larger ones.
     thresholds = {f"MALLOC_{name}_THRESHOLD_": str(2**17) for name in ("MMAP", "TRIM")}
     faults = {
-        what: int(python("-c", _STEPS, what, **thresholds).stdout) for what in ("leave", "keep")
+        what: int(python("-c", _STEPS, what, env=thresholds).stdout) for what in ("leave", "keep")
     }
 
     # 48 MiB have 12,288 pages.

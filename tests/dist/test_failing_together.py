@@ -32,7 +32,7 @@ from tests.support.parity import TWO, Cell, make_optimizer
 from tests.support.ranks import RankPool, run_ranks
 from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.comms.notice_board import NoticeBoard
+from torchrec_2dsp.comms.failure_detection import NoticeBoard
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.synced_shard import TouchedRows
 from torchrec_2dsp.shard.kernels import TableShard

@@ -46,8 +46,6 @@ class RowCodec(ABC):
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Encode rows, from `[rows, dim]`, float32, to `[rows, columns]`.
 
-        A row with a number that isn't finite stays not finite.
-
         A row with a number that isn't finite becomes one that isn't finite either.
         """
 

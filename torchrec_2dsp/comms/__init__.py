@@ -20,9 +20,10 @@ what travels:
 When a rank fails, the others would wait forever:
 
     error on rank 1 -> alarm (8 bytes) -> all ranks raise it
-    rank 1 killed   -> a collective times out -> notice_board asks -> all raise RankError(1)
+    rank 1 killed   -> a collective times out -> failure_detection asks -> all raise RankError(1)
 
-`alarm` has the agreement between ranks, and says how long they wait.
+`alarm` has the agreement between ranks. `failure_detection` finds out which rank failed: one that
+doesn't answer for `ANSWER_S` is silent. The process group's timeout says how late a rank may be.
 `shard` and `replicas` decide what travels and when; `codecs` encodes it.
 """
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.notice_board import NoticeBoard, described, name_of
+from torchrec_2dsp.comms.failure_detection import NoticeBoard, described, name_of
 from torchrec_2dsp.errors import ConfigError, RankError, TwoDError
 
 
@@ -141,7 +141,7 @@ class Alarm:
 
     A check waits as long as any collective: the timeout of ``init_process_group``, which all of
     this package's groups inherit. How long the board then waits for answers is
-    `notice_board.ANSWER_S`.
+    `failure_detection.ANSWER_S`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, board: NoticeBoard) -> None:

@@ -26,8 +26,8 @@ from torchrec_2dsp._compat.torchrec import (
     node_group_cache,
 )
 from torchrec_2dsp.comms.alarm import Alarm
+from torchrec_2dsp.comms.failure_detection import NoticeBoard
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
-from torchrec_2dsp.comms.notice_board import NoticeBoard
 from torchrec_2dsp.errors import MeshError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 

@@ -12,8 +12,8 @@ from torchrec_2dsp._compat.ddp import data_parallel_parts, has_synced
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import BatchesInStep, Signal, agreeing
+from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.shard.parted import groups_of, sharded_tables

@@ -21,8 +21,8 @@ from torchrec_2dsp._compat.c10d import DynamoError
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Signal, agreeing
+from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
-from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.plan.fits_module import check_model

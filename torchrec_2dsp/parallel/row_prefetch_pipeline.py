@@ -14,8 +14,8 @@ from torchrec.streamable import Pipelineable
 
 from torchrec_2dsp._compat.shardings import OpenTrainPipeline
 from torchrec_2dsp.comms.alarm import BatchesInStep
+from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
-from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.shard.parted import (
     PrefetchedBatch,
     groups_of,

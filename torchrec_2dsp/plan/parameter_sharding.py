@@ -95,6 +95,9 @@ class ShardingType2D(enum.Enum):
     TorchRec's planner and plans carry sharding types as strings, so these live beside its own.
     A stock sharder refuses them by name, instead of training one group's plan as if it were
     the world's.
+
+    A further type is named here first. `shard.shardings` then runs it, `plan.fits_mesh` checks its
+    shards, `cost.table_loads` prices it, and `planner.search.choices` offers it.
     """
 
     DATA_PARALLEL = "2d_data_parallel"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.comms.alarm import agree
-from torchrec_2dsp.comms.notice_board import name_of
+from torchrec_2dsp.comms.failure_detection import name_of
 from torchrec_2dsp.errors import ConfigError, RankError
 from torchrec_2dsp.samples.deal import (
     Ranks,

@@ -13,8 +13,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec, Transport
+from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
-from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D

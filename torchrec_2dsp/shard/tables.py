@@ -25,8 +25,8 @@ from torchrec_2dsp._compat.shardings import (
     wrap_optimizer,
 )
 from torchrec_2dsp._compat.torchrec import KJTAllToAllSplitsAwaitable
+from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
-from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.fits_module import has_weights
 from torchrec_2dsp.plan.plan2d import ModulePlan2D

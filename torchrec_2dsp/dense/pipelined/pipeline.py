@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import LazyAwaitable
 
 from torchrec_2dsp.comms.alarm import agree
-from torchrec_2dsp.comms.notice_board import described, is_broken_connection
+from torchrec_2dsp.comms.failure_detection import described, is_broken_connection
 from torchrec_2dsp.dense.pipelined.engine import (
     Batch,
     BusyTime,

@@ -47,6 +47,25 @@ def looks(contents: RunContents) -> dict[str, Look]:
     }
 
 
+def line_charts(contents: RunContents) -> Iterator[tuple[str, LineChart | None]]:
+    """Yield the curves over the steps, each with its heading."""
+    yield (
+        "Training loss",
+        curve_chart(contents, "mean loss since the last report", lambda point: point.loss),
+    )
+    yield (
+        "Training NE",
+        curve_chart(contents, "NE of batches before they are learned", lambda point: point.ne),
+    )
+    for metric, chart in metric_charts(contents):
+        yield f"Held out: {TITLES.get(metric, metric)}", chart
+    yield "Learning rates", rates_chart(contents)
+    yield (
+        "Throughput",
+        curve_chart(contents, "samples of all ranks per second", lambda point: point.samples_per_s),
+    )
+
+
 def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart | None:
     """Draw one figure for all runs over the steps; `None` if no run has it."""
     look_of = looks(contents)

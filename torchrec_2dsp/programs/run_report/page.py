@@ -4,20 +4,16 @@ import math
 from collections.abc import Iterator
 
 from torchrec_2dsp.programs.run_report.charts import (
-    TITLES,
     add_access,
     bytes_chart,
-    curve_chart,
     dense_bytes_chart,
+    line_charts,
     memory_chart,
-    metric_charts,
-    rates_chart,
     seconds_trained,
 )
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
 from torchrec_2dsp.programs.run_report.steps import add_steps
 from torchrec_2dsp.programs.train.record import best_of
-from torchrec_2dsp.report.charts import LineChart
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table
 
@@ -49,7 +45,7 @@ def run_page(contents: RunContents) -> Page:
         page.add_text(text)
     page.add_table("Runs", _runs_table(contents))
     page.add_table("Last training loss and last evaluation", _results_table(contents))
-    for heading, chart in _line_charts(contents):
+    for heading, chart in line_charts(contents):
         if chart is not None:
             page.add_lines(heading, chart)
     add_steps(page, contents)
@@ -154,25 +150,6 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"
-
-
-def _line_charts(contents: RunContents) -> Iterator[tuple[str, LineChart | None]]:
-    """Yield the curves over the steps, each with its heading."""
-    yield (
-        "Training loss",
-        curve_chart(contents, "mean loss since the last report", lambda point: point.loss),
-    )
-    yield (
-        "Training NE",
-        curve_chart(contents, "NE of batches before they are learned", lambda point: point.ne),
-    )
-    for metric, chart in metric_charts(contents):
-        yield f"Held out: {TITLES.get(metric, metric)}", chart
-    yield "Learning rates", rates_chart(contents)
-    yield (
-        "Throughput",
-        curve_chart(contents, "samples of all ranks per second", lambda point: point.samples_per_s),
-    )
 
 
 def _add_amounts(page: Page, contents: RunContents) -> None:

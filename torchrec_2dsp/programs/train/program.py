@@ -20,8 +20,8 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.counting import count_encoded
+from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import release_groups, world_group
-from torchrec_2dsp.comms.notice_board import NoticeBoard, naming_faults
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D

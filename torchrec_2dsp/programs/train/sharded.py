@@ -26,8 +26,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.comms.notice_board import NoticeBoard, naming_faults
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D

@@ -35,7 +35,7 @@ class Activity:
     It costs one assignment where a phase begins or ends, and no communication.
 
     Example:
-        >>> from torchrec_2dsp.comms.notice_board import Activity
+        >>> from torchrec_2dsp.comms.failure_detection import Activity
         >>> activity = Activity()
         >>> activity.step = 1
         >>> activity.begin("the forward")
@@ -110,7 +110,7 @@ def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
     """Return the error that names the ranks to blame; ``cause`` is the error noticed here.
 
     Example:
-        >>> from torchrec_2dsp.comms.notice_board import Notice, blame
+        >>> from torchrec_2dsp.comms.failure_detection import Notice, blame
         >>> own = Notice(0, "here", 3, "in the backward")
         >>> print(blame(own, [Notice(1, "failed", 3, "in the loader", "OSError: gone")], ""))
         rank 1 failed at step 3, in the loader: OSError: gone; rank 0 noticed it at step 3,
@@ -184,7 +184,7 @@ def name_of(*ranks: int) -> str:
     """Name ranks in a sentence.
 
     Example:
-        >>> from torchrec_2dsp.comms.notice_board import name_of
+        >>> from torchrec_2dsp.comms.failure_detection import name_of
         >>> name_of(1), name_of(0, 2)
         ('rank 1', 'ranks 0, 2')
     """
@@ -397,7 +397,7 @@ def described(error: BaseException) -> str:
     """Describe an exception in one line: its type, its text's first line, and its origin.
 
     Example:
-        >>> from torchrec_2dsp.comms.notice_board import described
+        >>> from torchrec_2dsp.comms.failure_detection import described
         >>> described(ValueError("not a number"))
         'ValueError: not a number'
     """
@@ -427,7 +427,7 @@ def is_broken_connection(error: BaseException) -> bool:
     """Return whether an exception, or one of its causes, comes from a failed collective.
 
     Example:
-        >>> from torchrec_2dsp.comms.notice_board import is_broken_connection
+        >>> from torchrec_2dsp.comms.failure_detection import is_broken_connection
         >>> is_broken_connection(RuntimeError("[/t/gloo/pair.cc:5] Connection closed by peer"))
         True
         >>> is_broken_connection(RuntimeError("shape '[2, 3]' is invalid for input of size 5"))

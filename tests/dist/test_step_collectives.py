@@ -199,7 +199,7 @@ FP32_BYTES = 8 * 4
 """A table row's bytes."""
 ROW_BYTES = {"bf16": 8 * 2, "int8": 8 + 2, "int4": 4 + 2}
 """An encoded row's bytes: its numbers, and a two-byte scale beside integers."""
-ONE, TWO = tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1)
+SHARDED, REPLICATED = tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1)
 
 
 @dataclass(frozen=True)
@@ -236,19 +236,19 @@ def trained(rank: int, world_size: int, cell: Cell) -> Counted:
     ("cell", "num_rows"),
     [
         # The owner sends six bags, and each rank gradients of its own three.
-        (Cell(ONE, "table_wise", transport="int8"), 6 + 3 + 3),
+        (Cell(SHARDED, "table_wise", transport="int8"), 6 + 3 + 3),
         # One of rank 0's bags is empty.
         (
-            Cell(ONE, "table_wise", exchange="nonempty", transport="bf16"),
+            Cell(SHARDED, "table_wise", exchange="nonempty", transport="bf16"),
             5 + 5,
         ),
         # Both ranks have parts of all six bags.
-        (Cell(ONE, "row_wise", transport="int8"), 6 + 6 + 3 + 3),
+        (Cell(SHARDED, "row_wise", transport="int8"), 6 + 6 + 3 + 3),
         (
-            Cell(ONE, "row_wise", exchange="row", transport="int4"),
+            Cell(SHARDED, "row_wise", exchange="row", transport="int4"),
             2 * sum(NUM_DISTINCT),
         ),
-        (Cell(ONE, "row_wise", exchange="row"), 0),
+        (Cell(SHARDED, "row_wise", exchange="row"), 0),
     ],
     ids=str,
 )
@@ -294,7 +294,7 @@ def test_replicas_say_what_they_save(
     rounded, exact = (
         ranks2.run(
             trained,
-            Cell(TWO, "table_wise", optimizer="sgd", sync=sync),
+            Cell(REPLICATED, "table_wise", optimizer="sgd", sync=sync),
         )
         for sync in (kind(tdsp.Transport(transport)), kind(tdsp.Transport.FP32))
     )

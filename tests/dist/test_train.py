@@ -1,5 +1,6 @@
 """The training program: exact 2D trains as one group does, and the command shows it."""
 
+import functools
 import io
 import os
 import re
@@ -310,18 +311,23 @@ def test_a_user_who_stops_the_program_learns_how_to_go_on(tmp_path: Path) -> Non
     ]
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     world |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    program = subprocess.Popen(
+    with subprocess.Popen(
         command,
         cwd=ROOT,
         env=os.environ | world,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert program.stdout is not None
-    assert any(": step 2/" in line for line in program.stdout)
-    program.send_signal(signal.SIGINT)
-    _, errors = program.communicate(timeout=patient(60))
+        # A shell lets its background programs ignore it, and they pass that on.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as program:
+        try:
+            assert program.stdout is not None
+            assert any(": step 2/" in line for line in program.stdout)
+            program.send_signal(signal.SIGINT)
+            _, errors = program.communicate(timeout=patient(60))
+        finally:
+            program.kill()
     assert program.returncode == 130
     assert errors == (
         f"stopped; to go on from the newest checkpoint in {tmp_path}, start the same command with "

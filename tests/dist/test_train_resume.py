@@ -201,7 +201,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "length": (config_in(folder, runs=runs, loop={"steps": 20}), "auto"),
         "model": (config_in(folder, runs=runs, model={"dim": 4}), "auto"),
         "two runs": (config_in(folder, runs=runs | {"other": {}}), str(folder / "plain/last/4")),
-        "no folder": (config_in(folder, runs=runs, checkpoint={"folder": ""}), "auto"),
+        "no folder": (config_with(optimizer=SCHEDULED, loop=LOOP, runs=runs), "auto"),
         "no checkpoint": (
             config_in(folder / "empty", runs=runs),
             str(folder / "plain"),

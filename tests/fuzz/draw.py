@@ -152,8 +152,7 @@ def settled(case: Case) -> Case:
         # A refused batch is looked up in part, which lets delayed updates come early.
         has_bad_ids=has_bad_ids,
         form="plain" if case.form == "offsets" and case.variable else case.form,
-        # Zeros in place of no gradient are another step of Adam.
-        zero_grad="before" if case.dense.shortcut and case.zero_grad == "zeros" else case.zero_grad,
+        zero_grad=_settled_zero_grad(case),
         events=tuple(event for event in case.events if _may_happen(case, event[1])),
     )
 
@@ -167,6 +166,12 @@ def _may_happen(case: Case, event: str) -> bool:
         # Only these dense parts take forwards that no backward follows.
         return case.loop == "plain" and case.dense.kind in ("ddp", "fp16", "fully_sharded")
     return not (case.dense.is_apart and event in ("save", "save_load", "load"))
+
+
+def _settled_zero_grad(case: Case) -> str:
+    """Return "before" where gradients that stay, or zeros, would be another training."""
+    is_other = case.loop != "plain" or (case.dense.shortcut and case.zero_grad == "zeros")
+    return "before" if is_other else case.zero_grad
 
 
 def _settled_sync(case: Case) -> SyncCase:

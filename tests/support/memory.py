@@ -25,6 +25,7 @@ from tests.support.parity import ONE, TWO, Cell, group_plan, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.cost.model import CostModel, MemoryCost
 from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.planner.search.choices import candidates_of
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
 
@@ -136,7 +137,8 @@ def _expected(
         candidate.name: replace(candidate.work, ids_per_sample=float(case.ids_per_bag))
         for candidate in candidates
     }
-    workload = replace(workload, tables=tables, prefetches_rows=case.prefetches)
+    pipeline = Pipeline.ROW_PREFETCH if case.prefetches else Pipeline.SPARSE_DIST
+    workload = replace(workload, tables=tables, pipeline=pipeline)
     calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
     return CostModel(calibration, local_world_size).memory_cost(plan, workload)
 

@@ -28,6 +28,7 @@ from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of, rated
 
@@ -238,7 +239,7 @@ def cost(
     calibration: Calibration | None = None,
     **workload: object,
 ) -> StepCost:
-    known = {"batch_size": BATCH, "tables": {}, "is_pipelined": False}
+    known = {"batch_size": BATCH, "tables": {}, "pipeline": Pipeline.BASE}
     known_workload = Workload(**(known | workload))  # type: ignore[arg-type]
     setting = CostSetting(calibration or only_the_link(), known_workload, mesh, sync, 2)
     return setting.step_cost(setting.loads(tables))

@@ -20,6 +20,7 @@ from tests.support.planning import ROWS, SHARDERS, planner, problem, skewed, tab
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.serialize import load
 from torchrec_2dsp.planner.explanation import Explanation, explain, milliseconds, pareto_front
 from torchrec_2dsp.planner.search.choices import Choice
@@ -88,7 +89,7 @@ def test_the_other_pipeline_is_said_where_it_would_pay() -> None:
     result = planner(link="200mbit", mesh=MESH, workload=workload, constraints=rows)
     plan = result.plan(model, SHARDERS)
     actual = result.explain()
-    workload = replace(workload, prefetches_rows=True)
+    workload = replace(workload, pipeline=Pipeline.ROW_PREFETCH)
     costs = CostModel(actual.setting.calibration, 2)
     expected = costs.step_cost(plan, workload)
     assert actual.prefetching is not None

@@ -17,6 +17,7 @@ from torchrec_2dsp.cost.step_cost import NamedParts, Phases, ReplicaCost, StepCo
 from torchrec_2dsp.cost.table_loads import add_hot_rows, add_synced_rows, add_table
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, WeightSync
 
@@ -142,7 +143,9 @@ class CostSetting:
     def of_world(self) -> "CostSetting":
         """Return the setting for tables with one copy in the world, and nothing else."""
         # Nor do they hide anything: that their rows may travel beside computing isn't counted.
-        workload = replace(self.workload, dense=DenseWork(), prefetches_rows=False)
+        workload = replace(
+            self.workload, dense=DenseWork(), pipeline=self.workload.without_prefetch
+        )
         return replace(self, workload=workload, mesh=Mesh2D(1, self.mesh.world_size))
 
     @cached_property
@@ -180,8 +183,9 @@ class CostSetting:
     @cached_property
     def _in_group(self) -> Workload:
         """The workload, without prefetched rows where replicas change them, too."""
-        prefetches = self.workload.prefetches_rows and self.mesh.num_groups == 1
-        return replace(self.workload, prefetches_rows=prefetches)
+        if self.mesh.num_groups == 1:
+            return self.workload
+        return replace(self.workload, pipeline=self.workload.without_prefetch)
 
     def loads(self, tables: Iterable[Placed]) -> Loads:
         """Sum the work and the messages that tables give to a group's ranks."""
@@ -261,7 +265,7 @@ def _hidden_s(cost: StepCost, loads: Loads, workload: Workload, rows_s: float) -
     """
     compute = cost.lookup_s + cost.rows_s + cost.dense_s + cost.update_s
     beside_s = min(rows_s, cost.dense_s)
-    if workload.is_pipelined:
+    if workload.pipeline is not Pipeline.BASE:
         beside_s = min(beside_s + cost.input_exchange_s, compute)
     gradient_bytes = workload.dense.gradient_bytes
     num_buckets = 1 + gradient_bytes // _DDP_BUCKET_BYTES
@@ -319,7 +323,7 @@ def _buffer_parts(workload: Workload, num_ranks: int) -> dict[str, Ranks]:
     one that prefetches rows has those of three, and rows of two. The copies that TorchRec and
     autograd make are measured: `python -m tests.support.memory` compares.
     """
-    batches = (2 if workload.is_pipelined else 1) + workload.prefetches_rows
+    batches = list(Pipeline).index(workload.pipeline) + 1
     return {
         "batches": load_weights(ids_to=2 * num_ranks * batches, lookup_ids=_LOOKED_UP_ID_BYTES),
         "vectors": load_weights(

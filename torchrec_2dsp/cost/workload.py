@@ -24,6 +24,7 @@ from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 STATE_BYTES = 4
 """Bytes of a number in the optimizer state, which is fp32."""
@@ -142,11 +143,8 @@ class Workload:
 
     dense: DenseWork = field(default_factory=DenseWork)
 
-    is_pipelined: bool = True
-    """Whether ids travel while the step before computes, as in ``TrainPipelineSparseDist``."""
-
-    prefetches_rows: bool = False
-    """Whether rows travel beside computing, as in `TrainPipelineRowPrefetch`."""
+    pipeline: Pipeline = Pipeline.SPARSE_DIST
+    """Decides what travels while a step computes."""
 
     full_duplex: bool = False
     """Whether the sharding group's all-to-alls are this package's (gloo only)."""
@@ -205,6 +203,12 @@ class Workload:
                 f"the workload has no table {name!r}; it has {', '.join(self.tables) or 'none'}"
             )
         return self.tables[name]
+
+    @property
+    def without_prefetch(self) -> Pipeline:
+        """The pipeline, for tables of which no rows can travel early."""
+        is_early = self.pipeline is Pipeline.ROW_PREFETCH
+        return Pipeline.SPARSE_DIST if is_early else self.pipeline
 
     @cached_property
     def num_without_access(self) -> int:

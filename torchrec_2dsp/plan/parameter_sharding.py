@@ -157,6 +157,19 @@ class Exchange(enum.Enum):
     comes from another host once. Inside one host it is `ROW`."""
 
 
+class Pipeline(enum.Enum):
+    """The train pipeline, which decides what travels while a step computes."""
+
+    BASE = "base"
+    """None: each step waits for its own ids, as in a loop of one's own or `TrainPipelineBase`."""
+
+    SPARSE_DIST = "sparse_dist"
+    """TorchRec's `TrainPipelineSparseDist`: the next batch's ids travel meanwhile."""
+
+    ROW_PREFETCH = "row_prefetch"
+    """`TrainPipelineRowPrefetch`: the next batch's rows travel as well."""
+
+
 ROW_EXCHANGES = (Exchange.ROW, Exchange.ROW_PER_HOST)
 """The exchanges in which each distinct row travels once."""
 

@@ -22,6 +22,7 @@ from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGrad
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.planner.explanation import Explanation
@@ -318,7 +319,7 @@ def planning(config: PlanConfig) -> Planning:
             model, batch_size=config.batch_size, constraints=constraints, access=access
         ),
         dense=config.dense.work(calibration.kernels, config.batch_size),
-        prefetches_rows=config.prefetch_rows,
+        pipeline=Pipeline.ROW_PREFETCH if config.prefetch_rows else Pipeline.SPARSE_DIST,
         full_duplex=config.full_duplex,
     )
     topology = calibration.topology(

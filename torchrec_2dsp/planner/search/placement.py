@@ -19,7 +19,7 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import exchanges_rows
 from torchrec_2dsp.cost.workload import TableWork
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
+from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, Pipeline, type_2d
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated, rated_beside
 from torchrec_2dsp.planner.search.space import Space
@@ -373,9 +373,13 @@ class MeshPlacement:
         """Predict a step that prefetches rows; `None` if it does already, or can't in ``room``."""
         setting = self.setting
         exchanges = any(exchanges_rows(message_type) for message_type in self._types())
-        if setting.workload.prefetches_rows or setting.mesh.num_groups > 1 or not exchanges:
+        if (
+            setting.workload.pipeline is Pipeline.ROW_PREFETCH
+            or setting.mesh.num_groups > 1
+            or not exchanges
+        ):
             return None
-        workload = replace(setting.workload, prefetches_rows=True, is_pipelined=True)
+        workload = replace(setting.workload, pipeline=Pipeline.ROW_PREFETCH)
         setting = replace(setting, workload=workload)
         if setting.memory_cost(self._placed).total_bytes > room:
             return None

@@ -43,6 +43,7 @@ from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,
@@ -125,10 +126,11 @@ def workload_of(
 ) -> Workload:
     """Return the work in a contestant's step with its own communication."""
     wire = _bytes_per_number(contestant.qcomms, dim)
+    is_early = isinstance(contestant, TwoDContestant) and contestant.prefetch_rows
     return replace(
         tables,
         dense=dense or DenseWork(),
-        prefetches_rows=isinstance(contestant, TwoDContestant) and contestant.prefetch_rows,
+        pipeline=Pipeline.ROW_PREFETCH if is_early else Pipeline.SPARSE_DIST,
         full_duplex=contestant.full_duplex,
         forward_wire_bytes=wire,
         backward_wire_bytes=wire,

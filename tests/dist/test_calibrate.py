@@ -14,11 +14,11 @@ import torchrec_2dsp as tdsp
 from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.cost.measuring import calibrate as program, collectives, fit, kernels
+from torchrec_2dsp.cost.measuring.calibrate import calibrate
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.calibrate import calibrate as program, collectives, fit, kernels
-from torchrec_2dsp.programs.calibrate.calibrate import calibrate
-from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds, measure_link_speeds
 from torchrec_2dsp.programs.cli.app import app
+from torchrec_2dsp.programs.link_speeds import LinkSpeeds, measure_link_speeds
 
 
 def measured(

@@ -14,8 +14,8 @@ from torchrec_2dsp.programs.bench.results import (
     Phase,
     RowTravel,
 )
-from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
 from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 
 NO_LINKS = LinkSpeeds(
     local_world_size=2,

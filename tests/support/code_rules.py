@@ -24,7 +24,7 @@ CREATING_GROUPS = (
 )
 """torch's functions that create process groups."""
 GROUPS_FILE = "comms/groups.py"
-GROUP_CREATORS = ("comms.groups", "programs.calibrate.collectives", "programs.cluster.self_check")
+GROUP_CREATORS = ("comms.groups", "cost.measuring.collectives", "programs.cluster.self_check")
 """The modules that may create groups: the library's one place, and programs that destroy theirs."""
 BROAD = ("Exception", "BaseException")
 """What a handler catches that catches everything."""
@@ -298,7 +298,7 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 250
-MAX_LINES = {"the library": 35_200, "the programs": 24_300, "tests": 51_100}
+MAX_LINES = {"the library": 36_000, "the programs": 23_500, "tests": 51_100}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

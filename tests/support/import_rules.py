@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"parallel"}),
     frozenset({"programs.config", "programs.doctor", "programs.launch", "programs.traces"}),
     frozenset({"programs.data"}),
-    frozenset({"programs.calibrate", "programs.models"}),
+    frozenset({"programs.link_speeds", "programs.models"}),
     frozenset({"programs.access", "programs.plan"}),
     frozenset({"programs.bench", "programs.cluster", "programs.train"}),
     frozenset({"programs.export", "programs.run_report", "programs.study"}),

@@ -28,13 +28,13 @@ from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.program import calibration_warning, predicted_steps
 from torchrec_2dsp.programs.bench.results import Phase
 from torchrec_2dsp.programs.bench.tracing import mean_phases, phases_of, profiled
-from torchrec_2dsp.programs.calibrate.collectives import (
+from torchrec_2dsp.programs.config.config_file import load_config, make_config
+from torchrec_2dsp.programs.link_speeds import (
     SECONDS_PER_REPEAT,
     LinkSpeeds,
     bytes_per_s,
     payload_bytes,
 )
-from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, StepPhase, step_mark
 

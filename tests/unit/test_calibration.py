@@ -16,15 +16,15 @@ import torchrec_2dsp as tdsp
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import BagCost, KernelCost
 from torchrec_2dsp.cost.collectives import CollectiveCost, Span, Traffic, all_to_all
-from torchrec_2dsp.cost.workload import TableWork, Workload
-from torchrec_2dsp.errors import CalibrationError
-from torchrec_2dsp.programs.calibrate.fit import (
+from torchrec_2dsp.cost.measuring.fit import (
     CollectiveSample,
     KernelSample,
     Timed,
     fit_collective,
     fit_kernel,
 )
+from torchrec_2dsp.cost.workload import TableWork, Workload
+from torchrec_2dsp.errors import CalibrationError
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
 from torchrec_2dsp.programs.models.planned import true_access
 

@@ -24,8 +24,8 @@ file            content
 `dense`         `DenseCostModel`: the dense part, layer by layer, in each way to run it
 =============== ==================================================================================
 
-Nothing here searches (`planner` does), measures (the calibrate program does) or needs a process
-group.
+`measuring` times collectives and row work on all ranks, and fits the constants. Nothing else here
+needs a process group, and nothing searches (`planner` does).
 """
 
 from torchrec_2dsp._compat.upstream_names import require_upstream

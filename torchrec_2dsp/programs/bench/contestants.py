@@ -40,6 +40,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.measuring.collectives import repeated_seconds
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -51,10 +52,10 @@ from torchrec_2dsp.programs.bench.config import (
     TwoDContestant,
     shape_of,
 )
-from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds, repeated_seconds
 from torchrec_2dsp.programs.config.dense import DenseKinds
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.data.synthetic import SyntheticData
+from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.balance import weigh_losses_
 from torchrec_2dsp.programs.models.dense import DensePart, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of

@@ -17,8 +17,8 @@ import numpy as np
 
 from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.results import BenchSetting
-from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
 from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec-2dsp", "numpy")
 _PROC = Path("/proc")

@@ -53,9 +53,9 @@ from torchrec_2dsp.programs.bench.worker import (
     MeasuredPlace,
     Worker,
 )
-from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds, measure_link_speeds
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.launch import keep_freed_memory
+from torchrec_2dsp.programs.link_speeds import LinkSpeeds, measure_link_speeds
 
 
 class BenchWatcher(Protocol):

@@ -35,9 +35,9 @@ from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, Weight
 from torchrec_2dsp.programs.bench.machine import describe_setting
 from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.results import BenchSetting
-from torchrec_2dsp.programs.calibrate.collectives import measure_link_speeds
 from torchrec_2dsp.programs.config.section import JsonFile, Section
 from torchrec_2dsp.programs.config.sections import ReplicationConfig
+from torchrec_2dsp.programs.link_speeds import measure_link_speeds
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.row_average import RowAverage

@@ -32,10 +32,10 @@ from torchrec_2dsp.programs.bench.tracing import (
     profiled,
     row_travel_between,
 )
-from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
 from torchrec_2dsp.programs.config.sections import BalanceConfig
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.launch import quiet_upstream
+from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
 from torchrec_2dsp.programs.models.kinds import dataset_for

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.programs.bench.config import BenchConfig
     from torchrec_2dsp.programs.bench.results import BenchResult, ContestantBlock, Outcome
     from torchrec_2dsp.programs.bench.statistics import Agreement, Summary
-    from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
+    from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 
 _Results = Annotated[list[Path], typer.Argument(metavar="RESULT.json...")]
 

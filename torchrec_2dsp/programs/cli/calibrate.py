@@ -39,8 +39,8 @@ def calibrate(
 def _calibrate(out: Path, name: str, device: str) -> None:
     from torchrec_2dsp._compat.torchrec import get_local_size
     from torchrec_2dsp.comms.groups import world_group
+    from torchrec_2dsp.cost.measuring.calibrate import calibrate as measure
     from torchrec_2dsp.errors import ConfigError
-    from torchrec_2dsp.programs.calibrate.calibrate import calibrate as measure
     from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
     if device not in ("cpu", "cuda"):

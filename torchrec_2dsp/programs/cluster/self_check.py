@@ -127,7 +127,7 @@ def _measure() -> SelfCheck:
     """Measure the cluster on every rank."""
     import torch.distributed as dist
 
-    from torchrec_2dsp.programs.calibrate.collectives import measure_link_speeds
+    from torchrec_2dsp.programs.link_speeds import measure_link_speeds
 
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     world = dist.group.WORLD

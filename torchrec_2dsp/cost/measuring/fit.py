@@ -67,7 +67,7 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
     """Fit a collective's coefficients; those that no sample tells of stay unknown.
 
     Example:
-        >>> from torchrec_2dsp.programs.calibrate.fit import CollectiveSample, Timed, fit_collective
+        >>> from torchrec_2dsp.cost.measuring.fit import CollectiveSample, Timed, fit_collective
         >>> from torchrec_2dsp.cost.collectives import Span
         >>> from torchrec_2dsp.cost.collectives import Traffic
         >>> samples = [

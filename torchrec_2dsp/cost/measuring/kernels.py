@@ -18,8 +18,8 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp.codecs.rows import RowCodec, Transport
 from torchrec_2dsp.cost.calibration import encoding
-from torchrec_2dsp.programs.calibrate.collectives import group_device, repeated_seconds
-from torchrec_2dsp.programs.calibrate.fit import KernelSample, Timed
+from torchrec_2dsp.cost.measuring.collectives import group_device, repeated_seconds
+from torchrec_2dsp.cost.measuring.fit import KernelSample, Timed
 from torchrec_2dsp.rows.gradients import RowSum
 from torchrec_2dsp.rows.update import DirectLookup, rule_for
 

@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.cost.calibration import Calibration, CollectiveTimes, Hardware, Kernels
-from torchrec_2dsp.errors import CalibrationError
-from torchrec_2dsp.programs.calibrate.collectives import (
+from torchrec_2dsp.cost.measuring.collectives import (
     group_device,
     measure_collectives,
     repeated_seconds,
     slowest_rank_seconds,
 )
-from torchrec_2dsp.programs.calibrate.fit import fit_collective, fit_kernel
-from torchrec_2dsp.programs.calibrate.kernels import measure_kernels
+from torchrec_2dsp.cost.measuring.fit import fit_collective, fit_kernel
+from torchrec_2dsp.cost.measuring.kernels import measure_kernels
+from torchrec_2dsp.errors import CalibrationError
 
 _TURNS = 4
 _COMPUTED_S = 0.01

@@ -1,5 +1,7 @@
 """Hypothesis strategies for meshes and plans."""
 
+from dataclasses import replace
+
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from hypothesis import strategies as st
 from torch.distributed._shard.metadata import ShardMetadata
@@ -26,6 +28,7 @@ from torchrec_2dsp import (
     never,
     pin,
 )
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 layouts = st.sampled_from(RankLayout)
 meshes = st.builds(Mesh2D, st.integers(1, 6), st.integers(1, 6), layouts)
@@ -108,6 +111,7 @@ def plans(draw: st.DrawFn) -> Plan2D:
     """Return a valid `Plan2D`, some tables with hot rows."""
     mesh = draw(meshes)
     plan = Plan2D.from_stock(draw(stock_plans(mesh.group_size)), mesh, draw(syncs))
+    plan = replace(plan, pipeline=draw(st.sampled_from(Pipeline)), full_duplex=draw(st.booleans()))
     for table in sorted({name for _, module in plan.modules() for name in module}):
         rows = [_num_rows(module[table]) for _, module in plan.modules() if table in module]
         if all(rows) and draw(st.booleans()):

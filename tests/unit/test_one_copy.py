@@ -116,7 +116,7 @@ def _with(plan: tdsp.Plan2D, **changes: object) -> tdsp.Plan2D:
         name: replace(entry, **changes) if name == "t" else entry  # type: ignore[arg-type]
         for name, entry in module.tables()
     }
-    return replace(plan, plan={"ebc": ModulePlan2D(changed, mesh=plan.mesh, sync=plan.sync)})
+    return replace(plan, plan={"ebc": module.with_tables(changed)})
 
 
 def test_tables_with_one_copy_cost_what_they_cost_in_one_group() -> None:

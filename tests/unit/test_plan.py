@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from torchrec_2dsp import (
     ParameterSharding2D,
     Plan2D,
     RankLayout,
+    Transport,
     WeightSync,
     pin,
 )
@@ -38,7 +40,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     num_rows,
     type_2d,
 )
-from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank, with_transport
 
 
 def plan_of(
@@ -160,7 +162,7 @@ def test_pin_returns_a_copy_with_the_hot_rows(hot_rows: object) -> None:
     assert plan == before
     assert table_of(pinned).hot_set == HotSet((3, 7))
     assert table_of(plan).hot_set is None
-    assert (pinned.mesh, pinned.sync) == (plan.mesh, plan.sync)
+    assert replace(pinned, plan=plan.plan) == plan
 
 
 @pytest.mark.parametrize("nothing", [[], torch.empty(0, dtype=torch.int64)])
@@ -278,6 +280,7 @@ def test_plans_survive_pickle(plan: Plan2D) -> None:
     for (path, module_plan), (_, original) in zip(again.modules(), plan.modules(), strict=True):
         assert type(module_plan) is ModulePlan2D
         assert (module_plan.mesh, module_plan.sync) == (plan.mesh, plan.sync)
+        assert module_plan.full_duplex == plan.full_duplex
         for name, table in module_plan.tables():
             assert type(table) is ParameterSharding2D
             assert table == table_of(plan, path, name)
@@ -286,8 +289,24 @@ def test_plans_survive_pickle(plan: Plan2D) -> None:
 
 def test_a_plan_prints_its_mesh_and_sync() -> None:
     text = str(plan_of(ShardingType.ROW_WISE, [0, 1], Mesh2D(2, 2)))
-    assert text.startswith("Mesh2D(2x2, strided), GradientSync()\n")
+    assert text.startswith("Mesh2D(2x2, strided), GradientSync(), pipeline sparse_dist\n")
     assert "row_wise" in text
+
+
+@given(plans())
+def test_what_is_made_from_a_plan_keeps_its_pipeline_and_full_duplex(plan: Plan2D) -> None:
+    tables = [name for _, module in plan.modules() for name in module]
+    copies = [with_transport(plan, Transport.FP32)]
+    copies += [pin(plan, name, hot_rows=[]) for name in tables[:1]]
+    for other in copies:
+        assert (other.pipeline, other.full_duplex) == (plan.pipeline, plan.full_duplex)
+        assert all(module.full_duplex == plan.full_duplex for _, module in other.modules())
+    of_rank = plan_for_rank(plan, 0).plan.values()
+    assert [module.full_duplex for module in of_rank] == [plan.full_duplex] * len(of_rank)  # type: ignore[attr-defined]
+    for _, module in plan.modules():
+        assert all(part.full_duplex == plan.full_duplex for part in module.parts())
+    assert ("full-duplex" in str(plan)) == plan.full_duplex
+    assert f"pipeline {plan.pipeline.value}" in str(plan)
 
 
 @given(st.integers(1, 3_000))

@@ -18,7 +18,6 @@ from tests.support.plans import plans, shard, sharding
 from torchrec_2dsp import GradientSync, Mesh2D, Plan2D, pin
 from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.plan.fits_mesh import check_shards
-from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.serialize import from_json, load, save, to_json
 
 
@@ -41,6 +40,7 @@ def test_round_trip(plan: Plan2D) -> None:
     assert again == plan
     assert to_json(again) == text
     for _, module_plan in again.modules():
+        assert module_plan.full_duplex == plan.full_duplex
         assert (module_plan.mesh, module_plan.sync) == (plan.mesh, plan.sync)
 
 
@@ -52,7 +52,7 @@ def test_files(tmp_path: Path) -> None:
 def test_table_order_does_not_matter() -> None:
     plan = example()
     modules: dict[str, Any] = {
-        path: ModulePlan2D(dict(reversed(list(module.items()))), mesh=module.mesh, sync=module.sync)
+        path: module.with_tables(dict(reversed(list(module.items()))))
         for path, module in plan.modules()
     }
     assert to_json(replace(plan, plan=modules)) == EXAMPLE
@@ -120,6 +120,9 @@ def test_other_versions_are_refused_by_number() -> None:
         ("mesh/layout", "diagonal"),
         ("sync/kind", "NoSync"),
         ("sync/unknown", 1),
+        ("pipeline", "pigeon"),
+        ("pipeline", None),
+        ("full_duplex", 1),
         (f"{TABLE}/sharding_type", "2d_diagonal"),
         (f"{TABLE}/sharding_type", "row_wise"),
         (f"{TABLE}/sharding_type", 1),
@@ -257,6 +260,13 @@ def test_saved_files_have_a_checksum_and_others_need_none(tmp_path: Path) -> Non
         load(path)
     path.write_text(path.read_text().replace(f' "checksum": "{checksum}",\n', ""))
     assert load(path) == pin(example(), "t_row", hot_rows=[4, 12])
+
+
+def test_files_without_pipeline_and_full_duplex_are_read_as_they_were_written() -> None:
+    old = json.loads(EXAMPLE)
+    del old["pipeline"], old["full_duplex"]
+    old["checksum"] = "sha256:7a60b9a36ed5736e89519af954fdb49997f7be523c7d2fcd85697e9e7b414ca6"
+    assert from_json(json.dumps(old)) == example()
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

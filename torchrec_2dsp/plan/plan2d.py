@@ -24,6 +24,7 @@ from torchrec_2dsp.plan.fits_mesh import check_fits_mesh
 from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,
+    Pipeline,
     ProposedType,
     RowOwners,
     ShardingType2D,
@@ -41,13 +42,30 @@ class ModulePlan2D(EmbeddingModuleShardingPlan):
     """
 
     def __init__(
-        self, tables: Mapping[str, ParameterSharding], *, mesh: Mesh2D, sync: SyncConfig
+        self,
+        tables: Mapping[str, ParameterSharding],
+        *,
+        mesh: Mesh2D,
+        sync: SyncConfig,
+        full_duplex: bool = False,
     ) -> None:
         super().__init__(tables)
         self.mesh = mesh
         """The mesh, whose every group runs this plan."""
         self.sync = sync
         """The config that keeps replicas equal."""
+        self.full_duplex = full_duplex
+        """As in `Plan2D`."""
+
+    def with_tables(self, tables: Mapping[str, ParameterSharding]) -> "ModulePlan2D":
+        """Return the same plan for other tables."""
+        return ModulePlan2D(tables, mesh=self.mesh, sync=self.sync, full_duplex=self.full_duplex)
+
+    def in_full_duplex(self, full_duplex: bool) -> "ModulePlan2D":
+        """Return this plan if it is, or isn't, full duplex; else a copy that is, or isn't."""
+        if self.full_duplex == full_duplex:
+            return self
+        return ModulePlan2D(self, mesh=self.mesh, sync=self.sync, full_duplex=full_duplex)
 
     def tables(self) -> Iterable[tuple[str, ParameterSharding2D]]:
         """Return table names with their shardings, typed."""
@@ -59,7 +77,12 @@ class ModulePlan2D(EmbeddingModuleShardingPlan):
         for name, table in self.tables():
             by_mesh.setdefault(table.mesh_in(self.mesh), {})[name] = table
         ordered = sorted(by_mesh, key=lambda mesh: -mesh.num_groups) or [self.mesh]
-        return [ModulePlan2D(by_mesh.get(mesh, {}), mesh=mesh, sync=self.sync) for mesh in ordered]
+        return [
+            ModulePlan2D(
+                by_mesh.get(mesh, {}), mesh=mesh, sync=self.sync, full_duplex=self.full_duplex
+            )
+            for mesh in ordered
+        ]
 
 
 @dataclass
@@ -76,6 +99,22 @@ class Plan2D(ShardingPlan):
     sync: SyncConfig
     """The config that keeps replicas equal."""
 
+    pipeline: Pipeline = Pipeline.SPARSE_DIST
+    """The train pipeline that `ModelParallel2D.pipeline` builds."""
+
+    full_duplex: bool = False
+    """Whether all-to-alls in sharding groups send and receive at the same time, by
+    `torchrec_2dsp.comms.full_duplex`. It changes no number, and nothing on NCCL."""
+
+    def __post_init__(self) -> None:
+        # So `dataclasses.replace(plan, full_duplex=...)` reaches every module.
+        self.plan = {
+            path: module.in_full_duplex(self.full_duplex)
+            if isinstance(module, ModulePlan2D)
+            else module
+            for path, module in self.plan.items()
+        }
+
     @classmethod
     def from_stock(
         cls, plan: ShardingPlan, mesh: Mesh2D | None = None, sync: SyncConfig | None = None
@@ -83,7 +122,8 @@ class Plan2D(ShardingPlan):
         """Convert a stock plan that was made for ``mesh.group_size`` ranks.
 
         Args:
-            plan: a plan for one sharding group, left as it is.
+            plan: a plan for one sharding group, left as it is; a `Plan2D` keeps its pipeline and
+                whether it is full duplex.
             mesh: the mesh that repeats it; a plan of this package's proposers knows it.
             sync: how replicas stay equal: as these proposers were told, or else `GradientSync`
                 (exact).
@@ -99,7 +139,14 @@ class Plan2D(ShardingPlan):
             modules[path] = {
                 name: ParameterSharding2D.of(table) for name, table in module_plan.items()
             }
-        return cls.of_tables(modules, mesh=mesh, sync=sync)
+        kept = plan if isinstance(plan, Plan2D) else cls({}, mesh=mesh, sync=sync)
+        return cls.of_tables(
+            modules,
+            mesh=mesh,
+            sync=sync,
+            pipeline=kept.pipeline,
+            full_duplex=kept.full_duplex,
+        )
 
     @classmethod
     def of_tables(
@@ -108,6 +155,8 @@ class Plan2D(ShardingPlan):
         *,
         mesh: Mesh2D,
         sync: SyncConfig,
+        pipeline: Pipeline = Pipeline.SPARSE_DIST,
+        full_duplex: bool = False,
     ) -> "Plan2D":
         """Build the plan of these tables, by module path and name.
 
@@ -119,9 +168,19 @@ class Plan2D(ShardingPlan):
         module_plans: dict[str, ModuleShardingPlan] = {
             path: ModulePlan2D(tables, mesh=mesh, sync=sync) for path, tables in modules.items()
         }
-        plan = cls(plan=module_plans, mesh=mesh, sync=sync)
+        plan = cls(module_plans, mesh, sync, pipeline, full_duplex)
         plan.validate()
         return plan
+
+    def with_tables(self, modules: Mapping[str, Mapping[str, ParameterSharding2D]]) -> "Plan2D":
+        """Return the same plan for other tables; see `of_tables`."""
+        return Plan2D.of_tables(
+            modules,
+            mesh=self.mesh,
+            sync=self.sync,
+            pipeline=self.pipeline,
+            full_duplex=self.full_duplex,
+        )
 
     def modules(self) -> Iterable[tuple[str, ModulePlan2D]]:
         """Return module paths with their plans, typed."""
@@ -135,7 +194,9 @@ class Plan2D(ShardingPlan):
                 check_fits_mesh(where, table, table.mesh_in(self.mesh))
 
     def __str__(self) -> str:
-        return f"{self.mesh}, {self.sync}\n{super().__str__()}"
+        duplex = ", full-duplex all-to-alls" if self.full_duplex else ""
+        pipeline = f"pipeline {self.pipeline.value}"
+        return f"{self.mesh}, {self.sync}, {pipeline}{duplex}\n{super().__str__()}"
 
 
 def _repeated(
@@ -236,7 +297,7 @@ def pin(
             f"the plan has no table {table!r}; it has "
             + (", ".join(names) if names else "no tables")
         )
-    return Plan2D.of_tables(modules, mesh=plan.mesh, sync=plan.sync)
+    return plan.with_tables(modules)
 
 
 def with_transport(plan: Plan2D, transport: Transport) -> Plan2D:
@@ -250,7 +311,7 @@ def with_transport(plan: Plan2D, transport: Transport) -> Plan2D:
         }
         for path, module_plan in plan.modules()
     }
-    return Plan2D.of_tables(modules, mesh=plan.mesh, sync=plan.sync)
+    return plan.with_tables(modules)
 
 
 def _member(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
@@ -354,9 +415,7 @@ def module_plan_for_rank(
             sharding_spec=spec,
         )
 
-    return ModulePlan2D(
-        {name: remapped(table) for name, table in plan.tables()}, mesh=plan.mesh, sync=plan.sync
-    )
+    return plan.with_tables({name: remapped(table) for name, table in plan.tables()})
 
 
 def _runtime_type(table: ParameterSharding2D) -> str:

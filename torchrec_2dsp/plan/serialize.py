@@ -20,6 +20,7 @@ from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,
+    Pipeline,
     RowOwners,
     ShardingType2D,
 )
@@ -130,6 +131,9 @@ class PlanRecord(_Record):
     checksum: str | None = None
     mesh: MeshRecord
     sync: Annotated[GradientSyncRecord | WeightSyncRecord, Field(discriminator="kind")]
+    # Files of earlier releases have neither.
+    pipeline: Annotated[Pipeline, _ByValue] = Pipeline.SPARSE_DIST
+    full_duplex: bool = False
     modules: Annotated[
         dict[str, Annotated[dict[str, TableRecord], Field(min_length=1)]], Field(min_length=1)
     ]
@@ -148,7 +152,7 @@ def to_json(plan: Plan2D) -> str:
         >>> import torchrec_2dsp as tdsp
         >>> plan = tdsp.Plan2D({}, mesh=tdsp.Mesh2D(2, 2), sync=tdsp.GradientSync())
         >>> from torchrec_2dsp.plan.serialize import to_json
-        >>> to_json(plan).splitlines()[6]
+        >>> to_json(plan).splitlines()[7]
         ' "modules": {},'
     """
     return json.dumps(
@@ -160,6 +164,8 @@ def to_json(plan: Plan2D) -> str:
                 "layout": plan.mesh.layout.value,
             },
             "sync": _sync_to_dict(plan.sync),
+            "pipeline": plan.pipeline.value,
+            "full_duplex": plan.full_duplex,
             "modules": {
                 path: {name: _table_to_dict(name, table) for name, table in module.tables()}
                 for path, module in plan.modules()
@@ -272,7 +278,13 @@ def _plan_of(record: PlanRecord) -> Plan2D:
         path: {name: _table_of(f"modules.{path}.{name}", table) for name, table in tables.items()}
         for path, tables in record.modules.items()
     }
-    return Plan2D.of_tables(modules, mesh=mesh, sync=sync)
+    return Plan2D.of_tables(
+        modules,
+        mesh=mesh,
+        sync=sync,
+        pipeline=record.pipeline,
+        full_duplex=record.full_duplex,
+    )
 
 
 def _sync_to_dict(sync: SyncConfig) -> dict[str, Any]:

@@ -179,7 +179,9 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
     ) -> dict[str, str]:
         """Return what must be equal on all ranks."""
         return {
-            "the plan": to_json(Plan2D({path: plan}, mesh=plan.mesh, sync=plan.sync)),
+            "the plan": to_json(
+                Plan2D({path: plan}, mesh=plan.mesh, sync=plan.sync, full_duplex=plan.full_duplex)
+            ),
             "the sharder's optimizer": repr(
                 (self.optimizer, [sorted(of_part.items()) for of_part in fused_params])
             ),

@@ -74,11 +74,12 @@ def iterations(model: nn.Module) -> dict[str, int]:
 
 
 def plan_digest(model: Any) -> str:
-    """Digest the plan without its choice of hot rows; empty without a `Plan2D`."""
+    """Digest the plan without its hot rows and its way of travelling; empty without a `Plan2D`."""
     plan = getattr(model, "plan", None)
     if not isinstance(plan, Plan2D):
         return ""
     content = json.loads(to_json(plan))
+    del content["pipeline"], content["full_duplex"]
     for tables in content["modules"].values():
         for table in tables.values():
             table["hot_rows"] = len(table["hot_rows"] or ())

@@ -1,5 +1,6 @@
 """`Explanation`: the reasons for a plan, by table and by rank; printed, it is a report."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -132,8 +133,8 @@ class Explanation:
     memory: MemoryCost
     """The fullest rank's memory."""
 
-    prefetching: StepCost | None
-    """A step in which rows travel beside computing; none if they do already or can't."""
+    rounded: MeshPlacement | None
+    """The best placement if every transport were allowed; none if they are, or nobody asked."""
 
     tables: Sequence[TableLine]
     """A line for each table, the longest first."""
@@ -198,16 +199,15 @@ class Explanation:
 
     @property
     def advice(self) -> str:
-        """A way to shorten a step of the same plan, as a sentence; empty if none is known."""
-        if self.prefetching is None:
+        """What would help most that isn't allowed, as a sentence; empty if nothing would."""
+        if self.rounded is None or self.rounded.cost.total_s > _WORTH_SAYING * self.cost.total_s:
             return ""
-        now_s, then_s = self.cost.total_s, self.prefetching.total_s
-        if then_s > _WORTH_SAYING * now_s:
-            return ""
+        choices = Counter(choice.transport for choice in self.rounded.placement.choices)
+        times = self.cost.total_s / self.rounded.cost.total_s
+        transport = max(choices, key=lambda each: (each is not Transport.FP32, choices[each]))
         return (
-            f"Trained by TrainPipelineRowPrefetch (`prefetch_rows = true` of a run), whose rows "
-            f"travel beside computing, a step of this plan should take {milliseconds(then_s)} ms "
-            f"instead of {milliseconds(now_s)}."
+            f"Rows in {transport.value} would make a step {times:.1f} times as fast, and round: "
+            "precision='any'."
         )
 
     def table_rows(self) -> Table:
@@ -245,7 +245,7 @@ class Explanation:
         placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in self.meshes]
         front = [
             (
-                f"{point.mesh}, {point.ways or 'dealt evenly'}",
+                f"{point.setting}, {point.ways or 'dealt evenly'}",
                 milliseconds(point.seconds),
                 _gigabytes(point.bytes_of_rank),
             )
@@ -366,7 +366,7 @@ def _front_chart(front: Sequence[Tried], plan: tuple[float, float]) -> LineChart
         way="steps",
         marker="o",
         hover=[
-            f"{point.mesh}: {1e3 * point.seconds:.2f} ms, {point.bytes_of_rank / 1e9:.3f} GB"
+            f"{point.setting}: {1e3 * point.seconds:.2f} ms, {point.bytes_of_rank / 1e9:.3f} GB"
             for point in front
         ],
     )
@@ -388,7 +388,7 @@ def explain(result: SearchResult) -> Explanation:
         where=best.where,
         cost=best.cost,
         memory=best.memory,
-        prefetching=best.prefetching(result.room),
+        rounded=result.rounded,
         tables=sorted(tables, key=lambda line: -line.seconds),
         busy_by_rank=busy,
         bytes_by_rank=best.bytes_by_rank,

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -16,9 +17,10 @@ from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.cost.workload import ASSUMED_SKEW, DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.sync import SyncConfig
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of, rated_beside
 from torchrec_2dsp.planner.search.place import place
@@ -79,6 +81,12 @@ class CostSearch:
     transports: Sequence[Transport] = (Transport.FP32,)
     """Wire formats that are allowed where the constraints don't name any."""
 
+    pipelines: Sequence[Pipeline] = tuple(Pipeline)
+    """The train pipelines that may run the plan."""
+
+    full_duplex: Sequence[bool] = (False, True)
+    """Whether all-to-alls may be, or have to be, full duplex, where the backend's aren't."""
+
     def __post_init__(self) -> None:
         if self.workload is not None and self.access is not None:
             raise ConfigError(
@@ -101,19 +109,29 @@ class CostSearch:
         """
         workload = self.workload_of(module, _sharders_wire_bytes(sharders))
         device = available.compute_device
-        candidates = candidates_of(
-            module, sharders, self.constraints, workload, device, self.transports
-        )
         settings, room = self.settings(workload, available), room_of(available)
-        result = search_copies(candidates, settings, room)
+
+        def found(transports: Sequence[Transport]) -> tuple[SearchResult, list[Candidate]]:
+            candidates = candidates_of(
+                module, sharders, self.constraints, workload, device, transports
+            )
+            return search_copies(candidates, settings, room), candidates
+
+        result, candidates = found(self.transports)
         if not result.placements:
             largest = max(settings, key=lambda setting: setting.mesh.group_size)
             missing = _shortfall(candidates, largest, int(room))
             raise PlanError(no_plan_text(largest.mesh, missing, ""))
+        if is_searched_closely(candidates) and set(self.transports) < set(Transport):
+            rounded, _ = found(tuple(Transport))
+            result = replace(result, rounded=rounded.placements[0])
         return result
 
     def settings(self, workload: Workload, world: Topology) -> list[CostSetting]:
-        """Return a setting for every mesh; warn where machines differ from the calibrated ones."""
+        """Return a setting for every mesh, pipeline and all-to-all, the simplest first.
+
+        Warns where machines differ from the calibrated ones.
+        """
         per_host = world.local_world_size
         differences = self.calibration.differences(
             local_world_size=per_host, device=world.compute_device
@@ -127,8 +145,11 @@ class CostSearch:
         meshes = (
             [self.mesh] if self.mesh else meshes_of(world.world_size, per_host, _MAX_GROUP_SIZE)
         )
+        is_known = self.calibration.collectives.full_duplex_all_to_all is not None
         return [
-            CostSetting(self.calibration, workload, mesh, self.sync, per_host) for mesh in meshes
+            CostSetting(self.calibration, workload, mesh, self.sync, per_host, *schedule)
+            for mesh in meshes
+            for schedule in product(self.pipelines, self.full_duplex if is_known else (False,))
         ]
 
     def workload_of(self, module: nn.Module, wire_bytes: tuple[float, float]) -> Workload:
@@ -136,10 +157,18 @@ class CostSearch:
         if self.workload is not None:
             return self.workload
         workload = Workload.of_model(
-            module, batch_size=self.batch_size, constraints=self.constraints, access=self.access
+            module,
+            batch_size=self.batch_size,
+            constraints=self.constraints,
+            access=self.access,
+            skew=ASSUMED_SKEW,
         )
+        kernels = self.calibration.kernels
+        dense = DenseWork.of_model(module, batch_size=self.batch_size, kernels=kernels)
         forward, backward = wire_bytes
-        return replace(workload, forward_wire_bytes=forward, backward_wire_bytes=backward)
+        return replace(
+            workload, dense=dense, forward_wire_bytes=forward, backward_wire_bytes=backward
+        )
 
 
 def room_of(topology: Topology) -> float:
@@ -251,13 +280,16 @@ def search(
     chosen = chosen_on_each(candidates, settings, room)
     placed: list[MeshPlacement] = []
     for space, selected in chosen:
+        # The best pipeline and all-to-all for a mesh come first.
+        if space.setting.mesh in [other.setting.mesh for other in placed]:
+            continue
         best = _placed(space, selected, room, effort)
         placed += [] if best is None else [best]
         if len(placed) == effort.meshes:
             break
     tried = [
         Tried(
-            space.setting.mesh,
+            space.setting,
             choice.cost.total_s,
             space.bytes_of(choice.selection),
             space.in_words(choice.selection),
@@ -356,16 +388,19 @@ def _as_demanded(
 
 
 def _promising(settings: Sequence[CostSetting], tried: Sequence[Tried]) -> list[CostSetting]:
-    """Return the best meshes, and those on which nothing fits yet."""
-    seconds: dict[Mesh2D, float] = {}
+    """Return the best meshes, and those on which nothing fits, with the best mesh's schedule."""
+    seconds: dict[tuple[Mesh2D, Pipeline, bool], float] = {}
     for attempt in tried:
-        seconds[attempt.mesh] = min(attempt.seconds, seconds.get(attempt.mesh, np.inf))
+        key = attempt.setting.key
+        seconds[key] = min(attempt.seconds, seconds.get(key, np.inf))
     fitting = sorted(
-        (setting for setting in settings if setting.mesh in seconds),
-        key=lambda setting: seconds[setting.mesh],
+        (setting for setting in settings if setting.key in seconds),
+        key=lambda setting: seconds[setting.key],
     )
-    dropped = {setting.mesh for setting in fitting[_MESHES_FOR_COPIES:]}
-    return [setting for setting in settings if setting.mesh not in dropped]
+    best = fitting[0] if fitting else settings[-1]
+    alike = [setting for setting in settings if setting.key[1:] == best.key[1:]]
+    dropped = [setting for setting in fitting if setting in alike][_MESHES_FOR_COPIES:]
+    return [setting for setting in alike if setting not in dropped]
 
 
 def _most_promising(drafts: "Iterator[_Draft]", to_beat: float) -> "_Draft | None":

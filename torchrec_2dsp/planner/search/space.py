@@ -1,7 +1,7 @@
 """`Space`: the loads of every choice on a mesh, and good selections if shards were dealt evenly."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from torchrec_2dsp.cost.loads import LOADS, Floats, Loads
 from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family, rated
 
@@ -124,6 +125,13 @@ class Space:
             most,
         )
 
+    def under(self, setting: CostSetting) -> "Space":
+        """Return the space of another pipeline and all-to-all, under which loads are the same."""
+        more_bytes = self.loads @ (setting.buffer_bytes - self.setting.buffer_bytes)
+        return replace(
+            self, setting=setting, bytes_of_rank=self.bytes_of_rank + more_bytes, _prices={}
+        )
+
     def chosen(self, selection: Selection) -> list[Choice]:
         """Return each table's choice."""
         return [of_table[number] for of_table, number in zip(self.choices, selection, strict=True)]
@@ -220,9 +228,20 @@ def chosen_on_each(
     """
     if not is_searched_closely(candidates):
         settings = _best_settings(candidates, settings, room)
-    spaces = [Space.of(candidates, setting) for setting in settings]
-    chosen = [(space, selections(space, room)) for space in spaces]
+    chosen = [(space, selections(space, room)) for space in _spaces(candidates, settings)]
     return sorted((pair for pair in chosen if pair[1]), key=lambda pair: pair[1][0].rated_s)
+
+
+def _spaces(
+    candidates: Sequence[Candidate], settings: Iterable[CostSetting], stand_for: float = 1.0
+) -> Iterator[Space]:
+    """Yield a space for each setting, and compute those with equal loads once."""
+    spaces: dict[tuple[Mesh2D, bool], Space] = {}
+    for setting in settings:
+        key = setting.mesh, setting.prefetches_rows
+        if key not in spaces:
+            spaces[key] = Space.of(candidates, setting, stand_for)
+        yield spaces[key].under(setting)
 
 
 def is_searched_closely(candidates: Sequence[Candidate]) -> bool:
@@ -243,14 +262,17 @@ def _best_settings(
     stride = len(by_size) // _SAMPLE
     sample = by_size[stride // 2 :: stride]
     weighed: list[tuple[float, int]] = []
-    for number, setting in enumerate(settings):
-        selected = selections(Space.of(sample, setting, len(by_size) / len(sample)), room)
+    for number, space in enumerate(_spaces(sample, settings, len(by_size) / len(sample))):
+        selected = selections(space, room)
         weighed += [(selected[0].rated_s, number)] if selected else []
-    best = sorted(weighed)[: _MANY_TABLES.meshes]
+    best: dict[Mesh2D, CostSetting] = {}
+    for _, number in sorted(weighed):
+        if len(best) < _MANY_TABLES.meshes:
+            best.setdefault(settings[number].mesh, settings[number])
     # The sample may have seemed to fit where the whole doesn't.
     largest = max(settings, key=lambda setting: setting.mesh.group_size)
-    best_settings = [settings[number] for _, number in best]
-    return best_settings if largest in best_settings else [*best_settings, largest]
+    best.setdefault(largest.mesh, largest)
+    return list(best.values())
 
 
 def selections(space: Space, room: float) -> list[Selected]:

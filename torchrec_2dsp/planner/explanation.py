@@ -1,6 +1,5 @@
 """`Explanation`: the reasons for a plan, by table and by rank; printed, it is a report."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -36,9 +35,8 @@ _MAX_BARS = 50
 _MAX_RANKS = 16
 _MAX_COMPARED = 500
 """The longest tables, which are compared with their other choices."""
-_WORTH_SAYING = 0.9
-"""Advice must cut a step to this share of its time: sending beside computing takes processor time,
-too, which isn't predicted."""
+_WORTH_SAYING = 1.1
+"""The least gain for which rounding is worth a sentence."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +131,8 @@ class Explanation:
     memory: MemoryCost
     """The fullest rank's memory."""
 
-    rounded: MeshPlacement | None
-    """The best placement if every transport were allowed; none if they are, or nobody asked."""
+    gain_by_int4: float
+    """How many times as fast a step would be with rows in 4 bits; 1 if that is allowed."""
 
     tables: Sequence[TableLine]
     """A line for each table, the longest first."""
@@ -200,13 +198,10 @@ class Explanation:
     @property
     def advice(self) -> str:
         """What would help most that isn't allowed, as a sentence; empty if nothing would."""
-        if self.rounded is None or self.rounded.cost.total_s > _WORTH_SAYING * self.cost.total_s:
+        if self.gain_by_int4 < _WORTH_SAYING:
             return ""
-        choices = Counter(choice.transport for choice in self.rounded.placement.choices)
-        times = self.cost.total_s / self.rounded.cost.total_s
-        transport = max(choices, key=lambda each: (each is not Transport.FP32, choices[each]))
         return (
-            f"Rows in {transport.value} would make a step {times:.1f} times as fast, and round: "
+            f"Rows in int4 would make a step {self.gain_by_int4:.1f} times as fast, and round: "
             "precision='any'."
         )
 
@@ -388,7 +383,7 @@ def explain(result: SearchResult) -> Explanation:
         where=best.where,
         cost=best.cost,
         memory=best.memory,
-        rounded=result.rounded,
+        gain_by_int4=result.gain_by_int4,
         tables=sorted(tables, key=lambda line: -line.seconds),
         busy_by_rank=busy,
         bytes_by_rank=best.bytes_by_rank,

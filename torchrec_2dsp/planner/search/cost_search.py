@@ -111,20 +111,25 @@ class CostSearch:
         device = available.compute_device
         settings, room = self.settings(workload, available), room_of(available)
 
-        def found(transports: Sequence[Transport]) -> tuple[SearchResult, list[Candidate]]:
-            candidates = candidates_of(
-                module, sharders, self.constraints, workload, device, transports
-            )
-            return search_copies(candidates, settings, room), candidates
+        def candidates_in(transport: Transport) -> list[Candidate]:
+            return candidates_of(module, sharders, self.constraints, workload, device, (transport,))
 
-        result, candidates = found(self.transports)
+        # One for all tables whose constraints name none: each more needs messages of its own.
+        candidates = candidates_in(self.transports[0])
+        results = [
+            search_copies(candidates_in(transport), settings, room) for transport in self.transports
+        ]
+        result = min(results, key=lambda found: found.rated_s)
         if not result.placements:
             largest = max(settings, key=lambda setting: setting.mesh.group_size)
             missing = _shortfall(candidates, largest, int(room))
             raise PlanError(no_plan_text(largest.mesh, missing, ""))
-        if is_searched_closely(candidates) and set(self.transports) < set(Transport):
-            rounded, _ = found(tuple(Transport))
-            result = replace(result, rounded=rounded.placements[0])
+        if candidates and is_searched_closely(candidates) and Transport.INT4 not in self.transports:
+            exact, rounded = (
+                chosen_on_each(each, settings, room)[0][1][0].rated_s
+                for each in (candidates, candidates_in(Transport.INT4))
+            )
+            result = replace(result, gain_by_int4=exact / rounded if rounded else 1.0)
         return result
 
     def settings(self, workload: Workload, world: Topology) -> list[CostSetting]:
@@ -280,9 +285,6 @@ def search(
     chosen = chosen_on_each(candidates, settings, room)
     placed: list[MeshPlacement] = []
     for space, selected in chosen:
-        # The best pipeline and all-to-all for a mesh come first.
-        if space.setting.mesh in [other.setting.mesh for other in placed]:
-            continue
         best = _placed(space, selected, room, effort)
         placed += [] if best is None else [best]
         if len(placed) == effort.meshes:

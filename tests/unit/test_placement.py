@@ -28,8 +28,9 @@ from tests.support.planning import (
 from torchrec_2dsp.cost.loads import LOADS
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.planner.search.best_placements import search, search_copies
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of
-from torchrec_2dsp.planner.search.cost_search import meshes_of, search, search_copies
+from torchrec_2dsp.planner.search.cost_search import meshes_of
 from torchrec_2dsp.planner.search.placement import (
     Descent,
     MeshPlacement,

@@ -12,9 +12,13 @@ from tests.support.rank_worker import marking_spans
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, config_with
 from torchrec_2dsp.errors import ConfigError, TwoDError
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.serialize import load, save
+from torchrec_2dsp.plan.sync import WeightSync
 from torchrec_2dsp.programs.config.config_file import load_config, make_config, with_absolute_paths
 from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.models.planned import true_access
+from torchrec_2dsp.programs.plan import planning, to_plan
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
 from torchrec_2dsp.programs.traces import StepPhase, marked_step, read_splits
@@ -85,6 +89,14 @@ def test_a_plan_by_cost_is_explained_and_can_be_repeated(
     assert not stated.explanation
     assert planned.explanation in (folder / "planned/planned/explanation.txt").read_text()
     assert not (folder / "planned/stated/explanation.txt").exists()
+
+
+def test_the_plan_command_finds_the_plan_that_is_trained(trained: Any, folder: Path) -> None:
+    planned = trained[0].runs[0]
+    machines = ["machines.num_ranks=2", "machines.ranks_per_host=2"]
+    work = planning(to_plan(str(folder / "planned" / "config.toml"), machines, run="planned"))
+    assert work.planner.plan(work.model, work.sharders) == planned.plan2d
+    assert str(work.planner.explain()) == planned.explanation
 
 
 def test_the_folder_has_the_config_and_a_record_of_everything(
@@ -226,6 +238,20 @@ def refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     with pytest.raises(ConfigError) as refusal:
         train(config_with(), profiled=ProfiledSteps(1, 2))
     return message | {"no folder": str(refusal.value)}
+
+
+def sync_of_a_plan(rank: int, world_size: int, folder: Path) -> str:
+    plan = load(folder / "planned" / "planned" / "plan.json")
+    path = folder / f"averaged_{rank}.json"
+    save(Plan2D(plan.plan, mesh=plan.mesh, sync=WeightSync()), path)
+    (run,) = train(config_with(runs={"averaged": {"plan": str(path)}})).runs
+    return run.sync
+
+
+def test_a_plan_file_says_how_replicas_stay_equal(
+    ranks2: RankPool, trained: Any, folder: Path
+) -> None:
+    assert set(ranks2.run(sync_of_a_plan, folder)) == {str(WeightSync())}
 
 
 def test_files_that_do_not_fit_are_refused_on_all_ranks(

@@ -34,9 +34,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"programs.config", "programs.doctor", "programs.launch", "programs.traces"}),
     frozenset({"programs.data"}),
     frozenset({"programs.link_speeds", "programs.models"}),
-    frozenset({"programs.access", "programs.plan"}),
+    frozenset({"programs.access"}),
     frozenset({"programs.bench", "programs.cluster", "programs.train"}),
-    frozenset({"programs.export", "programs.run_report", "programs.study"}),
+    frozenset({"programs.export", "programs.plan", "programs.run_report", "programs.study"}),
     frozenset({"programs.cli"}),
     frozenset({"__main__"}),
 )

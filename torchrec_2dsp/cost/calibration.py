@@ -292,6 +292,8 @@ class Calibration(CalibrationPart):
     def topology(self, world_size: int, local_world_size: int, **more: Any) -> Topology:
         """Make a topology for TorchRec's own planner: all-to-all bandwidths, as it counts them.
 
+        A rank's memory is the calibration's, if that knows it.
+
         Args:
             world_size: ranks to plan for.
             local_world_size: ranks per host.
@@ -305,6 +307,9 @@ class Calibration(CalibrationPart):
             True
         """
         cost = self.all_to_all(full_duplex=True)
+        memory = "ddr_cap_bytes" if self.hardware.device == "cpu" else "hbm_cap_bytes"
+        if self.hardware.memory_bytes:
+            more.setdefault(memory, self.hardware.memory_bytes)
         return TopologyFactory.create_topology(
             TrainerConfig(world_size=world_size, local_world_size=local_world_size, **more),
             HardwareConfig(

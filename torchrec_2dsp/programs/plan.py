@@ -1,10 +1,10 @@
 """Plan a model for machines; neither has to be present."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
@@ -13,8 +13,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.cost.calibration import Calibration, KernelCost, Kernels
-from torchrec_2dsp.cost.collectives import CollectiveCost
+from torchrec_2dsp.cost.calibration import Calibration, Kernels
 from torchrec_2dsp.cost.dense import DenseLayers, Transformer
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
@@ -22,87 +21,33 @@ from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGrad
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.planner.explanation import Explanation
 from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D
-from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
+from torchrec_2dsp.programs.config.config_file import (
+    PathBesideConfig,
+    find_config,
+    kind_of,
+    load_config,
+    make_config,
+    overridden,
+    shipped_configs,
+)
+from torchrec_2dsp.programs.config.machines import MachinesConfig
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfig
+from torchrec_2dsp.programs.data.dataset import BatchShape, Progress, open_alone
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.models.kinds import dataset_for, transformer_of
 from torchrec_2dsp.programs.models.model import build_model, table_name
-from torchrec_2dsp.programs.models.planned import true_access
+from torchrec_2dsp.programs.models.optimizer import STATE_PER_WEIGHT
+from torchrec_2dsp.programs.models.planned import StockSequenceSharder, true_access
+from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
+from torchrec_2dsp.programs.train.planner import access_of, planner_by_cost
+from torchrec_2dsp.programs.train.sharded import make_model, make_sharders
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
-
-
-class Slower(BaseModel):
-    """Factors by which things take longer than in a calibration; below 1 they are quicker.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> from torchrec_2dsp.programs.plan import Slower
-        >>> calibration = tdsp.Calibration.load("configs/hardware/h100_8_datasheet.toml")
-        >>> other = Slower(link=4.0).than(calibration)
-        >>> other.collectives.all_reduce.link_s_per_byte
-        1e-11
-        >>> other.hardware.name
-        'h100_8_datasheet with link x 4'
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    link: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor for a byte on its way to another host."""
-
-    host: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor for a byte on its way inside a host."""
-
-    latency: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor for times without bytes: starts, other ranks, and turns."""
-
-    kernels: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor for a row that is looked up, sorted, copied, added or updated."""
-
-    def than(self, calibration: Calibration) -> Calibration:
-        """Return the calibration of such machines, whose name says so."""
-        factors = {name: value for name, value in self.model_dump().items() if value != 1.0}
-        if not factors:
-            return calibration
-        changes = ", ".join(f"{name} x {value:g}" for name, value in factors.items())
-        hardware = calibration.hardware
-        name = f"{hardware.name} with {changes}"
-        collectives, kernels = calibration.collectives, calibration.kernels
-        return calibration.model_copy(
-            update={
-                "hardware": hardware.model_copy(update={"name": name}),
-                "collectives": collectives.model_copy(
-                    update={what: self._collective(cost) for what, cost in collectives if cost}
-                ),
-                "kernels": kernels.model_copy(
-                    update={what: self._kernel(cost) for what, cost in kernels if cost}
-                ),
-                "turn_s": calibration.turn_s * self.latency,
-            }
-        )
-
-    def _collective(self, cost: CollectiveCost) -> CollectiveCost:
-        return cost.model_copy(
-            update={
-                "base_s": cost.base_s * self.latency,
-                "per_peer_s": cost.per_peer_s * self.latency,
-                "local_s_per_byte": _times(cost.local_s_per_byte, self.host),
-                "link_s_per_byte": _times(cost.link_s_per_byte, self.link),
-            }
-        )
-
-    def _kernel(self, cost: KernelCost) -> KernelCost:
-        per_unit = (name for name in type(cost).model_fields if name.startswith("per_"))
-        slower = {name: getattr(cost, name) * self.kernels for name in per_unit}
-        return cost.model_copy(update={"base_s": cost.base_s * self.latency} | slower)
-
-
-def _times(seconds: float | None, factor: float) -> float | None:
-    return None if seconds is None else seconds * factor
 
 
 class TransformerConfig(Section):
@@ -164,74 +109,6 @@ class DenseConfig(Section):
         )
 
 
-def torchrec_cost(
-    setting: CostSetting,
-    model: nn.Module,
-    topology: Topology,
-    constraints: Mapping[str, ParameterConstraints],
-) -> StepCost | None:
-    """Predict a step with TorchRec's own plan for one group; `None` if it finds none."""
-    pooling_constraints = {
-        name: ParameterConstraints(pooling_factors=constraint.pooling_factors)
-        for name, constraint in constraints.items()
-    }
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=setting.workload.batch_size,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        constraints=pooling_constraints,
-        debug=False,
-    )
-    sharders: list[Any] = [EmbeddingBagCollectionSharder()]
-    try:
-        stock = planner.plan(model, sharders)
-    except PlannerError:
-        return None
-    plan = Plan2D.from_stock(stock, Mesh2D(1, topology.world_size), setting.sync)
-    costs = CostModel(setting.calibration, setting.local_world_size)
-    return costs.step_cost(plan, setting.workload)
-
-
-_GIB = 2**30
-_MOST_COMPARED = 10_000
-"""Ranks times tables, for which TorchRec's planner takes seconds."""
-
-
-class MachinesConfig(Section):
-    """The machines that a model would be trained on."""
-
-    calibration: CalibrationPath
-    """A file from the calibrate command, relative to the config file, or the name of one that
-    ships, such as `emulated_1gbit`."""
-
-    slower: Slower = Slower()
-    """The factors by which things take longer than there."""
-
-    num_ranks: int = Field(default=4, ge=1)
-    """Ranks in the world."""
-
-    ranks_per_host: int = Field(default=2, ge=1)
-    """Ranks that share a host's link."""
-
-    memory_gib: float = Field(default=0.0, ge=0)
-    """A rank's memory in GiB; 0 takes the calibration's."""
-
-    reserved: float = Field(default=0.15, ge=0, lt=1)
-    """The share of memory that tables and their exchanges don't get."""
-
-    @model_validator(mode="after")
-    def _check_hosts(self) -> Self:
-        ranks, per_host = self.num_ranks, self.ranks_per_host
-        if ranks > per_host and ranks % per_host:
-            below = ranks - ranks % per_host
-            raise ValueError(
-                f"num_ranks={ranks} is no multiple of ranks_per_host={per_host}, and all hosts "
-                f"have as many ranks; use num_ranks={below} or {below + per_host}, or another "
-                "ranks_per_host"
-            )
-        return self
-
-
 class PlanConfig(Section):
     """The config for the plan and simulate commands."""
 
@@ -265,6 +142,12 @@ class PlanConfig(Section):
     access: PathBesideConfig = ""
     """A file of access statistics; empty for what the data's own probabilities say."""
 
+    full_duplex: bool = False
+    """Receive and send at once in all-to-alls (gloo alone)."""
+
+    prefetch_rows: bool = False
+    """Let rows travel beside computing, by `TrainPipelineRowPrefetch`."""
+
     @model_validator(mode="after")
     def _check_features(self) -> Self:
         feature_names = [feature.name for feature in self.data.features]
@@ -276,6 +159,33 @@ class PlanConfig(Section):
         return self
 
 
+def torchrec_cost(setting: CostSetting, model: nn.Module, topology: Topology) -> StepCost | None:
+    """Predict a step with TorchRec's own plan for one group; `None` if it finds none."""
+    constraints = {
+        name: ParameterConstraints(pooling_factors=[table.ids_per_sample / table.num_features])
+        for name, table in setting.workload.tables.items()
+    }
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=setting.workload.batch_size,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints=constraints,
+        debug=False,
+    )
+    sharders: list[Any] = [EmbeddingBagCollectionSharder(), StockSequenceSharder()]
+    try:
+        stock = planner.plan(model, sharders)
+    except PlannerError:
+        return None
+    plan = Plan2D.from_stock(stock, Mesh2D(1, topology.world_size), setting.sync)
+    costs = CostModel(setting.calibration, setting.local_world_size)
+    return costs.step_cost(plan, setting.workload)
+
+
+_MOST_COMPARED = 10_000
+"""Ranks times tables, for which TorchRec's planner takes seconds."""
+
+
 @dataclass(frozen=True)
 class Planning:
     """A planner and what it plans."""
@@ -284,26 +194,162 @@ class Planning:
     model: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
     topology: Topology
-    constraints: Mapping[str, ParameterConstraints2D]
     dense: DenseChoices | None
     """The ways to run the dense part, if the config says what layers it has."""
+
+    title: str = ""
+    """What is planned, in words, where a config says more than is planned."""
 
     def explained(self) -> Explanation:
         """Explain the plan, and compare it with TorchRec's where that is quick."""
         explanation = self.planner.explain()
         if self.topology.world_size * len(explanation.tables) > _MOST_COMPARED:
             return explanation
-        cost = torchrec_cost(explanation.setting, self.model, self.topology, self.constraints)
+        cost = torchrec_cost(explanation.setting, self.model, self.topology)
         return replace(explanation, torchrec_s=None if cost is None else cost.total_s)
 
 
-def planning(config: PlanConfig) -> Planning:
-    """Build a config's planner, and what it plans; no process group is needed."""
-    machines = config.machines
-    calibration = machines.slower.than(Calibration.load(machines.calibration))
-    calibration.check_covers(
-        world_size=machines.num_ranks, local_world_size=machines.ranks_per_host
+@dataclass(frozen=True, kw_only=True)
+class RunToPlan:
+    """A training program's run, and the machines that it would be trained on."""
+
+    config: TrainConfig
+    """The training program's, with this run alone."""
+
+    machines: MachinesConfig
+    """The machines."""
+
+    shape: BatchShape
+    """The data's features."""
+
+    access: AccessStats
+    """Row frequencies in the data."""
+
+    title: str
+    """The run, in words."""
+
+
+OPEN_RUN = "planned"
+"""The name of a run that leaves everything to the planner."""
+
+
+def to_plan(
+    name: str, overrides: Sequence[str], *, run: str = "", progress: Progress | None = None
+) -> PlanConfig | RunToPlan:
+    """Read a config of the plan program, or a training program's config and its log.
+
+    Args:
+        name: the file, or the name of a config that ships with the package.
+        overrides: ``key.sub=value``; with ``machines.`` as the first part for all configs.
+        run: the training program's run to plan; by default the only one, or one that leaves
+            everything to the planner.
+        progress: called while the log is read.
+
+    Raises:
+        ConfigError: it is neither, or doesn't say which machines are meant.
+    """
+    if kind_of(name, (TrainConfig, PlanConfig)) is PlanConfig:
+        if run:
+            raise ConfigError(f"{name} is a config for plan, which has no runs; leave {run!r} out")
+        return load_config(PlanConfig, name, overrides)
+    of_machines = [text for text in overrides if text.startswith(_MACHINES)]
+    config = load_config(TrainConfig, name, [text for text in overrides if text not in of_machines])
+    chosen, section = _chosen_run(config, run)
+    machines = _machines(name, of_machines, [section, *config.runs.values()])
+    # As if the run named it: what it leaves out is chosen.
+    num_groups = section.num_groups if "num_groups" in section.model_fields_set else 0
+    update = {"calibration": machines.calibration, "num_groups": num_groups}
+    section = section.model_copy(update=update)
+    title, runs = f"The run {chosen!r}", _searched(config)
+    if chosen not in runs:
+        hint = f" (--only {next(iter(runs))} keeps to a run)" if runs else ""
+        title = f"All left to the planner{hint}"
+    config = config.model_copy(update={"runs": {chosen: section}})
+    config.check_world(machines.num_ranks)
+    dataset = dataset_for(config.model, open_alone(config.data, progress))
+    shape = shape_of(config.data, dataset)
+    access = access_of(config, section, make_model(config, section, shape), dataset, progress)
+    return RunToPlan(config=config, machines=machines, shape=shape, access=access, title=title)
+
+
+_MACHINES = "machines."
+
+
+def _chosen_run(config: TrainConfig, name: str) -> tuple[str, RunConfig]:
+    """Return a run of this name, or the only one; otherwise one that leaves everything open."""
+    searched = _searched(config.only([name]) if name else config)
+    if name and not searched:
+        run = config.runs[name]
+        why = "TorchRec alone" if run.stock else f"trained by the plan {run.plan}"
+        raise ConfigError(f"runs.{name} is {why}, so there is nothing to search; choose another")
+    if len(searched) == 1:
+        return next(iter(searched.items()))
+    return OPEN_RUN, RunConfig(num_groups=0)
+
+
+def _searched(config: TrainConfig) -> dict[str, RunConfig]:
+    """Return the runs whose plans this package searches."""
+    return {name: run for name, run in config.runs.items() if not run.stock and not run.plan}
+
+
+def _machines(source: str, overrides: Sequence[str], runs: Sequence[RunConfig]) -> MachinesConfig:
+    """Return the machines that the command line, or else a run's calibration, describes."""
+    tree: dict[str, Any] = {}
+    for calibration in [run.calibration for run in runs if run.calibration][:1]:
+        tree["calibration"] = calibration
+    for override in overrides:
+        tree = overridden(tree, override.removeprefix(_MACHINES))
+    if "calibration" not in tree:
+        raise ConfigError(
+            f"{source} doesn't say on which machines it would be trained: give --calibration, a "
+            f"file from the calibrate command or one of {', '.join(shipped_configs('hardware'))}"
+        )
+    hardware = Calibration.load(find_config(str(tree["calibration"]), "hardware")).hardware
+    per_host = tree.setdefault("ranks_per_host", hardware.ranks_per_host)
+    tree.setdefault("num_ranks", hardware.num_hosts * per_host)
+    return make_config(MachinesConfig, tree, f"{source}: machines")
+
+
+def on_ranks(source: PlanConfig | RunToPlan, num_ranks: int) -> PlanConfig | RunToPlan:
+    """Return the same with another number of ranks."""
+    tree = source.machines.model_dump() | {"num_ranks": num_ranks}
+    machines = make_config(MachinesConfig, tree, "--ranks")
+    if isinstance(source, PlanConfig):
+        return source.model_copy(update={"machines": machines})
+    return replace(source, machines=machines)
+
+
+def planning(source: PlanConfig | RunToPlan) -> Planning:
+    """Build a planner, and what it plans; no process group is needed."""
+    calibration = source.machines.calibrated()
+    topology = calibration.topology(source.machines.num_ranks, source.machines.local_size)
+    if isinstance(source, PlanConfig):
+        return _planning_of_config(source, calibration, topology)
+    return _planning_of_run(source, calibration, topology)
+
+
+def _planning_of_run(source: RunToPlan, calibration: Calibration, topology: Topology) -> Planning:
+    config, shape, world_size = source.config, source.shape, topology.world_size
+    config.check_world(world_size)
+    ((name, run),) = config.runs.items()
+    model = make_model(config, run, shape)
+    planner = planner_by_cost(config, name, shape, model, topology, calibration, source.access)
+    transformer, dense = transformer_of(config.model), None
+    if transformer is not None and calibration.kernels.matmul is not None:
+        state = STATE_PER_WEIGHT[config.optimizer.dense_optimizer]
+        layers = replace(transformer, state_per_weight=state).layers(calibration.kernels)
+        batch_size = config.loop.batch_size // world_size
+        dense = _dense_choices(layers, source.machines, calibration, batch_size)
+    title = (
+        f"{source.title}: {config.loop.global_batch_size:,} samples per step on {world_size:,} "
+        f"ranks, {topology.local_world_size} per host."
     )
+    return Planning(planner, model, make_sharders(config, run, shape), topology, dense, title)
+
+
+def _planning_of_config(
+    config: PlanConfig, calibration: Calibration, topology: Topology
+) -> Planning:
     model = build_model(config.data, config.model, tables_device="meta")
     constraints = _constraints(config)
     access = AccessStats.load(config.access) if config.access else true_access(config.data)
@@ -312,14 +358,13 @@ def planning(config: PlanConfig) -> Planning:
             model, batch_size=config.batch_size, constraints=constraints, access=access
         ),
         dense=config.dense.work(calibration.kernels, config.batch_size),
-    )
-    topology = calibration.topology(
-        machines.num_ranks, machines.ranks_per_host, **_memory(machines, calibration)
+        pipeline=Pipeline.ROW_PREFETCH if config.prefetch_rows else Pipeline.SPARSE_DIST,
+        full_duplex=config.full_duplex,
     )
     planner = Planner2D(
         topology=topology,
         batch_size=config.batch_size,
-        storage_reservation=FixedPercentageStorageReservation(machines.reserved),
+        storage_reservation=FixedPercentageStorageReservation(config.machines.reserved),
         constraints=constraints,
         debug=False,
         mesh=_mesh(config),
@@ -330,23 +375,24 @@ def planning(config: PlanConfig) -> Planning:
     # Its learning rate doesn't matter here; that there is one moment per row does.
     sharder = EmbeddingBagCollectionSharder2D(MomentScaledRowWiseAdaGrad(lr=1.0))
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
-    dense = _dense_choices(config, calibration)
-    return Planning(planner, model, sharders, topology, constraints, dense)
+    dense = None
+    if config.dense.transformer is not None:
+        layers = config.dense.transformer.layers(calibration.kernels)
+        dense = _dense_choices(layers, config.machines, calibration, config.batch_size)
+    return Planning(planner, model, sharders, topology, dense)
 
 
-def _dense_choices(config: PlanConfig, calibration: Calibration) -> DenseChoices | None:
+def _dense_choices(
+    layers: DenseLayers, machines: MachinesConfig, calibration: Calibration, batch_size: int
+) -> DenseChoices:
     """Search ways to run the dense part in the memory that the tables leave."""
-    if config.dense.transformer is None:
-        return None
-    machines = config.machines
-    (num_bytes,) = _memory(machines, calibration).values()
     return search_dense(
-        config.dense.transformer.layers(calibration.kernels),
+        layers,
         calibration=calibration,
         world_size=machines.num_ranks,
-        local_world_size=min(machines.ranks_per_host, machines.num_ranks),
-        batch_size=config.batch_size,
-        memory_bytes=machines.reserved * num_bytes,
+        local_world_size=machines.local_size,
+        batch_size=batch_size,
+        memory_bytes=machines.reserved * calibration.hardware.memory_bytes,
     )
 
 
@@ -374,13 +420,3 @@ def _mesh(config: PlanConfig) -> Mesh2D | None:
     return Mesh2D.for_world(
         config.machines.num_ranks, group_size=config.group_size, layout=config.layout
     )
-
-
-def _memory(machines: MachinesConfig, calibration: Calibration) -> Mapping[str, int]:
-    num_bytes = int(machines.memory_gib * _GIB) or calibration.hardware.memory_bytes
-    if not num_bytes:
-        raise ConfigError(
-            f"{machines.calibration} doesn't say how much memory a rank has; set "
-            "machines.memory_gib"
-        )
-    return {f"{'ddr' if calibration.hardware.device == 'cpu' else 'hbm'}_cap_bytes": num_bytes}

@@ -1,12 +1,13 @@
 """`plan` and `simulate`: what would be trained how, on machines that needn't be there."""
 
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import ReadingProgress, check_writable, shown_errors
 from torchrec_2dsp.report.table import MISSING, Table
 
 if TYPE_CHECKING:
@@ -17,15 +18,36 @@ _Config = Annotated[
     str,
     typer.Option(
         metavar="NAME|FILE",
-        help="Model and machines: plan or another config that ships, or a TOML file.",
+        help=r"A config of train, or one with a model and \[machines]: a TOML file, or the name of "
+        "one that ships, such as demo or plan.",
     ),
+]
+_Only = Annotated[
+    str,
+    typer.Option(
+        "--only",
+        metavar="RUN",
+        help="The run of a train config to plan: by default the only one, or one that leaves all "
+        "to the planner.",
+    ),
+]
+_Calibration = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="The machines: a file from calibrate, or the name of one that ships, such as "
+        "emulated_1gbit. By default what the config names.",
+    ),
+]
+_RanksPerHost = Annotated[
+    int | None, typer.Option(min=1, help="Ranks that share a host; by default as calibrated.")
 ]
 _Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY.SUB=VALUE",
-        help="Change a value of the file, such as batch_size=4096 or machines.num_ranks=64. Can "
+        help="Change a value of the file, or of the machines, such as machines.slower.link=2. Can "
         "be repeated.",
     ),
 ]
@@ -34,8 +56,17 @@ _Overrides = Annotated[
 def plan(
     config: _Config,
     overrides: _Overrides = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the plan here, for torchrec_2dsp.plan.serialize.")
+    only: _Only = "",
+    calibration: _Calibration = "",
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks; by default as calibrated.")
+    ] = None,
+    ranks_per_host: _RanksPerHost = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "--json", help="Write the plan here: a run's `plan = FILE` trains by it."
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write a page with plots here, which needs plotly.")
@@ -43,69 +74,96 @@ def plan(
 ) -> None:
     """Plan the tables of a model by predicted cost, and say why each is sharded as it is.
 
-    Neither the machines nor the model's weights have to be there.
+    Neither the machines nor the model's weights have to be there:
+
+    torchrec-2dsp plan --config demo --calibration emulated_1gbit
     """
+    machines = _of_machines(calibration, ranks_per_host, world_size)
     with shown_errors():
-        _plan(config, overrides or [], json, html)
+        _plan(config, [*(overrides or []), *machines], only, output, html)
 
 
-def _plan(name: str, overrides: list[str], json: Path | None, html: Path | None) -> None:
+def _of_machines(
+    calibration: str, ranks_per_host: int | None, world_size: int | None = None
+) -> list[str]:
+    """Return the options about machines as overrides."""
+    options = {
+        "calibration": calibration,
+        "ranks_per_host": ranks_per_host,
+        "num_ranks": world_size,
+    }
+    return [f"machines.{name}={value}" for name, value in options.items() if value]
+
+
+def _plan(
+    name: str, overrides: list[str], only: str, output: Path | None, html: Path | None
+) -> None:
     from torchrec_2dsp.plan.serialize import save
-    from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import quiet_upstream
-    from torchrec_2dsp.programs.plan import PlanConfig, planning
+    from torchrec_2dsp.programs.plan import OPEN_RUN, planning, to_plan
     from torchrec_2dsp.report.page import graph_objects
 
     quiet_upstream()
-    check_writable(json)
+    check_writable(output)
     check_writable(html)
     if html is not None:
         graph_objects()  # Said before the search if it is missing.
-    work = planning(load_config(PlanConfig, name, overrides))
     console = Console()
+    with ReadingProgress(console) as progress:
+        source = to_plan(name, overrides, run=only, progress=progress.show)
+    work = planning(source)
     with console.status("searching"):
         plan = work.planner.plan(work.model, work.sharders)
     # As it is: a log file is as wide as a terminal.
     explained = work.explained()
-    typer.echo(str(explained))
+    typer.echo(f"{fill(work.title, 100)}\n\n{explained}" if work.title else str(explained))
     if work.dense is not None:
         typer.echo(f"\nThe dense part, by predicted time; the first is best.\n\n{work.dense}")
-    if json is not None:
-        save(plan, json)
+    if output is not None:
+        save(plan, output)
     if html is not None:
         explained.write_html(html, f"Why this plan: {Path(name).name}")
-    for written in (json, html):
+    for written in (output, html):
         if written is not None:
             console.print(f"wrote {written}", soft_wrap=True)
+    if output is not None and work.title:
+        how = f"train --config {name} --set runs.{OPEN_RUN}.plan={output} --only {OPEN_RUN}"
+        console.print(f"a run trains by it: {how}", soft_wrap=True, highlight=False)
 
 
 def simulate(
     config: _Config,
     ranks: Annotated[str, typer.Option(help="Sizes of the world, such as 256,512,1024,2048,4096.")],
     overrides: _Overrides = None,
+    only: _Only = "",
+    calibration: _Calibration = "",
+    ranks_per_host: _RanksPerHost = None,
 ) -> None:
-    """Predict the best plan's step on worlds of several sizes."""
+    """Predict the best plan's step on worlds of several sizes.
+
+    The global batch of a train config is the same on all of them.
+    """
     with shown_errors():
-        _simulate(config, ranks, overrides or [])
+        machines = _of_machines(calibration, ranks_per_host)
+        _simulate(config, ranks, [*(overrides or []), *machines], only)
 
 
-def _simulate(name: str, ranks: str, overrides: list[str]) -> None:
+def _simulate(name: str, ranks: str, overrides: list[str], only: str) -> None:
     from torchrec_2dsp.errors import ConfigError
-    from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import quiet_upstream
-    from torchrec_2dsp.programs.plan import PlanConfig, planning
+    from torchrec_2dsp.programs.plan import on_ranks, planning, to_plan
 
     quiet_upstream()
     sizes = ranks.replace(" ", "").split(",")
     if not all(size.isdecimal() and int(size) for size in sizes):
         raise ConfigError(f"--ranks {ranks}: give sizes of worlds, such as 256,512")
     console = Console()
+    with ReadingProgress(console) as progress:
+        source = to_plan(name, overrides, run=only, progress=progress.show)
     simulated: list[tuple[int, Explanation, DenseChoices | None]] = []
     for size in sorted(map(int, sizes)):
         with console.status(f"searching for {size:,} ranks"):
-            work = planning(
-                load_config(PlanConfig, name, [*overrides, f"machines.num_ranks={size}"])
-            )
+            work = planning(on_ranks(source, size))
             work.planner.search(work.model, work.sharders)
         simulated.append((size, work.planner.explain(), work.dense))
     show_simulated(simulated, console)

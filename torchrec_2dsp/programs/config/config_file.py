@@ -132,9 +132,35 @@ def load_config(
     return make_config(kind, tree, source=str(path))
 
 
+def kind_of(path: str | Path, kinds: Sequence[type[BaseModel]]) -> type[BaseModel]:
+    """Choose the kind of config that a file is, by the section that only this kind has.
+
+    Raises:
+        ConfigError: it is of none of these kinds, or of several; the text names them.
+    """
+    file = find_config(path)
+    tree = _read(file)
+    if (named := tree.get("include")) is not None:
+        tree |= _read(find_config(str(named), _WORKLOADS, beside=file.parent))
+    sections = {_own_section(kind): kind for kind in kinds}
+    given = [section for section in sections if section in tree]
+    if len(given) == 1:
+        return sections[given[0]]
+    wanted = " or ".join(f"[{name}] for {_COMMANDS[name]}" for name in sections)
+    raise ConfigError(
+        f"{path} has {'both' if given else 'neither'} of the sections that say what a config is "
+        f"for; give one with {wanted}"
+    )
+
+
+def _own_section(kind: type[BaseModel]) -> str:
+    """Return the section that only this kind of config has; empty without."""
+    return next((section for section in _COMMANDS if section in kind.model_fields), "")
+
+
 def _check_command(kind: type[BaseModel], tree: Mapping[str, Any], source: str) -> None:
     """Raise `ConfigError` if a config is for another command."""
-    own = next((section for section in _COMMANDS if section in kind.model_fields), None)
+    own = _own_section(kind)
     given = next((section for section in _COMMANDS if section in tree), None)
     if own and given and own not in tree:
         raise ConfigError(

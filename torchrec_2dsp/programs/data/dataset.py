@@ -148,6 +148,18 @@ def open_together(
     return opened
 
 
+def open_alone(section: DataSection[Opened], progress: Progress | None = None) -> Opened:
+    """Open the data that a section describes, in a process without process groups.
+
+    Args:
+        section: a log's files are converted where that wasn't done before.
+        progress: called during conversion and passes over the log.
+    """
+    if isinstance(section, LogSection):
+        section.convert(0, 1, progress)
+    return _opened(section, progress)
+
+
 def _opened(section: DataSection[Opened], progress: Progress | None) -> Opened:
     if isinstance(section, LogSection):
         return section.dataset(progress)

@@ -246,6 +246,12 @@ class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
         """True if the planner predicts steps and chooses what this config leaves open."""
         return not self.plan and bool(self.calibration or not self.num_groups)
 
+    @property
+    def says_sync(self) -> bool:
+        """True if a key says how replicas stay equal, which a plan file says as well."""
+        fields = type(self).model_fields
+        return any(getattr(self, name) != fields[name].get_default() for name in _COPIES)
+
     @model_validator(mode="before")
     @classmethod
     def _leave_mesh_open(cls, tree: Any) -> Any:

@@ -17,7 +17,12 @@ from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
+from torchrec.distributed.planner.types import (
+    KernelConfig,
+    Topology,
+    TopologyFactory,
+    TrainerConfig,
+)
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
@@ -53,9 +58,9 @@ from torchrec_2dsp.programs.models.planned import (
     StockSequenceSharder,
     collective_plan,
     local_shards,
-    planner_arguments,
 )
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
+from torchrec_2dsp.programs.train.planner import access_of, arguments_of, planner_by_cost
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_
 from torchrec_2dsp.shard.sharders import (
@@ -115,13 +120,14 @@ def sharded_model(
     num_steps = _num_steps(config, dataset)
     if run.stock:
         sharders = _stock_sharders(config.optimizer)
-        plan = _stock_plan(model, sharders, _planner_arguments(config, shape, RunConfig(), None))
+        arguments = arguments_of(config, RunConfig(), shape, _topology(config))
+        plan = _stock_plan(model, sharders, arguments)
         parallel_model = _stock_model(model, plan, sharders, device, seed=config.model.seed)
         return parallel_model, PlannedRun(plan, tables, num_steps)
     if run.balance is not None:
         weigh_losses_(model)
     sharders = make_sharders(config, run, shape)
-    plan, explanation = _plan_run(config, name, shape, model, sharders)
+    plan, explanation = _plan_run(config, name, dataset, model, sharders)
     planned = PlannedRun(plan, tables, num_steps, explanation)
     part = _make_dense_part(config, run, model)
     parallel_model = ModelParallel2D(
@@ -177,7 +183,7 @@ def _num_steps(config: TrainConfig, dataset: Dataset) -> int:
 
 
 def _plan_run(
-    config: TrainConfig, name: str, shape: BatchShape, model: nn.Module, sharders: _Sharders
+    config: TrainConfig, name: str, dataset: Dataset, model: nn.Module, sharders: _Sharders
 ) -> tuple[Plan2D, str]:
     """Read a run's plan, or search one with the run's pins; return it and its explanation.
 
@@ -185,47 +191,43 @@ def _plan_run(
         All ranks agree whether files could be read, and rank 0 broadcasts one pickled object.
     """
     run, world_size = config.runs[name], dist.get_world_size(world_group())
+    shape, is_first = shape_of(config.data, dataset), dist.get_rank(world_group()) == 0
     with agreeing(world_group()):
-        mesh = config.mesh(name, world_size)
         access = AccessStats.load(run.access) if run.access else None
         calibration = Calibration.load(run.calibration) if run.calibration else None
         if run.plan:
             return _plan_of_file(name, run, world_size), ""
-        arguments = _planner_arguments(config, shape, run, calibration)
-        if run.is_planned_by_cost:
-            arguments |= {"calibration": calibration, "access": access}
-        planner = Planner2D(**arguments, mesh=mesh, sync=run.sync_config)
+        topology = _topology(config, calibration)
+        if calibration is not None:
+            # Only rank 0 searches.
+            access = access_of(config, run, model, dataset) if is_first else None
+            planner = planner_by_cost(config, name, shape, model, topology, calibration, access)
+        else:
+            arguments = arguments_of(config, run, shape, topology)
+            if run.is_planned_by_cost:
+                arguments["access"] = access
+            mesh = config.mesh(name, world_size)
+            planner = Planner2D(**arguments, mesh=mesh, sync=run.sync_config)
     pins = None if run.is_planned_by_cost else run
     plan = collective_plan(planner, model, sharders, pins=pins, data=shape, access=access)
-    is_searched_here = run.is_planned_by_cost and dist.get_rank(world_group()) == 0
-    return plan, str(planner.explain()) if is_searched_here else ""
+    return plan, str(planner.explain()) if run.is_planned_by_cost and is_first else ""
 
 
-def _planner_arguments(
-    config: TrainConfig, shape: BatchShape, run: RunConfig, calibration: Calibration | None
-) -> dict[str, Any]:
-    """Return the arguments that TorchRec's planner and this package's share."""
+def _topology(config: TrainConfig, calibration: Calibration | None = None) -> Topology:
     world_size = dist.get_world_size(world_group())
     local_size = get_local_size(world_size)
     if calibration is not None:
-        topology = calibration.topology(world_size, local_size)
-    else:
-        topology = TopologyFactory.create_topology(
-            TrainerConfig(world_size=world_size, local_world_size=local_size),
-            kernel_config=KernelConfig(compute_device=config.loop.device),
-        )
-    return planner_arguments(
-        shape,
-        run.sharding_types or config.model.sharding_types,
-        topology,
-        batch_size=config.loop.batch_size // world_size,
+        return calibration.topology(world_size, local_size)
+    return TopologyFactory.create_topology(
+        TrainerConfig(world_size=world_size, local_world_size=local_size),
+        kernel_config=KernelConfig(compute_device=config.loop.device),
     )
 
 
 def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
     plan = serialize.load(run.plan)
     plan.mesh.check_world(world_size)
-    if plan.sync != run.sync_config:
+    if run.says_sync and plan.sync != run.sync_config:
         raise ConfigError(
             f"runs.{name} has {run.sync_config}, and the plan {run.plan} has {plan.sync}; let the "
             "run say what the plan says"

@@ -1,0 +1,173 @@
+"""`plan` and `simulate` take the config of a training run and its log."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+import torchrec_2dsp as tdsp
+from torchrec_2dsp.cost.calibration import KernelCost
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline
+from torchrec_2dsp.plan.serialize import load
+from torchrec_2dsp.programs.cli.app import app
+from torchrec_2dsp.programs.config.config_file import load_config
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.models.kinds import build_any_model, estimated_dense_work
+from torchrec_2dsp.programs.plan import RunToPlan, planning, to_plan
+from torchrec_2dsp.programs.train.config import TrainConfig
+
+ROWS = [(f"u{number % 7}", f"i{number * number % 11}") for number in range(400)]
+CONFIG = """
+[data]
+kind = "table"
+files = ["clicks.csv"]
+label = "clicked"
+features = [
+  { name = "user", num_rows = 50, encoding = "vocabulary", min_count = 1 },
+  { name = "item", num_rows = 5_000 },
+]
+dense = [{ column = "price" }]
+prepared = "prepared"
+[loop]
+global_batch_size = 40
+[runs.stock]
+stock = true
+[runs.main]
+"""
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{number % 2},{user},{item},1.5" for number, (user, item) in enumerate(ROWS)]
+    Path("clicks.csv").write_text("\n".join(["clicked,user,item,price", *lines]))
+    Path("mine.toml").write_text(CONFIG)
+
+
+def run(command: str, *arguments: str) -> tuple[int, str]:
+    calibrated = () if "--calibration" in arguments else ("--calibration", "emulated_1gbit")
+    result = CliRunner().invoke(app, [command, "--config", "mine.toml", *calibrated, *arguments])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def source(*overrides: str, config: str = "mine.toml", run: str = "") -> RunToPlan:
+    machines = ("machines.calibration=emulated_1gbit", *overrides)
+    result = to_plan(config, machines, run=run)
+    assert isinstance(result, RunToPlan)
+    return result
+
+
+def workload_of(result: RunToPlan) -> Any:
+    work = planning(result)
+    work.planner.search(work.model, work.sharders)
+    return work.planner.explain().setting.workload
+
+
+def test_a_log_is_planned_from_an_empty_folder(tmp_path: Path) -> None:
+    code, text = run("plan", "--output", "plan.json")
+    assert code == 0, text
+    # The machines are those of the calibration: two hosts with two ranks.
+    assert "The run 'main': 40 samples per step on 4 ranks, 2 per host." in text
+    assert "batch 10 per rank" in text
+    assert "TorchRec's planner, told the same bandwidths" in text
+    assert "--set runs.planned.plan=plan.json --only planned" in text
+    plan = load("plan.json")
+    names = {name for _, part in plan.modules() for name, _ in part.tables()}
+    assert names == {"t_user", "t_item"}
+    # A vocabulary has the rows of its values, as in training.
+    assert re.search(r"t_user 9 16", text)
+
+
+def test_rows_are_counted_in_the_log() -> None:
+    counted = source().access
+    users = Counter(user for user, _ in ROWS[:360])
+    assert counted["t_user"].counts.tolist() == sorted(users.values(), reverse=True)
+    assert counted["t_item"].num_lookups == 360
+    assert workload_of(source()).table("t_item").ids_per_sample == 1.0
+
+
+def test_negatives_count_as_the_lookups_that_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec_2dsp.programs.train.planner._COUNTED_IDS", 20_000)
+    overrides = ("data.num_items=50", "model.num_negatives=5", "data.max_length=6")
+    result = source(*overrides, "model.max_length=6", config="sequence")
+    batch = next(
+        load_config(TrainConfig, "sequence", overrides)
+        .data.dataset()
+        .batches(Split.TRAIN, global_batch_size=2_000, rank=0, world_size=1)
+    )
+    lengths = batch.sparse_features["item"].lengths()
+    table = workload_of(result).table("t_item")
+    assert table.ids_per_sample == pytest.approx(float(lengths.float().mean()) + 5, rel=0.02)
+    assert planning(result).dense is not None
+
+
+def test_what_a_run_says_is_kept() -> None:
+    keys = ("num_groups=2", "exchange=row", "sharding_types=['row_wise']", "prefetch_rows=true")
+    work = planning(source(*(f"runs.main.{key}" for key in keys)))
+    plan = work.planner.plan(work.model, work.sharders)
+    assert plan.mesh.num_groups == 2
+    tables = [table for _, part in plan.modules() for _, table in part.tables()]
+    assert {table.exchange for table in tables} == {Exchange.ROW}
+    assert work.planner.explain().setting.workload.pipeline is Pipeline.ROW_PREFETCH
+
+
+def test_dense_work_is_that_of_the_products() -> None:
+    config = load_config(TrainConfig, "mine.toml", ["model.kind=dcn", "model.dim=32"])
+    data = source().shape
+    dense_model = build_any_model(data, config.model)
+    once = KernelCost(base_s=0.0, per_item_s=1.0, per_byte_s=0.0)
+    calibration = tdsp.Calibration.load(source().machines.calibration)
+    kernels = calibration.kernels.model_copy(update={"matmul": once})
+    work = estimated_dense_work(config.model, dense_model, kernels, 20)
+    batches = config.data.dataset().batches(Split.TRAIN, global_batch_size=20, rank=0, world_size=1)
+    with batches as opened, FlopCounterMode(display=False) as counter, torch.no_grad():
+        dense_model(next(opened))
+    assert work.forward_s == pytest.approx(counter.get_total_flops(), rel=1e-6)
+    assert work.backward_s == 2 * work.forward_s
+    names = [(name, weight) for name, weight in dense_model.named_parameters()]
+    dense = [weight.numel() for name, weight in names if "embedding_bags" not in name]
+    assert work.gradient_bytes == 4 * sum(dense)
+
+
+def test_worlds_are_simulated_for_a_training_run() -> None:
+    code, text = run("simulate", "--ranks", "2,4", "--set", "machines.slower.link=3")
+    assert code == 0, text
+    assert "Predicted, not measured, from emulated_1gbit with link x 3" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--only", "nope"), "there is no run 'nope'; the config has stock, main"),
+        (("--only", "stock"), "runs.stock is TorchRec alone, so there is nothing to search"),
+        (("--set", "runs.main.plan=p.json", "--only", "main"), "runs.main is trained by the plan"),
+        (("--world-size", "3"), "num_ranks=3 is no multiple of ranks_per_host=2"),
+        (("--world-size", "6"), "loop.global_batch_size=40 is not a multiple of the 6 ranks"),
+        (("--calibration", ""), "mine.toml doesn't say on which machines it would be trained"),
+        (("--calibration", "nope"), "emulated_1gbit, emulated_200mbit, emulated_no_limit"),
+        (("--config", "plan", "--only", "main"), "plan is a config for plan, which has no runs"),
+        (("--config", "bench"), "bench has neither of the sections that say what a config is for"),
+        (("--config", "both.toml"), "give one with [runs] for train or [machines] for plan"),
+    ],
+)
+def test_errors_say_what_is_missing(arguments: tuple[str, ...], text: str) -> None:
+    Path("both.toml").write_text(CONFIG + "[machines]\n")
+    code, output = run("plan", *arguments)
+    assert code == 2
+    assert text in output
+
+
+def test_a_run_names_its_machines() -> None:
+    Path("mine.toml").write_text(CONFIG + 'calibration = "emulated_200mbit"\n')
+    code, text = run("plan", "--calibration", "", "--world-size", "2", "--ranks-per-host", "1")
+    assert code == 0, text
+    assert "on 2 ranks, 1 per host" in text
+    assert "on emulated_200mbit" in text
+    with pytest.raises(ConfigError, match=r"^mine.toml: machines: num_ranks=5 is no multiple"):
+        source("machines.num_ranks=5")

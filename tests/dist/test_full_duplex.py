@@ -7,7 +7,9 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -19,12 +21,12 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.support.models import ModelSpec, make_batch
-from tests.support.oracle import local_loss
-from tests.support.parity import ONE, Cell, local_shards, make_optimizer
+from tests.support.loops import largest_gap, make_stream, train
+from tests.support.models import HOT_ROWS, SEQUENCES
+from tests.support.parity import FOUR, ONE, TWO, Cell
 from tests.support.ranks import RankPool, RanksFailed, run_ranks
-from tests.support.trips import make_stock_group
-from torchrec_2dsp import Mesh2D
+from tests.support.slices import Deal
+from torchrec_2dsp import Mesh2D, WeightSync
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.full_duplex import FullDuplexGroup, full_duplex_backend
 from torchrec_2dsp.comms.groups import MeshGroups
@@ -315,6 +317,7 @@ def make_and_destroy_groups(rank: int, world_size: int, folder: Path) -> dict[st
     """Count what is left after groups were created, used and destroyed."""
     start_world(rank, world_size, folder / "store")
     groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
+    assert MeshGroups.for_mesh(Mesh2D(2, 1), "cpu", full_duplex=True) is groups
     assert isinstance(groups.replica_peers, FullDuplexGroup)
     groups.close()
 
@@ -351,32 +354,53 @@ def test_destroyed_groups_leave_nothing(tmp_path: Path) -> None:
     assert left == [{"task": 0, "fd": 0, "groups": 0}] * 2
 
 
-def train(rank: int, world_size: int, folder: Path | None) -> list[torch.Tensor]:
-    """Return the weights after some steps of stock TorchRec, in a gloo world or in ours."""
-    if folder is not None:
-        start_world(rank, world_size, folder / "store")
-    weights = []
-    for sharding in ("table_wise", "row_wise"):
-        cell = Cell(ONE, sharding, ModelSpec())
-        model = make_stock_group(cell, world_size)
-        optimizer = make_optimizer(model)
-        with count_collectives() as seen:
-            for step in range(2):
-                optimizer.zero_grad()
-                local_loss(model(make_batch(cell.spec, seed=10 * step + rank))).backward()
-                optimizer.step()
-        assert seen.counts()["all_to_all_single"] > 0
-        for value in model.state_dict().values():
-            weights += [shard for shard, _ in local_shards(value)]
-    return weights
+PLANS = [
+    *(
+        replace(cell, mesh=mesh, stock_wrapper=stock_wrapper)
+        for mesh, stock_wrapper in product((ONE, TWO, FOUR), (False, True))
+        for cell in (
+            Cell(ONE, "table_wise", hot_rows=HOT_ROWS),
+            Cell(ONE, "table_wise", exchange="nonempty", hot_rows=HOT_ROWS),
+            Cell(ONE, "column_wise", variable=True),
+            Cell(ONE, "row_wise"),
+            Cell(ONE, "row_wise", SEQUENCES),
+            Cell(ONE, "table_row_wise"),
+            Cell(ONE, exchange="row", hot_rows=HOT_ROWS),
+            Cell(ONE, exchange="row", spec=SEQUENCES),
+        )
+    ),
+    Cell(ONE, exchange="row_per_host"),
+    Cell(ONE, exchange="row_per_host", stock_wrapper=True, variable=True),
+    Cell(TWO, exchange="row", in_world=("t1",), sync=WeightSync()),
+    Cell(TWO, "table_wise", sync=WeightSync()),
+]
 
 
-def test_torchrec_trains_to_the_same_bits(ranks4: RankPool, tmp_path: Path) -> None:
-    expected = ranks4.run(train, None)
-    actual = run_ranks(train, 4, tmp_path, start_method="forkserver")
-    for ours, stock in zip(actual, expected, strict=True):
-        assert len(ours) == len(stock) > 0
-        assert all(torch.equal(*pair) for pair in zip(ours, stock, strict=True))
+def train_both_ways(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, set[str]]]:
+    """Return each cell's gap between the two all-to-alls, and the groups that got only one."""
+    answers = []
+    for cell in cells:
+        stream = make_stream(cell, 3)
+        trained, groups = [], []
+        for full_duplex in (False, True):
+            exchange = FullDuplexGroup._exchange
+            with patch.object(FullDuplexGroup, "_exchange", autospec=True) as exchanges:
+                exchanges.side_effect = exchange
+                trained.append(train(replace(cell, full_duplex=full_duplex), rank, stream))
+            groups.append({call.args[0].group_desc for call in exchanges.mock_calls})
+        answers.append((largest_gap(*trained), groups[1] - groups[0]))
+    return answers
+
+
+def test_plans_in_full_duplex_train_to_the_same_bits(two_hosts: RankPool, dealt: Deal) -> None:
+    cells = dealt(PLANS)
+    answers = two_hosts.run(train_both_ways, cells, timeout_s=300)
+    for cell, by_rank in zip(cells, zip(*answers, strict=True), strict=True):
+        for gap, groups in by_rank:
+            assert gap == 0.0, f"{cell}: {gap}"
+            # A rank alone exchanges nothing.
+            used = groups & {"mesh_shard", "sharding_cross_pg"}
+            assert used or cell.mesh.group_size == 1, f"{cell}: only {groups} are in full duplex"
 
 
 TIMEOUT_S = 5

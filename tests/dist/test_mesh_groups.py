@@ -1,6 +1,7 @@
 """`MeshGroups`: the right ranks on each axis, reuse, several meshes, and an orderly exit."""
 
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 from torchrec_2dsp.comms.groups import MeshGroups, Peers, leave_world
 from torchrec_2dsp.errors import MeshError
 
@@ -50,8 +52,11 @@ def expected_ranks_and_sums(rank: int, mesh: Mesh2D) -> dict[str, tuple[list[int
 
 def use_meshes(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str, Any]]:
     """Use several meshes in turn, open at the same time."""
-    opened = [MeshGroups.for_mesh(mesh, "cpu") for mesh in meshes]
+    ways = [(mesh, full_duplex) for mesh in meshes for full_duplex in (False, True)]
+    opened = [MeshGroups.for_mesh(mesh, "cpu", full_duplex=way) for mesh, way in ways]
     actual = [ranks_and_sums(rank, groups) for groups in opened]
+    backends = [dist.get_backend(groups.sharding_group) for groups in opened]
+    assert backends == ["gloo", full_duplex_backend()] * len(meshes)
     for groups in opened:
         groups.close()
     return actual
@@ -59,7 +64,8 @@ def use_meshes(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[st
 
 def test_groups_have_the_ranks_of_the_mesh(ranks4: RankPool) -> None:
     for rank, actual in enumerate(ranks4.run(use_meshes, MESHES)):
-        assert actual == [expected_ranks_and_sums(rank, mesh) for mesh in MESHES]
+        expected = [expected_ranks_and_sums(rank, mesh) for mesh in MESHES]
+        assert (actual[::2], actual[1::2]) == (expected, expected)
 
 
 def close_one_of_two(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -88,11 +94,14 @@ def open_twice(rank: int, world_size: int) -> tuple[bool, bool, dict[str, int]]:
     first = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu")
     again = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu")
     other = MeshGroups.for_mesh(MESHES[1], "cpu")
+    duplex = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu", full_duplex=True)
     with count_collectives() as closing:
         first.close()
         first.close()
+    assert MeshGroups.for_mesh(Mesh2D(2, 2), "cpu", full_duplex=True) is duplex
+    duplex.close()
     other.close()
-    return first is again, first is other, closing.counts()
+    return first is again, first in (other, duplex), closing.counts()
 
 
 def test_equal_meshes_share_groups(ranks4: RankPool) -> None:
@@ -184,10 +193,10 @@ def test_peers_that_share_hosts_have_groups_for_that(ranks8: RankPool, ranks4: R
 
 
 def timeouts(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str, timedelta]]:
-    """Return each group's timeout by mesh, TorchRec's node groups included."""
+    """Return each group's timeout by mesh and all-to-all, TorchRec's node groups included."""
     of_meshes = []
-    for mesh in meshes:
-        groups = MeshGroups.for_mesh(mesh, "cpu")
+    for mesh, full_duplex in product(meshes, (False, True)):
+        groups = MeshGroups.for_mesh(mesh, "cpu", full_duplex=full_duplex)
         with groups.node_groups():
             nodes = intra_and_cross_node_pg_2D(groups.sharding_env(), torch.device("cpu"))
         named = {
@@ -261,7 +270,7 @@ def test_a_new_world_gets_new_groups(tmp_path: Path, close_old: bool) -> None:
 
 def leave(rank: int, world_size: int) -> list[int]:
     """Threads of gloo's before and after the world is left, though the groups are still known."""
-    groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
+    groups = MeshGroups.for_mesh(Mesh2D(1, 2), "cpu", full_duplex=True)
     actual = ranks_and_sums(rank, groups)
     assert len(actual) == len(AXES)
     before = count_threads("gloo")

@@ -65,7 +65,7 @@ def test_bags_train_as_without(ranks4: RankPool, dealt: Deal) -> None:
     cells = [replace(ROWS, spec=spec) for spec in specs]
     cells += [replace(ROWS, optimizer=entry, hot_rows=HOT_ROWS) for entry in ("sgd", "adagrad")]
     cells += [replace(ROWS, owners="hash"), replace(ROWS, sync=tdsp.WeightSync())]
-    cells += [replace(ROWS, stock_wrapper=True)]
+    cells += [replace(ROWS, stock_wrapper=True), replace(ROWS, full_duplex=True)]
     check(ranks4, dealt(cells))
 
 

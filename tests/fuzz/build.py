@@ -1,6 +1,7 @@
 """Build the sharded model of a case: plan, sharders, wrapper, dense part, optimizers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -179,6 +180,7 @@ def make_plan(case: Case) -> tdsp.Plan2D:
         for number, module in enumerate(case.modules)
     }
     plan = tdsp.Plan2D.from_stock(ShardingPlan(dict(modules)), case.mesh, case.sync.config)
+    plan = replace(plan, full_duplex=case.full_duplex)
     for name, table in case.tables.items():
         plan = tdsp.pin(
             plan,

@@ -215,6 +215,8 @@ class Case:
     bad_ids: str = "raise"
     has_bad_ids: bool = False
     """Whether some batches have ids that no row has."""
+    full_duplex: bool = False
+    """Whether the plan is."""
     qcomms: str = "none"
     """The type of TorchRec's quantised communication."""
     events: tuple[tuple[int, str], ...] = ()

@@ -37,6 +37,7 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "skew": (0.0, 1.0, 3.0),
     "bad_ids": ("raise", "drop", "clamp"),
     "has_bad_ids": (False, False, False, True),
+    "full_duplex": (False, True),
     "qcomms": ("none",) * 9 + ("fp16",),
 }
 SYNC_CHOICES: dict[str, tuple[Any, ...]] = {

@@ -1,7 +1,7 @@
 """`Cell`, one combination of the parity matrix, and its plans."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -44,6 +44,8 @@ class Cell:
     """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
     in_world: tuple[str, ...] = ()
     """Tables with one copy, on the ranks of all groups."""
+    full_duplex: bool = False
+    """Whether the plan is full duplex."""
     proposed: bool = False
     """Whether TorchRec's planner makes the plan, of this package's proposals."""
 
@@ -54,6 +56,7 @@ class Cell:
         parts += [f"{self.exchange}-exchange"] * (self.exchange != "pooled")
         parts += [self.transport] * (self.transport != "fp32")
         parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
+        parts += ["full-duplex"] * self.full_duplex
         parts += ["proposed"] * self.proposed + [f"{name} once" for name in self.in_world]
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
         return " ".join(parts + ["VBE"] * self.variable + ["captured"] * self.always_capture)
@@ -94,6 +97,7 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: 
     if key not in _STOCK_PLANS:
         _STOCK_PLANS[key] = group_planner(cell).plan(model, [sharder])  # type: ignore[list-item]
     plan = tdsp.Plan2D.from_stock(_STOCK_PLANS[key], cell.mesh, cell.sync)
+    plan = replace(plan, full_duplex=cell.full_duplex)
     for table in cell.spec.tables:
         plan = tdsp.pin(
             plan,

@@ -30,11 +30,15 @@ PROGRAMS = {
     ),
     "2x2 averaged": Program(Cell(_TWO, sync=tdsp.WeightSync())),
     "4x1 two hosts": Program(Cell(tdsp.Mesh2D(4, 1)), ranks_per_host=2),
-    "1x4 prefetch": Program(Cell(_ONE, exchange="row", owners="hash"), loop="prefetch"),
+    "1x4 prefetch": Program(
+        Cell(_ONE, exchange="row", owners="hash", full_duplex=True), loop="prefetch"
+    ),
     "1x4 pipeline": Program(
         Cell(_ONE, exchange="row_per_host", hot_rows=HOT), loop="pipeline", ranks_per_host=2
     ),
-    "1x4 nonempty": Program(Cell(_ONE, "table_wise", exchange="nonempty", hot_rows=HOT)),
+    "1x4 nonempty": Program(
+        Cell(_ONE, "table_wise", exchange="nonempty", hot_rows=HOT, full_duplex=True)
+    ),
 }
 """All programs by their names."""
 

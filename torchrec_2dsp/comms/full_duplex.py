@@ -2,7 +2,8 @@
 
 Gloo's own all-to-all posts a send before the receive that answers it, and two hosts then often
 take turns: the exchange takes twice as long as the link needs. Here all receives are posted before
-the first send. In all other respects the backend is gloo. Its name is registered on first use:
+the first send. In all other respects the backend is gloo. Sharding groups have it where the plan
+says ``full_duplex``. A whole world has it by its name, which is registered on first use:
 
     from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 

@@ -7,7 +7,7 @@ group of their own prevents both.
 
 import atexit
 import gc
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -192,15 +192,22 @@ def own_subgroup(
     return _added(cast(dist.ProcessGroup, group))
 
 
-def own_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...]) -> DeviceMesh:
+def own_mesh(
+    ranks: torch.Tensor,
+    device_type: str,
+    axes: tuple[str, ...],
+    backends: Mapping[str, str | None] | None = None,
+) -> DeviceMesh:
     """Create a mesh of world ranks for torch and TorchRec, whose groups have the world's timeout.
 
-    The group of an axis is that of the world, if it has all of its ranks.
+    ``backends`` has the axes whose backend isn't the world's. The group of any other axis is the
+    world's if it has all of its ranks.
 
     Collectives:
         The creation of the groups, which all ranks of the world call.
     """
-    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=axes)
+    overrides = tuple(((backends or {}).get(axis), None) for axis in axes)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=axes, backend_override=overrides)
     timeout = timeout_of(WorldGroups.current().world, device_type)
     for group in mesh.get_all_groups():
         set_timeout(group, timeout)
@@ -252,15 +259,22 @@ def by_host(ranks: Sequence[int], ranks_per_host: int) -> list[list[int]] | None
 AXIS_NAMES = ("replicate", "shard")
 
 
+def _is_gloo(world: dist.ProcessGroup) -> bool:
+    return dist.get_backend(world) == dist.Backend.GLOO
+
+
 class MeshGroups:
     """One mesh's process groups on this rank.
+
+    With ``full_duplex``, the all-to-alls of a gloo world's sharding groups are those of
+    `torchrec_2dsp.comms.full_duplex`; their other collectives are gloo's.
 
     Collectives:
         Building it creates process groups, so all ranks of the world must do it, in the same
         order relative to other group creations. `for_mesh` reuses the groups of an equal mesh.
     """
 
-    def __init__(self, mesh: Mesh2D, device_type: str) -> None:
+    def __init__(self, mesh: Mesh2D, device_type: str, *, full_duplex: bool = False) -> None:
         world = world_group()
         mesh.check_world(dist.get_world_size(world))
         self.mesh = mesh
@@ -273,7 +287,14 @@ class MeshGroups:
         """This rank in the world."""
         self._created = WorldGroups.current()
         self._device_type = device_type
-        self.device_mesh = own_mesh(torch.tensor(mesh.rank_matrix()), device_type, AXIS_NAMES)
+        # NCCL is full duplex by itself, and so are all groups of a full-duplex world.
+        self._row_backend = full_duplex_backend() if _is_gloo(world) else None
+        self.device_mesh = own_mesh(
+            torch.tensor(mesh.rank_matrix()),
+            device_type,
+            AXIS_NAMES,
+            {"shard": self._row_backend if full_duplex else None},
+        )
         """TorchRec's view of the mesh, with the axes "replicate" and "shard"."""
         self.sharding_group = self.device_mesh.get_group("shard")
         """The ranks that share this rank's copy of the tables."""
@@ -297,9 +318,8 @@ class MeshGroups:
         self._node_groups = NodeGroupCache()
 
     def _new_peers(self, name: str, sets: list[list[int]]) -> Peers:
-        """Create groups for the exchange of rows, in full duplex on gloo."""
-        is_gloo = dist.get_backend(self.world) == dist.Backend.GLOO
-        backend = full_duplex_backend() if is_gloo else None
+        """Create groups for the exchange of rows."""
+        backend = self._row_backend
         everyone = self._new_group(name, sets, backend)
         set_hosts = [by_host(ranks, self.local_world_size) for ranks in sets]
         layered = [hosts for hosts in set_hosts if hosts is not None]
@@ -322,13 +342,15 @@ class MeshGroups:
         return self._own_groups[-1]
 
     @classmethod
-    def for_mesh(cls, mesh: Mesh2D, device_type: str) -> "MeshGroups":
+    def for_mesh(cls, mesh: Mesh2D, device_type: str, *, full_duplex: bool = False) -> "MeshGroups":
         """Return the groups of ``mesh`` in the current world, created on first use and shared."""
-        mesh.check_world(dist.get_world_size(world_group()))
+        world = world_group()
+        mesh.check_world(dist.get_world_size(world))
+        key = (mesh, device_type, full_duplex and _is_gloo(world))
         shared = WorldGroups.current().shared
-        if (mesh, device_type) not in shared:
-            shared[mesh, device_type] = cls(mesh, device_type)
-        groups: MeshGroups = shared[mesh, device_type]
+        if key not in shared:
+            shared[key] = cls(mesh, device_type, full_duplex=full_duplex)
+        groups: MeshGroups = shared[key]
         return groups
 
     def sharding_env(self) -> ShardingEnv2D:
@@ -366,6 +388,5 @@ class MeshGroups:
         dist.barrier(self.world)
         self._created.destroy([*self._own_groups, *self._node_groups.groups()])
         self._node_groups.clear()
-        key = (self.mesh, self._device_type)
-        if self._created.shared.get(key) is self:
+        for key in [key for key, value in self._created.shared.items() if value is self]:
             del self._created.shared[key]

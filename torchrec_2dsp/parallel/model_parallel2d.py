@@ -138,7 +138,7 @@ class ModelParallel2D(DMPCollection):
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(get_local_size(world_group().size()))
             facts["the sharders"] = repr([_describe_sharder(sharder) for sharder in sharders])
-        groups = MeshGroups.for_mesh(plan.mesh, device.type)
+        groups = MeshGroups.for_mesh(plan.mesh, device.type, full_duplex=plan.full_duplex)
         self._device = device
         self._pg = groups.world
         self._global_rank = groups.rank

@@ -139,7 +139,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         path: str | None,
         make: Any,
     ) -> Any:
-        groups = MeshGroups.for_mesh(part.plan.mesh, device.type)
+        groups = MeshGroups.for_mesh(part.plan.mesh, device.type, full_duplex=part.plan.full_duplex)
         replication = Replication(
             groups=groups,
             sync=part.plan.sync,

@@ -138,7 +138,7 @@ def _expected(
         for candidate in candidates
     }
     pipeline = Pipeline.ROW_PREFETCH if case.prefetches else Pipeline.SPARSE_DIST
-    workload = replace(workload, tables=tables, pipeline=pipeline)
+    plan, workload = replace(plan, pipeline=pipeline), replace(workload, tables=tables)
     calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
     return CostModel(calibration, local_world_size).memory_cost(plan, workload)
 

@@ -237,11 +237,13 @@ def cost(
     mesh: tdsp.Mesh2D = ONE,
     sync: "tdsp.GradientSync | tdsp.WeightSync" = EXACT,
     calibration: Calibration | None = None,
+    pipeline: Pipeline = Pipeline.BASE,
     **workload: object,
 ) -> StepCost:
-    known = {"batch_size": BATCH, "tables": {}, "pipeline": Pipeline.BASE}
+    known = {"batch_size": BATCH, "tables": {}}
     known_workload = Workload(**(known | workload))  # type: ignore[arg-type]
-    setting = CostSetting(calibration or only_the_link(), known_workload, mesh, sync, 2)
+    of_machines = calibration or only_the_link()
+    setting = CostSetting(of_machines, known_workload, mesh, sync, 2, pipeline)
     return setting.step_cost(setting.loads(tables))
 
 

@@ -33,8 +33,9 @@ from tests.support.planning import (
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.planner.search.best_placements import placements, search
 from torchrec_2dsp.planner.search.choices import Choice, candidates_of
-from torchrec_2dsp.planner.search.cost_search import meshes_of, placements, search
+from torchrec_2dsp.planner.search.cost_search import meshes_of
 from torchrec_2dsp.planner.search.placement import MeshPlacement
 from torchrec_2dsp.planner.search.space import Effort, Selected, Space, selections, smallest
 

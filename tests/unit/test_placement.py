@@ -25,10 +25,12 @@ from tests.support.planning import (
     tables,
     world,
 )
+from torchrec_2dsp.cost.loads import LOADS
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.planner.search.best_placements import search, search_copies
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of
-from torchrec_2dsp.planner.search.cost_search import meshes_of, search, search_copies
+from torchrec_2dsp.planner.search.cost_search import meshes_of
 from torchrec_2dsp.planner.search.placement import (
     Descent,
     MeshPlacement,
@@ -261,7 +263,7 @@ def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
     (outcome,) = search(space.candidates, [space.setting], ENOUGH).placements
     assert {entry.kind for entry in outcome.placement.choices[:3]} == {ShardingType.ROW_WISE}
 
-    descent = Descent(space, space.first_prices, ENOUGH)
+    descent = Descent(space, space.prices(np.zeros(len(LOADS))), ENOUGH)
     whole, in_rows = (
         next(entry for entry in space.choices[0] if entry.kind is kind)
         for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE)
@@ -299,7 +301,7 @@ def test_no_more_is_tried_than_may_be() -> None:
     space = space_of((300_000,) * 3, tdsp.WeightSync(rows=tdsp.SyncedRows.ALL))
     whole = next(entry for entry in space.choices[0] if entry.is_free)
     start = Placement((whole,) * 3, ((0,), (1,), (2,)))
-    descent = Descent(space, space.first_prices, ENOUGH)
+    descent = Descent(space, space.prices(np.zeros(len(LOADS))), ENOUGH)
     assert descent.improved(start, max_tries=0) == (start, 0)
 
 

@@ -162,6 +162,9 @@ class Loads:
     codecs: Mapping[Transport, KernelCost] = field(default_factory=dict)
     """The time of encoding and decoding rows; without any, it isn't counted."""
 
+    prefetches_rows: bool = False
+    """Whether rows of other batches may travel beside computing."""
+
     is_even: bool = False
     """Whether all ranks are known to have the same to do."""
 

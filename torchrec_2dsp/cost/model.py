@@ -113,7 +113,15 @@ class CostModel:
         return cost + setting.of_world().memory_cost(in_world) if in_world else cost
 
     def _setting(self, plan: Plan2D, workload: Workload) -> "CostSetting":
-        return CostSetting(self.calibration, workload, plan.mesh, plan.sync, self.local_world_size)
+        return CostSetting(
+            self.calibration,
+            workload,
+            plan.mesh,
+            plan.sync,
+            self.local_world_size,
+            plan.pipeline,
+            plan.full_duplex,
+        )
 
 
 def _placed(plan: Plan2D, workload: Workload) -> tuple[list[Placed], list[Placed]]:
@@ -137,16 +145,39 @@ class CostSetting:
     mesh: Mesh2D
     sync: SyncConfig
     local_world_size: int
+    pipeline: Pipeline = Pipeline.SPARSE_DIST
+    """Decides what travels while a step computes."""
+
+    full_duplex: bool = False
+    """Whether the sharding groups' all-to-alls are this package's (gloo only)."""
+
     beside: StepCost | None = None
     """The cost of tables that another mesh repeats, and of nothing but those."""
+
+    def __str__(self) -> str:
+        words = self.pipeline.value.replace("_", " "), *["full duplex"] * self.full_duplex
+        return f"{self.mesh}, {' in '.join(words)}"
+
+    @property
+    def prefetches_rows(self) -> bool:
+        """Whether rows travel early; where replicas change rows, too, none do."""
+        return self.pipeline is Pipeline.ROW_PREFETCH and self.mesh.num_groups == 1
+
+    @property
+    def key(self) -> tuple[Mesh2D, Pipeline, bool]:
+        """What the search chooses for all tables together."""
+        return self.mesh, self.pipeline, self.full_duplex
 
     def of_world(self) -> "CostSetting":
         """Return the setting for tables with one copy in the world, and nothing else."""
         # Nor do they hide anything: that their rows may travel beside computing isn't counted.
-        workload = replace(
-            self.workload, dense=DenseWork(), pipeline=self.workload.without_prefetch
+        is_base = self.pipeline is Pipeline.BASE
+        return replace(
+            self,
+            workload=replace(self.workload, dense=DenseWork()),
+            mesh=Mesh2D(1, self.mesh.world_size),
+            pipeline=Pipeline.BASE if is_base else Pipeline.SPARSE_DIST,
         )
-        return replace(self, workload=workload, mesh=Mesh2D(1, self.mesh.world_size))
 
     @cached_property
     def group(self) -> Span:
@@ -169,7 +200,7 @@ class CostSetting:
 
     @cached_property
     def _phases(self) -> Phases:
-        return Phases(self.calibration, self.workload, self.group, self.world)
+        return Phases(self.calibration, self.workload, self.group, self.world, self.full_duplex)
 
     @cached_property
     def buffer_bytes(self) -> Ranks:
@@ -178,20 +209,15 @@ class CostSetting:
 
     @cached_property
     def _buffer_parts(self) -> dict[str, Ranks]:
-        return _buffer_parts(self.workload, self.group.num_ranks)
-
-    @cached_property
-    def _in_group(self) -> Workload:
-        """The workload, without prefetched rows where replicas change them, too."""
-        if self.mesh.num_groups == 1:
-            return self.workload
-        return replace(self.workload, pipeline=self.workload.without_prefetch)
+        return _buffer_parts(self.pipeline, self.group.num_ranks)
 
     def loads(self, tables: Iterable[Placed]) -> Loads:
         """Sum the work and the messages that tables give to a group's ranks."""
-        loads = Loads(self.group.num_ranks, codecs=self._codecs)
+        loads = Loads(
+            self.group.num_ranks, codecs=self._codecs, prefetches_rows=self.prefetches_rows
+        )
         for table in tables:
-            add_table(loads, table, self._in_group, self.group)
+            add_table(loads, table, self.workload, self.group)
             add_hot_rows(loads, table, self.workload, self.world)
             add_synced_rows(loads, table, self.workload, self.peers, self.sync)
         if self.calibration.hardware.device != "cpu":
@@ -213,8 +239,25 @@ class CostSetting:
             # Row gradients that may be late travel behind the next step.
             exchanged_s, _ = ReplicaCost(self.calibration).sync_s(loads, self.peers, self.sync)
             late_s = min(exchanged_s, visible.total_s - visible.sync_s)
-        hidden_s = _hidden_s(visible, loads, self.workload, self._phases.beside_s(loads))
+        hidden_s = self._hidden_s(visible, loads)
         return replace(visible, hidden_s=-self.calibration.hidden_share * (late_s + hidden_s))
+
+    def _hidden_s(self, cost: StepCost, loads: Loads) -> float:
+        """Return the seconds of messages that travel behind compute.
+
+        Ids travel while the step before computes, if there is a pipeline, and so may rows. Dense
+        gradients travel behind the backward, bucket by bucket; the last bucket, and tables, have
+        nothing left to hide behind.
+        """
+        compute = cost.lookup_s + cost.rows_s + cost.dense_s + cost.update_s
+        beside_s = min(self._phases.beside_s(loads), cost.dense_s)
+        if self.pipeline is not Pipeline.BASE:
+            beside_s = min(beside_s + cost.input_exchange_s, compute)
+        dense = self.workload.dense
+        num_buckets = 1 + dense.gradient_bytes // _DDP_BUCKET_BYTES
+        all_bytes = dense.gradient_bytes + float(loads.all_reduced_bytes.max())
+        dense_s = cost.dense_exchange_s * dense.gradient_bytes / all_bytes if all_bytes else 0.0
+        return beside_s + min(dense_s * (1 - 1 / num_buckets), dense.backward_s)
 
     def visible_cost(self, loads: Loads) -> StepCost:
         """Predict the step if nothing hides behind anything else."""
@@ -254,24 +297,6 @@ class CostSetting:
             if moments is not None:
                 per_unit["moment_bytes"] = (peers.num_ranks - 1) / moments.steps_per_sync
         return load_weights(**per_unit)
-
-
-def _hidden_s(cost: StepCost, loads: Loads, workload: Workload, rows_s: float) -> float:
-    """Return the seconds of messages that travel behind compute.
-
-    Ids travel while the step before computes, if there is a pipeline, and so may rows. Dense
-    gradients travel behind the backward, bucket by bucket; the last bucket, and tables, have
-    nothing left to hide behind.
-    """
-    compute = cost.lookup_s + cost.rows_s + cost.dense_s + cost.update_s
-    beside_s = min(rows_s, cost.dense_s)
-    if workload.pipeline is not Pipeline.BASE:
-        beside_s = min(beside_s + cost.input_exchange_s, compute)
-    gradient_bytes = workload.dense.gradient_bytes
-    num_buckets = 1 + gradient_bytes // _DDP_BUCKET_BYTES
-    all_bytes = gradient_bytes + float(loads.all_reduced_bytes.max())
-    dense_s = cost.dense_exchange_s * gradient_bytes / all_bytes if all_bytes else 0.0
-    return beside_s + min(dense_s * (1 - 1 / num_buckets), workload.dense.backward_s)
 
 
 def table_bytes(table: Placed, num_ranks: int) -> Ranks:
@@ -316,14 +341,14 @@ def _state_bytes(table: Placed, columns: float | Ranks) -> float | Ranks:
     return state if state <= FLOAT_BYTES else state * columns / table.work.dim
 
 
-def _buffer_parts(workload: Workload, num_ranks: int) -> dict[str, Ranks]:
+def _buffer_parts(pipeline: Pipeline, num_ranks: int) -> dict[str, Ranks]:
     """Return the other parts in `MemoryCost`, as a rank's bytes per unit in each of `LOADS`.
 
     Sent and received tensors exist at the same time, and a pipeline has the ids of two batches;
     one that prefetches rows has those of three, and rows of two. The copies that TorchRec and
     autograd make are measured: `python -m tests.support.memory` compares.
     """
-    batches = list(Pipeline).index(workload.pipeline) + 1
+    batches = list(Pipeline).index(pipeline) + 1
     return {
         "batches": load_weights(ids_to=2 * num_ranks * batches, lookup_ids=_LOOKED_UP_ID_BYTES),
         "vectors": load_weights(

@@ -128,6 +128,9 @@ class Phases:
     span: Span
     world: Span
 
+    full_duplex: bool = False
+    """Whether the group's all-to-alls are this package's (gloo only)."""
+
     def of(self, loads: Loads) -> dict[str, float]:
         """Return each phase's seconds, by the names in `StepCost`."""
         return {
@@ -227,7 +230,7 @@ class Phases:
 
     @property
     def _all_to_all(self) -> CollectiveCost:
-        return self.calibration.all_to_all(full_duplex=self.workload.full_duplex)
+        return self.calibration.all_to_all(full_duplex=self.full_duplex)
 
     @property
     def _short_s(self) -> float:

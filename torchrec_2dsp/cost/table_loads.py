@@ -21,7 +21,7 @@ from torchrec_2dsp.cost.loads import (
 )
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import UnsupportedError
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, Pipeline
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, WeightSync
 
 _DENSE_PASSES = 6
@@ -259,7 +259,7 @@ def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: flo
     These are rows that neither the batch before nor the lagging gradients of the one before that
     change, and gradients of rows that the next batch doesn't need.
     """
-    if workload.pipeline is not Pipeline.ROW_PREFETCH:
+    if not loads.prefetches_rows:
         return
     of_all = loads.num_ranks * workload.batch_size * table.work.ids_per_sample
 

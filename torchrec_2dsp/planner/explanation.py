@@ -35,9 +35,8 @@ _MAX_BARS = 50
 _MAX_RANKS = 16
 _MAX_COMPARED = 500
 """The longest tables, which are compared with their other choices."""
-_WORTH_SAYING = 0.9
-"""Advice must cut a step to this share of its time: sending beside computing takes processor time,
-too, which isn't predicted."""
+_WORTH_SAYING = 1.1
+"""The least gain for which rounding is worth a sentence."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,8 @@ class Explanation:
     memory: MemoryCost
     """The fullest rank's memory."""
 
-    prefetching: StepCost | None
-    """A step in which rows travel beside computing; none if they do already or can't."""
+    gain_by_int4: float
+    """How many times as fast a step would be with rows in 4 bits; 1 if that is allowed."""
 
     tables: Sequence[TableLine]
     """A line for each table, the longest first."""
@@ -198,16 +197,12 @@ class Explanation:
 
     @property
     def advice(self) -> str:
-        """A way to shorten a step of the same plan, as a sentence; empty if none is known."""
-        if self.prefetching is None:
-            return ""
-        now_s, then_s = self.cost.total_s, self.prefetching.total_s
-        if then_s > _WORTH_SAYING * now_s:
+        """What would help most that isn't allowed, as a sentence; empty if nothing would."""
+        if self.gain_by_int4 < _WORTH_SAYING:
             return ""
         return (
-            f"Trained by TrainPipelineRowPrefetch (`prefetch_rows = true` of a run), whose rows "
-            f"travel beside computing, a step of this plan should take {milliseconds(then_s)} ms "
-            f"instead of {milliseconds(now_s)}."
+            f"Rows in int4 would make a step {self.gain_by_int4:.1f} times as fast, and round: "
+            "precision='any'."
         )
 
     def table_rows(self) -> Table:
@@ -245,7 +240,7 @@ class Explanation:
         placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in self.meshes]
         front = [
             (
-                f"{point.mesh}, {point.ways or 'dealt evenly'}",
+                f"{point.setting}, {point.ways or 'dealt evenly'}",
                 milliseconds(point.seconds),
                 _gigabytes(point.bytes_of_rank),
             )
@@ -366,7 +361,7 @@ def _front_chart(front: Sequence[Tried], plan: tuple[float, float]) -> LineChart
         way="steps",
         marker="o",
         hover=[
-            f"{point.mesh}: {1e3 * point.seconds:.2f} ms, {point.bytes_of_rank / 1e9:.3f} GB"
+            f"{point.setting}: {1e3 * point.seconds:.2f} ms, {point.bytes_of_rank / 1e9:.3f} GB"
             for point in front
         ],
     )
@@ -388,7 +383,7 @@ def explain(result: SearchResult) -> Explanation:
         where=best.where,
         cost=best.cost,
         memory=best.memory,
-        prefetching=best.prefetching(result.room),
+        gain_by_int4=result.gain_by_int4,
         tables=sorted(tables, key=lambda line: -line.seconds),
         busy_by_rank=busy,
         bytes_by_rank=best.bytes_by_rank,

@@ -21,7 +21,6 @@ from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGrad
-from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.planner.explanation import Explanation
@@ -141,12 +140,6 @@ class PlanConfig(Section):
 
     access: PathBesideConfig = ""
     """A file of access statistics; empty for what the data's own probabilities say."""
-
-    full_duplex: bool = False
-    """Receive and send at once in all-to-alls (gloo alone)."""
-
-    prefetch_rows: bool = False
-    """Let rows travel beside computing, by `TrainPipelineRowPrefetch`."""
 
     @model_validator(mode="after")
     def _check_features(self) -> Self:
@@ -358,8 +351,6 @@ def _planning_of_config(
             model, batch_size=config.batch_size, constraints=constraints, access=access
         ),
         dense=config.dense.work(calibration.kernels, config.batch_size),
-        pipeline=Pipeline.ROW_PREFETCH if config.prefetch_rows else Pipeline.SPARSE_DIST,
-        full_duplex=config.full_duplex,
     )
     planner = Planner2D(
         topology=topology,

@@ -220,8 +220,11 @@ class Candidate:
     def owners(self, choice: Choice, group: Span) -> RowOwners:
         """Return the row owners: hashed where blocks of rows are used unevenly."""
         access = self.work.access
-        if choice.exchange not in ROW_EXCHANGES or access is None or not access.num_lookups:
+        if choice.exchange not in ROW_EXCHANGES:
             return RowOwners.BLOCK
+        if access is None or not access.num_lookups:
+            # Tables are often sorted by use; nobody knows whether this one is.
+            return RowOwners.HASH if self.work.skew else RowOwners.BLOCK
         if group.num_ranks not in self._busiest:
             shares = access.share_by_block(group.num_ranks)
             self._busiest[group.num_ranks] = float(shares.max()) * group.num_ranks

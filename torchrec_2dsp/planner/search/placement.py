@@ -16,10 +16,8 @@ from torchrec.distributed.types import ShardingType
 from torchrec_2dsp.cost.loads import Floats, Loads, Placed, Ranks
 from torchrec_2dsp.cost.model import CostSetting, MemoryCost, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.cost.table_loads import exchanges_rows
 from torchrec_2dsp.cost.workload import TableWork
-from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, Pipeline, type_2d
+from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated, rated_beside
 from torchrec_2dsp.planner.search.space import Space
@@ -360,30 +358,14 @@ class MeshPlacement:
     @property
     def where(self) -> str:
         """The mesh, and the number of tables that have one copy beside it."""
-        mesh = str(self.setting.mesh)
-        return mesh if self.once is None else f"{mesh}, {len(self.once.candidates)} in the world"
+        where = str(self.setting)
+        return where if self.once is None else f"{where}, {len(self.once.candidates)} in the world"
 
     @cached_property
     def memory(self) -> MemoryCost:
         """The fullest rank's memory."""
         cost = self.setting.memory_cost(self._placed)
         return cost if self.once is None else cost + self.once.memory
-
-    def prefetching(self, room: float) -> StepCost | None:
-        """Predict a step that prefetches rows; `None` if it does already, or can't in ``room``."""
-        setting = self.setting
-        exchanges = any(exchanges_rows(message_type) for message_type in self._types())
-        if (
-            setting.workload.pipeline is Pipeline.ROW_PREFETCH
-            or setting.mesh.num_groups > 1
-            or not exchanges
-        ):
-            return None
-        workload = replace(setting.workload, pipeline=Pipeline.ROW_PREFETCH)
-        setting = replace(setting, workload=workload)
-        if setting.memory_cost(self._placed).total_bytes > room:
-            return None
-        return setting.step_cost(setting.loads(self._placed))
 
     @cached_property
     def _placed(self) -> list[Placed]:
@@ -414,7 +396,9 @@ class MeshPlacement:
                 if part is not self:
                     sharding = replace(sharding, num_groups=1)
                 tables.setdefault(candidate.path, {})[candidate.name] = sharding
-        return Plan2D.of_tables(tables, mesh=self.setting.mesh, sync=self.setting.sync)
+        plan = Plan2D.of_tables(tables, mesh=self.setting.mesh, sync=self.setting.sync)
+        setting = self.setting
+        return replace(plan, pipeline=setting.pipeline, full_duplex=setting.full_duplex)
 
     def _sharding(
         self, candidate: Candidate, choice: Choice, ranks: RanksOf, device: str
@@ -458,7 +442,7 @@ class MeshPlacement:
 class Tried:
     """A choice for all tables on a mesh, as if their shards were dealt evenly."""
 
-    mesh: Mesh2D
+    setting: CostSetting
     seconds: float
     bytes_of_rank: float
     """Bytes on a rank, buffers included."""
@@ -474,3 +458,11 @@ class SearchResult:
     tried: Sequence[Tried]
     room: float
     """Bytes that a rank has for tables and buffers."""
+
+    gain_by_int4: float = 1.0
+    """How many times as fast a step would be with rows in 4 bits; 1 if that is allowed."""
+
+    @property
+    def rated_s(self) -> float:
+        """The best placement's rating; infinite without any."""
+        return min((placed.rated_s for placed in self.placements), default=float("inf"))

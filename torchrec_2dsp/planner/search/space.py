@@ -1,9 +1,9 @@
 """`Space`: the loads of every choice on a mesh, and good selections if shards were dealt evenly."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,8 @@ from torchrec_2dsp.cost.loads import LOADS, Floats, Loads
 from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
-from torchrec_2dsp.plan.parameter_sharding import Exchange
+from torchrec_2dsp.mesh import Mesh2D
+from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family, rated
 
 Selection = NDArray[np.int64]
@@ -22,9 +23,12 @@ Selection = NDArray[np.int64]
 
 _Mask = NDArray[np.bool_]
 
+_RESCHEDULED = 4
+"""The best choices for all tables that are rated under other pipelines and all-to-alls."""
+_LEAST_GAIN = 0.01
+"""The share of a step that a pipeline or all-to-all which isn't the simplest has to save."""
 _STEP = 0.01
 """The share of a load by which it is raised to find its price."""
-_REPRICINGS = 2
 _BISECTIONS = 40
 _LEAST_PRICE, _HIGHEST_PRICE = 1e-20, 1.0
 """Seconds for a byte of memory."""
@@ -124,6 +128,13 @@ class Space:
             most,
         )
 
+    def under(self, setting: CostSetting) -> "Space":
+        """Return the space of another pipeline and all-to-all, under which loads are the same."""
+        more_bytes = self.loads @ (setting.buffer_bytes - self.setting.buffer_bytes)
+        return replace(
+            self, setting=setting, bytes_of_rank=self.bytes_of_rank + more_bytes, _prices={}
+        )
+
     def chosen(self, selection: Selection) -> list[Choice]:
         """Return each table's choice."""
         return [of_table[number] for of_table, number in zip(self.choices, selection, strict=True)]
@@ -190,9 +201,14 @@ class Space:
         return np.array([seconds for _, seconds in self.step_cost(of_rank, types).parts()])
 
     @cached_property
-    def first_prices(self) -> Floats:
-        """The prices for ranks without any load."""
-        return self.prices(np.zeros(len(LOADS)))
+    def seconds(self) -> tuple[Floats, ...]:
+        """The seconds of each choice: for ranks without any load, and for those with usual loads.
+
+        Overlapped loads cost less, which shows where the loads beside them are known.
+        """
+        first = self.loads @ self.prices(np.zeros(len(LOADS)))
+        cheapest = _argmin(np.where(np.isfinite(self.bytes_of_rank), first, np.inf))
+        return first, self.loads @ self.prices(self.sum_of(cheapest))
 
 
 @dataclass(frozen=True)
@@ -220,9 +236,70 @@ def chosen_on_each(
     """
     if not is_searched_closely(candidates):
         settings = _best_settings(candidates, settings, room)
-    spaces = [Space.of(candidates, setting) for setting in settings]
-    chosen = [(space, selections(space, room)) for space in spaces]
+    return _on_each(candidates, settings, room)
+
+
+def _on_each(
+    candidates: Sequence[Candidate],
+    settings: Sequence[CostSetting],
+    room: float,
+    stand_for: float = 1.0,
+) -> list[tuple[Space, list[Selected]]]:
+    """Choose on each mesh, and the schedule: pipeline and all-to-all; the best mesh first."""
+    by_mesh: dict[Mesh2D, list[CostSetting]] = {}
+    for setting in settings:
+        by_mesh.setdefault(setting.mesh, []).append(setting)
+    chosen = [_scheduled(candidates, alike, room, stand_for) for alike in by_mesh.values()]
     return sorted((pair for pair in chosen if pair[1]), key=lambda pair: pair[1][0].rated_s)
+
+
+def _scheduled(
+    candidates: Sequence[Candidate],
+    settings: Sequence[CostSetting],
+    room: float,
+    stand_for: float,
+) -> tuple[Space, list[Selected]]:
+    """Choose for all tables on a mesh, and one of its schedules.
+
+    Schedules change little in what is best for a table, so choices are found under one of them,
+    rated under all, and found again under the best.
+    """
+    spaces = {
+        early: Space.of(candidates, next(alike), stand_for)
+        for early, alike in groupby(
+            sorted(settings, key=lambda setting: setting.prefetches_rows),
+            key=lambda setting: setting.prefetches_rows,
+        )
+    }
+    # With the most that may be hidden but for rows, whose loads are others.
+    usual = max(
+        (setting for setting in settings if not setting.prefetches_rows),
+        key=lambda setting: (setting.pipeline is Pipeline.SPARSE_DIST, setting.full_duplex),
+        default=settings[0],
+    )
+    space = spaces[usual.prefetches_rows].under(usual)
+    selected = selections(space, room)
+    if len(settings) == 1 or not selected:
+        # The simplest schedule needs the least memory.
+        space = space if selected else spaces[settings[0].prefetches_rows].under(settings[0])
+        return space, selected or selections(space, room)
+    rated = [
+        min(
+            (
+                Selected.of(other, each.selection).rated_s
+                for each in selected[:_RESCHEDULED]
+                if other.bytes_of(each.selection) <= room
+            ),
+            default=np.inf,
+        )
+        for other in (spaces[each.prefetches_rows].under(each) for each in settings)
+    ]
+    enough_s = min(rated) * (1 + _LEAST_GAIN)
+    best = next(each for each, seconds in zip(settings, rated, strict=True) if seconds <= enough_s)
+    if best is usual:
+        return space, selected
+    space = spaces[best.prefetches_rows].under(best)
+    return space, selections(space, room)
 
 
 def is_searched_closely(candidates: Sequence[Candidate]) -> bool:
@@ -242,15 +319,11 @@ def _best_settings(
     by_size = sorted(candidates, key=lambda candidate: candidate.work.num_rows * candidate.work.dim)
     stride = len(by_size) // _SAMPLE
     sample = by_size[stride // 2 :: stride]
-    weighed: list[tuple[float, int]] = []
-    for number, setting in enumerate(settings):
-        selected = selections(Space.of(sample, setting, len(by_size) / len(sample)), room)
-        weighed += [(selected[0].rated_s, number)] if selected else []
-    best = sorted(weighed)[: _MANY_TABLES.meshes]
+    weighed = _on_each(sample, settings, room, len(by_size) / len(sample))
+    best = [space.setting for space, _ in weighed[: _MANY_TABLES.meshes]]
     # The sample may have seemed to fit where the whole doesn't.
     largest = max(settings, key=lambda setting: setting.mesh.group_size)
-    best_settings = [settings[number] for _, number in best]
-    return best_settings if largest in best_settings else [*best_settings, largest]
+    return best if largest.mesh in [setting.mesh for setting in best] else [*best, largest]
 
 
 def selections(space: Space, room: float) -> list[Selected]:
@@ -298,21 +371,13 @@ def _try(
     if families in tried:
         return
     allowed = _allowed(space, families, room)
-    prices = space.first_prices
-    best: Selected | None = None
-    for _ in range(_REPRICINGS):
-        if best is not None:
-            # Overlapped loads cost less, which shows where the loads beside them are known.
-            prices = space.prices(space.sum_of(best.selection))
-        selection = _cheapest_within(space, space.loads @ prices, allowed, room)
-        if selection is None:
-            break
-        selected = Selected.of(space, selection)
-        if best is not None and selected.rated_s >= best.rated_s:
-            break
-        best = selected
-    if best is not None:
-        tried[families] = best
+    found: dict[bytes, Selected] = {}
+    for seconds in space.seconds:
+        selection = _cheapest_within(space, seconds, allowed, room)
+        if selection is not None and selection.tobytes() not in found:
+            found[selection.tobytes()] = Selected.of(space, selection)
+    if found:
+        tried[families] = min(found.values(), key=lambda selected: selected.rated_s)
 
 
 def _allowed(space: Space, families: Iterable[int], room: float) -> _Mask:

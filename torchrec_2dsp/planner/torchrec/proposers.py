@@ -24,9 +24,11 @@ from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
+from torchrec_2dsp.planner.search.best_placements import placements
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of_options
-from torchrec_2dsp.planner.search.cost_search import CostSearch, placements, room_of
+from torchrec_2dsp.planner.search.cost_search import CostSearch, room_of
 from torchrec_2dsp.planner.search.placement import Descent, with_hot_rows
 from torchrec_2dsp.planner.search.space import chosen_on_each, effort_for
 from torchrec_2dsp.planner.torchrec.options import Draft, KnownOptions, known_options
@@ -151,6 +153,9 @@ class ExchangeProposer(CostProposer):
             constraints=constraints,
             access=access,
             workload=workload,
+            # TorchRec's plans can't ask for others.
+            pipelines=(Pipeline.SPARSE_DIST,),
+            full_duplex=(False,),
         )
 
     @property

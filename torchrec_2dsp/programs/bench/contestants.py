@@ -45,6 +45,7 @@ from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,
@@ -127,15 +128,21 @@ def workload_of(
 ) -> Workload:
     """Return the work in a contestant's step with its own communication."""
     wire = _bytes_per_number(contestant.qcomms, dim)
-    is_early = isinstance(contestant, TwoDContestant) and contestant.prefetch_rows
     return replace(
         tables,
         dense=dense or DenseWork(),
-        pipeline=Pipeline.ROW_PREFETCH if is_early else Pipeline.SPARSE_DIST,
-        full_duplex=contestant.full_duplex,
         forward_wire_bytes=wire,
         backward_wire_bytes=wire,
     )
+
+
+def scheduled(plan: Plan2D, contestant: PlannedContestant) -> Plan2D:
+    """Return the plan with its contestant's pipeline and all-to-all, unless the search chose."""
+    if isinstance(contestant, TwoDContestant) and contestant.by_cost:
+        return plan
+    is_early = isinstance(contestant, TwoDContestant) and contestant.prefetch_rows
+    pipeline = Pipeline.ROW_PREFETCH if is_early else Pipeline.SPARSE_DIST
+    return replace(plan, pipeline=pipeline, full_duplex=contestant.full_duplex)
 
 
 def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
@@ -220,7 +227,9 @@ def build_trainer(
         model, plan = _stock(config, contestant, speeds, unsharded, device, part.wrapper)
     fill_tables_(model, shape.features, config.model.dim, config.model.seed)
     optimizer = _optimizer(config, contestant.dense, model)
-    prefetch_rows = isinstance(contestant, TwoDContestant) and contestant.prefetch_rows
+    if isinstance(plan, Plan2D):
+        plan = scheduled(plan, contestant)
+    prefetch_rows = isinstance(plan, Plan2D) and plan.pipeline is Pipeline.ROW_PREFETCH
     pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
     dense_plan = str(part.choices.best.plan) if part.choices else ""
     return Trainer(model, pipeline, optimizer, plan, dense_plan)

@@ -20,7 +20,12 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant, PlannedContestant
-from torchrec_2dsp.programs.bench.contestants import measure_dense, tables_work, workload_of
+from torchrec_2dsp.programs.bench.contestants import (
+    measure_dense,
+    scheduled,
+    tables_work,
+    workload_of,
+)
 from torchrec_2dsp.programs.bench.judge import judged
 from torchrec_2dsp.programs.bench.machine import (
     ComputeProbe,
@@ -128,9 +133,12 @@ def predicted_steps(
     tables = tables_work(config)
     costs = CostModel(Calibration.load(config.calibration), place.local_world_size)
     in_2d = {
-        name: plan
-        if isinstance(plan, Plan2D)
-        else Plan2D.from_stock(plan, Mesh2D(1, place.world_size))
+        name: scheduled(
+            plan
+            if isinstance(plan, Plan2D)
+            else Plan2D.from_stock(plan, Mesh2D(1, place.world_size)),
+            _planned(config, name),
+        )
         for name, plan in plans.items()
     }
 
@@ -154,6 +162,12 @@ def predicted_steps(
         if name in config.planned
     }
     return Predicted(steps, tuple(beside))
+
+
+def _planned(config: BenchConfig, name: str) -> PlannedContestant:
+    """Return a contestant, or the one that a ceiling repeats."""
+    contestant = config.contestants[name]
+    return config.planned[contestant.of if isinstance(contestant, CeilingContestant) else name]
 
 
 def _as_long_as(dense: DenseWork, seconds: float) -> DenseWork:

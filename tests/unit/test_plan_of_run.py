@@ -21,6 +21,7 @@ from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.models.kinds import build_any_model, estimated_dense_work
 from torchrec_2dsp.programs.plan import RunToPlan, planning, to_plan
 from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.steps import closing_batches
 
 ROWS = [(f"u{number % 7}", f"i{number * number % 11}") for number in range(400)]
 CONFIG = """
@@ -126,7 +127,11 @@ def test_dense_work_is_that_of_the_products() -> None:
     kernels = calibration.kernels.model_copy(update={"matmul": once})
     work = estimated_dense_work(config.model, dense_model, kernels, 20)
     batches = config.data.dataset().batches(Split.TRAIN, global_batch_size=20, rank=0, world_size=1)
-    with batches as opened, FlopCounterMode(display=False) as counter, torch.no_grad():
+    with (
+        closing_batches(batches) as opened,
+        FlopCounterMode(display=False) as counter,
+        torch.no_grad(),
+    ):
         dense_model(next(opened))
     assert work.forward_s == pytest.approx(counter.get_total_flops(), rel=1e-6)
     assert work.backward_s == 2 * work.forward_s

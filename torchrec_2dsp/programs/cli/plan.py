@@ -181,6 +181,7 @@ def show_simulated(
         rows.append(
             [
                 f"{size:,}",
+                f"{explanation.setting.workload.batch_size:,}",
                 f"{1e3 * seconds:,.2f}",
                 f"{samples / seconds:,.0f}" if seconds else MISSING,
                 f"{first_s / seconds:.1%}" if seconds else MISSING,
@@ -188,14 +189,15 @@ def show_simulated(
                 explanation.where,
             ]
         )
-    headings = ("ranks", "step ms", "samples/s", "efficiency", "GB per rank", "mesh")
+    headings = ("ranks", "batch", "step ms", "samples/s", "efficiency", "GB per rank", "mesh")
     console.print(Table(headings, rows, words={"mesh"}))
     if any(dense is not None for _, _, dense in simulated):
         _show_dense(simulated, console)
     hardware = simulated[0][1].setting.calibration.hardware
     console.print(
         f"Predicted, not measured, from {hardware.name} (measured: {hardware.measured}). "
-        f"Efficiency: samples per second and rank, compared with {simulated[0][0]:,} ranks."
+        "Batch: a rank's samples per step. Efficiency: samples per second and rank, compared with "
+        f"{simulated[0][0]:,} ranks."
     )
 
 

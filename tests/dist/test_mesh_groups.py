@@ -1,5 +1,6 @@
 """`MeshGroups`: the right ranks on each axis, reuse, several meshes, and an orderly exit."""
 
+import time
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -18,7 +19,14 @@ from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
-from torchrec_2dsp.comms.groups import MeshGroups, Peers, leave_world
+from torchrec_2dsp.comms.groups import (
+    MeshGroups,
+    Peers,
+    WorldGroups,
+    leave_world,
+    own_group,
+    world_group,
+)
 from torchrec_2dsp.errors import MeshError
 
 pytestmark = pytest.mark.dealt_file
@@ -130,6 +138,31 @@ def environments(rank: int, world_size: int) -> list[tuple[object, ...]]:
         )
         groups.close()
     return actual
+
+
+def settle(rank: int, world_size: int) -> list[bool]:
+    """Begin a collective on each of two groups, on rank 1 later; settle; and tell which are over.
+
+    The second group's collectives belong to another thread, which rank 0 begins one more of.
+    """
+    own, beside = (
+        own_group(world_group(), torch.device("cpu"), "settled", backend)
+        for backend in (None, "gloo")
+    )
+    time.sleep(0.2 * rank)
+    work = dist.all_reduce(torch.ones(100_000), group=own, async_op=True)
+    others = [dist.all_reduce(torch.ones(2), group=beside, async_op=True)] if rank == 0 else []
+    WorldGroups.current().settle()
+    is_over = [each is not None and each.is_completed() for each in (work, *others)]
+    if rank:
+        dist.all_reduce(torch.ones(2), group=beside)
+    dist.barrier()
+    WorldGroups.current().destroy([own, beside])
+    return is_over
+
+
+def test_settling_waits_for_the_training_threads_collectives_alone(ranks2: RankPool) -> None:
+    assert ranks2.run(settle) == [[True, False], [True]]
 
 
 def test_torchrec_gets_the_environment_of_the_mesh(ranks4: RankPool) -> None:

@@ -1,11 +1,13 @@
 """A training program's plan and what it leaves: the run's folder, traces and scalars."""
 
 import json
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.rank_worker import marking_spans
@@ -21,12 +23,13 @@ from torchrec_2dsp.programs.models.planned import true_access
 from torchrec_2dsp.programs.plan import planning, to_plan
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
-from torchrec_2dsp.programs.traces import StepPhase, marked_step, read_splits
+from torchrec_2dsp.programs.traces import StepPhase, marked_step
+from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import ProgressFile, TrainRecord, read_progress
 from torchrec_2dsp.programs.train.results import RunFolder, TensorBoardWatcher, TrainResult
-from torchrec_2dsp.programs.train.steps import ProfiledSteps
+from torchrec_2dsp.programs.train.steps import ProfiledSteps, StepProfiler
 
 OPTIMIZER = {"schedule": {"kind": "linear"}}
 
@@ -168,7 +171,7 @@ def test_a_page_shows_what_a_program_has_left(
             assert by_name[name].dim == TREE["model"]["dim"]
     html = run_page(contents).html()
     assert contents.runs[0].explanation == trained[0].runs[0].explanation.strip()
-    assert "<h2>Rows by use, for planned</h2>" in html
+    assert "<h3>Rows by use, for planned</h3>" in html
     assert "Why the plan of planned is as it is" in html
 
 
@@ -190,8 +193,9 @@ def test_traces_say_where_a_step_goes(
     trained: tuple[TrainResult, TrainResult], folder: Path
 ) -> None:
     (run,) = RunContents.read(folder / "repeated").runs
-    for rank, split in enumerate(read_splits(run.traces)):
-        assert (split.rank, split.num_steps) == (rank, 2)
+    assert [split.rank for split in run.splits] == [0, 1]
+    for split in run.splits:
+        assert list(split.steps) == [2, 3]
         # Float rounding: microseconds since the machine has started have twelve digits.
         total_us = split.all_computing_us + split.all_waiting_us
         assert total_us == pytest.approx(split.step_us, rel=1e-5)
@@ -199,7 +203,104 @@ def test_traces_say_where_a_step_goes(
         assert split.computing_us.keys() | split.waiting_us.keys() == {*StepPhase}
         assert split.all_waiting_us > 0
     html = run_page(RunContents.read(folder / "repeated")).html()
-    assert "<h2>Phases of a step of repeated</h2>" in html
+    assert "<h3>Span by span</h3>" in html
+
+
+ROWS = {"sharding_types": ["row_wise"], "exchange": "row"}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stock": {"stock": True},
+    "prefetch": {**ROWS, "prefetch_rows": True},
+    "late": {"num_groups": 2, "delay": 1},
+    "averaged": {"num_groups": 2, "sync": "WeightSync"},
+    "delayed": {"dense": {"kind": "delayed", "warm_up": 2}},
+}
+"""Runs that leave something in flight between two steps, each another thing."""
+
+
+def train_traced(
+    rank: int, world_size: int, folder: Path
+) -> dict[str, dict[str, tuple[float, ...]]]:
+    """Train all kinds of runs with and without traced steps; return their losses.
+
+    One run is stopped in the middle and resumed; a step of another has two batches.
+    """
+
+    def losses(name: str, runs: dict[str, Any], traced_steps: int, **loop: Any) -> dict[str, Any]:
+        loop = {"steps": 12, "report_every": 5, **loop}
+        output = {"folder": str(folder / f"{name}_{traced_steps}"), "traced_steps": traced_steps}
+        checkpoint = {"folder": str(folder / f"saved_{traced_steps}"), "every": 6}
+        config = config_with(loop=loop, output=output, runs=runs, checkpoint=checkpoint)
+        watchers = [RunFolder(config.output.folder, config)] if rank == 0 else []
+        with marking_spans():
+            result = train(config, watchers, resume=Resume.of("auto"))
+        assert all(run.samples_per_s > 0 for run in result.runs)
+        return {f"{name}_{run.name}": run.losses for run in result.runs}
+
+    both = {}
+    for traced_steps in (0, 4):
+        both[str(traced_steps)] = {
+            **losses("kinds", KINDS, traced_steps),
+            **losses("accumulated", {"batches": {}}, traced_steps, accumulate=2),
+            **losses("first", {"resumed": {}}, traced_steps, steps=6),
+            **losses("second", {"resumed": {}}, traced_steps),
+        }
+    return both
+
+
+def test_traced_steps_change_no_loss_and_are_written_for_every_kind_of_run(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    both = ranks2.run(train_traced, tmp_path, timeout_s=280)[0]
+    assert len(both["4"]) == len(KINDS) + 3
+    assert both["4"] == both["0"]
+    # A third of the steps that are left at most, in their middle.
+    middle = {
+        "kinds": [5, 6, 7, 8],
+        "accumulated": [5, 6, 7, 8],
+        "first": [3, 4],
+        "second": [9, 10],
+    }
+    for name, steps in middle.items():
+        for run in RunContents.read(tmp_path / f"{name}_4").runs:
+            assert [list(split.steps) for split in run.splits] == [steps] * 2, run.name
+            own = tmp_path / f"{name}_4" / run.name
+            assert not [*own.glob("trace*")], "nobody asked to keep traces"
+            assert (own / "progress.jsonl").stat().st_size < 10_000
+        assert not any(run.splits for run in RunContents.read(tmp_path / f"{name}_0").runs)
+
+
+def test_traced_steps_are_in_the_middle_of_what_is_left() -> None:
+    assert ProfiledSteps.in_middle(0, 200, 10) == ProfiledSteps(96, 105)
+    assert ProfiledSteps.in_middle(40, 100_000, 10) == ProfiledSteps(536, 545)
+    assert ProfiledSteps.in_middle(90, 99, 10) == ProfiledSteps(94, 96)
+    assert ProfiledSteps.in_middle(0, 2, 10) is None
+    assert ProfiledSteps.in_middle(0, 200, 0) is None
+    with pytest.raises(ConfigError, match="traced_steps=3 is for the output folder; set folder"):
+        config_with(output={"traced_steps": 3})
+
+
+def slow_while_traced(rank: int, world_size: int) -> tuple[float, float, float]:
+    """Return what four steps count for, of which two are traced and take 0.2 s more each."""
+    began = time.perf_counter()
+    profiler = StepProfiler(ProfiledSteps(2, 3), torch.device("cpu"))
+    for step in (1, 2, 3, 4):
+        with profiler.step(step):
+            time.sleep(0.2 if step in (2, 3) else 0.0)
+    assert profiler.take() == (), "no step had a backward"
+    counted = profiler.untraced_seconds(time.perf_counter() - began, 4, 0.0)
+    only_traced = StepProfiler(ProfiledSteps(1, 1), torch.device("cpu"))
+    with only_traced.step(1):
+        pass
+    return counted, only_traced.untraced_seconds(5.0, 1, 0.1), profiler.untraced_seconds(0.3, 1, 0)
+
+
+def test_time_of_traced_steps_is_not_counted(ranks2: RankPool) -> None:
+    for counted, only_traced, later in ranks2.run(slow_while_traced):
+        # The profiler's own start and end are part of the traced steps.
+        assert counted < 0.1
+        # Where all steps are traced, they count as those before.
+        assert (only_traced, later) == (0.1, 0.3)
 
 
 def test_scalars_follow_rates_evaluations_speed_and_memory(

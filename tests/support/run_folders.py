@@ -3,16 +3,20 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from tests.support.bench_results import bench_result
+from tests.support.traces import step_events
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.programs.bench.results import BenchResult, Phase
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
+from torchrec_2dsp.programs.traces import RankSplit, RankTrace
 from torchrec_2dsp.programs.train.record import (
     Evaluation,
     ProgressFile,
@@ -156,6 +160,80 @@ def write_progress(folder: Path, *, is_over: bool = False) -> None:
         progress.add(ProgressLine(is_over=True))
 
 
+def write_splits(folder: Path, traced: Mapping[int, list[dict[str, Any]]]) -> None:
+    """Write the progress of a finished run, in which ranks traced these events."""
+    folder.mkdir(parents=True, exist_ok=True)
+    splits = tuple(
+        RankSplit.of_trace(rank, RankTrace.of_events(events)) for rank, events in traced.items()
+    )
+    progress = ProgressFile(folder)
+    progress.add(ProgressLine(traced=splits))
+    progress.add(ProgressLine(is_over=True))
+
+
+def gain_of(folder: Path, *, is_rounded: bool = True) -> BenchResult:
+    """Write the result of a benchmark, in which TorchRec has INT8 and this package int4 at most."""
+    rows = {"kind": "two_d", "num_groups": 1, "sharding_types": ["row_wise"], "exchange": "row"}
+    contestants = {
+        "planner": {"kind": "stock"},
+        "int8": {"kind": "stock", "qcomms": "int8"},
+        "rows": rows,
+        "rows_int4": {**rows, "row_transport": "int4"},
+        "floor": {"kind": "ceiling", "of": "rows"},
+    }
+    if not is_rounded:
+        contestants = {name: contestants[name] for name in ("planner", "rows")}
+    steps_ms = {
+        "planner": (400, 420, 410, 400, 400),
+        "int8": (200, 210, 205, 200, 200),
+        "rows": (100, 105, 102, 100, 100),
+        "rows_int4": (80, 84, 82, 80, 80),
+        "floor": (20, 20, 20, 20, 20),
+    }
+    result = bench_result(contestants=contestants, steps_ms=steps_ms)
+    own_phases = (
+        Phase(name="lookup", seconds=0.03, waiting=False),
+        Phase(name="rows", seconds=0.05, waiting=True),
+    )
+    stock_phases = (own_phases[0], Phase(name="rows", seconds=0.17, waiting=True))
+    result = result.model_copy(
+        update={
+            "contestants": tuple(
+                each.model_copy(
+                    update={
+                        "loss_bound": None if each.name.startswith(("int", "rows_")) else 1e-4,
+                        "phases": stock_phases if each.kind == "stock" else own_phases,
+                    }
+                )
+                for each in result.contestants
+            )
+        }
+    )
+    result.save(folder / "gain.json")
+    return result
+
+
+def everything(folder: Path) -> Path:
+    """Return two finished runs with all that a page can show."""
+    stats = write_access(folder.parent / "access.parquet")
+    dense = tuple(point(step, dense=True) for step in (10, 20, 30))
+    runs = [
+        run_record("plain"),
+        run_record(
+            "encoded",
+            curve=dense,
+            sync_bytes_per_step=1e6,
+            rows_bytes_per_step=3e6,
+            rows_fp32_bytes_per_step=6e6,
+        ),
+    ]
+    sections = {"plain": {"num_groups": 2}, "encoded": {"num_groups": 2, "access": str(stats)}}
+    written = write_run(folder, runs, sections=sections, plans={"encoded": plan([7, 2])})
+    write_splits(folder / "plain", {rank: step_events(late=rank) for rank in range(4)})
+    gain_of(folder)
+    return written
+
+
 def write_access(path: Path) -> Path:
     """Write statistics of the one table: row 7 takes 70 of 100 lookups."""
     counts = [0] * 1000
@@ -175,14 +253,22 @@ def words_of(page: Page) -> str:
 
 
 def headings_of(page: Page) -> list[str]:
-    """Return the headings of the parts of a page."""
-    return re.findall("<h2>(.*?)</h2>", page.html())
+    """Return the headings of sections, their parts, and what is folded away."""
+    return re.findall("<(?:h2|h3|summary)>(.*?)<", page.html())
+
+
+def outline_of(page: Page) -> list[str]:
+    """Return all headings: of sections after a #, of what is folded away after a +."""
+    marks = {"h2": "# ", "h3": "", "summary": "+ "}
+    return [
+        marks[tag] + heading for tag, heading in re.findall("<(h2|h3|summary)>(.*?)<", page.html())
+    ]
 
 
 def figure(page: Page, heading: str) -> dict[str, Any]:
     """Return what plotly draws under a heading: the drawn things by name, and all of them."""
     html = page.html()
-    number = re.compile('id="plot-([0-9]+)"').search(html, html.index(f"<h2>{heading}</h2>"))
+    number = re.compile('id="plot-([0-9]+)"').search(html, html.index(f"<h3>{heading}</h3>"))
     assert number is not None
     drawn: Any = page.figures[int(number[1]) - 1].data
     return {trace.name or f"mark {place}": trace for place, trace in enumerate(drawn)}

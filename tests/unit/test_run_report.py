@@ -12,53 +12,48 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.run_folders import (
+    CLICKS,
     EXPLANATION,
+    evaluations,
+    everything,
     figure,
+    gain_of,
     headings_of,
+    outline_of,
     page_of,
     plan,
     point,
     run_record,
     words_of,
-    write_access,
     write_progress,
     write_run,
 )
-from tests.support.traces import COMPUTING_US, WAITING_US, step_events, write_trace
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
-from torchrec_2dsp.programs.run_report.steps import common_steps, rank_shares, slowest_counts
-from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, StepTimes
 
 CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 
 
-def everything(folder: Path) -> Path:
-    """Return two finished runs with all that a page can show."""
-    stats = write_access(folder.parent / "access.parquet")
-    dense = tuple(point(step, dense=True) for step in (10, 20, 30))
-    runs = [
-        run_record("plain"),
-        run_record(
-            "encoded",
-            curve=dense,
-            sync_bytes_per_step=1e6,
-            rows_bytes_per_step=3e6,
-            rows_fp32_bytes_per_step=6e6,
-        ),
-    ]
-    sections = {"plain": {"num_groups": 2}, "encoded": {"num_groups": 2, "access": str(stats)}}
-    written = write_run(folder, runs, sections=sections, plans={"encoded": plan([7, 2])})
-    for rank in range(4):
-        write_trace(folder / "plain" / f"trace_rank{rank}.json", step_events(late=rank))
-    return written
-
-
-def test_a_page_has_its_parts_in_order_and_every_plot_has_data(tmp_path: Path) -> None:
+def test_a_page_begins_with_the_gain_and_ends_with_what_is_folded_away(tmp_path: Path) -> None:
     page = page_of(everything(tmp_path / "run"))
-    assert headings_of(page) == [
+    assert outline_of(page) == [
+        "# Gain",
+        "Time of a step",
+        "+ All contestants of demo",
+        "# Where a step goes",
+        "A step of this training, by rank",
+        "Span by span",
+        "A step of the benchmark demo, beside TorchRec&#x27;s",
+        "Span by span, of demo",
+        "How even the work of ranks is",
+        "+ Ranks in a step of plain",
+        "# What was chosen, and why",
+        "+ Plan of plain, table by table",
+        "+ Why the plan of plain is as it is",
+        "+ Plan of encoded, table by table",
+        "# Training",
         "Runs",
         "Last training loss and last evaluation",
         "Training loss",
@@ -67,21 +62,23 @@ def test_a_page_has_its_parts_in_order_and_every_plot_has_data(tmp_path: Path) -
         "Held out: Normalized entropy (NE)",
         "Held out: AUC",
         "Held out: Calibration (predicted over observed clicks)",
-        "Learning rates",
         "Throughput",
-        "Where a step goes",
-        "How even the work of ranks is",
-        "Ranks in a step of plain",
-        "Phases of a step of plain",
+        "Learning rates",
+        "# Memory and bytes",
         "Memory",
         "Bytes per step",
         "Bytes of dense gradients",
-        "Plan of plain: 2 groups of 2 ranks, GradientSync",
-        "Plan of encoded: 2 groups of 2 ranks, GradientSync",
+        "# Rows by use",
         "Rows by use, for encoded",
-        "Environment",
-        "Config",
+        "# Config and versions",
+        "+ Config",
+        "+ Versions",
     ]
+    # The list at the side leads to each section, in this order.
+    html = page.html()
+    links = re.findall('<a href="#(.*?)">(.*?)</a>', html)
+    assert re.findall('<section id="(.*?)"><h2>(.*?)</h2>', html) == links
+    assert html.count("<section") == html.count("</section>") == len(links)
     for drawn in page.figures:
         traces: Any = drawn.data
         assert traces
@@ -103,6 +100,33 @@ def test_a_page_says_what_was_trained_and_how_it_went(tmp_path: Path) -> None:
     assert "2.13.0" in words
     assert "global_batch_size = 64" in words
     assert "nan" not in words.lower()
+
+
+def test_what_was_chosen_is_said_in_words(tmp_path: Path) -> None:
+    records = [run_record(name) for name in ("by_cost", "stock", "read", "given")]
+    sections = {"by_cost": {}, "stock": {"stock": True}, "read": {"plan": "p.json"}, "given": {}}
+    duplex = plan([1, 2]) | {"pipeline": "row_prefetch", "full_duplex": True}
+    folder = write_run(tmp_path / "run", records, sections=sections, plans={"by_cost": duplex})
+    words = " ".join(words_of(page_of(folder)).split())
+    tables = "1 table 2d_row_wise (row, hash owners, in fp16)."
+    assert (
+        f"by_cost: 2 groups of 2 ranks, GradientSync. {tables} Every rank has a copy of 2 hot "
+        f"rows. Pipeline: row_prefetch, with full-duplex all-to-alls. {EXPLANATION}"
+    ) in words
+    assert f"{tables} Pipeline: sparse_dist. TorchRec&#x27;s own planner chose it" in words
+    assert "It was read from p.json." in words
+    assert "The config gives the mesh and the exchange" in words
+
+
+def test_a_single_number_has_no_chart(tmp_path: Path) -> None:
+    once = run_record("main", evaluations=evaluations(CLICKS)[1:2], curve=(point(10),))
+    page = page_of(write_run(tmp_path / "run", [once.model_copy(update={"memory_bytes": (3,)})]))
+    assert [heading for heading in headings_of(page) if heading.startswith("Held out")] == []
+    assert not {"Training loss", "Throughput", "Learning rates", "Memory"} & {*headings_of(page)}
+    assert len(page.figures) == 1, "bytes are bars"
+    words = " ".join(words_of(page).split())
+    assert "main 0.10000 0.50000 0.90000 0.70000 1.02000 0.90000 (step 20)" in words
+    assert "main 2 x 2 GradientSync 10 0.1 s 6,400 3.00 all steps are trained" in words
 
 
 def test_curves_marks_and_bytes_are_those_of_the_record(tmp_path: Path) -> None:
@@ -153,9 +177,9 @@ def test_rankings_have_their_metrics_and_no_entropy(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverged_has_the_points_that_are_numbers(tmp_path: Path) -> None:
-    curve = (point(10), point(20).model_copy(update={"loss": float("inf"), "ne": float("nan")}))
+    curve = (point(20).model_copy(update={"loss": float("inf"), "ne": float("nan")}), point(30))
     page = page_of(write_run(tmp_path / "run", [run_record("main", curve=curve)]))
-    assert list(figure(page, "Training loss")["main"].x) == [10]
+    assert "Training loss" not in headings_of(page)
     assert "inf" not in words_of(page)
 
 
@@ -184,7 +208,7 @@ def test_the_first_run_has_a_page_before_there_is_a_record(tmp_path: Path) -> No
         RunContents.read(folder)
     write_progress(folder / "main")
     page = page_of(folder)
-    assert "Environment" not in headings_of(page)
+    assert "Versions" not in headings_of(page)
     assert "trained by 4 ranks" in words_of(page)
 
 
@@ -205,6 +229,7 @@ def test_statistics_that_are_gone_leave_the_rest_of_the_page(tmp_path: Path) -> 
 
 def test_the_command_writes_where_it_is_told_and_needs_no_torch(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [run_record("main")])
+    gain_of(folder)
     program = (
         "import sys; from torchrec_2dsp.programs.cli.app import app\n"
         "try: app(['report', *sys.argv[1:]])\n"
@@ -316,123 +341,3 @@ def test_without_plotly_the_command_says_what_it_needs(
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ConfigError, match=r"pip install 'torchrec-2dsp\[report\]'"):
         run_page(RunContents.read(write_run(tmp_path / "run", [run_record("main")])))
-
-
-def test_profiled_steps_are_split_by_phase_and_the_slowest_rank_is_marked(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [run_record("traced"), run_record("plain")])
-    # The next batch of rank 2 takes 30 us more.
-    for rank in (0, 2, 10):
-        events = step_events(late=30 * (rank == 2))
-        write_trace(folder / "traced" / f"trace_rank{rank}.json", events)
-    traced, plain = RunContents.read(folder).runs
-    assert [path.stem for path in traced.traces] == ["trace_rank0", "trace_rank2", "trace_rank10"]
-    assert not plain.traces
-    page = page_of(folder)
-    places = ["traced, rank 0", "traced, rank 2 (slowest)", "traced, rank 10"]
-    bars = figure(page, "Where a step goes")
-    assert {*bars} == {
-        *(phase.value for phase in COMPUTING_US),
-        *(f"{phase.value}: waiting" for phase in WAITING_US),
-    }
-    assert list(bars["next batch"].y) == places
-    assert list(bars["next batch"].x) == [0.01, 0.04, 0.01]
-    assert list(bars["rows: waiting"].x) == [0.011] * 3
-    assert bars["rows: waiting"].marker.pattern.shape == "/"
-    ends = [sum(trace.x[place] for trace in bars.values()) for place in range(3)]
-    assert ends == pytest.approx([0.1, 0.13, 0.1])
-    words = " ".join(words_of(page).split())
-    assert "The mean of 1 step of 3 ranks. Rank 2 computes longest, 0.10 ms." in words
-    assert f"Traces, for Perfetto or Chrome: {folder / 'traced'}." in words
-    # 10, 40 and 10 us of 100, 130 and 100 us.
-    assert "next batch 0.02 18.2% 0.02 0.00 0.01 (rank 0) 0.04 (rank 2)" in words
-    assert "rows 0.01 13.6% 0.00 0.01 0.00 (rank 0) 0.00 (rank 10)" in words
-    assert "the step 0.11 100.0% 0.08 0.03 0.07 (rank 0) 0.10 (rank 2)" in words
-    assert "Phases of a step of plain" not in words
-    # Of steps of 110 us ranks compute 83 in the mean, and the slowest 103.
-    assert "traced as read 75.5% 18.2% 1.24" in words
-    assert "2 0.10 0.03 79.2% 1 of 1" in words
-
-
-def test_a_page_says_what_the_slowest_rank_costs_with_and_without_dealt_samples(
-    tmp_path: Path,
-) -> None:
-    records = [
-        run_record("plain"),
-        run_record("dealt", imbalance_before=1.36, imbalance_after=1.02),
-        run_record("unprofiled"),
-    ]
-    sections = {"plain": {}, "dealt": {"balance": {}}, "unprofiled": {}}
-    folder = write_run(tmp_path / "run", records, sections=sections)
-    # A rank computes 73 us of 100, and in one of two steps of the plain run 50 us more.
-    for rank in range(2):
-        first, second = (step_events(n, 200 * n, late=50 * (n == rank)) for n in range(2))
-        write_trace(folder / "plain" / f"trace_rank{rank}.json", [*first, *second])
-        write_trace(folder / "dealt" / f"trace_rank{rank}.json", step_events())
-    page = page_of(folder)
-    words = " ".join(words_of(page).split())
-    assert "plain as read 78.4% 20.0% 1.26 dealt dealt by cost 73.0% 0.0% 1.00 1.36 1.02" in words
-    assert "rank computing ms waiting ms busy slowest in steps" in words
-    assert "0 0.10 0.03 78.4% 1 of 2 1 0.10 0.03 78.4% 1 of 2" in words
-    assert "Ranks in a step of unprofiled" not in headings_of(page)
-
-
-def split_of(rank: int, *computing_us: float, first: int = 5) -> RankSplit:
-    """Return the split of steps of 100 us each."""
-    steps = {first + place: StepTimes(time, 100.0) for place, time in enumerate(computing_us)}
-    return RankSplit(
-        rank=rank,
-        num_steps=len(steps),
-        step_us=100.0,
-        computing_us={StepPhase.OTHER: sum(computing_us) / len(steps)},
-        waiting_us={},
-        steps=steps,
-    )
-
-
-def test_what_is_lost_to_the_slowest_rank_is_found_step_by_step() -> None:
-    splits = [split_of(0, 80, 40), split_of(3, 40, 80)]
-    assert rank_shares(splits) == RankShares(busy=0.6, lost=0.2)
-    assert slowest_counts(splits) == {0: 1, 3: 1}
-    # Steps that a trace lacks are left out.
-    later = split_of(9, 20, 10, first=6)
-    assert common_steps([*splits, later]) == [6]
-    shares = rank_shares([*splits, later])
-    assert shares is not None
-    assert shares.imbalance == pytest.approx(80 / (140 / 3))
-    assert shares.lost == pytest.approx(0.8 - 1.4 / 3)
-    assert rank_shares([splits[0], split_of(1, 5, first=9)]) is None
-    assert rank_shares([]) is None
-    assert rank_shares(splits[:1]) == RankShares(busy=0.6, lost=0.0)
-
-
-def test_a_page_says_how_to_profile_if_no_step_was_profiled(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path / "run", [run_record("main")]))
-    assert "train --profile 20:30 records steps 20 to 30" in words_of(page)
-    assert "Where a step goes" not in headings_of(page)
-
-
-def test_a_trace_that_marks_no_steps_leaves_the_rest_of_the_page(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [run_record("older"), run_record("newer")])
-    write_trace(folder / "older" / "trace_rank0.json", step_events()[1:])
-    write_trace(folder / "newer" / "trace_rank0.json", step_events())
-    page = page_of(folder)
-    assert re.search(
-        "Where a step of older goes can.*t be shown.*trace_rank0.json doesn.*t mark", words_of(page)
-    )
-    assert list(figure(page, "Where a step goes")["ids"].y) == ["newer, rank 0"]
-    assert "The mean of 1 step of 1 rank. Traces" in words_of(page)
-
-
-def test_of_many_ranks_the_fastest_and_the_slowest_have_bars(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [run_record("main")])
-    for rank in range(20):
-        write_trace(folder / "main" / f"trace_rank{rank}.json", step_events(late=rank * 7 % 20))
-    page = page_of(folder)
-    # Those with 8 to 11 us more than the fastest have none.
-    shown = [rank for rank in range(20) if not 8 <= rank * 7 % 20 < 12]
-    slowest = next(rank for rank in range(20) if rank * 7 % 20 == 19)
-    assert list(figure(page, "Where a step goes")["ids"].y) == [
-        f"main, rank {rank}{' (slowest)' * (rank == slowest)}" for rank in shown
-    ]
-    assert "half of those shown compute most" in words_of(page)
-    assert "of 20 ranks" in words_of(page)

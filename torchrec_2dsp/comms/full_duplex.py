@@ -357,8 +357,7 @@ _BEGUN: "weakref.WeakSet[_Exchange]" = weakref.WeakSet()
 def wait_for_exchanges() -> None:
     """Wait for all all-to-alls that this process has begun.
 
-    Call it when all ranks have begun theirs. A profiler needs it before it stops: messages whose
-    end comes later write into memory that it has freed (torch 2.13).
+    Call it when all ranks have begun theirs.
     """
     for exchange in list(_BEGUN):
         exchange.finish(_NO_TIMEOUT)

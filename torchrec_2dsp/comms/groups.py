@@ -27,7 +27,7 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.comms.failure_detection import NoticeBoard
-from torchrec_2dsp.comms.full_duplex import full_duplex_backend
+from torchrec_2dsp.comms.full_duplex import full_duplex_backend, wait_for_exchanges
 from torchrec_2dsp.errors import MeshError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 
@@ -57,6 +57,7 @@ class WorldGroups:
         self.shared: dict[Hashable, Any] = {}
         """Objects created once per world and shared, such as a mesh's groups."""
         self._groups: list[dist.ProcessGroup] = []
+        self._beside: list[dist.ProcessGroup] = []
 
     @classmethod
     def current(cls) -> "WorldGroups":
@@ -68,10 +69,32 @@ class WorldGroups:
             _CURRENT[:] = [cls(world)]
         return _CURRENT[0]
 
-    def add(self, group: dist.ProcessGroup) -> None:
-        """Take over a new group, unless it is the world or here already."""
+    def add(self, group: dist.ProcessGroup, *, is_beside: bool = False) -> None:
+        """Take over a new group, unless it is the world or here already.
+
+        ``is_beside`` if a thread beside the training thread issues its collectives.
+        """
         if group is not self.world and group not in self:
             self._groups.append(group)
+            if is_beside:
+                self._beside.append(group)
+
+    def settle(self) -> None:
+        """Wait for all gloo collectives that the training threads of all ranks have begun.
+
+        A profiler needs it before it stops: a collective that ends later writes into memory that
+        it has freed (torch 2.13).
+
+        Collectives:
+            A barrier on the world and on each group of its training threads: gloo's waits for
+            what its group has begun before.
+        """
+        beside = {id(group) for group in self._beside}
+        groups = [group for group in self._groups if exists(group) and id(group) not in beside]
+        for group in (self.world, *groups):
+            if dist.get_backend(group) != dist.Backend.NCCL:
+                dist.barrier(group)
+        wait_for_exchanges()
 
     def __contains__(self, group: dist.ProcessGroup) -> bool:
         """Return whether a group was added and isn't destroyed yet, here or by the user."""
@@ -84,6 +107,7 @@ class WorldGroups:
             if id(group) in destroyed_ids:
                 dist.destroy_process_group(group)
         self._groups = [group for group in self._groups if id(group) not in destroyed_ids]
+        self._beside = [group for group in self._beside if id(group) not in destroyed_ids]
 
     def forget(self) -> None:
         """Destroy all groups and forget shared objects, without waiting for other ranks."""
@@ -173,7 +197,9 @@ def own_group(
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc=name,
     )
-    return _added(cast(dist.ProcessGroup, created))
+    # Threads take gloo, whatever the training thread has.
+    WorldGroups.current().add(cast(dist.ProcessGroup, created), is_beside=backend is not None)
+    return cast(dist.ProcessGroup, created)
 
 
 def own_subgroup(

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,6 +128,20 @@ def quiet_upstream() -> None:
     logging.getLogger("torchrec.distributed.comm").addFilter(_is_news)
     # TorchRec's planner tells the root logger about each data-parallel table.
     logging.getLogger().addFilter(_is_news)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Keep what C++ writes off the error output, such as the profiler's lines on every rank."""
+    sys.stderr.flush()
+    saved_stderr = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -5,7 +5,7 @@ trace of a rank --RankTrace--> spans of its threads --RankSplit--> us of a mean 
                                                                    computing, and waiting for others
 ```
 
-`train --profile` and `bench` write such traces. Nothing here needs torch.
+`train` and `bench` trace steps; nothing here needs torch.
 """
 
 import json
@@ -23,7 +23,6 @@ from torchrec_2dsp.errors import ConfigError
 _COLLECTIVES = ("gloo:", "nccl:")
 _BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 _RANGES = ("cpu_op", "user_annotation")
-_REMEDY = "profile the run again with train --profile 20:30"
 _MARK = re.compile(r"## train step (\d+) ##")
 
 
@@ -76,29 +75,8 @@ class RankTrace:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a trace that torch's profiler has exported.
-
-        Raises:
-            ConfigError: the file can't be read, is something else, or marks no step.
-        """
-        try:
-            content = json.loads(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} can't be read: {error.strerror}; {_REMEDY}") from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}; {_REMEDY}") from error
-        events = content.get("traceEvents") if isinstance(content, dict) else None
-        if not isinstance(events, list):
-            raise ConfigError(f"{path} has no traceEvents, so it is no trace; {_REMEDY}")
-        try:
-            trace = cls.of_events(events)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} has an event that no profiler writes; {_REMEDY}") from error
-        if not trace.steps:
-            raise ConfigError(
-                f"{path} doesn't mark where steps begin, as older versions didn't; {_REMEDY}"
-            )
-        return trace
+        """Read a trace that torch's profiler has exported."""
+        return cls.of_events(json.loads(path.read_text())["traceEvents"])
 
     @classmethod
     def of_events(cls, events: Iterable[Mapping[str, Any]]) -> Self:
@@ -372,22 +350,6 @@ class RankSplit:
     def all_waiting_us(self) -> float:
         """The time that a step waits for collectives."""
         return sum(self.waiting_us.values())
-
-
-def read_splits(traces: Sequence[Path]) -> list[RankSplit]:
-    """Split the steps in a run's traces, in rank order.
-
-    Raises:
-        ConfigError: a file isn't a trace of training steps.
-    """
-    splits = [RankSplit.of_trace(rank_of_trace(path), RankTrace.read(path)) for path in traces]
-    return sorted(splits, key=lambda split: split.rank)
-
-
-def rank_of_trace(path: Path) -> int:
-    """Return the rank that a trace's file name names; -1 if it names none."""
-    digits = path.stem.removeprefix("trace_rank")
-    return int(digits) if digits.isdecimal() else -1
 
 
 def slowest(splits: Sequence[RankSplit]) -> RankSplit:

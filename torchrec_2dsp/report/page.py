@@ -1,6 +1,7 @@
 """`Page`: a report in one HTML file, with sortable tables and interactive plots."""
 
 import math
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,14 +127,30 @@ def _axis(axis: Axis) -> dict[str, Any]:
 
 
 _STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1300px; padding: 0 1em }
+nav { position: sticky; top: 0; background: white; z-index: 1 }
+nav a { display: block; padding: .3em 0; color: inherit; text-decoration: none }
+nav a:hover { text-decoration: underline }
+section { scroll-margin-top: 3em; border-top: 1px solid #ddd; margin-top: 2em }
+main, .small > div { min-width: 0 }
+.small { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24em), 1fr)) }
+.numbers { display: flex; flex-wrap: wrap; gap: 1em 3em; margin: 1em 0 }
+.numbers b { display: block; font-size: 2.4em; line-height: 1.2 }
+.numbers div { max-width: 22em }
+@media (min-width: 60em) {
+  body:has(nav) { display: grid; grid-template-columns: 13em minmax(0, 1fr); gap: 2em }
+  nav { align-self: start; padding-top: 1.5em; max-height: 100vh; overflow-y: auto }
+}
+@media (max-width: 60em) {
+  nav { display: flex; gap: 1.2em; overflow-x: auto; white-space: nowrap; font-size: 13px }
+}
 table { border-collapse: collapse; margin: 1em 0 }
 th, td { padding: .2em .7em; text-align: right; border-bottom: 1px solid #ddd }
 th { cursor: pointer; position: sticky; top: 0; background: white }
 .wide { overflow-x: auto }
 .words { text-align: left }
 pre { font-size: 12px; background: #f6f6f6; padding: .8em; overflow-x: auto }
-summary { cursor: pointer }
+summary { cursor: pointer; margin: .8em 0 }
 """
 # Columns of numbers are sorted as such: commas, and what follows a number, don't count.
 _SORT = """
@@ -152,8 +169,8 @@ for (const heading of document.querySelectorAll("th")) heading.onclick = () => {
   body.append(...rows);
 };
 """
-_PLOT_HEIGHT, _PLOT_MARGIN = 400, 60
-"""A plot's height and the margin above it, in pixels."""
+_PLOT_HEIGHT, _SMALL_HEIGHT, _PLOT_MARGIN = 400, 280, 60
+"""A plot's height, a small one's, and the margin above it, in pixels."""
 _BARS_MARGIN, _BAR_HEIGHT = 160, 18
 """The margins of horizontal bars, and the height per place, in pixels."""
 _NAMES_PER_LINE, _LINE_HEIGHT = 5, 20
@@ -161,7 +178,7 @@ _NAMES_PER_LINE, _LINE_HEIGHT = 5, 20
 
 
 class Page:
-    """Texts, tables and plots, one below the other.
+    """Texts, tables and plots, in sections that a list at the side leads to.
 
     Example:
         >>> from torchrec_2dsp.report.page import Page
@@ -177,6 +194,19 @@ class Page:
         """The title, also the first heading."""
         self.figures: list[Figure] = []
         self._parts: list[str] = []
+        self._sections: list[str] = []
+
+    def begin_section(self, heading: str) -> None:
+        """Begin a section, which what is added next belongs to."""
+        self._parts.append("</section>" if self._sections else "")
+        self._sections.append(heading)
+        anchor = f'id="section-{len(self._sections)}"'
+        self._parts.append(f"<section {anchor}><h2>{escape(heading)}</h2>")
+
+    def add_numbers(self, numbers: Sequence[tuple[str, str]]) -> None:
+        """Add large numbers side by side, each with what it is."""
+        tiles = (f"<div><b>{escape(number)}</b>{escape(what)}</div>" for number, what in numbers)
+        self._parts.append(f'<div class="numbers">{"".join(tiles)}</div>')
 
     def add_text(self, text: str) -> None:
         """Add a paragraph."""
@@ -184,16 +214,20 @@ class Page:
 
     def add_code(self, heading: str, text: str, *, is_folded: bool = False) -> None:
         """Add preformatted text, folded under its heading if wanted."""
-        code = f"<pre>{escape(text)}</pre>"
-        self._parts.append(
-            f"<details><summary>{escape(heading)}</summary>{code}</details>"
-            if is_folded
-            else f"<h2>{escape(heading)}</h2>\n{code}"
-        )
+        self._add(heading, f"<pre>{escape(text)}</pre>", is_folded=is_folded)
 
-    def add_table(self, heading: str, table: Table) -> None:
-        """Add a table that a click on a heading sorts."""
-        self._parts.append(f'<h2>{escape(heading)}</h2>\n<div class="wide">{table.html()}</div>')
+    def add_table(self, heading: str, table: Table, *, is_folded: bool = False) -> None:
+        """Add a table that a click on a heading sorts, folded under its own if wanted."""
+        self._add(heading, f'<div class="wide">{table.html()}</div>', is_folded=is_folded)
+
+    def _add(self, heading: str, content: str, *, is_folded: bool = False) -> None:
+        """Add a part under its heading, which is smaller in a section."""
+        heading, rank = escape(heading), 3 if self._sections else 2
+        self._parts.append(
+            f"<details><summary>{heading}</summary>{content}</details>"
+            if is_folded
+            else f"<h{rank}>{heading}</h{rank}>\n{content}"
+        )
 
     def add_lines(self, heading: str, chart: LineChart) -> None:
         """Add a line chart as wide as the page.
@@ -212,7 +246,26 @@ class Page:
         height = _PLOT_HEIGHT if upright else _BARS_MARGIN + _BAR_HEIGHT * len(chart.places)
         self._add_figure(heading, bars_figure(chart, upright=upright), height)
 
-    def _add_figure(self, heading: str, figure: "Figure", height: int) -> None:
+    def add_small_charts(self, charts: Sequence[tuple[str, LineChart | BarChart]]) -> None:
+        """Add charts with their headings, as many side by side as fit.
+
+        Raises:
+            ConfigError: plotly is missing.
+        """
+        self._parts.append('<div class="small">')
+        for heading, chart in charts:
+            self._parts.append("<div>")
+            if isinstance(chart, LineChart):
+                self._add_figure(heading, lines_figure(chart), _SMALL_HEIGHT, has_toolbar=False)
+            else:
+                height = max(_SMALL_HEIGHT, _BARS_MARGIN + _BAR_HEIGHT * len(chart.places))
+                self._add_figure(heading, bars_figure(chart), height, has_toolbar=False)
+            self._parts.append("</div>")
+        self._parts.append("</div>")
+
+    def _add_figure(
+        self, heading: str, figure: "Figure", height: int, *, has_toolbar: bool = True
+    ) -> None:
         """Add a plotly figure, with a legend if it has several parts."""
         drawn_things: Any = figure.data
         more_lines_height = _LINE_HEIGHT * ((len(drawn_things) - 1) // _NAMES_PER_LINE)
@@ -230,19 +283,26 @@ class Page:
             # The first plot brings the script for all, so that the file needs no network.
             include_plotlyjs=len(self.figures) == 1,
             div_id=f"plot-{len(self.figures)}",
-            config={"responsive": True, "displaylogo": False},
+            config={"responsive": True, "displaylogo": False}
+            | ({} if has_toolbar else {"displayModeBar": False}),
         )
-        self._parts.append(f"<h2>{escape(heading)}</h2>\n{drawn}")
+        self._add(heading, drawn)
 
     def html(self) -> str:
         """Return the page as self-contained HTML."""
         title = escape(self.title)
+        links = "".join(
+            f'<a href="#section-{number}">{escape(heading)}</a>'
+            for number, heading in enumerate(self._sections, 1)
+        )
         return "\n".join(
             [
                 '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+                '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 f"<title>{title}</title><style>{_STYLE}</style></head>",
-                f"<body><h1>{title}</h1>",
+                f"<body>{f'<nav>{links}</nav>' if links else ''}<main><h1>{title}</h1>",
                 *self._parts,
+                f"{'</section>' if links else ''}</main>",
                 f"<script>{_SORT}</script></body></html>\n",
             ]
         )

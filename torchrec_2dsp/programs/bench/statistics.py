@@ -8,14 +8,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.config import BenchConfig, is_stock
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
-from torchrec_2dsp.programs.config.config_file import make_config
+
+if TYPE_CHECKING:
+    from torchrec_2dsp.programs.bench.config import BenchConfig
 
 NUM_RESAMPLES = 10_000
 """Bootstrap draws."""
@@ -187,8 +188,12 @@ def speedup(
     )
 
 
-def config_of(result: BenchResult) -> BenchConfig:
+def config_of(result: BenchResult) -> "BenchConfig":
     """Return the config that a result was measured with."""
+    # Step times and ratios alone need neither torch nor TorchRec, and are read quickly.
+    from torchrec_2dsp.programs.bench.config import BenchConfig
+    from torchrec_2dsp.programs.config.config_file import make_config
+
     return make_config(
         BenchConfig, result.setting.config, source=f"the config in {result.setting.title!r}"
     )
@@ -196,6 +201,8 @@ def config_of(result: BenchResult) -> BenchConfig:
 
 def summarize(result: BenchResult) -> Summary:
     """Compute all figures for the contestants that were measured."""
+    from torchrec_2dsp.programs.bench.config import is_stock
+
     config = config_of(result)
     stock = [
         contestant
@@ -258,7 +265,7 @@ def _median_s(contestant: ContestantResult) -> float:
     return step_time(contestant).median_s
 
 
-def _is_duplex(config: BenchConfig, contestant: ContestantResult) -> bool:
+def _is_duplex(config: "BenchConfig", contestant: ContestantResult) -> bool:
     return bool(getattr(config.contestants[contestant.name], "full_duplex", False))
 
 

@@ -1,10 +1,7 @@
 """Profile a contestant's steps, and reduce all ranks' measurements to one mean rank."""
 
-import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +19,7 @@ from torchrec_2dsp.programs.bench.results import (
     RowTravel,
 )
 from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.launch import silenced
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, StepPhase, step_mark
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.samples.dealer import BalanceReport
@@ -59,7 +57,7 @@ def profiled(
         settle: waits for everything that the last step left in flight. A collective that ends after
             the profiler can crash torch when it reads the profile.
     """
-    with tempfile.TemporaryDirectory(prefix="torchrec_2dsp_") as folder, _silenced():
+    with tempfile.TemporaryDirectory(prefix="torchrec_2dsp_") as folder, silenced():
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for number in range(1, num_steps + 1):
                 with record_function(step_mark(number)):
@@ -68,20 +66,6 @@ def profiled(
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return RankTrace.read(path)
-
-
-@contextmanager
-def _silenced() -> Iterator[None]:
-    """Keep the profiler's messages, one per rank, off the error output."""
-    sys.stderr.flush()
-    saved_stderr = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved_stderr, 2)
-        os.close(saved_stderr)
 
 
 def phases_of(split: RankSplit) -> tuple[Phase, ...]:

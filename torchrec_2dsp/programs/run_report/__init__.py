@@ -2,9 +2,9 @@
 
 ```text
 train's folder --RunContents.read--> RunContents --run_page--> Page (library: report) --> HTML
-                                       charts.py, steps.py: sections of the page
+                                       gain.py, steps.py, charts.py: sections of the page
 ```
 
-`programs.train` writes the files, `programs.traces` reads traces. Nothing here needs torch or
-TorchRec, so the command starts quickly; only access statistics and traces take longer to read.
+`programs.train` writes the files, traced steps included, and `programs.bench` the gain. Nothing
+here needs torch or TorchRec, so the command starts quickly; only access statistics take longer.
 """

@@ -47,38 +47,48 @@ def looks(contents: RunContents) -> dict[str, Look]:
     }
 
 
-def line_charts(contents: RunContents) -> Iterator[tuple[str, LineChart | None]]:
-    """Yield the curves over the steps, each with its heading."""
-    yield (
-        "Training loss",
-        curve_chart(contents, "mean loss since the last report", lambda point: point.loss),
+def line_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
+    """Yield the curves over the steps that have more than one point, each with its heading."""
+    charts = (
+        (
+            "Training loss",
+            curve_chart(contents, "mean loss", lambda point: point.loss),
+        ),
+        (
+            "Training NE",
+            curve_chart(contents, "NE before learning", lambda point: point.ne),
+        ),
+        *(
+            (f"Held out: {TITLES.get(metric, metric)}", chart)
+            for metric, chart in metric_charts(contents)
+        ),
+        (
+            "Throughput",
+            curve_chart(contents, "samples per second", lambda point: point.samples_per_s),
+        ),
+        ("Learning rates", rates_chart(contents)),
     )
-    yield (
-        "Training NE",
-        curve_chart(contents, "NE of batches before they are learned", lambda point: point.ne),
-    )
-    for metric, chart in metric_charts(contents):
-        yield f"Held out: {TITLES.get(metric, metric)}", chart
-    yield "Learning rates", rates_chart(contents)
-    yield (
-        "Throughput",
-        curve_chart(contents, "samples of all ranks per second", lambda point: point.samples_per_s),
-    )
+    yield from ((heading, chart) for heading, chart in charts if _is_curve(chart))
 
 
-def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart | None:
-    """Draw one figure for all runs over the steps; `None` if no run has it."""
+def _is_curve(chart: LineChart) -> bool:
+    """Tell whether a line has several points: a single number is in a table."""
+    return any(len(line.x) > 1 for line in chart.lines if line.way != "points")
+
+
+def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart:
+    """Draw one figure for all runs over the steps."""
     look_of = looks(contents)
     lines = [
         _line(points, name=run.name, look=look_of[run.name])
         for run in contents.runs
         if (points := _numbers((point.step, figure(point)) for point in run.curve))
     ]
-    return LineChart(lines, x=_STEPS, y=Axis(title=title)) if lines else None
+    return LineChart(lines, x=_STEPS, y=Axis(title=title))
 
 
-def rates_chart(contents: RunContents) -> LineChart | None:
-    """Draw the learning rates, one line for runs with equal rates; `None` if no run has any."""
+def rates_chart(contents: RunContents) -> LineChart:
+    """Draw the learning rates, one line for runs with equal rates."""
     look_of = looks(contents)
     runs_of: dict[tuple[str, tuple[tuple[int, float], ...]], list[str]] = {}
     figures: tuple[tuple[str, Figure], ...] = (
@@ -99,7 +109,7 @@ def rates_chart(contents: RunContents) -> LineChart | None:
         )
         for (part, points), names in runs_of.items()
     ]
-    return LineChart(lines, x=_STEPS, y=Axis(title="learning rate")) if lines else None
+    return LineChart(lines, x=_STEPS, y=Axis(title="learning rate"))
 
 
 def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
@@ -113,7 +123,7 @@ def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
     )
     look_of = looks(contents)
     for metric in metrics:
-        lines = []
+        lines: list[Line] = []
         for run in contents.runs:
             points = _numbers((part.step, part.metrics.get(metric)) for part in run.evaluations)
             if not points:
@@ -124,7 +134,9 @@ def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
             if best is not None and metric not in _WITHOUT_BEST and len(points) > 1:
                 value = best.metrics[metric]
                 lines.append(_star(best.step, value, f"{run.name}, best: {value:.5g}", look.colour))
-        yield metric, LineChart([*lines, *_planted(contents, metric)], x=_STEPS, y=_axis(metric))
+        if any(len(line.x) > 1 for line in lines):
+            lines += _planted(contents, metric)
+        yield metric, LineChart(lines, x=_STEPS, y=_axis(metric))
 
 
 def _axis(metric: str) -> Axis:
@@ -140,7 +152,7 @@ def _planted(contents: RunContents, metric: str) -> list[Line]:
     if metric != "ne" or planted_ne is None or not math.isfinite(planted_ne):
         return []
     steps = [part.step for run in contents.runs for part in run.evaluations]
-    ends = (min(steps), max(steps)) if min(steps) < max(steps) else (0, max(steps))
+    ends = sorted({min(steps), max(steps)})
     points = [(step, planted_ne) for step in ends]
     name = "the model behind the labels"
     return [_line(points, name=name, look=Look(_EXPECTED_COLOUR, ":"))]
@@ -174,7 +186,7 @@ _PHASES = ("rows", "replicas", "dense gradients")
 
 
 def memory_chart(contents: RunContents) -> LineChart | None:
-    """Draw each rank's peak memory in finished runs; `None` before the first ends."""
+    """Draw each rank's peak memory in finished runs; `None` for a single rank, or before."""
     look_of = looks(contents)
     lines = [
         Line(
@@ -186,7 +198,7 @@ def memory_chart(contents: RunContents) -> LineChart | None:
             colour=look_of[run.name].colour,
         )
         for run in contents.runs
-        if run.record is not None and run.record.memory_bytes
+        if run.record is not None and len(run.record.memory_bytes) > 1
     ]
     if not lines:
         return None
@@ -197,7 +209,7 @@ def memory_chart(contents: RunContents) -> LineChart | None:
     return LineChart(
         lines,
         x=Axis(title="rank", limits=(-0.5, num_ranks - 0.5), names=names),
-        y=Axis(title="most memory of the rank's process, GB", limits=(0, 1.1 * most)),
+        y=Axis(title="GB", limits=(0, 1.1 * most)),
     )
 
 

@@ -1,8 +1,10 @@
 """`RunContents`: the files in a training program's folder, run by run."""
 
 import json
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from torchrec_2dsp.errors import ConfigError, MeshError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
-from torchrec_2dsp.programs.traces import rank_of_trace
+from torchrec_2dsp.programs.bench.results import BenchResult
+from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.programs.train.record import (
     TRAIN_RECORD_FORMAT,
     Evaluation,
@@ -62,6 +65,8 @@ class _Sync(_Read):
 class _Plan(_Read):
     mesh: _Mesh
     sync: _Sync
+    pipeline: str = "sparse_dist"
+    full_duplex: bool = False
     modules: dict[str, dict[str, _PlannedTable]]
 
 
@@ -105,6 +110,12 @@ class RunPlan:
     lines: tuple[PlanLine, ...]
     """The tables, by name within each module."""
 
+    pipeline: str = "sparse_dist"
+    """The train pipeline that the plan wants."""
+
+    full_duplex: bool = False
+    """Whether all-to-alls send and receive at the same time."""
+
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a plan file.
@@ -124,7 +135,13 @@ class RunPlan:
             raise ConfigError(f"{path} can't be read: {error.strerror}") from error
         except (ValidationError, MeshError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not a plan file: {error}") from error
-        return cls(mesh=mesh, sync=plan.sync.kind if mesh.num_groups > 1 else "", lines=lines)
+        return cls(
+            mesh=mesh,
+            sync=plan.sync.kind if mesh.num_groups > 1 else "",
+            lines=lines,
+            pipeline=plan.pipeline,
+            full_duplex=plan.full_duplex,
+        )
 
     @property
     def mesh_text(self) -> str:
@@ -133,6 +150,24 @@ class RunPlan:
         groups = "1 group" if mesh.num_groups == 1 else f"{mesh.num_groups} groups"
         ranks = "1 rank" if mesh.group_size == 1 else f"{mesh.group_size} ranks"
         return f"{groups} of {ranks}" + (f", {self.sync}" if self.sync else "")
+
+    @property
+    def words(self) -> str:
+        """The whole plan in two or three sentences."""
+        kinds = Counter(
+            f"{line.sharding_type} ({re.sub(', [0-9,]+ hot$', '', line.exchange)})"
+            for line in self.lines
+        )
+        tables = "; ".join(
+            f"{count} {'table' if count == 1 else 'tables'} {kind}"
+            for kind, count in kinds.most_common()
+        )
+        num_hot = sum(line.num_hot for line in self.lines)
+        hot = f" Every rank has a copy of {num_hot:,} hot rows." if num_hot else ""
+        pipeline = f" Pipeline: {self.pipeline}" + (
+            ", with full-duplex all-to-alls." if self.full_duplex else "."
+        )
+        return f"{self.mesh_text}. {tables}.{hot}{pipeline}"
 
     def table(self) -> Table:
         """Return the lines as a table."""
@@ -212,8 +247,22 @@ class RunPart:
     explanation: str
     """The reason for the plan, in words; empty without a search by cost."""
 
-    traces: tuple[Path, ...]
-    """The ranks' traces, from ``train --profile``."""
+    splits: tuple[RankSplit, ...]
+    """Each rank's mean step by phase, over the steps that were traced last."""
+
+    @property
+    def reason(self) -> str:
+        """Where the plan comes from, in a sentence."""
+        if self.explanation:
+            return self.explanation.split("\n\n")[0]
+        if self.config.get("stock"):
+            return "TorchRec's own planner chose it, and TorchRec alone trains."
+        if path := self.config.get("plan"):
+            return f"It was read from {path}."
+        return (
+            "The config gives the mesh and the exchange, and the planner placed the tables without "
+            "predicting steps: for that, give the run a calibration."
+        )
 
     @property
     def state(self) -> str:
@@ -242,6 +291,9 @@ class RunContents:
     runs: tuple[RunPart, ...]
     """The runs, in config order."""
 
+    benches: tuple[BenchResult, ...]
+    """The benchmarks whose results ``bench --output`` wrote into the folder."""
+
     @classmethod
     def read(cls, folder: str | Path) -> Self:
         """Read a training program's files, also while it trains.
@@ -264,7 +316,15 @@ class RunContents:
                 f"{folder} has no {_RECORD}, and no run has reported yet; {_REMEDY}, once it has "
                 "trained loop.report_every steps"
             )
-        return cls(folder=folder, config=config, config_text=text, record=record, runs=parts)
+        benches = tuple(_read_benches(folder))
+        return cls(
+            folder=folder,
+            config=config,
+            config_text=text,
+            record=record,
+            runs=parts,
+            benches=benches,
+        )
 
     @property
     def num_ranks(self) -> int | None:
@@ -316,6 +376,17 @@ def _read_record(path: Path) -> TrainRecord | None:
     return TrainRecord.load(path)
 
 
+def _read_benches(folder: Path) -> Iterator[BenchResult]:
+    """Yield the benchmark results among a folder's files, by name."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue  # Whatever it is, neither train nor bench wrote it there.
+        if isinstance(content, dict) and {"setting", "contestants"} <= content.keys():
+            yield BenchResult.load(path)
+
+
 def _read_run(folder: Path, section: Mapping[str, Any], record: RunRecord | None) -> RunPart:
     """Read a run's own folder; its record counts unless the run is being trained again."""
     progress = read_progress(folder)
@@ -332,5 +403,5 @@ def _read_run(folder: Path, section: Mapping[str, Any], record: RunRecord | None
         evaluations=evaluations if record is None else record.evaluations,
         plan=RunPlan.read(plan) if plan.exists() else None,
         explanation=explanation.read_text().strip() if explanation.exists() else "",
-        traces=tuple(sorted(folder.glob("trace_rank*.json"), key=rank_of_trace)),
+        splits=next((line.traced for line in reversed(progress) if line.traced), ()),
     )

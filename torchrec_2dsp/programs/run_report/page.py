@@ -12,6 +12,7 @@ from torchrec_2dsp.programs.run_report.charts import (
     seconds_trained,
 )
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
+from torchrec_2dsp.programs.run_report.gain import add_gain
 from torchrec_2dsp.programs.run_report.steps import add_steps
 from torchrec_2dsp.programs.train.record import best_of
 from torchrec_2dsp.report.page import Page
@@ -35,7 +36,7 @@ _DATA = {
 
 
 def run_page(contents: RunContents) -> Page:
-    """Build the page on a training program: its runs, curves, steps, plans and config.
+    """Build the page on a training program: gain, steps, plans, then curves, amounts and config.
 
     Raises:
         ConfigError: plotly is missing.
@@ -43,22 +44,28 @@ def run_page(contents: RunContents) -> Page:
     page = Page(f"Training run {contents.folder.resolve().name}")
     for text in _headline(contents):
         page.add_text(text)
-    page.add_table("Runs", _runs_table(contents))
-    page.add_table("Last training loss and last evaluation", _results_table(contents))
-    for heading, chart in line_charts(contents):
-        if chart is not None:
-            page.add_lines(heading, chart)
+    page.begin_section("Gain")
+    add_gain(page, contents)
+    page.begin_section("Where a step goes")
     add_steps(page, contents)
-    _add_amounts(page, contents)
+    page.begin_section("What was chosen, and why")
     for run in contents.runs:
         _add_plan(page, run)
-    add_access(page, contents)
+    page.begin_section("Training")
+    page.add_table("Runs", _runs_table(contents))
+    page.add_table("Last training loss and last evaluation", _results_table(contents))
+    page.add_small_charts(list(line_charts(contents)))
+    page.begin_section("Memory and bytes")
+    _add_amounts(page, contents)
+    if any(run.config.get("access") for run in contents.runs):
+        page.begin_section("Rows by use")
+        add_access(page, contents)
+    page.begin_section("Config and versions")
+    page.add_code("Config", contents.config_text, is_folded=True)
     if contents.record is not None:
         versions = list(contents.record.environment.items())
-        page.add_table(
-            "Environment", Table(("what", "version"), versions, words=("what", "version"))
-        )
-    page.add_code("Config", contents.config_text)
+        table = Table(("what", "version"), versions, words=("what", "version"))
+        page.add_table("Versions", table, is_folded=True)
     return page
 
 
@@ -88,6 +95,7 @@ def _runs_table(contents: RunContents) -> Table:
         step = run.curve[-1].step if run.curve else 0
         seconds = seconds_trained(run, batch_size)
         mesh = "" if run.plan is None else run.plan.mesh
+        memory_bytes = max(run.curve[-1].memory_bytes, default=0) if run.curve else 0
         rows.append(
             [
                 run.name,
@@ -96,11 +104,12 @@ def _runs_table(contents: RunContents) -> Table:
                 f"{step:,}",
                 "" if seconds is None else _duration(seconds),
                 f"{step * batch_size / seconds:,.0f}" if seconds else "",
+                f"{memory_bytes / 1e9:.2f}" if memory_bytes else "",
                 run.state,
             ]
         )
-    headings = ("run", "groups x ranks", "sync", "steps", "trained for", "samples/s", "state")
-    return Table(headings, rows, words=("run", "groups x ranks", "sync", "state"))
+    headings = ("run", "groups x ranks", "sync", "steps", "trained for", "samples/s", "peak GB")
+    return Table([*headings, "state"], rows, words=("run", "groups x ranks", "sync", "state"))
 
 
 def _results_table(contents: RunContents) -> Table:
@@ -153,29 +162,25 @@ def _duration(seconds: float) -> str:
 
 
 def _add_amounts(page: Page, contents: RunContents) -> None:
-    memory = memory_chart(contents)
-    if memory is not None:
-        page.add_lines("Memory", memory)
-        page.add_text(
-            "The most that each rank's process has used since it began: of its GPU, or of the "
-            "host. Runs are trained one after the other, so a later run never shows less."
-        )
-    sent = bytes_chart(contents)
-    if sent is not None:
-        page.add_bars("Bytes per step", sent)
-        page.add_text(
-            "Rows are counted where a transport encodes them, dense gradients where they are "
-            "thresholded. Replicas: what copies of a row, hot rows too, send to each other. All "
-            "are means over the run."
-        )
-    dense = dense_bytes_chart(contents)
-    if dense is not None:
-        page.add_lines("Bytes of dense gradients", dense)
+    charts = (
+        ("Memory", memory_chart(contents)),
+        ("Bytes per step", bytes_chart(contents)),
+        ("Bytes of dense gradients", dense_bytes_chart(contents)),
+    )
+    page.add_small_charts([(heading, chart) for heading, chart in charts if chart is not None])
+    page.add_text(
+        "Memory: the most that each rank's process has used since it began: of its GPU, or of the "
+        "host. Runs are trained one after the other, so a later run never shows less. Bytes, as "
+        "means over the run: rows are counted where a transport encodes them, dense gradients "
+        "where they are thresholded; replicas: what copies of a row, hot rows too, send to each "
+        "other."
+    )
 
 
 def _add_plan(page: Page, run: RunPart) -> None:
     if run.plan is None:
         return
-    page.add_table(f"Plan of {run.name}: {run.plan.mesh_text}", run.plan.table())
+    page.add_text(f"{run.name}: {run.plan.words} {run.reason}")
+    page.add_table(f"Plan of {run.name}, table by table", run.plan.table(), is_folded=True)
     if run.explanation:
         page.add_code(f"Why the plan of {run.name} is as it is", run.explanation, is_folded=True)

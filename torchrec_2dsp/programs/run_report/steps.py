@@ -1,16 +1,18 @@
-"""Show a run's steps: where the time goes, and how even the ranks' work is."""
+"""Show where a step goes: a run's by rank, and a benchmark's, TorchRec's beside this package's."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.bench.results import ContestantResult
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
-from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, read_splits, slowest
+from torchrec_2dsp.programs.run_report.gain import Contenders
+from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, slowest
 from torchrec_2dsp.report.charts import BarChart, Bars
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table
 
-SHARES_TEXT = (
+_SHARES_TEXT = (
     "Busy: the share of a step in which a rank computes. Lost: the share by which the slowest rank "
     "of each step computes longer than the mean, while the others wait for it; waiting for the "
     "network isn't in it. Imbalance: the slowest rank's computing by the mean. By costs: the same "
@@ -18,16 +20,11 @@ SHARES_TEXT = (
 )
 
 
-def shares_table(runs: Sequence[RunPart], splits_of: Mapping[str, Sequence[RankSplit]]) -> Table:
-    """Return a row for each profiled run: how busy its ranks are, and the slowest rank's cost.
-
-    Args:
-        runs: all the program's runs.
-        splits_of: the profiled runs' step splits, by run name.
-    """
+def shares_table(runs: Sequence[RunPart]) -> Table:
+    """Return a row for each traced run: how busy its ranks are, and the slowest rank's cost."""
     rows = []
     for run in runs:
-        shares = rank_shares(splits_of.get(run.name, ()))
+        shares = rank_shares(run.splits)
         if shares is None:
             continue
         record = run.record
@@ -122,53 +119,97 @@ _COLOURS = {
 }
 
 
+@dataclass(frozen=True)
+class MeanStep:
+    """A step by phase, in microseconds: a rank's, or the mean over ranks."""
+
+    computing_us: Mapping[str, float]
+    """The time that each phase computes."""
+
+    waiting_us: Mapping[str, float]
+    """The time that each phase waits for collectives."""
+
+    @classmethod
+    def of_ranks(cls, splits: Sequence[RankSplit]) -> "MeanStep":
+        """Return the mean over ranks."""
+
+        def mean_us(times: Sequence[Mapping[StepPhase, float]]) -> dict[str, float]:
+            return {
+                phase: sum(own.get(phase, 0.0) for own in times) / len(times) for phase in StepPhase
+            }
+
+        return cls(
+            mean_us([split.computing_us for split in splits]),
+            mean_us([split.waiting_us for split in splits]),
+        )
+
+    @classmethod
+    def of_contestant(cls, contestant: ContestantResult) -> "MeanStep":
+        """Return a benchmark contestant's mean step."""
+        times: dict[bool, dict[str, float]] = {False: {}, True: {}}
+        for phase in contestant.phases:
+            times[phase.waiting][phase.name] = 1e6 * phase.seconds
+        return cls(times[False], times[True])
+
+    def of_phase(self, phase: str) -> tuple[float, float]:
+        """Return a phase's computing and waiting time."""
+        return self.computing_us.get(phase, 0.0), self.waiting_us.get(phase, 0.0)
+
+    @property
+    def all_us(self) -> float:
+        """The whole step."""
+        return sum(self.computing_us.values()) + sum(self.waiting_us.values())
+
+
 def add_steps(page: Page, contents: RunContents) -> None:
-    """Add the phases in each profiled run's step, or explain how to profile one."""
-    traced = [run for run in contents.runs if run.traces]
+    """Add the phases of a step: of each traced run, and of a benchmark, TorchRec's beside ours."""
+    traced = [run for run in contents.runs if run.splits]
+    if traced:
+        bars = {
+            _place(run.name, split, run.splits): MeanStep.of_ranks([split])
+            for run in traced
+            for split in _shown(run.splits)
+        }
+        page.add_bars("A step of this training, by rank", step_chart(bars))
+        page.add_text(_chart_text(traced))
+        means = {run.name: MeanStep.of_ranks(run.splits) for run in traced}
+        page.add_table("Span by span", spans_table(means))
+    for result in contents.benches:
+        contenders = Contenders.of(result)
+        steps = {
+            contestant.name: MeanStep.of_contestant(contestant)
+            for contestant in contenders.distinct()
+            if contestant.phases
+        }
+        if steps:
+            title = result.setting.title
+            page.add_bars(f"A step of the benchmark {title}, beside TorchRec's", step_chart(steps))
+            stock, own = contenders.stock, contenders.own
+            compared = (stock.name, own.name) if stock and own else None
+            page.add_table(f"Span by span, of {title}", spans_table(steps, compared))
+    if traced or any(result.measured() for result in contents.benches):
+        page.add_text(
+            "Milliseconds of a mean step; in brackets and hatched: waiting for a collective. "
+            "Tracing takes time itself."
+        )
     if not traced:
         page.add_text(
-            "Where a step goes isn't known, because no step was profiled: train --profile 20:30 "
-            "records steps 20 to 30."
+            "Where a step of this training goes isn't known yet: train traces ten steps in the "
+            "middle of a run of 30 steps or more (output.traced_steps)."
         )
-    splits_of: dict[str, list[RankSplit]] = {}
-    refusals = []
+        return
+    page.add_table("How even the work of ranks is", shares_table(traced))
+    page.add_text(_SHARES_TEXT)
     for run in traced:
-        try:
-            splits_of[run.name] = read_splits(run.traces)
-        except ConfigError as error:
-            # A trace may come from an older version, or be incomplete; the rest of the page still
-            # holds.
-            refusals.append(f"Where a step of {run.name} goes can't be shown. {error}")
-    if splits_of:
-        page.add_bars("Where a step goes", step_chart(splits_of))
-        page.add_text(_chart_text(splits_of))
-        page.add_table("How even the work of ranks is", shares_table(traced, splits_of))
-        page.add_text(SHARES_TEXT)
-    for name, splits in splits_of.items():
-        page.add_table(f"Ranks in a step of {name}", ranks_table(splits))
-        page.add_table(f"Phases of a step of {name}", phases_table(splits))
-        page.add_text(_table_text(next(run for run in traced if run.name == name), splits))
-    for refusal in refusals:
-        page.add_text(refusal)
+        page.add_table(f"Ranks in a step of {run.name}", ranks_table(run.splits), is_folded=True)
 
 
-def step_chart(splits_of: dict[str, list[RankSplit]]) -> BarChart:
-    """Draw the phases of each rank's mean step in order, by run name."""
-    shown = [
-        (_place(name, split, splits), split)
-        for name, splits in splits_of.items()
-        for split in _shown(splits)
-    ]
+def step_chart(steps: Mapping[str, MeanStep]) -> BarChart:
+    """Draw steps' phases in order, each step at its own place."""
     bars = []
     for phase in StepPhase:
-        parts = (
-            (phase.value, {place: split.computing_us.get(phase, 0.0) for place, split in shown}),
-            (
-                f"{phase.value}: waiting",
-                {place: split.waiting_us.get(phase, 0.0) for place, split in shown},
-            ),
-        )
-        for title, times_us in parts:
+        for title, is_waiting in ((phase.value, False), (f"{phase.value}: waiting", True)):
+            times_us = {place: step.of_phase(phase)[is_waiting] for place, step in steps.items()}
             if not any(times_us.values()):
                 continue
             bars.append(
@@ -176,64 +217,45 @@ def step_chart(splits_of: dict[str, list[RankSplit]]) -> BarChart:
                     name=title,
                     values={place: time_us / 1e3 for place, time_us in times_us.items()},
                     colour=_COLOURS[phase],
-                    is_hatched=title != phase.value,
+                    is_hatched=is_waiting,
                     hover={
                         place: f"{place}<br>{title}: {times_us[place] / 1e3:.2f} ms of "
-                        f"{split.step_us / 1e3:.2f} ms"
-                        for place, split in shown
+                        f"{step.all_us / 1e3:.2f} ms"
+                        for place, step in steps.items()
                     },
                 )
             )
-    return BarChart(bars, places=[place for place, _ in shown], title="ms of a step")
+    return BarChart(bars, places=list(steps), title="ms of a step")
 
 
-def phases_table(splits: Sequence[RankSplit]) -> Table:
-    """Return a row for each phase: its mean time over ranks, and the extremes."""
-    mean_step_us = _mean([split.step_us for split in splits])
+def spans_table(steps: Mapping[str, MeanStep], compared: tuple[str, str] | None = None) -> Table:
+    """Return a row for each phase, a column for each step, and the difference of two of them."""
     rows = []
     for phase in StepPhase:
-        waiting_us = [split.waiting_us.get(phase, 0.0) for split in splits]
-        computing_us = [split.computing_us.get(phase, 0.0) for split in splits]
-        if any(waiting_us) or any(computing_us):
-            rows.append(_phase_row(phase.value, splits, computing_us, waiting_us, mean_step_us))
-    rows.append(
-        _phase_row(
-            "the step",
-            splits,
-            [split.all_computing_us for split in splits],
-            [split.all_waiting_us for split in splits],
-            mean_step_us,
-        )
-    )
-    headings = ("phase", "ms", "share", "computing ms", "waiting ms", "computes least", "most")
+        times_us = {name: step.of_phase(phase) for name, step in steps.items()}
+        if any(map(any, times_us.values())):
+            rows.append(_span_row(phase.value, times_us, compared))
+    whole_us = {
+        name: (sum(step.computing_us.values()), sum(step.waiting_us.values()))
+        for name, step in steps.items()
+    }
+    rows.append(_span_row("the step", whole_us, compared))
+    headings = ["phase", *steps, *(["saved"] if compared else [])]
     return Table(headings, rows, words=("phase",))
 
 
-def _phase_row(
-    name: str,
-    splits: Sequence[RankSplit],
-    computing_us: Sequence[float],
-    waiting_us: Sequence[float],
-    step_us: float,
+def _span_row(
+    name: str, times_us: Mapping[str, tuple[float, float]], compared: tuple[str, str] | None
 ) -> list[str]:
-    """Return a row: means over ranks, and the ranks that compute least and most."""
-    mean_computing_us, mean_waiting_us = _mean(computing_us), _mean(waiting_us)
-    both_us = mean_computing_us + mean_waiting_us
-    by_computing = sorted(zip(computing_us, (split.rank for split in splits), strict=True))
-    ends = [f"{time_us / 1e3:.2f} (rank {rank})" for time_us, rank in by_computing]
-    return [
-        name,
-        f"{both_us / 1e3:.2f}",
-        f"{both_us / step_us:.1%}",
-        f"{mean_computing_us / 1e3:.2f}",
-        f"{mean_waiting_us / 1e3:.2f}",
-        ends[0],
-        ends[-1],
+    cells = [
+        f"{(computing_us + waiting_us) / 1e3:.2f}"
+        + (f" ({waiting_us / 1e3:.2f})" if waiting_us else "")
+        for computing_us, waiting_us in times_us.values()
     ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    if compared:
+        base, own = (sum(times_us[other]) for other in compared)
+        cells.append(f"{(base - own) / 1e3:+.2f}")
+    return [name, *cells]
 
 
 def _place(name: str, split: RankSplit, splits: Sequence[RankSplit]) -> str:
@@ -251,28 +273,22 @@ def _shown(splits: Sequence[RankSplit]) -> list[RankSplit]:
     return sorted(ends, key=lambda split: split.rank)
 
 
-def _chart_text(splits_of: dict[str, list[RankSplit]]) -> str:
-    """Explain the chart, and which ranks it omits."""
-    most = max(len(splits) for splits in splits_of.values())
+def _chart_text(runs: Sequence[RunPart]) -> str:
+    """Name the steps that were traced, and the ranks that the chart omits."""
     left_out = (
         f"Of runs with more than {_MAX_RANKS} ranks, half of those shown compute most, the others "
         "least. "
-        if most > _MAX_RANKS
+        if max(len(run.splits) for run in runs) > _MAX_RANKS
         else ""
     )
+    steps = []
+    for run in runs:
+        numbers, last = common_steps(run.splits) or [0], slowest(run.splits)
+        steps.append(
+            f"{run.name}: steps {numbers[0]} to {numbers[-1]}, in which rank {last.rank} computes "
+            f"longest, {last.all_computing_us / 1e3:.2f} ms"
+        )
     return (
-        f"{left_out}Each bar is the mean step of a rank, on the host. Hatched: the rank waits for "
-        "a collective. The slowest rank computes longest, and the others wait for it."
+        f"{left_out}Each bar is the mean step of a rank, on the host; for the slowest, which "
+        f"computes longest, the others wait. {'; '.join(steps)}."
     )
-
-
-def _table_text(run: RunPart, splits: Sequence[RankSplit]) -> str:
-    """Name the steps and ranks over which a run's figures are averaged."""
-    counts = sorted({split.num_steps for split in splits})
-    steps = " to ".join(str(count) for count in {counts[0]: 0, counts[-1]: 0})
-    last = slowest(splits)
-    text = f"The mean of {steps} {'step' if counts[-1] == 1 else 'steps'} of {len(splits)} "
-    text += "rank. " if len(splits) == 1 else "ranks. "
-    if len(splits) > 1:
-        text += f"Rank {last.rank} computes longest, {last.all_computing_us / 1e3:.2f} ms. "
-    return f"{text}Traces, for Perfetto or Chrome: {run.traces[0].parent.resolve()}."

@@ -144,6 +144,18 @@ class OutputConfig(Section):
     folder: OutputPath = ""
     """The folder for the config, the record and each run's plan and traces; empty for none."""
 
+    traced_steps: int = Field(default=10, ge=0)
+    """Steps to trace in the middle of each run, or of its first 1,000 steps, so that a page says
+    where they go; at most a third of the run, and 0 for none."""
+
+    @model_validator(mode="after")
+    def _check_folder(self) -> Self:
+        if not self.folder:
+            self.refuse_unread(
+                ["traced_steps"], "is for the output folder; set folder, or leave it out"
+            )
+        return self
+
 
 class PlannedModelConfig(ModelConfig):
     """TorchRec's DLRM or DCN, with planner options."""

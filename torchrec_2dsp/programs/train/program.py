@@ -8,7 +8,6 @@ train --> train_run --> RunTrainer: model, optimizers, batches
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -136,12 +135,7 @@ def train_run(
         if path is not None:
             for watcher in watchers:
                 watcher.run_resumed(name, path, trainer.step)
-    profiler = None
-    if profiled is not None:
-        device, rank = rank_device(config.loop.device), dist.get_rank(world_group())
-        trace = Path(config.output.folder) / name / f"trace_rank{rank}.json"
-        profiler = StepProfiler(profiled, trace, device)
-    result = trainer.run(watchers, profiler)
+    result = trainer.run(watchers, trainer.profiler(profiled))
     # Only after a success: after a failure the other ranks may never come.
     del trainer
     release_groups()
@@ -227,9 +221,21 @@ class RunTrainer:
         """The steps trained so far."""
         return self._state.step
 
-    def run(
-        self, watchers: Sequence[TrainWatcher], profiler: StepProfiler | None = None
-    ) -> RunResult:
+    def profiler(self, profiled: ProfiledSteps | None) -> StepProfiler:
+        """Return a profiler of these steps, which keeps traces; or of those that the config wants.
+
+        Without an output folder nobody reads them, and it traces none.
+        """
+        output, steps, path = self._config.output, profiled, None
+        if profiled is not None:
+            file = f"trace_rank{dist.get_rank(self._world)}.json"
+            path = Path(output.folder) / self._name / file
+        elif output.folder:
+            end = self.planned.num_steps
+            steps = ProfiledSteps.in_middle(self.step, end, output.traced_steps)
+        return StepProfiler(steps, self._device, path)
+
+    def run(self, watchers: Sequence[TrainWatcher], profiler: StepProfiler) -> RunResult:
         """Train to the end; the result is equal on all ranks.
 
         Collectives:
@@ -290,7 +296,7 @@ class RunTrainer:
             **per_step,
         )
 
-    def _train(self, watchers: Sequence[TrainWatcher], profiler: StepProfiler | None) -> Ending:
+    def _train(self, watchers: Sequence[TrainWatcher], profiler: StepProfiler) -> Ending:
         balance, ending = self._run.balance, Ending.STEPS
         self._model.train()
         own = self._batches(Split.TRAIN, start=self.step * self._loop.accumulate)
@@ -306,9 +312,14 @@ class RunTrainer:
                 self._after_steps(stepper, watchers)
         self._balance = batches.report if isinstance(batches, BalancedBatches) else None
         stepper.pause()
-        if profiler is not None:
-            profiler.finish()
+        profiler.finish()
+        self._tell_traced(profiler, watchers)
         return ending
+
+    def _tell_traced(self, profiler: StepProfiler, watchers: Sequence[TrainWatcher]) -> None:
+        if splits := profiler.take():
+            for watcher in watchers:
+                watcher.steps_traced(self._name, splits)
 
     def _after_steps(self, stepper: Stepper, watchers: Sequence[TrainWatcher]) -> None:
         """Report, evaluate and save if due; the checkpoint includes the evaluation."""
@@ -337,7 +348,7 @@ class RunTrainer:
         stepper: Stepper,
         batches: Iterator[Batch],
         watchers: Sequence[TrainWatcher],
-        profiler: StepProfiler | None,
+        profiler: StepProfiler,
     ) -> bool:
         """Train until something is due; return whether there may be more data."""
         first_step, before = self.step, dense_total(self._model)
@@ -346,7 +357,7 @@ class RunTrainer:
         for step in range(self.step, self._next_stop()):
             self._set_rates(step)
             try:
-                with nullcontext() if profiler is None else profiler.step(step + 1):
+                with profiler.step(step + 1):
                     loss, _, labels = stepper.step(batches)
             except StopIteration:
                 has_more = False
@@ -354,8 +365,11 @@ class RunTrainer:
             self._meter.add(loss, labels)
             self._state.step += 1
         if self.step > first_step:
-            self._meter.add_seconds(time.perf_counter() - began)
-            self._report(self.step - first_step, before, watchers)
+            seconds, num_steps = time.perf_counter() - began, self.step - first_step
+            usual_s = self._history.seconds / max(1, first_step)
+            self._meter.add_seconds(profiler.untraced_seconds(seconds, num_steps, usual_s))
+            self._report(num_steps, before, watchers)
+        self._tell_traced(profiler, watchers)
         return has_more
 
     def _next_stop(self) -> int:

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.section import JsonFile, Section, writing
+from torchrec_2dsp.programs.traces import RankSplit
 
 LESS_IS_BETTER = ("loss", "ne")
 """Metrics for which less is better: log loss and normalized entropy. For others, such as AUC, more
@@ -312,13 +313,17 @@ class ProgressLine(Section):
     evaluation: Evaluation | None = None
     """An evaluation."""
 
+    traced: tuple[RankSplit, ...] = ()
+    """Each rank's mean step by phase, over the steps that were traced."""
+
     is_over: bool = False
     """True if the run has ended, so that the record has it."""
 
     def is_after(self, step: int) -> bool:
         """Return whether a run that resumes after ``step`` steps will write this line again."""
         part = self.point or self.evaluation
-        return part is None or part.step > step
+        steps = [part.step] if part else [number for split in self.traced for number in split.steps]
+        return not steps or max(steps) > step
 
 
 class ProgressFile:

@@ -23,6 +23,7 @@ from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.config.config_file import with_absolute_paths
 from torchrec_2dsp.programs.config.section import Section, write_whole, writing
+from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import (
     Evaluation,
@@ -145,6 +146,9 @@ class TrainWatcher:
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
         """Handle trained steps."""
 
+    def steps_traced(self, name: str, splits: tuple[RankSplit, ...]) -> None:
+        """Handle the phases of each rank's traced steps."""
+
     def layers_moved(self, name: str, step: int, cuts: Mapping[str, tuple[int, ...]]) -> None:
         """Handle moved pipeline layers after ``step`` steps.
 
@@ -167,7 +171,7 @@ class RunFolder(TrainWatcher):
     - ``config.toml``: the resolved config, with absolute paths;
     - ``record.json``: a `TrainRecord` with the finished runs;
     - ``<run>/plan.json`` and, after a search by cost, ``<run>/explanation.txt``;
-    - ``<run>/progress.jsonl``: a run's curve, also while it trains.
+    - ``<run>/progress.jsonl``: a run's curve and traced steps, also while it trains.
     """
 
     def __init__(self, folder: str | Path, config: TrainConfig) -> None:
@@ -206,6 +210,10 @@ class RunFolder(TrainWatcher):
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
         """Append the steps to the run's progress."""
         self._progress[name].add(ProgressLine(point=progress))
+
+    def steps_traced(self, name: str, splits: tuple[RankSplit, ...]) -> None:
+        """Append the traced steps to the run's progress."""
+        self._progress[name].add(ProgressLine(traced=splits))
 
     def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
         """Append the evaluation to the run's progress."""

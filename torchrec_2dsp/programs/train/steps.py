@@ -4,14 +4,15 @@
 batches --training_batches (balanced, if configured)--> Stepper.step --> loss, scores, labels
 ```
 
-Between two steps, `LayerCuts` moves a pipelined dense part's layers. `StepProfiler` traces selected
-steps.
+Between two steps, `LayerCuts` moves a pipelined dense part's layers. `StepProfiler` traces a few
+steps and splits them into phases.
 """
 
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,20 +27,21 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
-from torchrec_2dsp.comms.full_duplex import wait_for_exchanges
-from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.comms.groups import WorldGroups, world_group
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.loop import accumulate
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.config.dense import DenseKinds, PipelinedConfig
+from torchrec_2dsp.programs.config.section import writing
 from torchrec_2dsp.programs.config.sections import MEASURED, BalanceConfig
+from torchrec_2dsp.programs.launch import silenced
 from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import thresholded_gradients
 from torchrec_2dsp.programs.models.kinds import ModelSection
 from torchrec_2dsp.programs.models.planned import make_pipeline
-from torchrec_2dsp.programs.traces import step_mark
+from torchrec_2dsp.programs.traces import RankSplit, RankTrace, step_mark
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -255,7 +257,7 @@ class LayerCuts:
 
 @dataclass(frozen=True)
 class ProfiledSteps:
-    """The steps to profile, counted from 1.
+    """The steps to trace, counted from 1.
 
     Example:
         >>> from torchrec_2dsp.programs.train.steps import ProfiledSteps
@@ -283,48 +285,117 @@ class ProfiledSteps:
             )
         return cls(int(numbers[1]), int(numbers[2]))
 
+    @classmethod
+    def in_middle(cls, start: int, end: int, num_steps: int) -> "ProfiledSteps | None":
+        """Choose steps in the middle of a run, or of its next 1,000 steps if it is longer.
+
+        Args:
+            start: the steps trained before.
+            end: the run's last step.
+            num_steps: the steps to choose, at most a third of those that are left.
+
+        Example:
+            >>> from torchrec_2dsp.programs.train.steps import ProfiledSteps
+            >>> ProfiledSteps.in_middle(0, 200, 10)
+            ProfiledSteps(first=96, last=105)
+        """
+        num_left = min(end - start, 1000)
+        num_steps = min(num_steps, num_left // 3)
+        first = start + (num_left - num_steps) // 2 + 1
+        return cls(first, first + num_steps - 1) if num_steps > 0 else None
+
 
 class StepProfiler:
-    """Records a rank's work in selected steps, and writes it afterwards."""
+    """Traces a few steps on each rank, and splits them into phases."""
 
-    def __init__(self, steps: ProfiledSteps, path: Path, device: torch.device) -> None:
-        self._steps, self._path = steps, path
+    def __init__(
+        self, steps: ProfiledSteps | None, device: torch.device, path: Path | None = None
+    ) -> None:
+        """Prepare to trace.
+
+        Args:
+            steps: the steps to trace; none if `None`.
+            device: this rank's; its own activity is in a trace that is kept.
+            path: the file to keep this rank's trace in; by default only the phases are kept.
+        """
+        self._steps, self._path, self._group = steps, path, world_group()
         activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
+        if device.type == "cuda" and path is not None:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities)
         self._is_running = False
+        self._traced_s, self._num_traced = 0.0, 0
+        self._splits: tuple[RankSplit, ...] = ()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record the block, which trains ``step``, if it is due.
+        """Trace the block, which trains ``step``, if it is due.
 
         Collectives:
-            Same as `finish`, after the last step to record.
+            Same as `finish`, after the last step to trace.
         """
-        if not self._steps.first <= step <= self._steps.last:
+        if self._steps is None or not self._steps.first <= step <= self._steps.last:
             yield
             return
+        began = time.perf_counter()
         if not self._is_running:
-            self._profile.start()
+            with silenced():
+                self._profile.start()
             self._is_running = True
         with record_function(step_mark(step)):
             yield
         if step == self._steps.last:
             self.finish()
+        self._traced_s += time.perf_counter() - began
+        self._num_traced += 1
+
+    def untraced_seconds(self, seconds: float, num_steps: int, usual_step_s: float) -> float:
+        """Return what the steps since the last call would have taken without a trace.
+
+        Args:
+            seconds: what they took.
+            num_steps: how many they are. Traced ones count as much as the mean of the others.
+            usual_step_s: what a step took before, in case that all of them are traced.
+        """
+        traced_s, num_traced = self._traced_s, self._num_traced
+        self._traced_s, self._num_traced = 0.0, 0
+        if num_traced < num_steps:
+            return (seconds - traced_s) * num_steps / (num_steps - num_traced)
+        return num_steps * usual_step_s or seconds
 
     def finish(self) -> None:
-        """Write the recording, also if the run ends before the last step to record.
+        """Split the traced steps into phases, also if the run ends before the last of them.
 
         Collectives:
-            A barrier over all ranks.
+            Same as `WorldGroups.settle`; and a gather to rank 0 of each rank's phases.
         """
-        if self._is_running:
-            self._is_running = False
-            # Row gradients travel from one step to the next. After the barrier all ranks have sent
-            # theirs.
-            dist.barrier(world_group())
-            wait_for_exchanges()
+        if not self._is_running:
+            return
+        self._is_running = False
+        # Ids and row gradients travel from one step to the next.
+        WorldGroups.current().settle()
+        with silenced():
             self._profile.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self._path))
+        own, splits = self._split(), None
+        if dist.get_rank(self._group) == 0:
+            splits = [None] * dist.get_world_size(self._group)
+        dist.gather_object(own, splits, group=self._group, group_dst=0)
+        self._splits = tuple(filter(None, splits or ()))
+
+    def _split(self) -> RankSplit | None:
+        """Return the trace's phases; `None` if the data had ended before the first traced step."""
+        with tempfile.TemporaryDirectory(prefix="torchrec_2dsp_") as folder:
+            path = self._path or Path(folder) / "trace.json"
+            # A full disk costs a run its phases, and only a trace that was asked for the run.
+            is_whole = suppress(OSError, ValueError) if self._path is None else writing(path)
+            with suppress(ConfigError), is_whole:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with silenced():
+                    self._profile.export_chrome_trace(str(path))
+                return RankSplit.of_trace(dist.get_rank(self._group), RankTrace.read(path))
+        return None
+
+    def take(self) -> tuple[RankSplit, ...]:
+        """Return the phases of all ranks once, on rank 0; nothing if there is nothing new."""
+        splits, self._splits = self._splits, ()
+        return splits

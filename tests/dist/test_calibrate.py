@@ -14,11 +14,23 @@ import torchrec_2dsp as tdsp
 from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.cost.measuring import calibrate as program, collectives, fit, kernels
 from torchrec_2dsp.cost.measuring.calibrate import calibrate
+from torchrec_2dsp.cost.measuring.clock import Sampling
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds, measure_link_speeds
+
+# What the times are isn't tested, and other tests may run meanwhile.
+TINY = Sampling(
+    tolerance=4.0,
+    min_repeats=3,
+    max_repeats=3,
+    largest_bytes=2**21,
+    beside_repeats=3,
+    most_elements=2**18,
+    rows=((16, 2**11), (64, 2**11), (128, 2**11)),
+    table_bytes=(2**18, 2**19, 2**20),
+)
 
 
 def measured(
@@ -27,15 +39,10 @@ def measured(
     """With what progress told, and the groups that are left."""
     world = dist.group.WORLD
     assert world is not None
-    # What the times are isn't tested, and other tests may run meanwhile.
-    kernels._NUM_IDS, kernels._TABLE_BYTES = (2**11,), (2**18, 2**19, 2**20)
-    collectives._MIN_REPEATS = collectives._MAX_REPEATS = program._REPEATS = 3
-    collectives._LARGEST, program._LARGEST = 2**21, 2**18
-    fit.MAX_MEDIAN_ERROR = fit.MAX_KERNEL_ERROR = math.inf
     before = set(_world.pg_names.values())
     lines: list[str] = []
     calibration = calibrate(
-        world, local_world_size=local_world_size, name="x", progress=lines.append
+        world, local_world_size=local_world_size, name="x", sampling=TINY, progress=lines.append
     )
     return calibration, lines, len(set(_world.pg_names.values()) - before)
 

@@ -17,11 +17,14 @@ from torchrec.distributed.planner.types import (
     TrainerConfig,
 )
 
+from torchrec_2dsp._version import SHIPPED_CONFIGS
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.collectives import CalibrationPart, Call, Coefficients, CollectiveCost, Unit
 from torchrec_2dsp.errors import CalibrationError
 
 CALIBRATION_FORMAT = 3
+
+_SHIPPED = SHIPPED_CONFIGS / "hardware"
 
 _PASSES = {
     Transport.FP32: 0.0,
@@ -184,7 +187,7 @@ class Calibration(CalibrationPart):
 
     Example:
         >>> import torchrec_2dsp as tdsp
-        >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+        >>> calibration = tdsp.Calibration.load("emulated_1gbit")
         >>> calibration.hardware.num_hosts
         2
     """
@@ -215,15 +218,19 @@ class Calibration(CalibrationPart):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that `save` wrote.
+        """Read a file that `save` wrote, or a calibration that ships with the package by its name.
 
         Raises:
             CalibrationError: it can't be read, isn't a calibration, or has absurd numbers.
         """
+        shipped = {file.stem: file for file in _SHIPPED.glob("*.toml")}
         try:
-            data = tomllib.loads(Path(path).read_text())
+            data = tomllib.loads(Path(shipped.get(str(path), path)).read_text())
         except OSError as error:
-            raise CalibrationError(f"{path} can't be read: {error.strerror}") from error
+            raise CalibrationError(
+                f"{path} can't be read: {error.strerror}; use a path, or one of "
+                f"{', '.join(sorted(shipped))}, which ship with the package"
+            ) from error
         # A number of too many digits is a ValueError of Python's own.
         except (ValueError, RecursionError) as error:
             raise CalibrationError(f"{path} is not TOML: {error}") from error
@@ -301,7 +308,7 @@ class Calibration(CalibrationPart):
 
         Example:
             >>> import torchrec_2dsp as tdsp
-            >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+            >>> calibration = tdsp.Calibration.load("emulated_1gbit")
             >>> topology = calibration.topology(world_size=4, local_world_size=2)
             >>> topology.inter_host_bw < topology.intra_host_bw
             True

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.comms.alarm import agree
+from torchrec_2dsp.cost.measuring.clock import Clock
 from torchrec_2dsp.cost.measuring.collectives import (
     ELEMENT_BYTES,
     Groups,
-    group_device,
     ranks_by_host,
     ranks_by_place,
-    slowest_rank_seconds,
     subgroup,
 )
 from torchrec_2dsp.errors import ConfigError
@@ -175,11 +174,11 @@ class _Collective:
         self, world: dist.ProcessGroup, group: dist.ProcessGroup, num_bytes: int, repeats: int
     ) -> tuple[int, list[float]]:
         """Return the payload, in whole elements, and the slowest rank's time per repeat."""
-        device = group_device(world)
+        clock = Clock(world)
         num_elements = math.ceil(num_bytes / (ELEMENT_BYTES * group.size())) * group.size()
-        sent = torch.ones(num_elements, device=device)
+        sent = torch.ones(num_elements, device=clock.device)
         received = torch.ones_like(sent)
-        seconds = slowest_rank_seconds(lambda: self.run(received, sent, group), world, repeats)
+        seconds = clock.seconds(lambda: self.run(received, sent, group), repeats)
         return num_elements * ELEMENT_BYTES, seconds
 
 

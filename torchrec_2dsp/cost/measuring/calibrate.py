@@ -10,14 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.alarm import agree
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.cost.calibration import Calibration, CollectiveTimes, Hardware, Kernels
-from torchrec_2dsp.cost.measuring.collectives import (
-    group_device,
-    measure_collectives,
-    repeated_seconds,
-    slowest_rank_seconds,
-)
+from torchrec_2dsp.cost.collectives import CollectiveCost
+from torchrec_2dsp.cost.measuring.clock import CAREFUL, Clock, Sampling
+from torchrec_2dsp.cost.measuring.collectives import measure_collectives
 from torchrec_2dsp.cost.measuring.fit import fit_collective, fit_kernel
 from torchrec_2dsp.cost.measuring.kernels import measure_kernels
 from torchrec_2dsp.errors import CalibrationError
@@ -25,26 +22,30 @@ from torchrec_2dsp.errors import CalibrationError
 _TURNS = 4
 _COMPUTED_S = 0.01
 _SIZES = {"cpu": 384, "cuda": 4096}
-_REPEATS = 9
 _SMALLEST = 2**14
-"""The smallest message's elements per rank."""
-_LARGEST = 2**26
-"""Elements for all ranks together."""
+"""The smallest exchange's elements per rank."""
+_NETWORK_SHARE, _KERNELS_SHARE = 0.5, 0.85
+"""The shares of the time when larger messages, and then more kernels, are left out."""
+_NO_NETWORK = dict.fromkeys(
+    ("all_to_all", "all_reduce", "all_gather", "reduce_scatter"),
+    CollectiveCost(base_s=0.0, per_peer_s=0.0),
+)
+"""One rank alone waits for nobody."""
 
 
 class Beside:
     """Times collectives beside computing; the same on all ranks.
 
     Collectives:
-        All-to-alls, in all that it does, and those of `slowest_rank_seconds`.
+        All-to-alls, in all that it does, and those of the clock.
     """
 
-    def __init__(self, world: dist.ProcessGroup) -> None:
-        self._world = world
-        self._device = group_device(world)
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._world, self._device = clock.world, clock.device
         size = _SIZES[self._device.type]
         self._matrix = torch.rand(size, size, device=self._device)
-        self._product_s = statistics.median(repeated_seconds(self._multiply, world))
+        self._product_s = statistics.median(clock.repeated_seconds(self._multiply))
 
     def turn_s(self) -> float:
         """Return the extra seconds of a short all-to-all between two computations."""
@@ -56,7 +57,7 @@ class Beside:
         """Return a long all-to-all's share that computing hides."""
         num_elements = _SMALLEST
         exchange = self._exchanging(num_elements)
-        most = _LARGEST // self._world.size()
+        most = self._clock.sampling.most_elements // self._world.size()
         while self._seconds(exchange) < _COMPUTED_S and 2 * num_elements <= most:
             num_elements *= 2
             exchange = self._exchanging(num_elements)
@@ -99,7 +100,8 @@ class Beside:
                 for part in parts:
                     part()
 
-        return statistics.median(slowest_rank_seconds(turns, self._world, _REPEATS)) / _TURNS
+        repeats = 1 if self._clock.is_late(1.0) else self._clock.sampling.beside_repeats
+        return statistics.median(self._clock.seconds(turns, repeats)) / _TURNS
 
 
 def calibrate(
@@ -107,67 +109,89 @@ def calibrate(
     *,
     local_world_size: int,
     name: str,
+    device: torch.device | None = None,
+    sampling: Sampling = CAREFUL,
     progress: Callable[[str], object] = lambda what: None,
 ) -> Calibration:
     """Measure on all ranks of the world; the result is equal on all of them.
 
-    ``world`` has at least two ranks, host by host, ``name`` is the hardware's, and ``progress`` is
-    called with what is being measured.
+    ``world`` lies host by host; one rank alone has no network, and measures its own work.
 
-    Raises `CalibrationError` where one rank is no network, hosts have different numbers of ranks,
-    or no constants explain the times.
+    Args:
+        world: all ranks.
+        local_world_size: ranks per host.
+        name: the hardware's.
+        device: the tables'; by default the one that the backend serves.
+        sampling: sizes, repeats, and how long it may take.
+        progress: called with what is being measured.
+
+    Raises:
+        CalibrationError: on all ranks, if hosts have different numbers of ranks, or what is
+            measured fails on a rank.
     """
-    world_size = dist.get_world_size(world)
-    agree(
-        world,
-        error=_world_error(world_size, local_world_size),
-        facts={"local_world_size": str(local_world_size)},
-    )
+    with agreeing(world) as agreed:
+        check_world(world, local_world_size)
+        agreed["local_world_size"] = str(local_world_size)
+    clock = Clock(world, sampling, device)
     collectives = {
-        collective: fit_collective(collective, samples)
+        collective: fit_collective(samples)
         for collective, samples in measure_collectives(
-            world, local_world_size=local_world_size, progress=progress
+            clock, local_world_size=local_world_size, share=_NETWORK_SHARE, progress=progress
         ).items()
     }
     kernels = {
-        kernel: fit_kernel(kernel, samples)
-        for kernel, samples in measure_kernels(world, progress=progress).items()
+        kernel: fit_kernel(samples)
+        for kernel, samples in measure_kernels(
+            clock, share=_KERNELS_SHARE, progress=progress
+        ).items()
     }
-    progress("collectives and computing together")
-    beside = Beside(world)
-    turn_s, hidden_share = beside.turn_s(), beside.hidden_share()
-    device = group_device(world)
+    turn_s, hidden_share = 0.0, 1.0
+    if world.size() > 1:
+        progress("collectives and computing together")
+        beside = Beside(clock)
+        turn_s, hidden_share = beside.turn_s(), beside.hidden_share()
     return Calibration(
-        hardware=Hardware(
-            name=name,
-            device="cpu" if device.type == "cpu" else "cuda",
-            num_hosts=world_size // local_world_size,
-            ranks_per_host=local_world_size,
-            processor=_processor(device),
-            measured=datetime.now(UTC).strftime("%Y-%m-%d"),
-            memory_bytes=_memory_bytes(device, local_world_size),
-        ),
-        collectives=CollectiveTimes(**collectives),
+        hardware=_hardware(world, clock.device, name, local_world_size),
+        collectives=CollectiveTimes(**(collectives or _NO_NETWORK)),
         kernels=Kernels.model_validate(kernels),
         turn_s=turn_s,
         hidden_share=hidden_share,
     )
 
 
-def _world_error(world_size: int, local_world_size: int) -> CalibrationError | None:
-    if world_size < 2:
-        return CalibrationError(
-            "one rank has no network to measure; start at least two, best on two hosts"
+def check_world(world: dist.ProcessGroup, local_world_size: int) -> None:
+    """Raise `CalibrationError` if hosts can't have so many ranks each."""
+    if local_world_size < 1 or world.size() % local_world_size:
+        raise CalibrationError(
+            f"local_world_size={local_world_size} does not divide world_size={world.size()}; "
+            "start as many ranks on every host"
         )
-    if local_world_size < 1 or world_size % local_world_size:
-        return CalibrationError(
-            f"local_world_size={local_world_size} does not divide world_size={world_size}; start "
-            "as many ranks on every host"
-        )
-    return None
 
 
-def _processor(device: torch.device) -> str:
+def _hardware(
+    world: dist.ProcessGroup, device: torch.device, name: str, local_world_size: int
+) -> Hardware:
+    """Describe the machines, by the processors of all and the least memory of any.
+
+    Collectives:
+        An all-gather of objects.
+    """
+    own = (processor(device), _memory_bytes(device, local_world_size))
+    gathered: list[tuple[str, int]] = [own] * world.size()
+    dist.all_gather_object(gathered, own, group=world)
+    return Hardware(
+        name=name,
+        device="cpu" if device.type == "cpu" else "cuda",
+        num_hosts=world.size() // local_world_size,
+        ranks_per_host=local_world_size,
+        processor=" and ".join(dict.fromkeys(text for text, _ in gathered)),
+        measured=datetime.now(UTC).strftime("%Y-%m-%d"),
+        memory_bytes=min(num_bytes for _, num_bytes in gathered),
+    )
+
+
+def processor(device: torch.device) -> str:
+    """Return the name of a rank's GPU, or of its host's processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

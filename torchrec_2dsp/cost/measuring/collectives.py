@@ -4,11 +4,11 @@ All ranks of the world measure together, in groups inside hosts, across them, an
 """
 
 import functools
+import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,59 +22,8 @@ from torchrec_2dsp.cost.collectives import (
     all_to_all,
     reduce_scatter,
 )
+from torchrec_2dsp.cost.measuring.clock import Clock, Sampling
 from torchrec_2dsp.cost.measuring.fit import CollectiveSample, Timed
-
-
-def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device for a group's tensors."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-_REPEATED_S = 0.05
-_MIN_REPEATS, _MAX_REPEATS = 4, 30
-
-
-def repeated_seconds(run: Callable[[], object], world: dist.ProcessGroup) -> list[float]:
-    """Run `slowest_rank_seconds` as often as it helps: shorter runs repeat more."""
-    # The first run opens connections and allocates memory.
-    _, once = slowest_rank_seconds(run, world, 2)
-    repeats = round(_REPEATED_S / once)
-    return slowest_rank_seconds(run, world, min(max(repeats, _MIN_REPEATS), _MAX_REPEATS))
-
-
-def slowest_rank_seconds(
-    run: Callable[[], object], world: dist.ProcessGroup, repeats: int
-) -> list[float]:
-    """Time the slowest rank, for each repeat; equal on all ranks.
-
-    Args:
-        run: what every rank does, beginning together.
-        world: the ranks.
-        repeats: how often.
-
-    Collectives:
-        Per repeat an all-reduce of one element, besides what ``run`` does; at the end an all-reduce
-        of the times.
-    """
-    device = group_device(world)
-    seconds = torch.zeros(repeats, dtype=torch.float64, device=device)
-    for repeat in range(repeats):
-        dist.all_reduce(torch.zeros(1, device=device), group=world)
-        _wait_for(device)
-        start = time.perf_counter()
-        run()
-        _wait_for(device)
-        seconds[repeat] = time.perf_counter() - start
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=world)
-    return seconds.tolist()
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
 
 Groups = list[list[int]]
 """World ranks, group by group."""
@@ -117,11 +66,9 @@ def subgroup(
 
 
 ELEMENT_BYTES = 4
-_SMALLEST = 2**12
-_STEP = 8
-_LARGEST = 2**24
-_LONG_S = 0.1
-"""Larger messages than the first one that takes as long tell nothing new."""
+_SMALLEST_BYTES = 2**12
+_FEWEST = 2
+"""Messages of different sizes that a fit can't do without."""
 
 
 @dataclass(frozen=True)
@@ -166,31 +113,93 @@ COLLECTIVES = {
 """The collectives, by their names in a calibration."""
 
 
+@dataclass
+class _Series:
+    """A collective's messages in one place, each larger than the last."""
+
+    name: str
+    collective: TimedCollective
+    span: Span
+    group: dist.ProcessGroup
+    num_bytes: float = _SMALLEST_BYTES
+    """The next message's bytes; 0 after the last."""
+    expected_s: float = 0.0
+    """At most the seconds that it takes; 0 if that isn't known."""
+    samples: list[CollectiveSample] = field(default_factory=list)
+
+    def message(self, device: torch.device) -> torch.Tensor:
+        num_ranks = self.span.num_ranks
+        return torch.ones(
+            math.ceil(self.num_bytes / (ELEMENT_BYTES * num_ranks)) * num_ranks, device=device
+        )
+
+    def time(self, message: torch.Tensor, clock: Clock) -> None:
+        run = functools.partial(self.collective.run, message, self.group)
+        if not self.samples:
+            clock.seconds(run, 1)  # It opens connections.
+        timed = Timed.of(clock.repeated_seconds(run, self.expected_s))
+        moved = self.collective.traffic(self.span, float(message.nbytes))
+        self.samples.append(CollectiveSample(self.span, moved, timed))
+        growth = _growth(message.nbytes, timed.seconds, clock.sampling)
+        self.num_bytes, self.expected_s = growth * message.nbytes, growth * timed.seconds
+
+
+def _growth(num_bytes: int, seconds: float, sampling: Sampling) -> float:
+    """Return how many times as large the next message is, if this one took so long; 0 for none."""
+    if seconds > sampling.long_s or 2 * num_bytes > sampling.largest_bytes:
+        return 0
+    longest = sampling.longest_s / seconds
+    return min(sampling.step, sampling.largest_bytes / num_bytes, max(longest, 2))
+
+
 def measure_collectives(
-    world: dist.ProcessGroup,
-    *,
-    local_world_size: int,
-    progress: Callable[[str], object],
+    clock: Clock, *, local_world_size: int, share: float, progress: Callable[[str], object]
 ) -> dict[str, list[CollectiveSample]]:
     """Time every collective, on gloo also the full-duplex one; equal on all ranks.
+
+    All small messages come before the larger ones, which are left out when ``share`` of the time
+    is over.
 
     Collectives:
         Those that are measured; and the creation of process groups, which are destroyed at the
         end.
     """
-    world_size = dist.get_world_size(world)
+    world_size = dist.get_world_size(clock.world)
+    is_gloo = dist.get_backend(clock.world) == "gloo"
     samples: dict[str, list[CollectiveSample]] = {}
-    for ranks_of_groups in _places(world_size, local_world_size):
-        span = Span.of(ranks_of_groups, local_world_size)
-        for is_full_duplex in (False, True) if dist.get_backend(world) == "gloo" else (False,):
-            with subgroup(ranks_of_groups, is_full_duplex=is_full_duplex) as group:
-                for name, collective in COLLECTIVES.items():
-                    if collective.is_full_duplex != is_full_duplex:
-                        continue
-                    progress(f"{name}, {_where(span)}")
-                    timed = _timed(collective, span, world, group)
-                    samples.setdefault(name, []).extend(timed)
+    with ExitStack() as groups:
+        series = []
+        for ranks_of_groups in _places(world_size, local_world_size):
+            span = Span.of(ranks_of_groups, local_world_size)
+            for is_full_duplex in (False, True) if is_gloo else (False,):
+                group = groups.enter_context(
+                    subgroup(ranks_of_groups, is_full_duplex=is_full_duplex)
+                )
+                series += [
+                    _Series(name, collective, span, group)
+                    for name, collective in COLLECTIVES.items()
+                    if collective.is_full_duplex == is_full_duplex
+                ]
+        for each, message in clock.guarded(_messages(series, clock, share)):
+            progress(f"{each.name}, {_where(each.span)}")
+            each.time(message, clock)
+    for each in series:
+        samples.setdefault(each.name, []).extend(each.samples)
     return samples
+
+
+def _messages(
+    series: Sequence[_Series], clock: Clock, share: float
+) -> Iterator[tuple[_Series, torch.Tensor]]:
+    """Yield the smallest message of each series, then the next one of each, until none is left."""
+    for num_before in itertools.count():
+        growing = [each for each in series if each.num_bytes]
+        if not growing:
+            return
+        for each in growing:
+            if num_before >= _FEWEST and clock.is_late(share):
+                return
+            yield each, each.message(clock.device)
 
 
 def _places(world_size: int, local_world_size: int) -> list[Groups]:
@@ -208,20 +217,3 @@ def _where(span: Span) -> str:
     if not span.crosses_hosts:
         return "in hosts"
     return "across hosts" if span.ranks_per_host == 1 else "all ranks"
-
-
-def _timed(
-    collective: TimedCollective, span: Span, world: dist.ProcessGroup, group: dist.ProcessGroup
-) -> Iterator[CollectiveSample]:
-    """Time messages, each eight times as long as the last, until they take long or are long."""
-    num_bytes = _SMALLEST
-    while num_bytes <= _LARGEST:
-        num_elements = math.ceil(num_bytes / (ELEMENT_BYTES * span.num_ranks)) * span.num_ranks
-        sent = torch.ones(num_elements, device=group_device(world))
-        run = functools.partial(collective.run, sent, group)
-        timed = Timed.of(repeated_seconds(run, world))
-        moved = collective.traffic(span, float(num_elements * ELEMENT_BYTES))
-        yield CollectiveSample(span, moved, timed)
-        if timed.seconds > _LONG_S:
-            return
-        num_bytes *= _STEP

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from torchrec_2dsp.cost.calibration import BagCost, KernelCost
+from torchrec_2dsp.cost.calibration import BagCost, Calibration, KernelCost
 from torchrec_2dsp.cost.collectives import CollectiveCost, Span, Traffic
-from torchrec_2dsp.errors import CalibrationError
 
 MAX_MEDIAN_ERROR = 0.4
 """A fit explains nothing if half its longer measurements are further away than this."""
@@ -63,7 +62,7 @@ class KernelSample:
     """Bytes in the bags' distinct rows."""
 
 
-def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> CollectiveCost:
+def fit_collective(samples: Sequence[CollectiveSample]) -> CollectiveCost:
     """Fit a collective's coefficients; those that no sample tells of stay unknown.
 
     Example:
@@ -76,7 +75,7 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
         ...     )
         ...     for num_bytes in (1e3, 1e6, 1e7)
         ... ]
-        >>> cost = fit_collective("all_to_all", samples)
+        >>> cost = fit_collective(samples)
         >>> round(cost.local_s_per_byte * 1e9, 6), cost.link_s_per_byte
         (1.0, None)
     """
@@ -92,7 +91,6 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
         if (was_link == is_link).all():
             break
         constants, errors = _fitted(_ways(constant, local, link, is_link), timed)
-    _check(name, errors, MAX_MEDIAN_ERROR)
     return CollectiveCost(
         base_s=constants[0],
         per_peer_s=constants[1],
@@ -102,14 +100,13 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
     )
 
 
-def fit_kernel(name: str, samples: Sequence[KernelSample]) -> KernelCost:
+def fit_kernel(samples: Sequence[KernelSample]) -> KernelCost:
     """Fit the coefficients for work on rows, or on bags if the samples have bags."""
     work = [
         [1.0, sample.items, sample.num_bytes, sample.vector_bytes, sample.row_bytes]
         for sample in samples
     ]
     constants, errors = _fitted(np.array(work), [sample.timed for sample in samples])
-    _check(name, errors, MAX_KERNEL_ERROR)
     cost = {"base_s": constants[0], "per_item_s": constants[1], "per_byte_s": constants[2]} | errors
     if not any(sample.vector_bytes for sample in samples):
         return KernelCost(**cost)
@@ -146,10 +143,20 @@ def _fitted(
     )
 
 
-def _check(name: str, errors: dict[str, float], limit: float) -> None:
-    if errors["median_error"] > limit:
-        raise CalibrationError(
-            f"{name}: no constants explain what was measured: half of the longer times are more "
-            f"than {errors['median_error']:.0%} off. Was something else running? Calibrate again "
-            "on idle machines"
-        )
+def unexplained(calibration: Calibration, tolerance: float) -> str:
+    """Say which constants are far from what was measured, if any are.
+
+    A ``tolerance`` of 2 allows errors twice as large as 1 does.
+    """
+    for part, limit in (
+        (calibration.collectives, MAX_MEDIAN_ERROR),
+        (calibration.kernels, MAX_KERNEL_ERROR),
+    ):
+        for name, cost in part:
+            if cost is not None and cost.median_error > tolerance * limit:
+                return (
+                    f"{name}: no constants explain what was measured: half of the longer times are "
+                    f"more than {cost.median_error:.0%} off. Was something else running? Calibrate "
+                    "again on idle machines"
+                )
+    return ""

@@ -40,7 +40,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.measuring.collectives import repeated_seconds
+from torchrec_2dsp.cost.measuring.clock import Clock
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -168,8 +168,9 @@ def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
         forward().backward()
         optimizer.step()
 
-    forward_s = statistics.median(repeated_seconds(forward, world))
-    step_s = statistics.median(repeated_seconds(step, world))
+    clock = Clock(world)
+    forward_s = statistics.median(clock.repeated_seconds(forward))
+    step_s = statistics.median(clock.repeated_seconds(step))
     return DenseWork(
         forward_s=forward_s,
         backward_s=max(0.0, step_s - forward_s),

@@ -40,7 +40,9 @@ def _calibrate(out: Path, name: str, device: str) -> None:
     from torchrec_2dsp._compat.torchrec import get_local_size
     from torchrec_2dsp.comms.groups import world_group
     from torchrec_2dsp.cost.measuring.calibrate import calibrate as measure
-    from torchrec_2dsp.errors import ConfigError
+    from torchrec_2dsp.cost.measuring.clock import CAREFUL
+    from torchrec_2dsp.cost.measuring.fit import unexplained
+    from torchrec_2dsp.errors import CalibrationError, ConfigError
     from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
     if device not in ("cpu", "cuda"):
@@ -53,19 +55,27 @@ def _calibrate(out: Path, name: str, device: str) -> None:
             check_writable(out)
         torch.set_num_threads(1)
         world = world_group()
+        if world.size() == 1:
+            raise CalibrationError(
+                "one rank has no network to measure; start at least two, best on two hosts"
+            )
         local_world_size = get_local_size(world.size())
         console = Console(quiet=rank != 0)
         with console.status("") as status:
+            shown = set()
 
             def show(what: str) -> None:
                 if console.is_terminal:
                     status.update(f"measuring {what}")
-                else:
+                elif what not in shown:
+                    shown.add(what)
                     console.print(f"measuring {what}")
 
             calibration = measure(
                 world, local_world_size=local_world_size, name=name, progress=show
             )
+        if error := unexplained(calibration, CAREFUL.tolerance):
+            raise CalibrationError(error)
         if rank:
             return
         show_calibration(calibration, console)

@@ -225,6 +225,8 @@ class Network:
                 "link set lo up",
                 f"addr add {address(number)}/{SUBNET.prefixlen} dev eth0",
                 "link set eth0 up",
+                # So that what is measured on one cluster isn't kept for another.
+                f"link set eth0 alias {self._link.rate}_{self._link.delay_ms:g}ms",
             ]
             if kernel.can_choose_congestion_control:
                 commands.append(congestion_control_route(str(SUBNET), address(number)))

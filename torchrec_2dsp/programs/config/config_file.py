@@ -9,22 +9,20 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 
+from torchrec_2dsp._version import SHIPPED_CONFIGS
 from torchrec_2dsp.errors import ConfigError
 
-# In a checkout a link to the folder `configs` beside the package; in a wheel the files themselves.
-_SHIPPED = Path(str(files("torchrec_2dsp"))) / "configs"
 _RUNS, _HARDWARE, _WORKLOADS = "runs", "hardware", "workloads"
 
 
 def shipped_configs(folder: str = _RUNS) -> dict[str, Path]:
     """Return a folder's configs that ship with the package: their files by name."""
-    return {path.stem: path for path in sorted((_SHIPPED / folder).glob("*.toml"))}
+    return {path.stem: path for path in sorted((SHIPPED_CONFIGS / folder).glob("*.toml"))}
 
 
 def _shipped_config(name: str, folder: str) -> Path | None:

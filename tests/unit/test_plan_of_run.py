@@ -6,22 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-import torchrec_2dsp as tdsp
-from torchrec_2dsp.cost.calibration import KernelCost
+from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline
+from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.serialize import load
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.config.config_file import load_config
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.models.kinds import build_any_model, estimated_dense_work
 from torchrec_2dsp.programs.plan import RunToPlan, planning, to_plan
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.steps import closing_batches
 
 ROWS = [(f"u{number % 7}", f"i{number * number % 11}") for number in range(400)]
 CONFIG = """
@@ -105,39 +100,22 @@ def test_negatives_count_as_the_lookups_that_they_are(monkeypatch: pytest.Monkey
     lengths = batch.sparse_features["item"].lengths()
     table = workload_of(result).table("t_item")
     assert table.ids_per_sample == pytest.approx(float(lengths.float().mean()) + 5, rel=0.02)
-    assert planning(result).dense is not None
+    # A weight is used for each of five items; attention comes on top.
+    work = planning(result)
+    calibration, dense = result.machines.calibrated(), workload_of(result).dense
+    once = DenseWork.of_model(work.model, batch_size=32, kernels=calibration.kernels)
+    assert 4 < dense.forward_s / once.forward_s < 10
+    assert dense.gradient_bytes == once.gradient_bytes
+    assert work.dense is not None
 
 
 def test_what_a_run_says_is_kept() -> None:
-    keys = ("num_groups=2", "exchange=row", "sharding_types=['row_wise']", "prefetch_rows=true")
+    keys = ("num_groups=2", "exchange=row", "sharding_types=['row_wise']")
     work = planning(source(*(f"runs.main.{key}" for key in keys)))
     plan = work.planner.plan(work.model, work.sharders)
     assert plan.mesh.num_groups == 2
     tables = [table for _, part in plan.modules() for _, table in part.tables()]
     assert {table.exchange for table in tables} == {Exchange.ROW}
-    assert work.planner.explain().setting.workload.pipeline is Pipeline.ROW_PREFETCH
-
-
-def test_dense_work_is_that_of_the_products() -> None:
-    config = load_config(TrainConfig, "mine.toml", ["model.kind=dcn", "model.dim=32"])
-    data = source().shape
-    dense_model = build_any_model(data, config.model)
-    once = KernelCost(base_s=0.0, per_item_s=1.0, per_byte_s=0.0)
-    calibration = tdsp.Calibration.load(source().machines.calibration)
-    kernels = calibration.kernels.model_copy(update={"matmul": once})
-    work = estimated_dense_work(config.model, dense_model, kernels, 20)
-    batches = config.data.dataset().batches(Split.TRAIN, global_batch_size=20, rank=0, world_size=1)
-    with (
-        closing_batches(batches) as opened,
-        FlopCounterMode(display=False) as counter,
-        torch.no_grad(),
-    ):
-        dense_model(next(opened))
-    assert work.forward_s == pytest.approx(counter.get_total_flops(), rel=1e-6)
-    assert work.backward_s == 2 * work.forward_s
-    names = [(name, weight) for name, weight in dense_model.named_parameters()]
-    dense = [weight.numel() for name, weight in names if "embedding_bags" not in name]
-    assert work.gradient_bytes == 4 * sum(dense)
 
 
 def test_worlds_are_simulated_for_a_training_run() -> None:

@@ -3,14 +3,12 @@
 import torch
 from torch import nn
 
-from torchrec_2dsp.cost.calibration import Kernels
 from torchrec_2dsp.cost.dense import Transformer
-from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.data.negatives import WithNegatives, feature_of
 from torchrec_2dsp.programs.models.dense import Layered
-from torchrec_2dsp.programs.models.model import build_model, table_modules
+from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig, build_own_model
 from torchrec_2dsp.programs.models.ranking import RankingConfig
 from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
@@ -91,37 +89,6 @@ def transformer_of(model: ModelSection) -> Transformer | None:
         length=length,
         expansion=model.hidden_factor,
         num_targets=1 + round(model.num_negatives / length),
-    )
-
-
-def estimated_dense_work(
-    section: ModelSection, model: nn.Module, kernels: Kernels, batch_size: int
-) -> DenseWork:
-    """Estimate a rank's work beside its tables, where the rest of the model is data-parallel.
-
-    A layer of a transformer is predicted as such. Otherwise each sample is multiplied by each
-    matrix once in the forward, and twice in the backward. Without calibrated matrix products,
-    computing counts as free.
-    """
-    tables = {id(weight) for part in table_modules(model) for weight in part.parameters()}
-    weights = [weight for weight in model.parameters() if id(weight) not in tables]
-    forward_s, matmul, transformer = 0.0, kernels.matmul, transformer_of(section)
-    if matmul is not None and transformer is not None:
-        layers = transformer.layers(kernels).layers
-        forward_s = batch_size * sum(layer.forward_s for layer in layers)
-    elif matmul is not None:
-        forward_s = sum(
-            matmul.base_s
-            + matmul.seconds(
-                2.0 * batch_size * weight.numel(), 4.0 * batch_size * sum(weight.shape)
-            )
-            for weight in weights
-            if weight.dim() == 2
-        )
-    return DenseWork(
-        forward_s=forward_s,
-        backward_s=2 * forward_s,
-        gradient_bytes=float(sum(weight.nbytes for weight in weights)),
     )
 
 

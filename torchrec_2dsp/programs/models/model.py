@@ -91,15 +91,11 @@ def rank_device(device: str) -> torch.device:
 
 def tables_of(model: nn.Module) -> list[BaseEmbeddingConfig]:
     """List an unsharded model's table configs, in its order."""
-    return [config for module in table_modules(model) for config in configs_of(module)]
-
-
-def table_modules(model: nn.Module) -> list[EmbeddingBagCollection | EmbeddingCollection]:
-    """List an unsharded model's collections of tables, in its order."""
     return [
-        module
+        config
         for module in model.modules()
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+        for config in configs_of(module)
     ]
 
 

@@ -10,13 +10,13 @@ from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline
+from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset, Progress, Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticData
-from torchrec_2dsp.programs.models.kinds import estimated_dense_work
+from torchrec_2dsp.programs.models.kinds import transformer_of
 from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.planned import planner_arguments, true_access
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
@@ -76,18 +76,23 @@ def planner_by_cost(
         )
         for table in tables_of(model)
     }
-    pipeline = Pipeline.BASE if config.loop.accumulate > 1 else Pipeline.SPARSE_DIST
-    workload = replace(
-        Workload.of_model(model, batch_size=batch_size, constraints=constraints, access=access),
-        dense=estimated_dense_work(config.model, model, calibration.kernels, batch_size),
-        pipeline=Pipeline.ROW_PREFETCH if run.prefetch_rows else pipeline,
-    )
+    kernels, transformer = calibration.kernels, transformer_of(config.model)
+    if transformer is None or kernels.matmul is None:
+        arguments["access"] = access
+    else:
+        # A weight is used for each item of a sample, not once.
+        layers = transformer.layers(kernels).layers
+        forward_s = batch_size * sum(layer.forward_s for layer in layers)
+        dense = DenseWork.of_model(model, batch_size=batch_size, kernels=kernels)
+        arguments["workload"] = replace(
+            Workload.of_model(model, batch_size=batch_size, constraints=constraints, access=access),
+            dense=replace(dense, forward_s=forward_s, backward_s=2 * forward_s),
+        )
     return Planner2D(
         **arguments,
         mesh=config.mesh(name, topology.world_size),
         sync=run.sync_config,
         calibration=calibration,
-        workload=workload,
     )
 
 

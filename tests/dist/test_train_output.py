@@ -241,7 +241,7 @@ def train_traced(
     for traced_steps in (0, 4):
         both[str(traced_steps)] = {
             **losses("kinds", KINDS, traced_steps),
-            **losses("accumulated", {"batches": {}}, traced_steps, accumulate=2),
+            **losses("accumulated", {"batches": {}}, traced_steps, accumulate=2, eval_every=3),
             **losses("first", {"resumed": {}}, traced_steps, steps=6),
             **losses("second", {"resumed": {}}, traced_steps),
         }
@@ -254,10 +254,11 @@ def test_traced_steps_change_no_loss_and_are_written_for_every_kind_of_run(
     both = ranks2.run(train_traced, tmp_path, timeout_s=280)[0]
     assert len(both["4"]) == len(KINDS) + 3
     assert both["4"] == both["0"]
-    # A third of the steps that are left at most, in their middle.
+    # A third of the steps that are left at most, in their middle, but after a checkpoint; an
+    # evaluation ends them.
     middle = {
-        "kinds": [5, 6, 7, 8],
-        "accumulated": [5, 6, 7, 8],
+        "kinds": [7, 8, 9, 10],
+        "accumulated": [7, 8, 9],
         "first": [3, 4],
         "second": [9, 10],
     }

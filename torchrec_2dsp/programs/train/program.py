@@ -234,6 +234,10 @@ class RunTrainer:
         elif output.folder:
             end = self.planned.num_steps
             steps = ProfiledSteps.in_middle(self.step, end, output.traced_steps)
+            if steps is not None and self._loop.eval_every:
+                steps = steps.after_stops(self._loop.eval_every)
+            if steps is not None and self._config.checkpoint.folder:
+                steps = steps.after_stops(self._config.checkpoint.every)
         return StepProfiler(steps, self._device, path)
 
     def run(self, watchers: Sequence[TrainWatcher], profiler: StepProfiler) -> RunResult:
@@ -310,7 +314,7 @@ class RunTrainer:
                 if not self._train_some(stepper, batches, watchers, profiler):
                     ending = Ending.DATA
                     break
-                self._after_steps(stepper, watchers)
+                self._after_steps(stepper, watchers, profiler)
         self._balance = batches.report if isinstance(batches, BalancedBatches) else None
         stepper.pause()
         profiler.finish()
@@ -322,18 +326,25 @@ class RunTrainer:
             for watcher in watchers:
                 watcher.steps_traced(self._name, splits)
 
-    def _after_steps(self, stepper: Stepper, watchers: Sequence[TrainWatcher]) -> None:
-        """Report, evaluate and save if due; the checkpoint includes the evaluation."""
-        if self.step == self._cuts.due_after(self.step - 1) and self.step < self._loop.steps:
+    def _after_steps(
+        self, stepper: Stepper, watchers: Sequence[TrainWatcher], profiler: StepProfiler
+    ) -> None:
+        """Move layers, evaluate and save if due; the checkpoint includes the evaluation."""
+        is_cut = self.step == self._cuts.due_after(self.step - 1) and self.step < self._loop.steps
+        every = self._loop.eval_every
+        is_evaluated = bool(every) and self.step % every == 0
+        is_saved = self.step == self._checkpoints.due_after(self.step - 1)
+        if is_cut or is_evaluated or is_saved:
+            profiler.interrupt()
+        if is_cut:
             stepper.pause()
             if (cuts := self._cuts.recut()) is not None:
                 for watcher in watchers:
                     watcher.layers_moved(self._name, self.step, cuts)
-        every = self._loop.eval_every
-        if every and self.step % every == 0:
+        if is_evaluated:
             stepper.pause()
             self._evaluate(watchers)
-        if self.step == self._checkpoints.due_after(self.step - 1):
+        if is_saved:
             self._checkpoints.save(self._optimizers.whole, self._state)
 
     def _stepper(self) -> Stepper:

@@ -304,6 +304,18 @@ class ProfiledSteps:
         first = start + (num_left - num_steps) // 2 + 1
         return cls(first, first + num_steps - 1) if num_steps > 0 else None
 
+    def after_stops(self, every: int) -> "ProfiledSteps":
+        """Return as many steps that begin after the last multiple of ``every`` among these.
+
+        Example:
+            >>> from torchrec_2dsp.programs.train.steps import ProfiledSteps
+            >>> ProfiledSteps(96, 105).after_stops(50), ProfiledSteps(96, 105).after_stops(105)
+            (ProfiledSteps(first=101, last=110), ProfiledSteps(first=96, last=105))
+        """
+        stop = (self.last - 1) // every * every
+        shift = max(0, stop + 1 - self.first)
+        return ProfiledSteps(self.first + shift, self.last + shift)
+
 
 class StepProfiler:
     """Traces a few steps on each rank, and splits them into phases."""
@@ -371,7 +383,7 @@ class StepProfiler:
         """
         if not self._is_running:
             return
-        self._is_running = False
+        self._is_running, self._steps = False, None
         # Ids and row gradients travel from one step to the next.
         WorldGroups.current().settle()
         with silenced():
@@ -381,6 +393,15 @@ class StepProfiler:
             splits = [None] * dist.get_world_size(self._group)
         dist.gather_object(own, splits, group=self._group, group_dst=0)
         self._splits = tuple(filter(None, splits or ()))
+
+    def interrupt(self) -> None:
+        """End before work that isn't a step, unless a trace of all steps was asked for.
+
+        Collectives:
+            Same as `finish`.
+        """
+        if self._path is None:
+            self.finish()
 
     def _split(self) -> RankSplit | None:
         """Return the trace's phases; `None` if the data had ended before the first traced step."""

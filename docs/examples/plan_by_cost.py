@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -73,11 +72,6 @@ def main() -> None:
     planner = tdsp.Planner2D(
         topology=calibration.topology(world_size=dist.get_world_size(), local_world_size=2),
         batch_size=BATCH_SIZE,
-        # Data-parallel tables would need a dense optimizer with the tables' rule.
-        constraints={
-            f"t_{name}": ParameterConstraints(sharding_types=["table_wise", "row_wise"])
-            for name in ROWS
-        },
         calibration=calibration,
         access=count_log(model),
     )

@@ -207,21 +207,6 @@ def table_without_rows(rank: int) -> None:
     group_planner(CELL).plan(model, cast(Any, [make_sharder(CELL)]))
 
 
-def data_parallel_sequences(rank: int) -> None:
-    cell = Cell(TWO, "row_wise", SEQUENCES)
-    model, sharder, plan = planned(cell)
-    for _, module in plan.modules():
-        for name, table in list(module.tables()):
-            # No planner of ours makes this.
-            module[name] = replace(
-                table,
-                sharding_type="2d_data_parallel",
-                compute_kernel="dense",
-                sharding_spec=None,
-            )
-    construct(model, sharder, plan)
-
-
 CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
     case.__name__: (case, error, text)
     for case, error, text in (
@@ -254,7 +239,6 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
         (odd_dim, "PlanError", "table 't0' of module 'ebc' has embedding_dim=6; FBGEMM's kernels"),
         (odd_dim_with_a_plan_by_hand, "PlanError", "need a multiple of 4, such as 8"),
         (table_without_rows, "PlanError", "table 't0' of module 'ebc' has 0 rows; give it at"),
-        (data_parallel_sequences, "UnsupportedError", "data parallel in an EmbeddingCollection"),
     )
 }
 

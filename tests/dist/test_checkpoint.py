@@ -72,14 +72,16 @@ TRIPS = [
     # without row-wise moments the columns may change
     trip((M22, "column_wise"), (M41, "row_wise"), optimizer="adagrad", hot_rows=(HOT, HOT)),
     trip((M14, "table_wise"), (M22, "grid_shard"), optimizer="sgd", hot_rows=(HOT, OTHER_HOT)),
-    trip((M22, "data_parallel"), (M14, "data_parallel"), optimizer="sgd"),
-    trip((M41, "data_parallel"), (M22, "row_wise"), optimizer="sgd", hot_rows=((), HOT)),
-    trip((M22_CONTIGUOUS, "table_wise"), (M41, "data_parallel"), optimizer="sgd"),
+    trip((M22, "data_parallel"), (M14, "data_parallel")),
+    trip((M41, "data_parallel"), (M22, "row_wise"), hot_rows=((), HOT)),
+    trip((M22_CONTIGUOUS, "table_wise"), (M41, "data_parallel"), optimizer="adagrad"),
+    trip((M22, "row_wise"), (M22, "data_parallel"), hot_rows=(HOT, ())),
     # sequences
     trip((M22, "table_wise"), (M14, "table_wise"), spec=SEQUENCES),
     trip((M14, "table_wise"), (M22_CONTIGUOUS, "row_wise"), spec=SEQUENCES),
     trip((M41, "row_wise"), (M22, "table_wise"), spec=SEQUENCES, optimizer="sgd"),
     trip((M22_CONTIGUOUS, "column_wise"), (M41, "column_wise"), spec=SEQUENCES),
+    trip((M22, "data_parallel"), (M14, "row_wise"), spec=SEQUENCES),
     # one copy in the world of some tables
     Trip(Cell(M22, in_world=("t1",)), Cell(M14, "table_wise", hot_rows=HOT)),
     Trip(Cell(M41, "table_wise", hot_rows=HOT), Cell(M22, in_world=("t0", "t2"))),
@@ -122,6 +124,8 @@ STOCK_TRIPS = [
     Trip(Cell(M22, "column_wise", hot_rows=HOT), stock("grid_shard")),
     Trip(stock("grid_shard"), Cell(M41, "table_column_wise")),
     Trip(stock("data_parallel", optimizer="sgd"), Cell(M22, "table_wise", optimizer="sgd")),
+    Trip(Cell(M22, "data_parallel"), stock("row_wise")),
+    Trip(stock("table_wise"), Cell(M22, "data_parallel")),
     Trip(stock("table_wise", spec=SEQUENCES), Cell(M22, "table_wise", spec=SEQUENCES)),
     Trip(Cell(M22, "table_wise", spec=SEQUENCES), stock("row_wise", spec=SEQUENCES)),
     Trip(Cell(M41, "row_wise", optimizer="adagrad"), stock("column_wise", optimizer="adagrad")),

@@ -77,6 +77,7 @@ def test_names_and_shapes_are_those_of_whole_tables(ranks4: RankPool, tmp_path: 
         Cell(M22, "grid_shard", optimizer="sgd"),
         Cell(M22, "data_parallel", optimizer="sgd"),
         Cell(M22, "table_wise", spec=SEQUENCES),
+        Cell(M22, "data_parallel"),
     ]
     ranks4.run(save, cells, tmp_path)
     actual = [shapes(tmp_path / str(number)) for number in range(len(cells))]
@@ -105,6 +106,7 @@ def test_names_and_shapes_are_those_of_whole_tables(ranks4: RankPool, tmp_path: 
         "model.over.bias": (1,),
         "extra": (11,),
     }
+    assert actual[14] == actual[0]
 
 
 ROWS = {"t0": 40, "t1": 24, "t2": 33}

@@ -30,7 +30,6 @@ CELLS = [
         ("row_wise", ModelSpec()),
         ("table_row_wise", ModelSpec()),
         ("grid_shard", ModelSpec()),
-        ("data_parallel", ModelSpec()),
         ("table_wise", ModelSpec(pooling="mean")),
         ("column_wise", ModelSpec(pooling="mean")),
         ("row_wise", SEQUENCES),
@@ -86,6 +85,5 @@ def test_one_group_with_captured_rows(ranks4: RankPool, dealt: Deal) -> None:
             spec=cell.spec if cell.spec.sequence else replace(cell.spec, tables=one_feature),
         )
         for cell in CELLS
-        if cell.sharding != "data_parallel"
     ]
     assert ranks4.run(differing_entries, dealt(cells)) == [[]] * 4

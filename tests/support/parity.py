@@ -165,7 +165,7 @@ def check_cells(
         total = sum(gap.num_values for gap in gaps)
         # A plan by demands may choose data-parallel tables.
         assert total > 0 if cell.demands and not cell.in_world else total == cell.num_values, cell
-        has_replicas = cell.mesh.num_groups > 1 and cell.sharding != "data_parallel"
+        has_replicas = cell.mesh.num_groups > 1 or cell.sharding == "data_parallel"
         if must_sync and (has_replicas or cell.hot_rows):
             assert sum(gap.synced_rows for gap in gaps) > 0, f"{cell} synced nothing"
 
@@ -173,9 +173,7 @@ def check_cells(
 def oracle_of(cell: Cell) -> OracleKind:
     """Return the kind of oracle that a cell must match."""
     blocks = tuple((table.name, _column_blocks(cell, table.dim)) for table in cell.spec.tables)
-    # TorchRec trains data-parallel tables with the dense optimizer.
-    optimizer = "sgd" if cell.sharding == "data_parallel" else cell.optimizer
-    return OracleKind(cell.spec, optimizer, LR, cell.eps, blocks)
+    return OracleKind(cell.spec, cell.optimizer, LR, cell.eps, blocks)
 
 
 def make_oracle(cell: Cell) -> Oracle:

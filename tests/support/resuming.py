@@ -70,7 +70,7 @@ VARIANTS = {
     "row pipeline hot refresh": Variant(
         replace(_ROWS, hot_rows=HOT), refresh_every=4, pipeline="rows"
     ),
-    "data parallel": Variant(Cell(M22, "data_parallel", optimizer="sgd")),
+    "data parallel": Variant(Cell(M22, "data_parallel")),
     "thresholded": Variant(Cell(M22), dense=lambda: _thresholded(warm_up=2)),
     "thresholded rarely": Variant(Cell(M14), dense=lambda: _thresholded(refresh=3, values="int8")),
     "thresholded owners": Variant(Cell(M14), dense=lambda: _thresholded(route="owners")),

@@ -335,13 +335,6 @@ def test_what_is_no_optimizer_is_named() -> None:
         tdsp.EmbeddingBagCollectionSharder2D({"eps": 1.0}, fused_params={"eps": 1.0})
 
 
-def test_sequences_are_not_planned_data_parallel_on_a_cpu() -> None:
-    """FBGEMM's dense lookup returns bags there."""
-    sharder = tdsp.EmbeddingCollectionSharder2D()
-    assert "data_parallel" in sharder.sharding_types("cuda")
-    assert "data_parallel" not in sharder.sharding_types("cpu")
-
-
 def test_ours_becomes_stock_row_wise_adagrad_in_the_users_units() -> None:
     given = {"max_gradient": 1.0}
     assert stock_params(OURS, given) == {

@@ -5,23 +5,16 @@ ranks' numbers are added. A run's first steps use the order of the parameters, l
 in which gradients arrived. A resumed run has to start with the latter to compute the same bits.
 """
 
-from collections.abc import Iterator
-from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper as DefaultDataParallelWrapper,
     DistributedModelParallel,
 )
-
-from torchrec_2dsp._compat.shardings import lookups_of
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
 """The orders given to `start_in_order`, by which DDP numbers its parameters afterwards."""
@@ -118,46 +111,6 @@ def data_parallel_wrapper(model: nn.Module) -> DataParallelWrapper | None:
     return getattr(model, "_data_parallel_wrapper", None)
 
 
-def data_parallel_lookups(
-    module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
-) -> list[DistributedDataParallel]:
-    """Return the ``data_parallel`` tables' lookups."""
-    return [part for part in lookups_of(module) if isinstance(part, DistributedDataParallel)]
-
-
-def data_parallel_parts(model: nn.Module) -> list[DistributedDataParallel]:
-    """Return a model's DDP modules, ``data_parallel`` tables included."""
-    parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-    for module in model.modules():
-        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            parts += data_parallel_lookups(module)
-    return parts
-
-
 def has_synced(part: DistributedDataParallel) -> bool:
     """Return whether DDP has reduced gradients once, and knows its graph if that is static."""
     return not part.static_graph or part._static_graph_delay_allreduce_enqueued
-
-
-def data_parallel_tables(
-    model: DistributedModelParallel,
-) -> Iterator[tuple[DistributedDataParallel, dict[int, list[tuple[int, int]]]]]:
-    """Yield the DDP modules around ``data_parallel`` bag tables.
-
-    With each come the rows and columns of the tables that its parameters hold, by a parameter's id.
-    """
-    for module in model.modules():
-        if isinstance(module, ShardedEmbeddingBagCollection):
-            for lookup in data_parallel_lookups(module):
-                yield lookup, _table_sizes(cast(GroupedPooledEmbeddingsLookup, lookup.module))
-
-
-def _table_sizes(lookup: GroupedPooledEmbeddingsLookup) -> dict[int, list[tuple[int, int]]]:
-    """Return the tables' rows and columns in each parameter, by the parameter's id."""
-    kernels = cast(list[Any], lookup._emb_modules)
-    return {
-        id(kernel.emb_module.weights): [
-            (table.local_rows, table.local_cols) for table in kernel.config.embedding_tables
-        ]
-        for kernel in kernels
-    }

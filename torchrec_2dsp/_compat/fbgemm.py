@@ -102,6 +102,17 @@ def eps_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
     return float(tbe.optimizer_args.eps)
 
 
+def keeps_untouched_rows(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    """Return whether an update by a gradient of zero leaves a row as it is."""
+    by_gradient_alone = (
+        EmbOptimType.EXACT_SGD,
+        EmbOptimType.EXACT_ADAGRAD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    )
+    args = tbe.optimizer_args
+    return tbe.optimizer in by_gradient_alone and not (args.weight_decay or args.max_norm)
+
+
 def output_dtype(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.dtype:
     """Return the kernel's output type."""
     return SparseType.from_int(tbe.output_dtype).as_dtype()

@@ -24,6 +24,8 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.grid_sharding import (
     GridPooledEmbeddingDist,
     GridPooledEmbeddingSharding,
@@ -46,6 +48,7 @@ from torchrec.distributed.sharding.twrw_sharding import (
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import NoWait, ShardingEnv2D
+from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.streamable import Pipelineable
 
@@ -93,10 +96,10 @@ def parts_of_lookup(lookup: GroupedEmbeddingsLookup) -> tuple[list[nn.Module], l
 
 
 def replace_optimizer(
-    kernel: BatchedFusedEmbeddingBag | BatchedFusedEmbedding, optimizer: EmbeddingFusedOptimizer
+    kernel: BatchedFusedEmbeddingBag | BatchedFusedEmbedding, optimizer: FusedOptimizer
 ) -> None:
     """Replace the fused optimizer that a kernel shows."""
-    kernel._optim = optimizer
+    kernel._optim = cast(EmbeddingFusedOptimizer, optimizer)
 
 
 def dedups_ids(sharder: EmbeddingCollectionSharder) -> bool:
@@ -192,6 +195,22 @@ def facts_of(sharding: Sharding) -> ShardingFacts:
         group=group,
         device=torch.device("cpu") if device is None else device,
         env=cast(ShardingEnv2D, sharding._env),
+    )
+
+
+def facts_of_whole_tables(
+    sharding: DpPooledEmbeddingSharding | DpSequenceEmbeddingSharding,
+) -> ShardingFacts:
+    """Return a data-parallel sharding's private facts."""
+    device, env = sharding._device, sharding._env
+    group = env.process_group
+    assert group is not None
+    return ShardingFacts(
+        configs_per_rank=sharding._grouped_embedding_configs_per_rank,
+        configs=sharding._grouped_embedding_configs,
+        group=group,
+        device=torch.device("cpu") if device is None else device,
+        env=cast(ShardingEnv2D, env),
     )
 
 

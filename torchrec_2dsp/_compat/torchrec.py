@@ -55,6 +55,12 @@ from torchrec.distributed.sharding.cw_sequence_sharding import (
 from torchrec.distributed.sharding.cw_sharding import (
     CwPooledEmbeddingSharding as CwPooledEmbeddingSharding,
 )
+from torchrec.distributed.sharding.dp_sequence_sharding import (
+    DpSequenceEmbeddingSharding as DpSequenceEmbeddingSharding,
+)
+from torchrec.distributed.sharding.dp_sharding import (
+    DpPooledEmbeddingSharding as DpPooledEmbeddingSharding,
+)
 from torchrec.distributed.sharding.grid_sharding import (
     GridPooledEmbeddingDist as GridPooledEmbeddingDist,
     GridPooledEmbeddingSharding as GridPooledEmbeddingSharding,

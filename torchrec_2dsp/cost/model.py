@@ -25,7 +25,7 @@ _DDP_BUCKET_BYTES = 25 * 2**20
 """The size of a gradient bucket in torch's `DistributedDataParallel`."""
 
 _GRADIENT_COPIES = 2
-"""Copies of a data-parallel table's dense gradient: itself, and in a bucket that is reduced."""
+"""Copies of a data-parallel table's dense gradient: itself, and the rows that a batch touches."""
 
 _VECTOR_COPIES = 5
 """Copies of the vectors that the model gets, and of their gradients: as they came, in the model's

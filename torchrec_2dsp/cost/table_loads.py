@@ -25,7 +25,7 @@ from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, WeightSync
 
 _DENSE_PASSES = 6
-"""Passes over a data-parallel table: its gradient is zeroed, copied to a bucket and back, squared,
+"""Passes over a data-parallel table: its gradient is zeroed, filled, searched for rows, squared,
 scaled and applied."""
 
 

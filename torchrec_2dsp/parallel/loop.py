@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_2dsp._compat.ddp import data_parallel_parts, has_synced
+from torchrec_2dsp._compat.ddp import has_synced
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import BatchesInStep, Signal, agreeing
@@ -75,9 +76,9 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
                 part.sync_point.hold()
             tables_held.callback(part.sync_point.release)
         with ExitStack() as dense_held:
-            for ddp in data_parallel_parts(model):
+            for ddp in model.modules():
                 # In its first backward DDP learns the graph; adding up each time gives the same.
-                if has_synced(ddp):
+                if isinstance(ddp, DistributedDataParallel) and has_synced(ddp):
                     dense_held.enter_context(ddp.no_sync())
             yield from waiting
         # The lookup of the last batch would sync, too.

@@ -15,7 +15,7 @@ from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
     DMPCollection,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_2dsp._compat.c10d import DynamoError
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
@@ -163,8 +163,6 @@ class ModelParallel2D(DMPCollection):
         self._groups = groups
         self._num_steps = 0
         groups.board.activity.restart()
-        if groups.rank == 0:
-            _name_dense_tables(plan)
 
     @property
     def mesh(self) -> Mesh2D:
@@ -421,21 +419,6 @@ def _plan_by_default(
             ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no tables",
         )
     return plan
-
-
-def _name_dense_tables(plan: Plan2D) -> None:
-    """Warn about tables that the sharder's optimizer doesn't train."""
-    tables = [
-        name
-        for _, module_plan in plan.modules()
-        for name, table in module_plan.tables()
-        if base_type(table.sharding_type) == ShardingType.DATA_PARALLEL.value
-    ]
-    if tables:
-        logger.warning(
-            "tables %s are data-parallel: the dense optimizer trains them, not the sharder's",
-            ", ".join(tables),
-        )
 
 
 def _context(plan: Plan2D, groups: MeshGroups) -> DMPCollectionContext:

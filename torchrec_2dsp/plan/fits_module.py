@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from torch import nn
+from torch.optim import Optimizer
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
 )
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -28,9 +30,11 @@ from torchrec.modules.itep_embedding_modules import (
 )
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,
@@ -245,7 +249,6 @@ def check_module_plan(
     configs: list[Any],
     *,
     is_weighted: bool,
-    device_type: str,
     local_world_size: int,
 ) -> ModulePlan2D:
     """Return ``plan`` as a `ModulePlan2D`, or raise an error that says what is wrong."""
@@ -267,7 +270,7 @@ def check_module_plan(
         for name, table in part.tables():
             _check_table(name, table, part, node_size)
     _check_hot_sets(plan, configs)
-    _check_sequences(plan, configs, device_type)
+    _check_sequences(plan, configs)
     return plan
 
 
@@ -298,8 +301,46 @@ def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node
         raise PlanError(_node_text(name, kind, len(shards), plan.mesh, node_size))
     if kind is ShardingType2D.GRID_SHARD and len(shards) % node_size:
         raise PlanError(_node_text(name, kind, len(shards), plan.mesh, node_size))
-    if isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1:
+    has_exact_copies = isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1
+    if has_exact_copies or kind is ShardingType2D.DATA_PARALLEL:
         check_rounding(f"table {name!r}", table.stochastic_rounding)
+
+
+FROM_ROW_GRADIENTS = frozenset(
+    {
+        EmbOptimType.EXACT_SGD,
+        EmbOptimType.EXACT_ADAGRAD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        EmbOptimType.ADAM,
+        EmbOptimType.PARTIAL_ROWWISE_ADAM,
+        EmbOptimType.LAMB,
+        EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    }
+)
+"""Updates that see nothing but a row's summed gradient and the schedule."""
+
+
+def can_be_data_parallel(optimizer: EmbOptimType | type[Optimizer]) -> bool:
+    """Return whether a fused optimizer can train data-parallel tables.
+
+    ``optimizer`` is the fused kernel's name for it, or the class that was applied.
+
+    Example:
+        >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        >>> from torchrec_2dsp.plan.fits_module import can_be_data_parallel
+        >>> can_be_data_parallel(EmbOptimType.ADAM), can_be_data_parallel(EmbOptimType.LARS_SGD)
+        (True, False)
+    """
+    return (fused_type_of(optimizer) if isinstance(optimizer, type) else optimizer) in (
+        FROM_ROW_GRADIENTS
+    )
+
+
+def fused_type_of(optimizer: type[Optimizer]) -> EmbOptimType | None:
+    """Return the fused kernel's name for an optimizer's class."""
+    if issubclass(optimizer, MomentScaledRowWiseAdaGradOptimizer):
+        return EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    return optimizer_type_to_emb_opt_type(optimizer)
 
 
 def check_rounding(where: str, stochastic_rounding: bool | None) -> None:
@@ -307,7 +348,7 @@ def check_rounding(where: str, stochastic_rounding: bool | None) -> None:
     if stochastic_rounding:
         raise UnsupportedError(
             f"{where} asks for stochastic_rounding, with which exact replicas would drift apart; "
-            "leave it out or use WeightSync without hot rows"
+            "leave it out, or use WeightSync without hot rows and data-parallel tables"
         )
 
 
@@ -349,17 +390,11 @@ def idle_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> list[str]:
     ]
 
 
-def _check_sequences(plan: ModulePlan2D, configs: list[Any], device_type: str) -> None:
+def _check_sequences(plan: ModulePlan2D, configs: list[Any]) -> None:
     for config in configs:
-        kind = ShardingType2D(plan[config.name].sharding_type)
         is_sequence = not hasattr(config, "pooling")
         if is_sequence and plan[config.name].exchange is Exchange.NONEMPTY:  # type: ignore[attr-defined]
             raise UnsupportedError(
                 f"table {config.name!r} has exchange='nonempty', which is for bags, and belongs to "
                 "an EmbeddingCollection; a sequence has no empty bags to leave out"
-            )
-        if is_sequence and kind is ShardingType2D.DATA_PARALLEL and device_type == "cpu":
-            raise UnsupportedError(
-                f"table {config.name!r} is data parallel in an EmbeddingCollection, which "
-                "TorchRec can't look up on the CPU; shard it table_wise or row_wise"
             )

@@ -47,13 +47,17 @@ class RowCapture:
         learning_rate: Callable[[], float] | None = None,
         peers: Peers | None = None,
         codec: RowCodec = EXACT,
+        *,
+        may_send_tables: bool = False,
     ) -> None:
         self.tbe = tbe
         """The kernel whose fused update is held back."""
         self._tables = tuple(tables)
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
-        self._exchange = GradientExchange(self._blocks, tbe.current_device, peers, codec)
+        self._exchange = GradientExchange(
+            self._blocks, tbe.current_device, peers, codec, may_send_tables=may_send_tables
+        )
         self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
         self._pending: list[PendingGradients] = []
         self._is_accumulating = False
@@ -81,8 +85,9 @@ class RowCapture:
         """
         if weights is not None and weights.requires_grad:
             raise UnsupportedError(
-                "per-sample weights that need a gradient (feature processors) can't be "
-                "trained with GradientSync or hot rows; detach the weights or use WeightSync"
+                "per-sample weights that need a gradient (feature processors) can't be trained "
+                "with GradientSync, hot rows or data-parallel tables; detach the weights, or use "
+                "WeightSync and other sharding types"
             )
         return _CapturedLookup.apply(self._anchor, self, run, weights)
 

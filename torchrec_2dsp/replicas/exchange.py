@@ -10,6 +10,7 @@ gradients. When a lookup needs the rows again, each rank waits for the sums:
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -55,9 +56,9 @@ class Hop:
         self,
         rows: BlockGradients,
         sizes: Sequence[Sequence[int]],
-        key_dtype: torch.dtype,
+        block: Block,
         codec: RowCodec,
-    ) -> "ArrivingRows":
+    ) -> "ArrivingRows | ArrivingTables":
         """Send a block's rows; ``sizes`` are by sending, then by receiving rank.
 
         This rank rounds its own gradients, too, so that all ranks add the same numbers.
@@ -66,7 +67,7 @@ class Hop:
             Two all-to-alls on the group, of keys and of gradients, not waited for.
         """
         rank = dist.get_rank(self.group)
-        keys, grads = rows.keys.to(key_dtype), codec.encode(rows.grads)
+        keys, grads = rows.keys.to(block.key_dtype), codec.encode(rows.grads)
         if not self.stride:
             counts = [part_sizes[0] for part_sizes in sizes]
             sent = [[values] * self.num_ranks for values in (keys, grads)]
@@ -82,6 +83,56 @@ class Hop:
     def _owners(self, keys: torch.Tensor) -> torch.Tensor:
         """Return each key's owner; owners of whole ranges would differ in work."""
         return (keys // self.stride) % self.num_ranks
+
+
+@dataclass(frozen=True)
+class WholeTablesHop(Hop):
+    """An exchange of all rows' gradients, in one message, for tables of which most are touched."""
+
+    def start(
+        self,
+        rows: BlockGradients,
+        sizes: Sequence[Sequence[int]],
+        block: Block,
+        codec: RowCodec,
+    ) -> "ArrivingTables":
+        """Send a block's gradients, with zeros for rows that this rank didn't touch.
+
+        Collectives:
+            One all-reduce on the group, not waited for.
+        """
+        sums = rows.grads.new_zeros((block.num_rows, block.dim))
+        sums.index_copy_(0, rows.keys, rows.grads)
+        work = dist.all_reduce(sums, group=self.group, async_op=True)
+        assert work is not None
+        return ArrivingTables(sums, work, self.num_ranks)
+
+
+@dataclass(frozen=True)
+class ArrivingTables:
+    """A block's summed gradients in flight, one for each row of its tables."""
+
+    sums: torch.Tensor
+    """`[rows, dim]`, complete once `work` is done."""
+    work: dist.Work
+    num_ranks: int
+    saved_bytes: ClassVar[int] = 0
+    """Bytes that a codec saves: none, as sums travel as they are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes sent to other ranks, by a ring."""
+        return 2 * (self.num_ranks - 1) * self.sums.nbytes // self.num_ranks
+
+    def wait(self) -> None:
+        """Wait until all sums have arrived."""
+        self.work.wait()
+
+    def sum(self) -> BlockGradients:
+        """Wait, then return the rows whose sum isn't zero."""
+        self.wait()
+        keys = self.sums.any(dim=1).nonzero().view(-1)
+        return BlockGradients(keys, self.sums.index_select(0, keys))
 
 
 @dataclass(frozen=True)
@@ -172,6 +223,31 @@ def saves_bytes_by_owner(num_ranks: int, num_sent: int, num_distinct: int) -> bo
     return num_sent / num_ranks + num_distinct < 0.9 * num_sent
 
 
+_SMALL_BYTES = 2**14
+"""Tables so small travel whole: their message takes no longer than one without rows."""
+
+
+def saves_bytes_as_tables(blocks: Sequence[Block], sent_rows: Sequence[int]) -> bool:
+    """Return whether an all-reduce of whole tables sends no more than a gather of touched rows.
+
+    ``sent_rows`` counts them over all peers, for each block. A gather sends a row to n - 1 peers;
+    an all-reduce sends n-ths of a table twice to each of them.
+
+    Example:
+        >>> from torchrec_2dsp.replicas.exchange import saves_bytes_as_tables
+        >>> from torchrec_2dsp.rows.gradients import Block
+        >>> table = Block(dim=64, features=(0,), tables=(0,), bases=(0,), num_rows=1_000)
+        >>> [saves_bytes_as_tables([table], [num_rows]) for num_rows in (1_900, 2_000)]
+        [False, True]
+    """
+    whole_bytes = gathered_bytes = 0
+    for block, num_rows in zip(blocks, sent_rows, strict=True):
+        row_bytes = block.dim * torch.float32.itemsize
+        whole_bytes += 2 * block.num_rows * row_bytes
+        gathered_bytes += num_rows * (row_bytes + block.key_dtype.itemsize)
+    return whole_bytes <= max(gathered_bytes, _SMALL_BYTES)
+
+
 @dataclass(frozen=True)
 class Announcement:
     """An all-gather in flight: each rank's row counts for each owner on the first hop."""
@@ -232,20 +308,24 @@ class GradientExchange:
         device: torch.device,
         peers: Peers | None,
         codec: RowCodec = EXACT,
+        *,
+        may_send_tables: bool = False,
     ) -> None:
         self.num_ranks = 1 if peers is None else dist.get_world_size(peers.everyone)
         self.by_owner = False
         """True if an owner sums each row next time, as the last overlap suggests. All peers have
         seen the same overlap, so all choose the same route. To set it by hand, set it on all peers
         alike, between two steps."""
-        self.key_dtypes = tuple(block.key_dtype for block in blocks)
-        """For each block, a type that fits its keys."""
+        self.blocks = tuple(blocks)
+        """The TBE's blocks."""
         self.codec = codec
         self.device = device
         self._peers = None if self.num_ranks == 1 else peers
         if self._peers is None:
             return
         self._gathered, self._owned = routes(self._peers)
+        whole_tables = Route((WholeTablesHop(self._peers.everyone),))
+        self._whole_tables = whole_tables if may_send_tables else None
         # Owners never save bytes between two ranks, which needn't tell what owners would get.
         announced_route = self._owned if self.num_ranks > 2 else self._gathered
         self._first_hop = announced_route.hops[0]
@@ -272,7 +352,8 @@ class GradientExchange:
         """Start to exchange captured gradients.
 
         Collectives:
-            Per block two all-to-alls, of keys and of gradients, not waited for.
+            Per block two all-to-alls, of keys and of gradients, or an all-reduce of all rows'
+            gradients; not waited for.
         """
         announcement = pending.lookup.announcement
         assert announcement is not None, "peers are told before gradients are sent"
@@ -280,12 +361,20 @@ class GradientExchange:
         if self._peers is None:
             pending.start(self, Route(()), [], learning_rate)
             return
-        route = self._owned if self.by_owner else self._gathered
+        route = self._route(announced)
         sizes = [announced[place] for place in self._places]
         if not route.hops[0].stride:
             sizes = [[[sum(parts)] for parts in blocks] for blocks in sizes]
         pending.num_bytes += announcement.headers[0].nbytes * (self.num_ranks - 1)
         pending.start(self, route, sizes, learning_rate)
+
+    def _route(self, announced: Sizes) -> Route:
+        """Choose a route, the same on all peers."""
+        if self._whole_tables is not None:
+            sent_rows = [sum(map(sum, of_block)) for of_block in zip(*announced, strict=True)]
+            if saves_bytes_as_tables(self.blocks, sent_rows):
+                return self._whole_tables
+        return self._owned if self.by_owner else self._gathered
 
 
 class PendingGradients:
@@ -307,7 +396,7 @@ class PendingGradients:
         self._divisor = divisor
         self._num_done = 0
         self._num_sent = 0
-        self._arriving: list[ArrivingRows] = []
+        self._arriving: list[ArrivingRows | ArrivingTables] = []
 
     @property
     def state(self) -> GradientState:
@@ -396,9 +485,9 @@ class PendingGradients:
             self._num_sent = sum(n for blocks in sizes for parts in blocks for n in parts)
         sizes_by_block = zip(*sizes, strict=True)
         self._arriving = [
-            hop.start(block, block_sizes, key_dtype, self._exchange.codec)
-            for block, block_sizes, key_dtype in zip(
-                self.blocks, sizes_by_block, self._exchange.key_dtypes, strict=True
+            hop.start(gradients, block_sizes, block, self._exchange.codec)
+            for gradients, block_sizes, block in zip(
+                self.blocks, sizes_by_block, self._exchange.blocks, strict=True
             )
         ]
         self.num_bytes += sum(arriving.num_bytes for arriving in self._arriving)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -133,10 +132,14 @@ class _CapturingKernel:
             scaled = ScaledFusedOptimizer(config, self.tbe, pg, moment_scale=scale, lr=lr)
             replace_optimizer(kernel, scaled)
 
-    def capture_rows(self, peers: Peers | None, codec: RowCodec) -> RowCapture:
+    def capture_rows(
+        self, peers: Peers | None, codec: RowCodec, *, may_send_tables: bool = False
+    ) -> RowCapture:
         """Capture backwards from now on, to merge them over ``peers``, if any."""
         tables = [table.name for table in self.table_configs]
-        self._capture = RowCapture(self.tbe, tables, peers=peers, codec=codec)
+        self._capture = RowCapture(
+            self.tbe, tables, peers=peers, codec=codec, may_send_tables=may_send_tables
+        )
         return self._capture
 
     @property
@@ -337,9 +340,13 @@ def pooled_lookup(
     )
 
 
-def sequence_lookup(facts: ShardingFacts, device: torch.device | None) -> SequenceLookup:
+def sequence_lookup(
+    facts: ShardingFacts,
+    device: torch.device | None,
+    kind: type[SequenceLookup] = SequenceLookup,
+) -> SequenceLookup:
     """Make a sharding's sequence lookup on this rank."""
-    return SequenceLookup(
+    return kind(
         grouped_configs=facts.configs,
         pg=facts.group,
         device=facts.device if device is None else device,
@@ -353,8 +360,6 @@ def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[Kernel]:
     TorchRec keeps lookups in plain lists, where `modules()` doesn't find them.
     """
     for lookup in lookups:
-        if isinstance(lookup, DistributedDataParallel):
-            continue
         for module in lookup.modules():
             if isinstance(module, (EmbeddingBagKernel, EmbeddingKernel)):
                 yield module

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.distributed.types import ShardingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -21,7 +21,8 @@ from torchrec_2dsp.optim import (
     MomentScaledRowWiseAdaGrad,
     MomentScaledRowWiseAdaGradOptimizer,
 )
-from torchrec_2dsp.plan.fits_module import check_rounding
+from torchrec_2dsp.plan.fits_module import FROM_ROW_GRADIENTS, check_rounding, fused_type_of
+from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
@@ -68,19 +69,6 @@ _NOT_FUSED = {
     "nesterov": "",
 }
 """Arguments of torch's optimizers that FBGEMM doesn't have, and what to do instead."""
-
-FROM_ROW_GRADIENTS = frozenset(
-    {
-        EmbOptimType.EXACT_SGD,
-        EmbOptimType.EXACT_ADAGRAD,
-        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        EmbOptimType.ADAM,
-        EmbOptimType.PARTIAL_ROWWISE_ADAM,
-        EmbOptimType.LAMB,
-        EmbOptimType.PARTIAL_ROWWISE_LAMB,
-    }
-)
-"""Updates that see nothing but a row's summed gradient and the schedule."""
 
 
 def stock_params(
@@ -136,8 +124,9 @@ def params_for_plan(
         scale = optimizer.moment_scale
         if not isinstance(scale, Mapping):
             params[MOMENT_SCALE] = _resolved(scale, plan)
-    if keeps_exact_copies(plan):
+    if keeps_exact_copies(plan) or any(is_data_parallel(plan, name) for name in plan):
         check_rounding("fused_params", params.get("stochastic_rounding"))
+    if keeps_exact_copies(plan):
         # FBGEMM rounds 16-bit tables at random by default.
         params["stochastic_rounding"] = False
     return params
@@ -149,21 +138,28 @@ def keeps_exact_copies(plan: ModulePlan2D) -> bool:
     return exact_groups or any(table.hot_set is not None for _, table in plan.tables())
 
 
+def is_data_parallel(plan: ModulePlan2D, table: str) -> bool:
+    """Return whether every rank holds all of a table."""
+    is_planned = table in plan
+    return is_planned and base_type(plan[table].sharding_type) == ShardingType.DATA_PARALLEL.value
+
+
 def check_optimizers(
     module: nn.Module, params: dict[str, Any], plan: ModulePlan2D, device_type: str
 ) -> None:
     """Raise if a table's optimizer can't run on this device, or not from row gradients."""
-    for optimizer, arguments in _optimizers(module, params):
+    for table, optimizer, arguments in _optimizers(module, params):
         _check_arguments(optimizer, arguments, device_type)
         if device_type == "cpu" and optimizer not in ON_CPU:
             raise UnsupportedError(
                 f"FBGEMM has no CPU kernel for {_name(optimizer)}; use one of {_names(ON_CPU)}"
             )
-        if keeps_exact_copies(plan) and optimizer not in FROM_ROW_GRADIENTS:
+        by_row = keeps_exact_copies(plan) or is_data_parallel(plan, table)
+        if by_row and optimizer not in FROM_ROW_GRADIENTS:
             raise UnsupportedError(
-                f"{_name(optimizer)} can't be updated from row gradients, which GradientSync and "
-                f"hot rows need; use WeightSync without hot rows, or one of "
-                f"{_names(FROM_ROW_GRADIENTS)}"
+                f"{_name(optimizer)} can't be updated from row gradients, which GradientSync, "
+                "hot rows and data-parallel tables need; use WeightSync without hot rows and "
+                f"other sharding types, or one of {_names(FROM_ROW_GRADIENTS)}"
             )
 
 
@@ -193,22 +189,19 @@ def _check_arguments(
 
 def _optimizers(
     module: nn.Module, params: dict[str, Any]
-) -> Iterator[tuple[EmbOptimType, Mapping[str, Any]]]:
-    """Yield all tables' fused optimizers and arguments, by TorchRec's precedence."""
+) -> Iterator[tuple[str, EmbOptimType, Mapping[str, Any]]]:
+    """Yield each table with its fused optimizer and arguments, by TorchRec's precedence."""
     default = params.get("optimizer", EmbOptimType.EXACT_SGD)
-    attached = [in_backward_optimizers(param) for param in module.parameters()]
-    if None in attached:
-        yield default, params
-    for in_backward in attached:
+    for name, param in module.named_parameters():
+        table, in_backward = table_of(name), in_backward_optimizers(param)
         if in_backward is None:
+            yield table, default, params
             continue
         kwargs, kind = in_backward.kwargs[0], in_backward.classes[0]
         if "optimizer" in kwargs:
-            yield kwargs["optimizer"], kwargs
-        elif issubclass(kind, MomentScaledRowWiseAdaGradOptimizer):
-            yield EmbOptimType.EXACT_ROWWISE_ADAGRAD, kwargs
-        elif (optimizer := optimizer_type_to_emb_opt_type(kind)) is not None:
-            yield optimizer, kwargs
+            yield table, kwargs["optimizer"], kwargs
+        elif (optimizer := fused_type_of(kind)) is not None:
+            yield table, optimizer, kwargs
 
 
 def _name(optimizer: EmbOptimType) -> str:

@@ -37,8 +37,8 @@ from torchrec_2dsp.shard.stages import (
 from torchrec_2dsp.shard.tables import Tables2D
 
 
-class ShowsBaseTypes:
-    """Shows a sharded module's plan with TorchRec's own sharding types."""
+class RunsPlan2D:
+    """A sharded module with this package's sharding types, and TorchRec's own names for them."""
 
     @property
     def module_sharding_plan(self) -> Any:
@@ -52,6 +52,9 @@ class ShowsBaseTypes:
             for name, table in plan.items()
         }
 
+    def init_data_parallel(self) -> None:
+        """Do nothing: data-parallel tables have their own optimizer, and need no DDP."""
+
 
 _AVERAGED_HERE = (
     TableType(ShardingType.ROW_WISE),
@@ -64,7 +67,7 @@ For the others it divides whole outputs, also those of tables of other types, by
 fails where a rank has no samples."""
 
 
-class ShardedEmbeddingBagCollection2D(ShowsBaseTypes, ShardedEmbeddingBagCollection):  # pyright: ignore[reportIncompatibleVariableOverride]
+class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection):  # pyright: ignore[reportIncompatibleVariableOverride]
     """TorchRec's sharded collection, repeated over a mesh's groups."""
 
     def __init__(
@@ -90,10 +93,8 @@ class ShardedEmbeddingBagCollection2D(ShowsBaseTypes, ShardedEmbeddingBagCollect
         """Make a sharding with the plugin's kernels."""
         kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
         sharding = sharding_class(kind, is_sequence=False)
-        if sharding is None:
-            return super().create_embedding_bag_sharding(
-                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
-            )
+        if kind.base is ShardingType.DATA_PARALLEL:
+            return sharding(sharding_infos, env, device)
         extra = {}
         if issubclass(sharding, CwPooledEmbeddingSharding):
             extra["permute_embeddings"] = permute_embeddings
@@ -164,7 +165,7 @@ class _Summing:
         return getattr(self._module, name)
 
 
-class ShardedEmbeddingCollection2D(ShowsBaseTypes, ColumnWiseSequences):  # pyright: ignore[reportIncompatibleVariableOverride]
+class ShardedEmbeddingCollection2D(RunsPlan2D, ColumnWiseSequences):  # pyright: ignore[reportIncompatibleVariableOverride]
     """TorchRec's sharded collection, repeated over a mesh's groups."""
 
     def __init__(
@@ -188,10 +189,8 @@ class ShardedEmbeddingCollection2D(ShowsBaseTypes, ColumnWiseSequences):  # pyri
         """Make a sharding with the plugin's kernels."""
         kind = TableType.of_name(sharding_type)
         sharding = sharding_class(kind, is_sequence=True)
-        if sharding is None:
-            return super().create_embedding_sharding(
-                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
-            )
+        if kind.base is ShardingType.DATA_PARALLEL:
+            return sharding(sharding_infos, env, device)
         return sharding(
             sharding_infos=sharding_infos,
             env=env,

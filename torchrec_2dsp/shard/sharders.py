@@ -102,7 +102,6 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
                 plan,
                 configs,
                 is_weighted=has_weights(module),
-                device_type=device.type,
                 local_world_size=local_world_size,
             )
             check_trained(module, path or "")
@@ -282,18 +281,6 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         return ShardedEmbeddingBagCollection2D
 
 
-def sequence_sharding_types(
-    sharder: EmbeddingCollectionSharder, compute_device_type: str
-) -> list[str]:
-    """Return TorchRec's types for sequences that work on the device.
-
-    On a CPU, FBGEMM's data-parallel lookup returns bags.
-    """
-    kinds = EmbeddingCollectionSharder.sharding_types(sharder, compute_device_type)
-    is_on_cpu = compute_device_type == "cpu"
-    return [kind for kind in kinds if not (is_on_cpu and kind == "data_parallel")]
-
-
 class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
     """Shards `EmbeddingCollection`s by a `Plan2D`; see `EmbeddingBagCollectionSharder2D`."""
 
@@ -328,10 +315,6 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         )
         # TorchRec keeps an EmbeddingCollection's weights by itself.
         self._init_2d(optimizer, False, bad_ids, init_seed, accumulates)
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return TorchRec's types for sequences; none is looked up data parallel on a CPU."""
-        return sequence_sharding_types(self, compute_device_type)
 
     def shard(  # type: ignore[override]  # where tables are of several meshes
         self,

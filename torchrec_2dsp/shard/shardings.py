@@ -33,6 +33,7 @@ from torchrec_2dsp._compat.torchrec import (
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
 from torchrec_2dsp.shard.codecs import UnevenReduceScatter
+from torchrec_2dsp.shard.data_parallel import DpPooled, DpSequence
 from torchrec_2dsp.shard.kernels import PooledLookup, pooled_lookup, sequence_lookup
 from torchrec_2dsp.shard.nonempty import NonEmptyBags
 from torchrec_2dsp.shard.row_exchange.exchange import RowExchange
@@ -208,6 +209,7 @@ class RowExchangeSequence(_ExchangesRows, RwSequenceEmbeddingSharding):
 
 
 _POOLED: dict[TableType, Any] = {
+    TableType(ShardingType.DATA_PARALLEL): DpPooled,
     TableType(ShardingType.TABLE_WISE): TwPooled,
     TableType(ShardingType.COLUMN_WISE): CwPooled,
     TableType(ShardingType.ROW_WISE): RwPooled,
@@ -219,19 +221,20 @@ _POOLED: dict[TableType, Any] = {
     TableType(ShardingType.COLUMN_WISE, Exchange.NONEMPTY): NonEmptyCw,
     TableType(ShardingType.ROW_WISE, Exchange.NONEMPTY): NonEmptyRw,
 }
-"""The shardings of bags by type; data parallel is stock, and table-column-wise is column-wise."""
+"""The shardings of bags by type; table-column-wise is column-wise."""
 
 _SEQUENCE: dict[TableType, Any] = {
+    TableType(ShardingType.DATA_PARALLEL): DpSequence,
     TableType(ShardingType.TABLE_WISE): TwSequence,
     TableType(ShardingType.COLUMN_WISE): CwSequence,
     TableType(ShardingType.ROW_WISE): RwSequence,
     TableType(ShardingType.ROW_WISE, Exchange.ROW): RowExchangeSequence,
     TableType(ShardingType.ROW_WISE, Exchange.ROW_PER_HOST): RowExchangeSequence,
 }
-"""The shardings of sequences by type; data parallel is stock."""
+"""The shardings of sequences by type."""
 
 
 def sharding_class(kind: TableType, *, is_sequence: bool) -> Any:
-    """Return a sharding's class, whatever its transport; `None` if it is TorchRec's."""
+    """Return a sharding's class, whatever its transport."""
     classes = _SEQUENCE if is_sequence else _POOLED
-    return classes.get(replace(kind, transport=Transport.FP32))
+    return classes[replace(kind, transport=Transport.FP32)]

@@ -1,11 +1,10 @@
 """`Tables2D`: stages around TorchRec's sharded module, and its tables' state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -30,12 +29,13 @@ from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.fits_module import has_weights
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.replicas.sync_point import SyncPoint
+from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint
 from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize
 from torchrec_2dsp.shard.codecs import pack_size
+from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_action
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
-from torchrec_2dsp.shard.kernels import Kernel, RowLookup, kernels_of
+from torchrec_2dsp.shard.kernels import Kernel, RowLookup
 from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication, SyncedOptimizer
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
@@ -63,7 +63,7 @@ class Tables2D:
         self.groups: MeshGroups = replication.groups
         self.table_names = sorted(plan)
         """The table names, in one order on all ranks."""
-        self._kernels = list(kernels_of(lookups_of(module)))
+        self._kernels, self._whole_tables = kernels_by_kind(lookups_of(module))
         all_configs = replication.tables_beside or configs
         is_weighted, alarm = has_weights(unsharded), self.groups.alarm
         self._batch_check = BatchCheck(all_configs, replication.bad_ids, alarm, is_weighted)
@@ -89,7 +89,7 @@ class Tables2D:
             self._kernels,
             plan,
             replication,
-            [*([] if self.hot_rows is None else [self.hot_rows.action()]), self.prefetch.lagging],
+            list(self._actions_beside(replication)),
             self._broadcast_shards,
         )
         arrangement = arrangement_of(plan, self._kernels, self.groups.sharding_group)
@@ -105,6 +105,15 @@ class Tables2D:
         """The work beside TorchRec, in this order; see `Stage`."""
         self._needs_keyed_jagged = any(stage.needs_keyed_jagged for stage in self.stages)
         self._watch_state()
+
+    def _actions_beside(self, replication: Replication) -> Iterator[SyncAction]:
+        """Yield the sync actions of rows that all ranks hold, and of early rows."""
+        if self.hot_rows is not None:
+            yield self.hot_rows.action()
+        if self._whole_tables:
+            drift_every = replication.sync.drift_every
+            yield whole_tables_action(self._whole_tables, self.groups, drift_every)
+        yield self.prefetch.lagging
 
     def keep_weights(self, unsharded: Any) -> None:
         """Take over the unsharded module's weights, if it has some."""
@@ -144,11 +153,11 @@ class Tables2D:
 
     def kernels(self) -> list[Kernel]:
         """Return this rank's fused kernels, without hot rows' kernels."""
-        return list(self._kernels)
+        return [*self._kernels, *self._whole_tables]
 
     def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """Return the FBGEMM modules in this rank's fused kernels and hot rows' kernels."""
-        return [kernel.tbe for kernel in self._kernels] + self._hot_tbes()
+        return [kernel.tbe for kernel in self.kernels()] + self._hot_tbes()
 
     def send_ids(self, ctx: Context, features: Any, send: Callable[[Context, Any], Any]) -> Any:
         """Let each stage see the batch, then distribute its ids by ``send``.
@@ -216,14 +225,14 @@ class Tables2D:
         Weights written before the first lookup are broadcast then; call it after writing later.
 
         Collectives:
-            One broadcast per table shard and state tensor on the "replicate" axis, one per
-            data-parallel table on the world.
+            One broadcast per table shard and state tensor on the "replicate" axis; on the world for
+            data-parallel tables.
         """
         self._broadcast_shards()
-        for lookup in lookups_of(self.module):
-            if isinstance(lookup, DistributedDataParallel):
-                for param in lookup.parameters():
-                    dist.broadcast(param.detach(), group_src=0, group=self.groups.world)
+        for kernel in self._whole_tables:
+            for shard in kernel.shards():
+                for tensor in shard.tensors.values():
+                    dist.broadcast(tensor, group_src=0, group=self.groups.world)
 
     def _broadcast_shards(self) -> None:
         self.complete_state()

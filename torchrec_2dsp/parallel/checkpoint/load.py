@@ -4,7 +4,7 @@ import io
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -160,10 +160,26 @@ def check_part(part: str, folder: Path, saved: Entries, expected: Metadata) -> N
             _check_column_shards(folder, name, saved, expected)
         saved_kind, model_kind = _kind(saved.get(name)), _kind(live.get(name))
         if saved_kind != model_kind:
+            advice = IN_PLACE[part]
+            if name in live and _had_dense_optimizer(expected.planner_data[name], saved):
+                advice = _WEIGHTS_ALONE
             raise CheckpointError(
                 f"{name!r} is {saved_kind} in the checkpoint {folder}, but {model_kind} in the "
-                f"model; {IN_PLACE[part]}"
+                f"model; {advice}"
             )
+
+
+_WEIGHTS_ALONE = (
+    "a dense optimizer has trained this data-parallel table, by its own rule: take the weights "
+    "alone, by load_weights(path, model) of torchrec_2dsp.parallel.checkpoint.load before the "
+    "model is sharded, with keep_weights=True"
+)
+
+
+def _had_dense_optimizer(path: Sequence[str], saved: Entries) -> bool:
+    """Return whether a fused state's parameter had its state in the dense optimizer."""
+    is_fused = path[0] == FUSED
+    return is_fused and any(name.startswith(f"{DENSE}.state.{path[2]}.") for name in saved)
 
 
 def _check_column_shards(folder: Path, name: str, saved: Entries, expected: Metadata) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_2dsp._compat.ddp import data_parallel_lookups, gradient_order, start_in_order
+from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import CheckpointError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D
@@ -165,10 +165,7 @@ def settle_gradient_orders(model: nn.Module) -> None:
 
 
 def _ddps(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
-    """All DDP modules by name, also those of TorchRec's ``data_parallel`` tables."""
+    """Yield all DDP modules by name."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             yield name, module
-    for tables in sharded_tables(model):
-        for number, lookup in enumerate(data_parallel_lookups(tables.module)):
-            yield f"{tables.table_names[0]} {number}", lookup

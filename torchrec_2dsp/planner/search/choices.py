@@ -328,7 +328,7 @@ class _Tables:
         work = replace(self.workload.table(name), state_bytes_per_row=float(state))
         kernels = {
             kind: kernel
-            for kind, kernel in _allowed_kernels(constraint, work, self.device).items()
+            for kind, kernel in _allowed_kernels(constraint).items()
             if (kind.value, kernel) in available
         }
         choices = _choices_of(kernels, constraint, work, self.transports)
@@ -372,9 +372,7 @@ def _always_cold(part: nn.Module) -> set[str]:
     }
 
 
-def _allowed_kernels(
-    constraint: ParameterConstraints | None, work: TableWork, device: str
-) -> dict[ShardingType, str]:
+def _allowed_kernels(constraint: ParameterConstraints | None) -> dict[ShardingType, str]:
     """Return the types that may be searched, and the kernel for each."""
     demanded = None if constraint is None else constraint.sharding_types
     type_names = [kind.value for kind in _BY_DEFAULT] if demanded is None else demanded
@@ -383,8 +381,6 @@ def _allowed_kernels(
     kernels: dict[ShardingType, str] = {}
     for kind in _KNOWN:
         is_dense = kind is ShardingType.DATA_PARALLEL
-        if is_dense and work.is_sequence and device == "cpu":
-            continue  # TorchRec can't look it up.
         kernel = (EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value
         if kind.value in types and (not named or kernel in named):
             kernels[kind] = kernel

@@ -382,7 +382,10 @@ def _codecs(qcomms: str, device: torch.device) -> Any:
 def _optimizer(
     config: BenchConfig, dense_config: DenseKinds, model: DistributedModelParallel
 ) -> CombinedOptimizer:
-    """Join the fused optimizers, their rule for data-parallel tables, and one for the rest."""
+    """Join the fused optimizers and one for the rest.
+
+    Data-parallel tables of TorchRec alone, which have no fused optimizer, get one with its rule.
+    """
     tables = {f"{table_name(feature.name)}.weight" for feature in shape_of(config.data).features}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     is_table = {name: ".".join(name.split(".")[-2:]) in tables for name in dense}

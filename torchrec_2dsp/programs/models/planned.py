@@ -32,7 +32,6 @@ from torchrec_2dsp.programs.config.sections import ExchangeConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
 from torchrec_2dsp.programs.models.model import table_name
-from torchrec_2dsp.shard.sharders import sequence_sharding_types
 
 _RESERVATION = 0.15
 """The share of memory that isn't for tables."""
@@ -175,7 +174,9 @@ class StockSequenceSharder(EmbeddingCollectionSharder):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the types that work on a device."""
-        return sequence_sharding_types(self, compute_device_type)
+        kinds = super().sharding_types(compute_device_type)
+        is_on_cpu = compute_device_type == "cpu"
+        return [kind for kind in kinds if not (is_on_cpu and kind == _DATA_PARALLEL)]
 
 
 def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, int, int]]:

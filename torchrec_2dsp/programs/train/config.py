@@ -162,8 +162,8 @@ class PlannedModelConfig(ModelConfig):
 
     sharding_types: ShardingTypes = ("table_wise", "row_wise")
     """Sharding types that the planner may choose from. Column-wise shards have separate row-wise
-    moments, and the dense optimizer trains data-parallel tables: with those types, different meshes
-    train by different rules."""
+    moments, so that different meshes train by different rules; and TorchRec alone leaves
+    data-parallel tables to the dense optimizer."""
 
     @field_validator("sharding_types")
     @classmethod

@@ -1,0 +1,273 @@
+"""Data-parallel tables train by the tables' optimizer, whatever runs the dense part."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+import torchrec_2dsp as tdsp
+from tests.support.cells import EPS
+from tests.support.loops import shard
+from tests.support.models import BAGS, SEQUENCES, ModelSpec, TableSpec, build, make_batch, tables_of
+from tests.support.oracle import batches_of, local_loss
+from tests.support.parity import (
+    LR,
+    MESHES,
+    TOLERANCE,
+    Cell,
+    check_cells,
+    compare,
+    make_optimizer,
+    make_oracle,
+    run_cells,
+)
+from tests.support.ranks import RankPool
+from tests.support.slices import Deal
+from tests.support.trips import full_state
+from torchrec_2dsp.comms.counting import count_collectives
+
+pytestmark = pytest.mark.dealt_file
+
+COPIED = Cell(tdsp.Mesh2D(2, 2), "data_parallel")
+STEPS = 4
+
+
+def only(*types: str, **options: Any) -> tdsp.ParameterConstraints2D:
+    return tdsp.ParameterConstraints2D(sharding_types=list(types), **options)
+
+
+def test_stock_wrapper(ranks4: RankPool, dealt: Deal) -> None:
+    cells = [
+        replace(COPIED, mesh=mesh, spec=spec, optimizer=optimizer, stock_wrapper=True)
+        for mesh, spec, optimizer in product(
+            MESHES, (*BAGS, SEQUENCES), ("sgd", "adagrad", "rowwise_adagrad")
+        )
+    ]
+    check_cells(dealt(cells), ranks4, STEPS)
+
+
+def test_beside_sharded_tables(ranks4: RankPool, dealt: Deal) -> None:
+    """Some tables are on every rank, others on some, by one plan and on one or two meshes."""
+    copied = only("data_parallel")
+    demands = (
+        {"t0": copied, "t1": only("row_wise"), "t2": only("table_wise")},
+        {"t0": copied, "t1": only("row_wise", exchange=["row"], hot_rows=3), "t2": copied},
+        {"t0": copied, "t1": only("row_wise", num_groups=1), "t2": only("row_wise")},
+    )
+    cells = [
+        Cell(mesh, sync=sync, optimizer=optimizer, demands=tuple(demand.items()))
+        for mesh, demand, (sync, optimizer) in product(
+            MESHES[:2],
+            demands,
+            ((tdsp.GradientSync(), "rowwise_adagrad"), (tdsp.WeightSync(), "sgd")),
+        )
+    ]
+    check_cells(dealt(cells), ranks4, STEPS)
+
+
+def test_half_precision(ranks4: RankPool) -> None:
+    """Within a rounding of fp16 per step, as sharded tables are."""
+    cells = [replace(COPIED, spec=ModelSpec(data_type=DataType.FP16))]
+    for gaps in ranks4.run(run_cells, cells, STEPS):
+        assert 0 < max(gap.worst for gap in gaps) < 1e-3
+
+
+Loop = Callable[[Any, Any, int, int], None]
+"""Trains a model by an optimizer for one step of a rank."""
+
+
+def plain(model: Any, optimizer: Any, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    local_loss(model(make_batch(ModelSpec(), 10 * step + rank))).backward()
+    optimizer.step()
+
+
+def without_zero_grad(model: Any, optimizer: Any, step: int, rank: int) -> None:
+    local_loss(model(make_batch(ModelSpec(), 10 * step + rank))).backward()
+    model.sync()
+    for param in model.parameters():
+        param.grad = None
+    optimizer.step()
+    model.sync_now()
+
+
+def without_backward(model: Any, optimizer: Any, step: int, rank: int) -> None:
+    """Look up a batch and drop it; clip what `parameters()` has."""
+    optimizer.zero_grad()
+    model(make_batch(ModelSpec(), 77 + rank))
+    local_loss(model(make_batch(ModelSpec(), 10 * step + rank))).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def twice_backward(model: Any, optimizer: Any, step: int, rank: int) -> None:
+    """Update tables in each backward, as TorchRec does."""
+    optimizer.zero_grad()
+    for part in range(2):
+        local_loss(model(make_batch(ModelSpec(), 10 * step + rank + 100 * part))).backward()
+    optimizer.step()
+
+
+def accumulating(model: Any, optimizer: Any, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    for batch in tdsp.accumulate(model, [make_batch(ModelSpec(), 10 * step + rank)] * 3):
+        local_loss(model(batch)).backward()
+    optimizer.step()
+
+
+WRAPPERS: dict[str, Callable[[], Any]] = {
+    "thresholded": lambda: tdsp.ThresholdedDataParallel(0.05),
+    "fp16": lambda: tdsp.HookedDataParallel("fp16"),
+    "local": tdsp.LocalDense,
+    "delayed": tdsp.DelayedDense,
+    "sharded": tdsp.FullyShardedDense,
+}
+
+
+def tables_after(
+    cell: Cell, rank: int, loop: Loop, wrapper: Callable[[], Any] | None
+) -> dict[str, torch.Tensor]:
+    """Return tables and moments, whole, after a few steps."""
+    model = shard(cell, data_parallel_wrapper=None if wrapper is None else wrapper())
+    optimizer = make_optimizer(model, lr=0.01)
+    for step in range(STEPS):
+        loop(model, optimizer, step, rank)
+    assert [name for name, _ in in_backward_optimizer_filter(model.named_parameters(), True)]
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    assert not [name for name in dense if "ebc" in name]
+    tables = {name: value for name, value in model.named_parameters() if "ebc" in name}
+    assert len(tables) == 3
+    assert all(value.grad is None for value in tables.values())
+    del model.module.over, optimizer
+    return full_state(model)
+
+
+def gap_to_sharded(rank: int, world_size: int, loop: Loop, wrapper: str) -> float:
+    """Return how far data-parallel tables are from table-wise ones in the same loop."""
+    make = WRAPPERS.get(wrapper)
+    copied, sharded = (
+        tables_after(replace(COPIED, sharding=kind), rank, loop, make)
+        for kind in ("data_parallel", "table_wise")
+    )
+    assert copied.keys() == sharded.keys()
+    assert len(copied) == 6
+    return max((copied[name] - sharded[name]).abs().max().item() for name in copied)
+
+
+@pytest.mark.parametrize(
+    "loop", [plain, without_zero_grad, without_backward, twice_backward, accumulating]
+)
+def test_any_loop_trains_them_as_sharded_tables(ranks4: RankPool, loop: Loop) -> None:
+    assert max(ranks4.run(gap_to_sharded, loop, "")) < 3 * TOLERANCE
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_any_dense_part_trains_them_as_sharded_tables(ranks4: RankPool, wrapper: str) -> None:
+    # The dense parts of both runs round alike but for their inputs.
+    assert max(ranks4.run(gap_to_sharded, plain, wrapper)) < 1e-4
+
+
+def gap_with_schedule(rank: int, world_size: int, cell: Cell, way: str) -> float:
+    """Train with a learning rate that changes, and an optimizer given in one way or another."""
+    model, sharder = build(cell.spec), None
+    if way == "in backward":
+        options = {"lr": LR, "eps": EPS}
+        _apply_optimizer_in_backward(RowWiseAdagrad, tables_of(model).parameters(), options)
+        sharder = tdsp.EmbeddingBagCollectionSharder2D()
+    elif way == "moment-scaled":
+        optimizer = tdsp.MomentScaledRowWiseAdaGrad(lr=LR, eps=EPS)
+        sharder = tdsp.EmbeddingBagCollectionSharder2D(optimizer)
+    parallel, oracle = shard(cell, sharder, model), make_oracle(cell)
+    optimizer = make_optimizer(parallel)
+    for step in range(STEPS):
+        lr = LR / (step + 1)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        oracle.lr = lr
+        optimizer.zero_grad()
+        batches = batches_of(cell.spec, 0, (6,) * world_size, 4, step)
+        local_loss(parallel(batches[rank])).backward()
+        optimizer.step()
+        oracle.step(batches)
+    return compare(parallel, oracle).worst
+
+
+@pytest.mark.parametrize("way", ["sharder", "moment-scaled", "in backward"])
+@pytest.mark.parametrize("sync", [tdsp.GradientSync(), tdsp.WeightSync()], ids=lambda s: type(s))
+def test_schedules_reach_them(ranks4: RankPool, way: str, sync: Any) -> None:
+    """Their moments are exact under any sync, so that no moment scale is due."""
+    cell = replace(COPIED, mesh=tdsp.Mesh2D(4, 1), sync=sync)
+    assert max(ranks4.run(gap_with_schedule, cell, way)) < TOLERANCE
+
+
+LARGE = ModelSpec((TableSpec("t0", 4_000, 8, ("f0",)), TableSpec("t1", 2_400, 16, ("f1", "f2"))))
+EVERY_RANK = -1
+
+
+def sent(rank: int, world_size: int, cell: Cell, idle: int) -> tuple[float, list[str], int]:
+    """Return the gap to the oracle, the last step's collectives, and the bytes of all steps."""
+    parallel, oracle = shard(cell), make_oracle(cell)
+    optimizer, operations = make_optimizer(parallel), []
+    for step in range(2):
+        batches = batches_of(cell.spec, 0, (6,) * world_size, 4, step)
+        for number, batch in enumerate(batches):
+            if idle in (number, EVERY_RANK):
+                lengths = torch.zeros_like(batch.lengths())
+                batches[number] = type(batch)(batch.keys(), batch.values()[:0], lengths=lengths)
+        optimizer.zero_grad()
+        with count_collectives() as seen:
+            local_loss(parallel(batches[rank])).backward()
+            optimizer.step()
+        operations = [record.op for record in seen.records if record.num_bytes > 300]
+        oracle.step(batches)
+    parallel.sync_now()
+    return compare(parallel, oracle).worst, operations, parallel.sync_total.num_bytes
+
+
+@pytest.mark.parametrize("idle", [EVERY_RANK, 2, 9])
+def test_few_rows_travel_by_row_and_many_as_tables(ranks4: RankPool, idle: int) -> None:
+    for spec, operation in ((LARGE, "all_to_all_single"), (ModelSpec(), "all_reduce")):
+        cell = replace(COPIED, spec=spec)
+        table_bytes = sum(4 * table.num_rows * table.dim for table in spec.tables)
+        for gap, operations, num_bytes in ranks4.run(sent, cell, idle):
+            assert gap < TOLERANCE
+            if spec is LARGE:
+                assert "all_reduce" not in operations
+                assert num_bytes < 0.1 * table_bytes
+            if idle != EVERY_RANK and spec is not LARGE:
+                assert operation in operations
+                assert num_bytes >= 2 * 1.5 * table_bytes
+
+
+def error_of(rank: int, world_size: int, what: str) -> str:
+    """Return the error when one rank does something else than the others."""
+    sync = tdsp.GradientSync(drift_every=1)
+    parallel = shard(replace(COPIED, sync=sync))
+    optimizer = make_optimizer(parallel)
+    if rank == 1 and what == "rate":
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+    if rank == 1 and what == "weight":
+        (tables,) = parallel.sharded_tables()
+        tables.kernels()[0].shards()[0].tensors["weight"].data[3] += 1
+    optimizer.zero_grad()
+    with pytest.raises(tdsp.errors.SyncError) as caught:
+        without_zero_grad(parallel, optimizer, 0, rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"), [("rate", "different learning rates"), ("weight", "'t0'")]
+)
+def test_copies_that_would_differ_are_an_error_on_all_ranks(
+    ranks4: RankPool, what: str, text: str
+) -> None:
+    errors = ranks4.run(error_of, what)
+    assert all(text in error for error in errors), errors

@@ -1,0 +1,207 @@
+"""Data-parallel tables, whole on every rank, trained by the tables' optimizer.
+
+TorchRec puts them into DDP and leaves them to the dense optimizer. Here their lookups are captured
+like those of hot rows: row gradients are summed over all ranks after the backward, and applied once
+by the fused optimizer's rule. They travel by row, or as whole tables where that is less.
+
+    rank 0: rows 1, 4     \\                     / rows 1, 4, 7 with the same sums
+    rank 1: rows 4, 7     - sums of all ranks --- rows 1, 4, 7 with the same sums
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+from torchrec.optim.fused import FusedOptimizer
+
+from torchrec_2dsp._compat.fbgemm import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    keeps_untouched_rows,
+    learning_rate_of,
+    optimizer_states,
+    set_learning_rate,
+)
+from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of_whole_tables, replace_optimizer
+from torchrec_2dsp._compat.torchrec import (
+    BaseEmbedding,
+    BaseEmbeddingLookup,
+    DpPooledEmbeddingSharding,
+    DpSequenceEmbeddingSharding,
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+)
+from torchrec_2dsp.codecs.rows import EXACT
+from torchrec_2dsp.comms.groups import MeshGroups
+from torchrec_2dsp.replicas.drift import DriftCheck
+from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
+from torchrec_2dsp.shard.kernels import (
+    MOMENT_SCALE,
+    Kernel,
+    PooledLookup,
+    SequenceLookup,
+    kernels_of,
+    pooled_lookup,
+    sequence_lookup,
+)
+from torchrec_2dsp.shard.replica_sync import copied_shards
+
+
+class WholeTablesOptimizer(FusedOptimizer):
+    """A kernel's fused optimizer, whose state has plain tensors, as the weights have."""
+
+    def __init__(
+        self, config: GroupedEmbeddingConfig, tbe: SplitTableBatchedEmbeddingBagsCodegen
+    ) -> None:
+        self._tbe = tbe
+        params, state = {}, {}
+        tensors = zip(tbe.split_embedding_weights(), optimizer_states(tbe), strict=True)
+        for table, (weight, states) in zip(config.embedding_tables, tensors, strict=True):
+            params[f"{table.name}.weight"] = weight
+            # TorchRec's name for the first one, whatever the rule calls it.
+            names = ["momentum1", *list(states)[1:]]
+            state[weight] = {
+                f"{table.name}.{name}": value
+                for name, value in zip(names, states.values(), strict=False)
+            }
+        self._group = {"params": list(params.values()), "lr": learning_rate_of(tbe)}
+        super().__init__(params, state, [self._group])
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Hand the learning rate to the kernel, as TorchRec's optimizer does here."""
+        set_learning_rate(self._tbe, self._group["lr"])
+
+    def step(self, closure: Any = None) -> None:
+        """Hand the learning rate to the kernel; a sync applies the update."""
+        set_learning_rate(self._tbe, self._group["lr"])
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the kernel's iteration."""
+        self._tbe.set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Change the running kernel's hyper-parameters."""
+        self._tbe.update_hyper_parameters(params_dict)
+
+
+class _WholeTables:
+    """Marks a lookup for tables that are whole on every rank."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The lookup itself, for which TorchRec looks inside DDP."""
+        assert isinstance(self, nn.Module)
+        return self
+
+
+class WholeTablesBags(_WholeTables, PooledLookup):
+    """Looks up bags in tables that are whole on every rank."""
+
+    def _create_embedding_kernel(
+        self, config: GroupedEmbeddingConfig, device: Any, pg: Any, sharding_type: Any, env: Any
+    ) -> BaseEmbedding:
+        kernel = PooledLookup._create_embedding_kernel(self, config, device, pg, sharding_type, env)
+        return _with_plain_state(kernel)
+
+
+class WholeTablesSequences(_WholeTables, SequenceLookup):
+    """Looks up sequences in tables that are whole on every rank."""
+
+    def _create_embedding_kernel(
+        self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
+    ) -> BaseEmbedding:
+        kernel = SequenceLookup._create_embedding_kernel(self, config, pg, device, env)
+        return _with_plain_state(kernel)
+
+
+def _with_plain_state(kernel: Any) -> Any:
+    replace_optimizer(kernel, WholeTablesOptimizer(kernel.config, kernel.tbe))
+    return kernel
+
+
+class DpPooled(DpPooledEmbeddingSharding):
+    """Data-parallel bags."""
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: Any = None,
+        feature_processor: Any = None,
+    ) -> BaseEmbeddingLookup:
+        """Make the lookup for this rank's copy."""
+        facts = _as_one_shard(facts_of_whole_tables(self))
+        return pooled_lookup(facts, device, feature_processor, None, WholeTablesBags)
+
+
+class DpSequence(DpSequenceEmbeddingSharding):
+    """Data-parallel sequences."""
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: Any = None,
+        feature_processor: Any = None,
+    ) -> BaseEmbeddingLookup:
+        """Make the lookup for this rank's copy."""
+        facts = _as_one_shard(facts_of_whole_tables(self))
+        return sequence_lookup(facts, device, WholeTablesSequences)
+
+
+def _as_one_shard(facts: ShardingFacts) -> ShardingFacts:
+    """Return the tables with metadata that fused kernels need: a single shard, on this rank."""
+    return replace(facts, configs=[_fused(config, facts.device) for config in facts.configs])
+
+
+def _fused(config: GroupedEmbeddingConfig, device: torch.device) -> GroupedEmbeddingConfig:
+    """Return a config for a fused kernel whose copies stay equal."""
+    params = dict(config.fused_params or {})
+    # Merged over all ranks the moments are exact: no moment scale here.
+    params.pop(MOMENT_SCALE, None)
+    # FBGEMM rounds 16-bit tables at random by default.
+    params["stochastic_rounding"] = False
+    kernel = EmbeddingComputeKernel.FUSED
+    tables = [_on_this_rank(table, device) for table in config.embedding_tables]
+    return replace(config, embedding_tables=tables, compute_kernel=kernel, fused_params=params)
+
+
+def _on_this_rank(table: ShardedEmbeddingTable, device: torch.device) -> ShardedEmbeddingTable:
+    size = [table.num_embeddings, table.embedding_dim]
+    shard = ShardMetadata([0, 0], size, f"rank:{dist.get_rank()}/{device}")
+    return replace(
+        table,
+        compute_kernel=EmbeddingComputeKernel.FUSED,
+        local_metadata=shard,
+        global_metadata=ShardedTensorMetadata([shard], torch.Size(size)),
+    )
+
+
+def kernels_by_kind(lookups: Sequence[nn.Module]) -> tuple[list[Kernel], list[Kernel]]:
+    """Return the lookups' kernels: those for sharded tables, and those for whole ones."""
+    whole = [lookup for lookup in lookups if isinstance(lookup, _WholeTables)]
+    sharded = [lookup for lookup in lookups if not isinstance(lookup, _WholeTables)]
+    return list(kernels_of(sharded)), list(kernels_of(whole))
+
+
+def whole_tables_action(
+    kernels: Sequence[Kernel], groups: MeshGroups, drift_every: int
+) -> GradientSyncAction:
+    """Capture the kernels' backwards, and return the sync action that applies them.
+
+    All ranks send and receive exact gradients, and no update is late, whatever the sync config.
+    """
+    alarm, peers = groups.alarm, groups.hot_rows
+    captures = [
+        kernel.capture_rows(peers, EXACT, may_send_tables=keeps_untouched_rows(kernel.tbe))
+        for kernel in kernels
+    ]
+    return GradientSyncAction(
+        captures,
+        alarm,
+        DriftCheck(copied_shards(kernels), peers.everyone, alarm, drift_every),
+        is_layered=peers.is_layered,
+    )

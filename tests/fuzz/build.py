@@ -247,7 +247,7 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
 
 
 def dense_params(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    return {name: param for name, param in _unfused(parallel).items() if "over." in name}
+    return dict(in_backward_optimizer_filter(parallel.named_parameters()))
 
 
 def named_dense(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
@@ -262,7 +262,7 @@ def make_optimizer(
     dense: DataParallelWrapper | None,
     seen: Callable[[], None],
 ) -> CombinedOptimizer:
-    """Return the fused optimizer, that of the dense part, and SGD for data-parallel tables.
+    """Return the fused optimizer and that of the dense part.
 
     Args:
         case: says how the dense part is trained.
@@ -270,24 +270,14 @@ def make_optimizer(
         dense: the wrapper that it has.
         seen: is called in each step before dense gradients are clipped.
     """
-    layer = dense_params(parallel)
-    tables = {name: param for name, param in _unfused(parallel).items() if name not in layer}
-    optimizers = [parallel.fused_optimizer, make_dense_optimizer(case, layer, dense, seen)]
-    if tables:
-        optimizers.append(
-            KeyedOptimizerWrapper(tables, lambda params: torch.optim.SGD(params, lr=LR))
-        )
-    return CombinedOptimizer(optimizers)
+    layer = make_dense_optimizer(case, dense_params(parallel), dense, seen)
+    return CombinedOptimizer([parallel.fused_optimizer, layer])
 
 
 def halve_learning_rates(optimizer: CombinedOptimizer) -> None:
     """Halve all learning rates, as a scheduler does."""
     for group in cast(list[dict[str, Any]], optimizer.param_groups):
         group["lr"] /= 2
-
-
-def _unfused(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    return dict(in_backward_optimizer_filter(parallel.named_parameters()))
 
 
 def _sharding(table: TableCase, size: int, node_size: int) -> ParameterSharding:

@@ -83,7 +83,7 @@ TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
     "sharding": (
         ("row_wise",) * 5
         + ("table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")
-        + ("data_parallel",)
+        + ("data_parallel",) * 2
     ),
     "place": (0, 1, 2, 3),
     "exchange": ("pooled", "pooled", "nonempty", "row", "row_per_host"),
@@ -210,7 +210,7 @@ def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:
     tables = []
     for table in module.tables:
         if module.kind == "sequences":
-            kinds = ("table_wise", "column_wise", "row_wise")
+            kinds = ("table_wise", "column_wise", "row_wise", "data_parallel")
             if table.sharding not in kinds:
                 table = replace(table, sharding="table_wise")
         if module.kind != "bags":

@@ -142,8 +142,7 @@ class TableState:
         """Whether each group has a copy that it trains by itself."""
         self.weights = weight.expand(case.groups if is_copied else 1, -1, -1).clone()
         """The weights of each copy: ``[copies, rows, dim]``."""
-        # A dense optimizer trains data-parallel tables.
-        self._rule = "sgd" if table.sharding == "data_parallel" else case.optimizer
+        self._rule = case.optimizer
         moments_per_row = {"adagrad": table.dim, "sgd": 0}.get(self._rule, table.num_blocks)
         self._moments = torch.zeros(len(self.weights), table.rows, moments_per_row).to(weight)
         self._synced = (self.weights[0].clone(), self._moments[0].clone())

@@ -32,6 +32,7 @@ from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from tests.support.trips import full_state
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.shard.parted import sharded_tables
 
 pytestmark = pytest.mark.dealt_file
 
@@ -174,6 +175,11 @@ def test_any_dense_part_trains_them_as_sharded_tables(ranks4: RankPool, wrapper:
     assert max(ranks4.run(gap_to_sharded, plain, wrapper)) < 1e-4
 
 
+def set_rate(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
 def gap_with_schedule(rank: int, world_size: int, cell: Cell, way: str) -> float:
     """Train with a learning rate that changes, and an optimizer given in one way or another."""
     model, sharder = build(cell.spec), None
@@ -188,8 +194,7 @@ def gap_with_schedule(rank: int, world_size: int, cell: Cell, way: str) -> float
     optimizer = make_optimizer(parallel)
     for step in range(STEPS):
         lr = LR / (step + 1)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(optimizer, lr)
         oracle.lr = lr
         optimizer.zero_grad()
         batches = batches_of(cell.spec, 0, (6,) * world_size, 4, step)
@@ -227,6 +232,7 @@ def sent(rank: int, world_size: int, cell: Cell, idle: int) -> tuple[float, list
             optimizer.step()
         operations = [record.op for record in seen.records if record.num_bytes > 300]
         oracle.step(batches)
+    assert isinstance(parallel, tdsp.ModelParallel2D)
     parallel.sync_now()
     return compare(parallel, oracle).worst, operations, parallel.sync_total.num_bytes
 
@@ -252,10 +258,9 @@ def error_of(rank: int, world_size: int, what: str) -> str:
     parallel = shard(replace(COPIED, sync=sync))
     optimizer = make_optimizer(parallel)
     if rank == 1 and what == "rate":
-        for group in optimizer.param_groups:
-            group["lr"] = 0.5
+        set_rate(optimizer, 0.5)
     if rank == 1 and what == "weight":
-        (tables,) = parallel.sharded_tables()
+        (tables,) = sharded_tables(parallel)
         tables.kernels()[0].shards()[0].tensors["weight"].data[3] += 1
     optimizer.zero_grad()
     with pytest.raises(tdsp.errors.SyncError) as caught:

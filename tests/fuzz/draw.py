@@ -83,7 +83,7 @@ TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
     "sharding": (
         ("row_wise",) * 5
         + ("table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")
-        + ("data_parallel",) * 2
+        + ("data_parallel",)
     ),
     "place": (0, 1, 2, 3),
     "exchange": ("pooled", "pooled", "nonempty", "row", "row_per_host"),

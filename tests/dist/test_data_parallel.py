@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -26,7 +25,6 @@ from tests.support.parity import (
     compare,
     make_optimizer,
     make_oracle,
-    run_cells,
 )
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -73,13 +71,6 @@ def test_beside_sharded_tables(ranks4: RankPool, dealt: Deal) -> None:
     check_cells(dealt(cells), ranks4, STEPS)
 
 
-def test_half_precision(ranks4: RankPool) -> None:
-    """Within a rounding of fp16 per step, as sharded tables are."""
-    cells = [replace(COPIED, spec=ModelSpec(data_type=DataType.FP16))]
-    for gaps in ranks4.run(run_cells, cells, STEPS):
-        assert 0 < max(gap.worst for gap in gaps) < 1e-3
-
-
 Loop = Callable[[Any, Any, int, int], None]
 """Trains a model by an optimizer for one step of a rank."""
 
@@ -124,7 +115,7 @@ def accumulating(model: Any, optimizer: Any, step: int, rank: int) -> None:
 
 
 WRAPPERS: dict[str, Callable[[], Any]] = {
-    "thresholded": lambda: tdsp.ThresholdedDataParallel(0.05),
+    "thresholded": tdsp.ThresholdedDataParallel,
     "fp16": lambda: tdsp.HookedDataParallel("fp16"),
     "local": tdsp.LocalDense,
     "delayed": tdsp.DelayedDense,
@@ -239,7 +230,7 @@ def sent(rank: int, world_size: int, cell: Cell, idle: int) -> tuple[float, list
 
 @pytest.mark.parametrize("idle", [EVERY_RANK, 2, 9])
 def test_few_rows_travel_by_row_and_many_as_tables(ranks4: RankPool, idle: int) -> None:
-    for spec, operation in ((LARGE, "all_to_all_single"), (ModelSpec(), "all_reduce")):
+    for spec in (LARGE, ModelSpec()):
         cell = replace(COPIED, spec=spec)
         table_bytes = sum(4 * table.num_rows * table.dim for table in spec.tables)
         for gap, operations, num_bytes in ranks4.run(sent, cell, idle):
@@ -247,8 +238,8 @@ def test_few_rows_travel_by_row_and_many_as_tables(ranks4: RankPool, idle: int) 
             if spec is LARGE:
                 assert "all_reduce" not in operations
                 assert num_bytes < 0.1 * table_bytes
-            if idle != EVERY_RANK and spec is not LARGE:
-                assert operation in operations
+            elif idle != EVERY_RANK:
+                assert "all_reduce" in operations
                 assert num_bytes >= 2 * 1.5 * table_bytes
 
 

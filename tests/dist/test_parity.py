@@ -139,9 +139,10 @@ def test_half_precision_tables(ranks4: RankPool, dealt: Deal) -> None:
     spec = ModelSpec(data_type=DataType.FP16)
     cells = [
         Cell(MESHES[1], sharding, spec, optimizer, sync, hot_rows)
-        for sharding in ("table_wise", "row_wise")
+        for sharding in ("table_wise", "row_wise", "data_parallel")
         for optimizer, sync in METHODS
         for hot_rows in ((), HOT_ROWS)
+        if not (hot_rows and sharding == "data_parallel")
     ]
     for gaps in ranks4.run(run_cells, dealt(cells), 5):
         assert max(gap.worst for gap in gaps) < 1e-3

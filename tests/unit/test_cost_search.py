@@ -4,6 +4,7 @@ import itertools
 import resource
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from tests.support.planning import (
     tables,
     world,
 )
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import Workload
@@ -179,18 +181,21 @@ def test_columns_are_split_only_where_that_is_asked_for() -> None:
     assert ShardingType.DATA_PARALLEL in kinds
 
 
-def test_sequences_are_neither_copied_nor_without_empty_bags() -> None:
+def test_sequences_have_no_empty_bags_and_are_copied_if_their_optimizer_allows_it() -> None:
     model = EmbeddingCollection(
         device=torch.device("meta"),
         tables=[
             EmbeddingConfig(name="t0", num_embeddings=100, embedding_dim=32, feature_names=["f0"])
         ],
     )
-    sharder = tdsp.EmbeddingCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
     workload = Workload.of_model(model, batch_size=64)
-    (entry,) = candidates_of(model, [sharder], None, workload, "cpu")  # type: ignore[list-item]
-    assert {choice.exchange.value for choice in entry.choices} == {"pooled", "row", "row_per_host"}
-    assert ShardingType.DATA_PARALLEL not in {choice.kind for choice in entry.choices}
+    for optimizer in (tdsp.MomentScaledRowWiseAdaGrad(lr=0.1), EmbOptimType.LARS_SGD):
+        sharder: Any = tdsp.EmbeddingCollectionSharder2D(optimizer)
+        (entry,) = candidates_of(model, [sharder], None, workload, "cpu")
+        exchanges = {choice.exchange.value for choice in entry.choices}
+        assert exchanges == {"pooled", "row", "row_per_host"}
+        is_copied = ShardingType.DATA_PARALLEL in {choice.kind for choice in entry.choices}
+        assert is_copied == (optimizer is not EmbOptimType.LARS_SGD)
 
 
 def test_groups_with_uneven_parts_on_hosts_have_no_tables_of_one_host() -> None:

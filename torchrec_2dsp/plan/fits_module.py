@@ -331,9 +331,12 @@ def can_be_data_parallel(optimizer: EmbOptimType | type[Optimizer]) -> bool:
         >>> can_be_data_parallel(EmbOptimType.ADAM), can_be_data_parallel(EmbOptimType.LARS_SGD)
         (True, False)
     """
-    return (fused_type_of(optimizer) if isinstance(optimizer, type) else optimizer) in (
-        FROM_ROW_GRADIENTS
-    )
+    try:
+        kind = fused_type_of(optimizer) if isinstance(optimizer, type) else optimizer
+    except ValueError:
+        # TorchRec knows no kernel for it.
+        return False
+    return kind in FROM_ROW_GRADIENTS
 
 
 def fused_type_of(optimizer: type[Optimizer]) -> EmbOptimType | None:

@@ -26,6 +26,7 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import TableWork, Workload, optimizer_of, state_bytes_per_row
 from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.plan.fits_module import can_be_data_parallel
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
     Exchange,
@@ -324,12 +325,14 @@ class _Tables:
                 "the search tells tables apart by their names: rename one"
             )
         constraint = self.constraints.get(name)
-        state = state_bytes_per_row(optimizer_of(weight, fused_params), weight.shape[1])
+        optimizer = optimizer_of(weight, fused_params)
+        state = state_bytes_per_row(optimizer, weight.shape[1])
         work = replace(self.workload.table(name), state_bytes_per_row=float(state))
         kernels = {
             kind: kernel
             for kind, kernel in _allowed_kernels(constraint).items()
             if (kind.value, kernel) in available
+            and (kind is not ShardingType.DATA_PARALLEL or can_be_data_parallel(optimizer))
         }
         choices = _choices_of(kernels, constraint, work, self.transports)
         if not choices:

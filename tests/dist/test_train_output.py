@@ -5,6 +5,7 @@ import time
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.support.rank_worker import marking_spans
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, config_with
 from torchrec_2dsp.errors import ConfigError, TwoDError
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import load, save
 from torchrec_2dsp.plan.sync import WeightSync
@@ -24,12 +26,13 @@ from torchrec_2dsp.programs.plan import planning, to_plan
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
 from torchrec_2dsp.programs.traces import StepPhase, marked_step
+from torchrec_2dsp.programs.train import program
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import ProgressFile, TrainRecord, read_progress
 from torchrec_2dsp.programs.train.results import RunFolder, TensorBoardWatcher, TrainResult
-from torchrec_2dsp.programs.train.steps import ProfiledSteps, StepProfiler
+from torchrec_2dsp.programs.train.steps import PipelinedSteps, ProfiledSteps, StepProfiler
 
 OPTIMIZER = {"schedule": {"kind": "linear"}}
 
@@ -342,18 +345,20 @@ def refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     return message | {"no folder": str(refusal.value)}
 
 
-def sync_of_a_plan(rank: int, world_size: int, folder: Path) -> str:
+def sync_of_a_plan(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:
     plan = load(folder / "planned" / "planned" / "plan.json")
     path = folder / f"averaged_{rank}.json"
-    save(Plan2D(plan.plan, mesh=plan.mesh, sync=WeightSync()), path)
-    (run,) = train(config_with(runs={"averaged": {"plan": str(path)}})).runs
-    return run.sync
+    early = Pipeline.ROW_PREFETCH
+    save(Plan2D(plan.plan, mesh=plan.mesh, sync=WeightSync(), pipeline=early), path)
+    with patch.object(program, "PipelinedSteps", wraps=PipelinedSteps) as steps:
+        (run,) = train(config_with(runs={"averaged": {"plan": str(path)}})).runs
+    return run.sync, steps.call_args.kwargs["prefetch_rows"]
 
 
-def test_a_plan_file_says_how_replicas_stay_equal(
+def test_a_plan_file_says_the_sync_and_the_pipeline(
     ranks2: RankPool, trained: Any, folder: Path
 ) -> None:
-    assert set(ranks2.run(sync_of_a_plan, folder)) == {str(WeightSync())}
+    assert set(ranks2.run(sync_of_a_plan, folder)) == {(str(WeightSync()), True)}
 
 
 def test_files_that_do_not_fit_are_refused_on_all_ranks(

@@ -22,6 +22,7 @@ from tests.support.planning import (
     TABLE_WISE,
     TWO,
     VECTORS,
+    calibration,
     cost,
     counted,
     only_the_link,
@@ -39,7 +40,8 @@ from torchrec_2dsp.cost.collectives import (
     places_to_all,
     reduce_scatter,
 )
-from torchrec_2dsp.cost.loads import Placed
+from torchrec_2dsp.cost.loads import LOADS, Loads, Placed
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
@@ -47,6 +49,28 @@ from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 def test_nothing_costs_nothing() -> None:
     assert cost().total_s == 0.0
+
+
+@pytest.mark.parametrize("sync", [EXACT, tdsp.WeightSync(policy=tdsp.every(4))])
+@pytest.mark.parametrize(
+    "mesh", [Mesh2D(1, 8), Mesh2D(4, 2), Mesh2D(2, 6, RankLayout.CONTIGUOUS), Mesh2D(1, 10)]
+)
+def test_even_loads_cost_what_they_cost_as_arrays(mesh: Mesh2D, sync: "tdsp.GradientSync") -> None:
+    """Hosts have four ranks, so some groups have fewer on their last one."""
+    types = {"table_wise, pooled, fp32", "row_wise, row, fp32"}
+    setting = CostSetting(
+        calibration(), Workload(batch_size=BATCH, tables={}), mesh, sync, 4, Pipeline.ROW_PREFETCH
+    )
+    generator = np.random.default_rng(0)
+    for number_of_loads in (1, 4, len(LOADS)):
+        of_rank = np.zeros(len(LOADS))
+        of_rank[generator.permutation(len(LOADS))[:number_of_loads]] = 1e6
+        of_rank[[LOADS.index("rows_from"), LOADS.index("rows_to")]] = 2e6
+        arrays = Loads(mesh.group_size, types=types)
+        arrays.values += of_rank[:, None]
+        even, cost = setting.step_cost(Loads.even(of_rank, types)), setting.step_cost(arrays)
+        assert even.as_dict() == pytest.approx(cost.as_dict(), rel=1e-9, abs=1e-12)
+        assert even.total_s > 0
 
 
 def exchanged(first: StepCost) -> tuple[float, float]:

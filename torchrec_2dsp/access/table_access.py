@@ -1,9 +1,9 @@
 """`TableAccess`: one table's lookup statistics, and `HotSet`: the rows that every rank holds."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -11,9 +11,25 @@ from numpy.typing import ArrayLike, NDArray
 
 from torchrec_2dsp.errors import ConfigError, PlanError
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
 _ALIKE = 1e-3
 """The relative difference within which counts are replaced by their mean; sums over rows change by
 less than its square."""
+
+
+def _remembered(method: _Method) -> _Method:
+    """Keep a method's results with its object: a search asks for the same ones many times."""
+
+    @wraps(method)
+    def remembered(table: "TableAccess", *args: Any, **kwargs: Any) -> Any:
+        known = vars(table).setdefault("_known", {})
+        key = method.__name__, args, *kwargs.items()
+        if key not in known:
+            known[key] = method(table, *args, **kwargs)
+        return known[key]
+
+    return cast(_Method, remembered)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +131,7 @@ class TableAccess:
             )
         return num_hot
 
+    @_remembered
     def expected_distinct(self, num_lookups: float, *, num_hot: int = 0) -> float:
         """Estimate how many distinct rows ``num_lookups`` lookups touch on average.
 
@@ -141,10 +158,12 @@ class TableAccess:
         touched = float(times @ (1 - (1 - np.minimum(counts / total, 1)) ** num_lookups))
         return max(touched, float(max(0, self.num_used_rows - num_hot)))
 
+    @_remembered
     def without(self, num_hot: int) -> "TableAccess":
         """Return the statistics without the ``num_hot`` hottest rows."""
         return replace(self, rows=self.rows[num_hot:], counts=self.counts[num_hot:])
 
+    @_remembered
     def share_by_block(self, num_blocks: int) -> NDArray[np.float64]:
         """Return each block's lookup share; blocks hold consecutive rows.
 
@@ -159,6 +178,7 @@ class TableAccess:
         # The tail rows' locations are unknown.
         return np.asarray((lookups + self.tail_lookups / num_blocks) / self.num_lookups, np.float64)
 
+    @_remembered
     def distinct_by_block(self, num_lookups: float, num_blocks: int) -> NDArray[np.float64]:
         """Estimate how many distinct rows lookups touch in each block on average."""
         blocks = self.rows // -(-self.num_rows // num_blocks)

@@ -53,6 +53,11 @@ class KernelCost(Coefficients):
         self, items: NDArray[np.float64], num_bytes: NDArray[np.float64] | float
     ) -> NDArray[np.float64]: ...
 
+    @overload
+    def seconds(
+        self, items: NDArray[np.float64] | float, num_bytes: NDArray[np.float64] | float
+    ) -> Any: ...
+
     def seconds(self, items: Any, num_bytes: Any) -> Any:
         """Return the seconds of the work without the constant, which is per call."""
         return self.per_item_s * items + self.per_byte_s * num_bytes

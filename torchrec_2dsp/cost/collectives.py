@@ -86,6 +86,11 @@ class Span:
         """The hosts on which a group lies."""
         return -(-self.num_ranks // self.ranks_per_host)
 
+    @property
+    def fewest_on_host(self) -> int:
+        """The ranks on the host with fewest of them: the last, which has what is left."""
+        return self.num_ranks - (self.num_hosts - 1) * self.ranks_per_host
+
     def inside_hosts(self) -> "Span":
         """Return each group's ranks on one host, as groups of their own."""
         return Span(self.ranks_per_host, self.ranks_per_host, self.groups_per_host)
@@ -124,7 +129,7 @@ def all_to_all(span: Span, to_each: float) -> Traffic:
 
 
 def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
-    """Rank p sends ``to_each[p]`` bytes to every rank in its group.
+    """Rank p sends ``to_each[p]`` bytes to every rank in its group; a number is every rank's.
 
     The other way round it is the same: every rank sends ``to_each[p]`` bytes to rank p.
 
@@ -135,6 +140,12 @@ def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
         >>> all_to_all_from(Span.of_world(4, 2), [100.0, 0.0, 0.0, 0.0])
         Traffic(local_bytes=100.0, link_bytes=200.0)
     """
+    if isinstance(to_each, float):
+        others = span.num_ranks - min(span.ranks_per_host, span.fewest_on_host)
+        return Traffic(
+            (span.ranks_per_host - 1) * to_each,
+            span.groups_per_host * span.ranks_per_host * others * to_each,
+        )
     sent = np.asarray(to_each, dtype=np.float64)
     firsts = _first_ranks(span)
     by_host = np.add.reduceat(sent, firsts)
@@ -153,6 +164,10 @@ def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
 
 def places_to_all(span: Span, to_each: ArrayLike) -> Traffic:
     """Rank p sends ``to_each[p]`` bytes to the rank with its place on each other host."""
+    if isinstance(to_each, float):
+        others = span.num_ranks - span.fewest_on_host
+        out = span.ranks_per_host * (span.num_hosts - 1)
+        return Traffic(0.0, span.groups_per_host * max(out, others) * to_each)
     by_host = np.add.reduceat(np.asarray(to_each, dtype=np.float64), _first_ranks(span))
     out = by_host * (span.num_hosts - 1)
     received = by_host.sum() - by_host

@@ -255,7 +255,7 @@ class CostSetting:
             beside_s = min(beside_s + cost.input_exchange_s, compute)
         dense = self.workload.dense
         num_buckets = 1 + dense.gradient_bytes // _DDP_BUCKET_BYTES
-        all_bytes = dense.gradient_bytes + float(loads.all_reduced_bytes.max())
+        all_bytes = dense.gradient_bytes + float(np.max(loads.all_reduced_bytes))
         dense_s = cost.dense_exchange_s * dense.gradient_bytes / all_bytes if all_bytes else 0.0
         return beside_s + min(dense_s * (1 - 1 / num_buckets), dense.backward_s)
 

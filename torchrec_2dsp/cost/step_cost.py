@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
@@ -48,12 +48,12 @@ class NamedParts:
 
     def parts(self) -> Iterator[tuple[str, float]]:
         """Yield names without the unit, and numbers."""
-        for part in fields(self):
-            yield part.name.removesuffix(f"_{self.unit}"), getattr(self, part.name)
+        for name, number in vars(self).items():
+            yield name.removesuffix(f"_{self.unit}"), number
 
     def as_dict(self) -> dict[str, float]:
         """Return the numbers by field."""
-        return asdict(self)
+        return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class StepCost(NamedParts):
     @property
     def total_s(self) -> float:
         """All parts together."""
-        return sum(seconds for _, seconds in self.parts())
+        return sum(vars(self).values())
 
     @property
     def tables_s(self) -> float:
@@ -151,9 +151,9 @@ class Phases:
             (loads.early_from, loads.rows_from, loads.across_from),
             (loads.lagging_to, loads.rows_to, loads.across_to),
         ):
-            if beside.any():
+            if _any(beside):
                 exchanged_s = self._exchange_s(rows) + self._between_places_s(across)
-                seconds += exchanged_s * beside.sum() / (rows.sum() + across.sum())
+                seconds += exchanged_s * np.sum(beside) / (np.sum(rows) + np.sum(across))
         return float(seconds)
 
     def _input_s(self, loads: Loads) -> float:
@@ -171,16 +171,16 @@ class Phases:
         of_rows = kernels.row_lookup.seconds(loads.owned_ids, loads.owned_bytes)
         bags, rows = _num_kernels(loads)
         calls_s = bags * kernels.lookup.base_s + rows * kernels.row_lookup.base_s
-        return float((of_bags + of_rows).max()) + calls_s
+        return _most(of_bags + of_rows) + calls_s
 
     def _update_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
         of_bags = _of_bags(kernels.update, loads)
         of_rows = kernels.row_update.seconds(loads.owned_ids, loads.owned_bytes)
-        dense = kernels.dense_update.seconds(np.zeros_like(of_bags), loads.dense_bytes)
+        dense = kernels.dense_update.seconds(0.0, loads.dense_bytes)
         bags, rows = _num_kernels(loads)
         calls_s = bags * kernels.update.base_s + rows * kernels.row_update.base_s
-        return float((of_bags + of_rows + dense).max()) + calls_s
+        return _most(of_bags + of_rows + dense) + calls_s
 
     def _rows_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
@@ -189,7 +189,7 @@ class Phases:
         add_s = kernels.add.seconds(loads.added_rows, loads.added_bytes)
         _, rows = _num_kernels(loads)
         calls_s = rows * (kernels.find.base_s + kernels.pool.base_s + kernels.add.base_s)
-        return float((find_s + pool_s + add_s + loads.encoding_s).max()) + calls_s
+        return _most(find_s + pool_s + add_s + loads.encoding_s) + calls_s
 
     def _forward_s(self, loads: Loads) -> float:
         scatter = self.calibration.collectives.reduce_scatter
@@ -220,7 +220,7 @@ class Phases:
     def _dense_exchange_s(self, loads: Loads) -> float:
         """Price an all-reduce for the dense part, and another for data-parallel tables."""
         reduce = self.calibration.collectives.all_reduce
-        messages = self.workload.dense.gradient_bytes, float(loads.all_reduced_bytes.max())
+        messages = self.workload.dense.gradient_bytes, _most(loads.all_reduced_bytes)
         seconds = (
             self._turns_s(reduce.seconds(self.world, all_reduce(self.world, num_bytes)))
             for num_bytes in messages
@@ -237,18 +237,18 @@ class Phases:
         """Seconds for an all-to-all that moves next to nothing."""
         return self._all_to_all.seconds(self.span, NOTHING_MOVED)
 
-    def _hops_s(self, across: Ranks) -> float:
+    def _hops_s(self, across: Ranks | float) -> float:
         """Return the second wait for messages in two hops, inside hosts and between them."""
-        return self.calibration.turn_s if across.any() else 0.0
+        return self.calibration.turn_s if _any(across) else 0.0
 
     def _turns_s(self, *exchanges: float) -> float:
         """Sum successive exchanges; ranks come to the first one from computing."""
         return sum(exchanges) + (self.calibration.turn_s if any(exchanges) else 0.0)
 
-    def _apart_s(self, loads: Loads, beside: Ranks) -> float:
+    def _apart_s(self, loads: Loads, beside: Ranks | float) -> float:
         """Price the extra messages of each table type, and those that travel beside computing."""
         together = sum(
-            exchanged.any()
+            _any(exchanged)
             for exchanged in (
                 loads.pooled_from,
                 loads.rows_from,
@@ -258,32 +258,35 @@ class Phases:
             )
         )
         # Rows in two halves: one message more, and one that says which half a row belongs to.
-        halves = 2 if beside.any() else 0
+        halves = 2 if _any(beside) else 0
         return (max(0, len(loads.types) - int(together)) + halves) * self._short_s
 
-    def _exchange_s(self, to_each: Ranks) -> float:
-        if not to_each.any():
+    def _exchange_s(self, to_each: Ranks | float) -> float:
+        if not _any(to_each):
             return 0.0
         return self._all_to_all.seconds(self.span, all_to_all_from(self.span, to_each))
 
-    def _between_places_s(self, to_each: Ranks) -> float:
-        if not to_each.any():
+    def _between_places_s(self, to_each: Ranks | float) -> float:
+        if not _any(to_each):
             return 0.0
         moved = places_to_all(self.span, to_each)
         return self._all_to_all.seconds(self.span.across_hosts(), moved)
 
-    def _in_host_s(self, to_each: Ranks) -> float:
+    def _in_host_s(self, to_each: Ranks | float) -> float:
         return _brought_s(self._all_to_all, all_to_all, self.span.inside_hosts(), to_each)
 
 
 def _brought_s(
-    cost: CollectiveCost, moved: Callable[[Span, float], Traffic], span: Span, brought: Ranks
+    cost: CollectiveCost,
+    moved: Callable[[Span, float], Traffic],
+    span: Span,
+    brought: Ranks | float,
 ) -> float:
     """Price a collective to which the busiest rank brings most."""
-    return cost.seconds(span, moved(span, _most(brought))) if brought.any() else 0.0
+    return cost.seconds(span, moved(span, _most(brought))) if _any(brought) else 0.0
 
 
-def _of_bags(cost: BagCost, loads: Loads) -> Ranks:
+def _of_bags(cost: BagCost, loads: Loads) -> Ranks | float:
     return cost.of_bags(
         loads.lookup_ids,
         loads.lookup_bytes,
@@ -295,7 +298,7 @@ def _of_bags(cost: BagCost, loads: Loads) -> Ranks:
 def _num_kernels(loads: Loads) -> tuple[int, int]:
     """Count the kernels that sum bags, and those that look up rows."""
     rows = sum(exchanges_rows(message_type) for message_type in loads.types)
-    return len(loads.types) - rows + bool(loads.dense_bytes.any()), rows
+    return len(loads.types) - rows + _any(loads.dense_bytes), rows
 
 
 @dataclass(frozen=True)
@@ -309,7 +312,7 @@ class ReplicaCost:
 
     def hot_rows_s(self, loads: Loads, world: Span) -> float:
         """Price lookups of hot rows, their gradients' merge over the world, and their update."""
-        if not loads.hot_ids.any():
+        if not _any(loads.hot_ids):
             return 0.0
         kernels = self.calibration.kernels
         ids, id_bytes = _most(loads.hot_ids), _most(loads.hot_id_bytes)
@@ -349,7 +352,7 @@ class ReplicaCost:
 
     def _average_s(
         self,
-        averaged: tuple[Ranks, Ranks, Ranks],
+        averaged: tuple[Ranks | float, Ranks | float, Ranks | float],
         peers: Span,
         sync: WeightSync,
         policy: SyncPolicy,
@@ -383,5 +386,9 @@ class ReplicaCost:
         return self.calibration.all_to_all(full_duplex=True)
 
 
-def _most(values: Ranks) -> float:
-    return float(values.max())
+def _most(values: Ranks | float) -> float:
+    return float(values.max()) if isinstance(values, np.ndarray) else values
+
+
+def _any(values: Ranks | float) -> bool:
+    return bool(values.any()) if isinstance(values, np.ndarray) else values != 0

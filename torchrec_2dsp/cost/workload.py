@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -101,11 +101,11 @@ class TableWork:
         if self.access is not None and self.access.num_lookups:
             distinct = self.access.expected_distinct(num_lookups, num_hot=num_hot)
             return min(distinct, float(max(0, self.num_rows - num_hot)))
-        if num_hot >= self.num_rows:
-            return 0.0
-        ends, shares = zipf_bins(self.num_rows, self.skew)
-        cold = np.diff(np.maximum(ends, num_hot), prepend=num_hot)
-        return float(cold @ (1 - (1 - shares) ** num_lookups))
+        return (
+            0.0
+            if num_hot >= self.num_rows
+            else _distinct(self.num_rows, self.skew, num_lookups, num_hot)
+        )
 
     def distinct_by_block(
         self, num_lookups: float, num_blocks: int, *, num_hot: int = 0
@@ -127,6 +127,15 @@ class TableWork:
             return self.access.share_of(num_hot)
         ends, shares = zipf_bins(self.num_rows, self.skew)
         return float(np.diff(np.minimum(ends, num_hot), prepend=0) @ shares)
+
+
+@lru_cache(2**17)
+def _distinct(num_rows: int, skew: float, num_lookups: float, num_hot: int) -> float:
+    ends, shares = zipf_bins(num_rows, skew)
+    cold = ends - np.append(0.0, ends[:-1])
+    if num_hot:
+        cold = np.minimum(cold, np.maximum(ends - num_hot, 0.0))
+    return float(cold @ (1 - (1 - shares) ** num_lookups))
 
 
 @cache

@@ -103,11 +103,14 @@ class CostSearch:
             missing = _shortfall(candidates, largest, int(room))
             raise PlanError(no_plan_text(largest.mesh, missing, ""))
         if candidates and is_searched_closely(candidates) and Transport.INT4 not in self.transports:
-            exact, rounded = (
-                chosen_on_each(each, settings, room)[0][1][0].rated_s
+            there = [each for each in settings if each.key == result.placements[0].setting.key]
+            chosen = [
+                chosen_on_each(each, there, room)
                 for each in (candidates, candidates_in(Transport.INT4))
-            )
-            result = replace(result, gain_by_int4=exact / rounded if rounded else 1.0)
+            ]
+            if all(chosen):
+                exact, rounded = (each[0][1][0].rated_s for each in chosen)
+                result = replace(result, gain_by_int4=exact / rounded if rounded else 1.0)
         return result
 
     def settings(self, workload: Workload, world: Topology) -> list[CostSetting]:

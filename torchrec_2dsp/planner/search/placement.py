@@ -283,10 +283,8 @@ def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: fl
 def _runs(space: Space, placement: Placement) -> Runs | None:
     """Return the runs in all tables that may have hot rows; `None` without any."""
     loads = {
-        table: _loads_by_size(space, table, choice, ranks)
-        for table, (choice, ranks) in enumerate(
-            zip(placement.choices, placement.ranks, strict=True)
-        )
+        table: _loads_by_size(space, table, choice)
+        for table, choice in enumerate(placement.choices)
         if space.candidates[table].may_be_hot(choice)
     }
     if not any(len(of_sizes) > 1 for of_sizes in loads.values()):
@@ -305,14 +303,18 @@ def _runs(space: Space, placement: Placement) -> Runs | None:
     return Runs(tables, *numbers)
 
 
-def _loads_by_size(space: Space, table: int, choice: Choice, ranks: RanksOf) -> Floats:
-    """Return a mean rank's loads for hot sets of several sizes."""
-    setting, candidate = space.setting, space.candidates[table]
-    placed = (
-        candidate.placed(replace(choice, num_hot=size), ranks, setting.group)
-        for size in _hot_set_sizes(candidate.work)
-    )
-    return np.array([setting.loads([table]).values.mean(axis=1) for table in placed])
+def _loads_by_size(space: Space, table: int, choice: Choice) -> Floats:
+    """Return a mean rank's loads for hot sets of several sizes, wherever the table is."""
+    known = space.loads_by_size.get((table, choice))
+    if known is None:
+        setting, candidate = space.setting, space.candidates[table]
+        placed = (
+            candidate.somewhere(replace(choice, num_hot=size), setting.group)
+            for size in _hot_set_sizes(candidate.work)
+        )
+        known = np.array([setting.loads([table]).values.mean(axis=1) for table in placed])
+        space.loads_by_size[table, choice] = known
+    return known
 
 
 def _hot_set_sizes(work: TableWork) -> list[int]:

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, groupby
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.cost.loads import LOADS, Floats, Loads
+from torchrec_2dsp.cost.loads import LOADS, Floats, Loads, load_weights
 from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
@@ -32,6 +32,7 @@ _STEP = 0.01
 _BISECTIONS = 40
 _LEAST_PRICE, _HIGHEST_PRICE = 1e-20, 1.0
 """Seconds for a byte of memory."""
+_IS_EARLY = load_weights(early_from=1, lagging_to=1) > 0
 _DIGITS = 9
 """The decimals of seconds in which choices must differ."""
 _MAX_WEIGHED = 300
@@ -88,6 +89,11 @@ class Space:
     _prices: dict[bytes, Floats] = field(default_factory=dict, repr=False, compare=False)
     """Prices by the loads they are for: many sets of families come to the same choices."""
 
+    loads_by_size: dict[tuple[int, Choice], Floats] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """A rank's share of a table's loads with hot sets of several sizes, where that was asked."""
+
     @classmethod
     def of(
         cls, candidates: Sequence[Candidate], setting: CostSetting, stand_for: float = 1.0
@@ -129,10 +135,21 @@ class Space:
         )
 
     def under(self, setting: CostSetting) -> "Space":
-        """Return the space of another pipeline and all-to-all, under which loads are the same."""
-        more_bytes = self.loads @ (setting.buffer_bytes - self.setting.buffer_bytes)
+        """Return the space of another pipeline and all-to-all, in which rows travel early or not.
+
+        The other way round isn't possible: rows that don't travel early weren't counted.
+        """
+        loads = self.loads
+        if self.setting.prefetches_rows and not setting.prefetches_rows:
+            loads = np.where(_IS_EARLY, 0.0, loads)
+        more_bytes = loads @ setting.buffer_bytes - self.loads @ self.setting.buffer_bytes
         return replace(
-            self, setting=setting, bytes_of_rank=self.bytes_of_rank + more_bytes, _prices={}
+            self,
+            setting=setting,
+            loads=loads,
+            bytes_of_rank=self.bytes_of_rank + more_bytes,
+            _prices={},
+            loads_by_size={},
         )
 
     def chosen(self, selection: Selection) -> list[Choice]:
@@ -166,8 +183,7 @@ class Space:
 
     def step_cost(self, of_rank: Floats, types: set[str]) -> StepCost:
         """Predict the step if every rank had these `LOADS`, in messages of some types."""
-        loads = Loads.even(self.setting.group.num_ranks, of_rank, types - {""})
-        return self.setting.step_cost(loads)
+        return self.setting.step_cost(Loads.even(of_rank, types - {""}))
 
     def prices(self, of_rank: Floats) -> Floats:
         """Return the seconds for one unit more of each of `LOADS`, for ranks with these loads.
@@ -264,24 +280,20 @@ def _scheduled(
     Schedules change little in what is best for a table, so choices are found under one of them,
     rated under all, and found again under the best.
     """
-    spaces = {
-        early: Space.of(candidates, next(alike), stand_for)
-        for early, alike in groupby(
-            sorted(settings, key=lambda setting: setting.prefetches_rows),
-            key=lambda setting: setting.prefetches_rows,
-        )
-    }
+    whole = Space.of(
+        candidates, max(settings, key=lambda setting: setting.prefetches_rows), stand_for
+    )
     # With the most that may be hidden but for rows, whose loads are others.
     usual = max(
         (setting for setting in settings if not setting.prefetches_rows),
         key=lambda setting: (setting.pipeline is Pipeline.SPARSE_DIST, setting.full_duplex),
         default=settings[0],
     )
-    space = spaces[usual.prefetches_rows].under(usual)
+    space = whole.under(usual)
     selected = selections(space, room)
     if len(settings) == 1 or not selected:
         # The simplest schedule needs the least memory.
-        space = space if selected else spaces[settings[0].prefetches_rows].under(settings[0])
+        space = space if selected else whole.under(settings[0])
         return space, selected or selections(space, room)
     rated = [
         min(
@@ -292,13 +304,13 @@ def _scheduled(
             ),
             default=np.inf,
         )
-        for other in (spaces[each.prefetches_rows].under(each) for each in settings)
+        for other in map(whole.under, settings)
     ]
     enough_s = min(rated) * (1 + _LEAST_GAIN)
     best = next(each for each, seconds in zip(settings, rated, strict=True) if seconds <= enough_s)
     if best is usual:
         return space, selected
-    space = spaces[best.prefetches_rows].under(best)
+    space = whole.under(best)
     return space, selections(space, room)
 
 

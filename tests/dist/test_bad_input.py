@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import group_planner
+from tests.support.cells import plan_as_torchrec
 from tests.support.models import SEQUENCES, Model, ModelSpec, TableSpec, build
 from tests.support.parity import TWO, Cell, group_plan, local_world_size, make_sharder
 from tests.support.ranks import RankPool
@@ -204,7 +204,7 @@ def odd_dim_with_a_plan_by_hand(rank: int) -> None:
 def table_without_rows(rank: int) -> None:
     model = build(CELL.spec)
     model.ebc.embedding_bag_configs()[0].num_embeddings = 0  # type: ignore[union-attr]
-    group_planner(CELL).plan(model, cast(Any, [make_sharder(CELL)]))
+    plan_as_torchrec(CELL, model, make_sharder(CELL))
 
 
 CASES: dict[str, tuple[Callable[[int], None], str, str]] = {

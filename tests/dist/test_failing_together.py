@@ -29,6 +29,7 @@ from tests.support.loops import (
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import TWO, Cell, make_optimizer
+from tests.support.planning import group_plan_of
 from tests.support.ranks import RankPool, run_ranks
 from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.comms.counting import count_collectives
@@ -339,8 +340,7 @@ def bad_bags(rank: int, world_size: int, feature: str, value: float, second_kern
     constraints = {
         name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()
     }
-    planner = tdsp.Planner2D(mesh=TWO, batch_size=4, constraints=constraints)
-    plan = planner.collective_plan(model, sharders)
+    plan = group_plan_of(model, TWO, sharders=sharders, constraints=constraints)
     if second_kernel == "row exchange":
         plan = tdsp.pin(plan, "t1", exchange="row")
     parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)

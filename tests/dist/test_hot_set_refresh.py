@@ -36,6 +36,7 @@ from tests.support.parity import (
     make_oracle,
     run_cells,
 )
+from tests.support.planning import group_plan_of
 from tests.support.ranks import RankPool
 from tests.support.trips import Trip, check_arrivals, stock
 
@@ -301,8 +302,7 @@ def sequences(rank: int, world_size: int) -> list[tuple[list[float], list[int], 
         "t1": ParameterConstraints(sharding_types=["row_wise"]),
     }
     mesh = tdsp.Mesh2D(1, 2)
-    planner = tdsp.Planner2D(mesh=mesh, batch_size=3, constraints=constraints)
-    plan = planner.collective_plan(model, sharders)
+    plan = group_plan_of(model, mesh, sharders=sharders, constraints=constraints)
     for table in ("t0", "t1"):
         plan = tdsp.pin(plan, table, hot_rows=[1, 7, 20])
     parallel: Any = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)

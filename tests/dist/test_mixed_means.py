@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
 from tests.support.parity import LR, TOLERANCE
+from tests.support.planning import group_plan_of
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -70,10 +71,7 @@ def planned(
         f"t{index}": ParameterConstraints(sharding_types=[table.sharding], min_partition=4)
         for index, table in enumerate(tables)
     }
-    planner = tdsp.Planner2D(
-        batch_size=8, constraints=constraints, mesh=mesh, sync=tdsp.GradientSync()
-    )
-    plan = planner.collective_plan(model, [sharder])
+    plan = group_plan_of(model, mesh, sharders=[sharder], constraints=constraints)
     for index, table in enumerate(tables):
         plan = tdsp.pin(plan, f"t{index}", exchange=table.exchange)
     return model, sharder, plan

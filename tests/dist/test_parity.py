@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -26,6 +24,7 @@ from tests.support.parity import (
     make_parallel,
     run_cells,
 )
+from tests.support.planning import constrained, group_plan_of
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp import GradientSync, Mesh2D, RankLayout, WeightSync
@@ -268,14 +267,10 @@ def shared_features(rank: int, world_size: int, kind: type) -> float:
     sharder: Any = (
         tdsp.EmbeddingBagCollectionSharder2D() if is_bag else tdsp.EmbeddingCollectionSharder2D()
     )
-    planner = tdsp.Planner2D(
-        mesh=PARTED_MESHES[0],
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        constraints={
-            f"t{number}": ParameterConstraints(sharding_types=["row_wise"]) for number in range(3)
-        },
+    plan = group_plan_of(
+        module, PARTED_MESHES[0], sharders=[sharder], constraints=constrained("row_wise", 3)
     )
-    plan = tdsp.pin(planner.plan(module, [sharder]), "t1", num_groups=1)
+    plan = tdsp.pin(plan, "t1", num_groups=1)
     sharded = sharder.shard(module, plan.plan[""], None)
     sharded.load_state_dict(weights)
     features = KeyedJaggedTensor.from_lengths_sync(

@@ -32,6 +32,7 @@ from tests.support.loops import (
 from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, BagModel, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import LR, ONE, TOLERANCE, Cell, make_optimizer, make_sharder
+from tests.support.planning import group_plan_of
 from tests.support.prefetching import STEPS, Counts, Trained, compare, drain, run, sharded
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -387,8 +388,7 @@ def sharded_two(output: DataType = DataType.FP32) -> Any:
     kinds = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D)
     sharders: Any = [kind(EmbOptimType.EXACT_ADAGRAD, fused_params=dict(params)) for kind in kinds]
     constraints = {name: ParameterConstraints(sharding_types=["row_wise"]) for name in EXCHANGES}
-    planner = tdsp.Planner2D(batch_size=8, constraints=constraints, mesh=CELL.mesh)
-    plan = planner.plan(model, sharders)
+    plan = group_plan_of(model, CELL.mesh, sharders=sharders, constraints=constraints)
     for name, exchange in EXCHANGES.items():
         plan = tdsp.pin(plan, name, exchange=exchange)
     parallel: Any = tdsp.ModelParallel2D(

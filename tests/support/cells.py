@@ -11,7 +11,9 @@ from torchrec.distributed.types import ShardingPlan
 
 import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec
+from torchrec_2dsp.planner.topology import world_topology
 from torchrec_2dsp.planner.torchrec.adapters import Stats2D
+from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
 
 EPS = 1e-3
 """Large enough that a gradient which cancels to almost nothing, whose rounding error is then
@@ -95,7 +97,7 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: 
     # Planning takes as long as a few steps, and many cells differ in what comes after it.
     key = (cell.mesh, cell.sharding, cell.spec, type(model), local_world_size)
     if key not in _STOCK_PLANS:
-        _STOCK_PLANS[key] = group_planner(cell).plan(model, [sharder])  # type: ignore[list-item]
+        _STOCK_PLANS[key] = plan_as_torchrec(cell, model, sharder)
     plan = tdsp.Plan2D.from_stock(_STOCK_PLANS[key], cell.mesh, cell.sync)
     plan = replace(plan, full_duplex=cell.full_duplex)
     for table in cell.spec.tables:
@@ -113,13 +115,16 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: 
     return plan
 
 
-def group_planner(cell: Cell) -> tdsp.Planner2D:
-    """Return a planner that can only shard every table the cell's way."""
+def plan_as_torchrec(cell: Cell, model: nn.Module, sharder: Any) -> tdsp.Plan2D:
+    """Plan every table the cell's way, by TorchRec's search, which knows all types."""
     constraints = {
         table.name: ParameterConstraints(sharding_types=[cell.sharding], min_partition=4)
         for table in cell.spec.tables
     }
-    return tdsp.Planner2D(
+    return search_as_torchrec(
+        model,
+        [sharder],
+        topology=world_topology(cell.mesh),
         batch_size=8,
         constraints=constraints,
         storage_reservation=FixedPercentageStorageReservation(0.0),

@@ -31,6 +31,8 @@ from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of, rated
+from torchrec_2dsp.planner.topology import world_topology
+from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
 
 ENOUGH = 1e12
 ROWS = (40, 1_000, 9_000)
@@ -95,6 +97,27 @@ def planner_for(
     given = {"batch_size": 8, "storage_reservation": nothing_reserved(), **settings}
     return Planner2D(
         topology=topology or world(mesh.world_size),
+        mesh=mesh,
+        **given,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def group_plan_of(
+    model: nn.Module,
+    mesh: tdsp.Mesh2D,
+    topology: Topology | None = None,
+    sharders: list[ModuleSharder[nn.Module]] = STOCK_SHARDERS,
+    **settings: object,
+) -> tdsp.Plan2D:
+    """Plan one group by TorchRec's search, for the same batches and memory as `planner_for`.
+
+    Every rank plans by itself, and gets the same.
+    """
+    given = {"batch_size": 8, "storage_reservation": nothing_reserved(), **settings}
+    return search_as_torchrec(
+        model,
+        sharders,
+        topology=topology or world_topology(mesh),
         mesh=mesh,
         **given,  # pyright: ignore[reportArgumentType]
     )

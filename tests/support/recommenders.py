@@ -17,6 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import whole
 from tests.support.devices import rank_device
+from tests.support.planning import group_plan_of
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 
@@ -104,10 +105,7 @@ def shard_model(model: nn.Module, way: Way) -> tdsp.ModelParallel2D:
     constraints = {
         table: ParameterConstraints(sharding_types=[way.sharding_type]) for table in tables
     }
-    planner = tdsp.Planner2D(
-        mesh=mesh, sync=tdsp.GradientSync(), batch_size=GLOBAL_BATCH, constraints=constraints
-    )
-    plan = planner.collective_plan(model, sharders)
+    plan = group_plan_of(model, mesh, sharders=sharders, constraints=constraints)
     for table in tables:
         plan = tdsp.pin(plan, table, exchange=way.exchange, hot_rows=range(way.hot_rows))
     return tdsp.ModelParallel2D(

@@ -401,30 +401,23 @@ def test_the_better_of_both_ways_is_taken() -> None:
         assert max(loads(ours)) == pytest.approx(best)
 
 
-def planned(partitioner: Partitioner | None, mesh: tdsp.Mesh2D | None) -> tdsp.Plan2D:
+def test_torchrecs_planner_takes_it() -> None:
     tables = model(3)
-    settings: dict[str, Any] = {
-        "topology": topology(),
-        "partitioner": partitioner,
-        "storage_reservation": FixedPercentageStorageReservation(0.15),
-        "constraints": {
-            config.name: ParameterConstraints(sharding_types=["table_wise"])
-            for config in tables.embedding_bag_configs()
-        },
+    constraints = {
+        config.name: ParameterConstraints(sharding_types=["table_wise"])
+        for config in tables.embedding_bag_configs()
     }
     sharders: list[Any] = [EmbeddingBagCollectionSharder()]
-    if mesh is not None:
-        return tdsp.Planner2D(**settings, mesh=mesh).plan(tables, sharders)
-    plan = EmbeddingShardingPlanner(**settings).plan(tables, sharders)
-    return tdsp.Plan2D.from_stock(plan, tdsp.Mesh2D(1, RANKS))
 
+    def ranks(partitioner: Partitioner | None) -> list[list[int]]:
+        planner = EmbeddingShardingPlanner(
+            topology=topology(),
+            storage_reservation=FixedPercentageStorageReservation(0.15),
+            partitioner=partitioner,
+            constraints=constraints,
+            stats=[],
+        )
+        plan: Any = planner.plan(tables, sharders)
+        return [table.ranks for module in plan.plan.values() for table in module.values()]
 
-@pytest.mark.parametrize("mesh", [None, tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)], ids=str)
-def test_planners_take_it(mesh: tdsp.Mesh2D | None) -> None:
-    ours, by_greedy = planned(tdsp.BalancedPartitioner(), mesh), planned(None, mesh)
-    ranks = [
-        [sharding.ranks for _, module in plan.modules() for _, sharding in module.tables()]
-        for plan in (ours, by_greedy)
-    ]
-    assert ranks[0] != ranks[1]
-    assert ours.mesh == by_greedy.mesh
+    assert ranks(tdsp.BalancedPartitioner()) != ranks(None)

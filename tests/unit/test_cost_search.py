@@ -231,10 +231,21 @@ def test_without_a_calibration_the_topology_speaks() -> None:
     }
 
 
+@pytest.mark.parametrize("mesh", [tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)], ids=str)
+def test_a_mesh_without_a_calibration_runs_row_exchange(mesh: tdsp.Mesh2D) -> None:
+    """Each row is in a batch several times."""
+    slow = world(4, 2, inter_host_bw=1e4, intra_host_bw=1e7)
+    plan = tdsp.Planner2D(
+        topology=slow, batch_size=4_096, storage_reservation=nothing_reserved(), mesh=mesh
+    ).plan(bags(2, rows=4_000), SHARDERS)
+    assert (plan.mesh, plan.sync) == (mesh, tdsp.GradientSync())
+    rows = {("2d_row_wise", "row"), ("2d_row_wise", "row_per_host")}
+    assert set(types_of(plan).values()) <= rows
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"proposer": []}, "a search by cost takes no proposer: leave it out, or give a mesh"),
         (
             {"access": skewed(), "workload": Workload(batch_size=1, tables={})},
             "both workload and access are given",
@@ -249,13 +260,6 @@ def test_without_a_calibration_the_topology_speaks() -> None:
 def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -> None:
     with pytest.raises(tdsp.TwoDError, match=text):
         plan_of(tables(), **settings)
-
-
-def test_statistics_need_a_search_by_cost() -> None:
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="access is for a search by cost: give a calibrati"
-    ):
-        tdsp.Planner2D(topology=world(4), mesh=tdsp.Mesh2D(2, 2), access=skewed())
 
 
 @pytest.mark.parametrize(
@@ -461,7 +465,6 @@ def test_large_plans_take_seconds(num_tables: int, num_ranks: int, most_s: float
         batch_size=512,
         storage_reservation=FixedPercentageStorageReservation(0.15),
         calibration=calibration,
-        debug=False,
     )
     plan = planner.plan(model, SHARDERS)
     seconds = time.perf_counter() - start

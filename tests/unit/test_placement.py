@@ -16,15 +16,14 @@ from tests.support.planning import (
     ENOUGH,
     SHARDERS,
     calibration,
-    nothing_reserved,
     only_the_link,
     plan_of,
     planner,
     skewed,
     slow_fetch,
     tables,
-    world,
 )
+from torchrec_2dsp.codecs.rows import transports_of
 from torchrec_2dsp.cost.loads import LOADS
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
@@ -182,16 +181,6 @@ def test_one_in_each_group_is_no_demand_on_the_mesh() -> None:
     candidates, setting = problem(asked)
     assert not search_copies(candidates, [setting], too_little(candidates, setting)).placements
     assert plan_of(tables(ROWS), constraints=asked).mesh in meshes_of(4, 2, 4)
-    tdsp.Planner2D(mesh=TWO_GROUPS, constraints=asked)  # As TorchRec's own search does it.
-
-
-@pytest.mark.parametrize("demands", [{"num_groups": 1}, {"exchange": "row"}, {"hot_rows": 3}])
-def test_torchrecs_search_takes_no_demands_that_it_cannot_fulfil(demands: dict[str, Any]) -> None:
-    asked = {"t1": tdsp.ParameterConstraints2D(**demands)}
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="for table 't1' is for a search by cost: give a"
-    ):
-        tdsp.Planner2D(mesh=TWO_GROUPS, constraints=asked)
 
 
 def test_in_one_group_every_table_has_one_copy() -> None:
@@ -404,7 +393,7 @@ def test_a_small_gain_is_none() -> None:
     assert num_hot(searched(calibration=only_the_link())) == 0
 
 
-def transports_of(plan: tdsp.Plan2D) -> set[tdsp.Transport]:
+def used_transports(plan: tdsp.Plan2D) -> set[tdsp.Transport]:
     (module,) = (module for _, module in plan.modules())
     return {table.transport for _, table in module.tables()}
 
@@ -421,16 +410,16 @@ def sharded_planner(link: str, **settings: Any) -> tdsp.Planner2D:
 
 def test_tables_travel_as_the_user_allows_and_the_network_wants() -> None:
     model, either = tables(), ["fp32", "int8"]
-    exact, short = sharded_planner("200mbit"), sharded_planner("200mbit", transports=either)
-    assert transports_of(exact.plan(model, SHARDERS)) == {tdsp.Transport.FP32}
-    assert transports_of(short.plan(model, SHARDERS)) == {tdsp.Transport.INT8}
+    exact, short = sharded_planner("200mbit"), sharded_planner("200mbit", precision=either)
+    assert used_transports(exact.plan(model, SHARDERS)) == {tdsp.Transport.FP32}
+    assert used_transports(short.plan(model, SHARDERS)) == {tdsp.Transport.INT8}
     exact_s, short_s = (
         each.search(model, SHARDERS).placements[0].cost.total_s for each in (exact, short)
     )
     assert short_s < 0.7 * exact_s
     assert "int8" in str(short.explain())
-    free = sharded_planner("no_limit", transports=either)
-    assert transports_of(free.plan(model, SHARDERS)) == {tdsp.Transport.FP32}
+    free = sharded_planner("no_limit", precision=either)
+    assert used_transports(free.plan(model, SHARDERS)) == {tdsp.Transport.FP32}
 
 
 def test_a_table_may_be_kept_exact() -> None:
@@ -439,7 +428,7 @@ def test_a_table_may_be_kept_exact() -> None:
         link="200mbit",
         access=skewed(),
         mesh=tdsp.Mesh2D(1, 4),
-        transports=["int4"],
+        precision=["int4"],
         constraints=demands,
     )
     (module,) = (module for _, module in planned.plan(tables(), SHARDERS).modules())
@@ -449,28 +438,27 @@ def test_a_table_may_be_kept_exact() -> None:
     assert "int4" in ways.values()
 
 
-def test_transports_are_checked() -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match=r"transports=\['int3'\]: use some of 'fp32'"):
-        planner(transports=["int3"])
-    with pytest.raises(tdsp.errors.ConfigError, match=r"transports=\[\] allows nothing"):
-        planner(transports=[])
+@pytest.mark.parametrize(
+    ("precision", "transports"),
+    [
+        ("exact", ["fp32"]),
+        ("any", ["fp32", "bf16", "fp16", "int8", "int4"]),
+        ("int8", ["int8"]),
+        (tdsp.Transport.INT4, ["int4"]),
+        (["fp16", tdsp.Transport.FP32, "fp16"], ["fp16", "fp32"]),
+    ],
+)
+def test_a_precision_names_transports(precision: Any, transports: list[str]) -> None:
+    assert [way.value for way in transports_of(precision)] == transports
+
+
+def test_precisions_are_checked() -> None:
     with pytest.raises(
-        tdsp.errors.ConfigError, match=r"\['fp32', 'int8'\] is for a search by cost"
+        tdsp.errors.ConfigError,
+        match=r"precision=\['int3'\]: use 'exact', 'any', or some of 'fp32'",
     ):
-        tdsp.Planner2D(topology=world(4, 2), mesh=tdsp.Mesh2D(1, 4), transports=["fp32", "int8"])
+        planner(precision=["int3"])
+    with pytest.raises(tdsp.errors.ConfigError, match=r"precision=\[\] allows nothing; use"):
+        planner(precision=[])
     with pytest.raises(tdsp.errors.ConfigError, match="transport='int9': use some of"):
         tdsp.ParameterConstraints2D(transport="int9")  # type: ignore[arg-type]
-
-
-def test_torchrecs_search_gives_all_tables_one_transport() -> None:
-    stock = tdsp.Planner2D(
-        topology=world(4, 2),
-        batch_size=512,
-        storage_reservation=nothing_reserved(),
-        mesh=tdsp.Mesh2D(1, 4),
-        constraints={
-            name: ParameterConstraints(["table_wise"]) for name in tables().embedding_bags
-        },
-        transports=["int8"],
-    )
-    assert transports_of(stock.plan(tables(), SHARDERS)) == {tdsp.Transport.INT8}

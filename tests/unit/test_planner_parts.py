@@ -1,160 +1,125 @@
-"""`Planner2D` takes what TorchRec's planner takes, and uses it."""
+"""Which of TorchRec's arguments `Planner2D` takes, and the topologies of groups."""
 
-import copy
 import inspect
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.partitioners import MemoryBalancedPartitioner
-from torchrec.distributed.planner.perf_models import NoopPerfModel
-from torchrec.distributed.planner.proposers import GreedyProposer
-from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
     CustomTopologyData,
-    Partitioner,
-    PlanLoader,
-    ShardingOption,
     Storage,
 )
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
     STOCK_SHARDERS,
-    AnyTypeSharder,
     bags,
     constrained,
-    layout,
+    group_plan_of,
     nothing_reserved,
+    plan_of,
+    planner,
     planner_for,
+    tables,
     world,
 )
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.planner.topology import group_topology, peer_bandwidth_bytes_per_ms
 
+OURS = inspect.signature(Planner2D.__init__).parameters
+TORCHRECS = inspect.signature(EmbeddingShardingPlanner.__init__).parameters
 
-def test_it_takes_what_the_stock_planner_takes() -> None:
-    stock = inspect.signature(EmbeddingShardingPlanner.__init__).parameters
-    ours = inspect.signature(Planner2D.__init__).parameters
 
-    assert [(name, known.default) for name, known in stock.items()] == [
-        (name, known.default)
-        for name, known in ours.items()
-        if known.kind is not inspect.Parameter.KEYWORD_ONLY
-    ]
-    assert set(ours) - set(stock) == {
-        *("mesh", "sync", "calibration", "access", "workload", "transports")
+def test_it_takes_what_a_search_by_cost_needs() -> None:
+    named = [name for name, known in OURS.items() if known.kind is not known.VAR_KEYWORD]
+
+    assert named[:3] == [*TORCHRECS][:3] == ["self", "topology", "batch_size"]
+    assert len(named) == 1 + 12
+    assert all(known.kind is known.KEYWORD_ONLY for known in [*OURS.values()][3:-1])
+
+
+@pytest.mark.parametrize("part", [name for name in TORCHRECS if name not in OURS])
+def test_parts_of_torchrecs_search_are_refused_by_name(part: str) -> None:
+    settings: dict[str, Any] = {part: None}
+    planner_for(tdsp.Mesh2D(2, 2), **settings)
+    settings[part] = False
+    with pytest.raises(
+        tdsp.errors.ConfigError,
+        match=f"searches by cost, which takes no {part}: leave it out, or use TorchRec's "
+        "EmbeddingShardingPlanner, which takes this package's proposers, Enumerator2D, and Balanc",
+    ):
+        planner_for(tdsp.Mesh2D(2, 2), **settings)
+
+
+def test_a_misspelled_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
+        planner_for(tdsp.Mesh2D(2, 2), batchsize=8)
+
+
+def exchanges_of(plan: tdsp.Plan2D) -> dict[str, tuple[str, str]]:
+    return {
+        name: (table.sharding_type, table.exchange.value)
+        for _, module in plan.modules()
+        for name, table in module.tables()
     }
 
 
-class RecordingPartitioner(Partitioner):
-    def __init__(self) -> None:
-        self.types: set[str] = set()
-        self.inner = MemoryBalancedPartitioner()
-
-    def partition(
-        self, proposal: list[ShardingOption], storage_constraint: Topology
-    ) -> list[ShardingOption]:
-        self.types |= {option.sharding_type for option in proposal}
-        return copy.deepcopy(self.inner.partition(proposal, storage_constraint))
-
-
-class RecordingPerfModel(NoopPerfModel):
-    num_rated = 0
-
-    def rate(self, plan: list[ShardingOption]) -> float:
-        self.num_rated += 1
-        return super().rate(plan)
+def test_one_argument_constrains_the_exchange_of_all_tables() -> None:
+    demands = {
+        "t0": ParameterConstraints(sharding_types=["table_wise"]),
+        "t1": tdsp.ParameterConstraints2D(exchange="nonempty"),
+        "t2": ParameterConstraints(pooling_factors=[2.0]),
+    }
+    found = exchanges_of(plan_of(tables(), exchange="row", constraints=demands))
+    assert found["t0"][0] == "2d_table_wise", "it can have no row exchange, and stays free"
+    assert found["t1"][1] == "nonempty"
+    assert found["t2"] == ("2d_row_wise", "row")
+    for exchange in tdsp.Exchange:
+        plan = plan_of(tables(), exchange=[exchange])
+        assert {used for _, used in exchanges_of(plan).values()} == {exchange.value}
+    assert demands["t2"] == ParameterConstraints(pooling_factors=[2.0])
 
 
-class RecordingStats(NoopEmbeddingStats):
-    types: set[str]
-
-    def log(self, *args: object, **kwargs: object) -> None:
-        options = kwargs["best_plan"]
-        assert isinstance(options, list)
-        self.types = {option.sharding_type for option in options}
-
-
-def test_the_parts_that_a_user_gives_are_used() -> None:
-    seen: list[str] = []
-
-    def callback(options: list[ShardingOption]) -> list[ShardingOption]:
-        seen.extend(option.sharding_type for option in options)
-        return options
-
-    partitioner, stats = RecordingPartitioner(), RecordingStats()
-    perf_model = RecordingPerfModel(world(2))
-    planner = planner_for(
-        tdsp.Mesh2D(2, 2),
-        proposer=GreedyProposer(),
-        partitioner=partitioner,
-        performance_model=perf_model,
-        stats=[stats],
-        callbacks=[callback],
-        constraints=constrained("table_row_wise"),
-        debug=False,
-        timeout_seconds=60,
-    )
-
-    plan = planner.plan(bags(), STOCK_SHARDERS)
-
-    assert partitioner.types == {"table_row_wise"}
-    assert seen == ["2d_table_row_wise"] * 2
-    assert stats.types == {"2d_table_row_wise"}
-    assert perf_model.num_rated > 0
-    assert len(layout(plan, "t0")) == 2
-
-
-class StoredPlan(PlanLoader):
-    def __init__(self, options: list[ShardingOption], context: str) -> None:
-        self._options = {option.storage_hash(): option for option in options}
-        self._context = context
-
-    def load(self) -> dict[int, ShardingOption]:
-        return self._options
-
-    def plan_context_hash(self) -> str:
-        return self._context
-
-    def get_plan_id(self) -> str:
-        return "stored"
-
-
-def test_a_stored_plan_is_taken_instead_of_a_search() -> None:
-    stored: list[ShardingOption] = []
-
-    def keep(options: list[ShardingOption]) -> list[ShardingOption]:
-        stored.extend(copy.deepcopy(options))
-        return options
-
-    mesh, constraints = tdsp.Mesh2D(2, 2), constrained("table_wise")
-    first = planner_for(mesh, constraints=constraints, callbacks=[keep])
-    searched = first.plan(bags(), STOCK_SHARDERS)
-    for option in stored:
-        option.shards[0].rank = 1
-    loader = StoredPlan(stored, first.hash_planner_context_inputs_str())
-
-    loaded = planner_for(mesh, constraints=constraints, plan_loader=loader).plan(
-        bags(), STOCK_SHARDERS
-    )
-
-    assert [rank for rank, _, _ in layout(searched, "t0") + layout(searched, "t1")] == [0, 1]
-    assert [rank for rank, _, _ in layout(loaded, "t0") + layout(loaded, "t1")] == [1, 1]
+@pytest.mark.parametrize(
+    ("module", "settings", "text"),
+    [
+        (
+            tables(),
+            {"constraints": constrained("table_wise", 3), "exchange": ["pooled", "row"]},
+            "no table can have exchange='row', which is for row_wise tables; allow such",
+        ),
+        (
+            EmbeddingCollection(
+                tables=[EmbeddingConfig(40, 8, name="t0", feature_names=["f0"])],
+                device=torch.device("meta"),
+            ),
+            {"exchange": "nonempty"},
+            "no table can have exchange='nonempty', which is for table_wise, column_wise",
+        ),
+        (tables(), {"exchange": "rows"}, "exchange='rows': use some of 'pooled', 'nonempty'"),
+    ],
+)
+def test_an_exchange_that_no_table_can_have_is_refused(
+    module: nn.Module, settings: dict[str, Any], text: str
+) -> None:
+    sharders: Any = [tdsp.EmbeddingBagCollectionSharder2D(), tdsp.EmbeddingCollectionSharder2D()]
+    with pytest.raises(tdsp.errors.ConfigError, match=text):
+        planner(**settings).plan(module, sharders)
 
 
 def test_without_a_topology_the_mesh_gives_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     mesh = tdsp.Mesh2D(num_groups=2, group_size=4)
-    planner = Planner2D(
-        storage_reservation=nothing_reserved(), constraints=constrained("table_row_wise"), mesh=mesh
-    )
 
-    plan = planner.plan(bags(), STOCK_SHARDERS)
+    topology = Planner2D(storage_reservation=nothing_reserved(), mesh=mesh).topology
 
-    # Half of each host belongs to a group.
-    assert [rank for rank, _, _ in layout(plan, "t0") + layout(plan, "t1")] == [0, 1, 2, 3]
+    assert (topology.world_size, topology.local_world_size) == (8, 4)
 
 
 def test_a_group_is_planned_as_torchrec_plans_a_world() -> None:
@@ -169,18 +134,9 @@ def test_a_group_is_planned_as_torchrec_plans_a_world() -> None:
     ).plan(model, STOCK_SHARDERS)
 
     for mesh in (tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 4)):
-        planner = planner_for(
-            mesh, world(4 * mesh.num_groups, 2 * mesh.num_groups), constraints=constraints
-        )
-        assert planner.plan(model, STOCK_SHARDERS) == tdsp.Plan2D.from_stock(stock, mesh)
-
-
-def test_the_defaults_are_torchrecs() -> None:
-    mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
-
-    plan = Planner2D(topology=world(4), mesh=mesh).plan(bags(), STOCK_SHARDERS)
-
-    assert {len(layout(plan, name)) > 0 for name in ("t0", "t1")} == {True}
+        topology = world(4 * mesh.num_groups, 2 * mesh.num_groups)
+        plan = group_plan_of(model, mesh, topology, constraints=constraints)
+        assert plan == tdsp.Plan2D.from_stock(stock, mesh)
 
 
 INTRA, INTER = 1_000.0, 10.0
@@ -274,20 +230,18 @@ def test_a_topology_of_a_group_is_taken_where_it_tells_enough() -> None:
 
     # Two ranks of a group on one host leave only one host size, that of the world.
     assert group_topology(of_group, mesh) is of_group
-    by_group = planner_for(mesh, of_group, constraints=constraints)
-    by_world = planner_for(mesh, world(4, 4), constraints=constraints)
-    sharders = [AnyTypeSharder()]
-    assert by_group.plan(bags(), sharders) == by_world.plan(bags(), sharders)  # pyright: ignore
+    by_group = group_plan_of(bags(), mesh, of_group, constraints=constraints)
+    assert by_group == group_plan_of(bags(), mesh, world(4, 4), constraints=constraints)
 
     with pytest.raises(
         tdsp.errors.ConfigError, match="Pass the topology of the whole world: world_size=4"
     ):
-        planner_for(mesh, world(2, 1))
+        group_plan_of(bags(), mesh, world(2, 1))
 
 
 def test_a_topology_of_another_size_is_refused() -> None:
     with pytest.raises(
-        tdsp.errors.ConfigError, match=r"world_size=8, but Mesh2D\(2x2, strided\) has 4 ranks; pass"
+        tdsp.errors.MeshError, match=r"Mesh2D\(2x2, strided\) has 4 ranks but the world has 8"
     ):
         planner_for(tdsp.Mesh2D(2, 2), world(8))
 

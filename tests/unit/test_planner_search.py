@@ -1,4 +1,4 @@
-"""The parts of `Planner2D`, each of them in TorchRec's own planner."""
+"""The parts for TorchRec's own planner."""
 
 import copy
 import logging
@@ -31,6 +31,7 @@ from tests.support.planning import (
     AnyTypeSharder,
     bags,
     constrained,
+    group_plan_of,
     nothing_reserved,
     planner_for,
     world,
@@ -44,6 +45,7 @@ from torchrec_2dsp.planner.torchrec.enumerator import (
     Enumerator2D,
     expected_touched_rows,
     row_sync_ms,
+    search_as_torchrec,
     weight_sync_ms,
 )
 
@@ -87,7 +89,7 @@ def test_the_stock_planner_chooses_among_2d_types() -> None:
     assert set(types_of(plan)) == {"t0", "t1"}
     assert set(types_of(plan).values()) <= SEARCHED
     plan_2d = tdsp.Plan2D.from_stock(plan, MESH, tdsp.GradientSync())
-    assert plan_2d == planner_for(MESH).plan(bags(), STOCK_SHARDERS)
+    assert plan_2d == group_plan_of(bags(), MESH, WORLD)
 
 
 @pytest.mark.parametrize("type_2d", ALL_2D)
@@ -208,19 +210,9 @@ def test_a_users_estimators_get_the_sync_added() -> None:
 
 
 def test_a_proposer_that_estimates_anew_works() -> None:
-    planner = planner_for(MESH, proposer=EmbeddingOffloadScaleupProposer())
+    plan = group_plan_of(bags(), MESH, WORLD, proposer=EmbeddingOffloadScaleupProposer())
 
-    assert set(types_of(planner.plan(bags(), STOCK_SHARDERS)).values()) <= set(ALL_2D)
-
-
-def test_a_stock_enumerator_of_a_group_works_without_sync_costs() -> None:
-    enumerator = EmbeddingEnumerator(
-        topology=group_topology(WORLD, MESH), batch_size=8, constraints=constrained("row_wise")
-    )
-
-    plan = planner_for(MESH, enumerator=enumerator).plan(bags(), STOCK_SHARDERS)
-
-    assert set(types_of(plan).values()) == {"2d_row_wise"}
+    assert set(types_of(plan).values()) <= set(ALL_2D)
 
 
 def test_stats_report_the_plan_and_the_mesh(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,6 +227,20 @@ def test_stats_report_the_plan_and_the_mesh(caplog: pytest.LogCaptureFixture) ->
     assert sum("2 sharding groups of Mesh2D(2x2, strided)" in line for line in lines) == 1
     assert any("kept equal by WeightSync()" in line for line in lines)
     assert set(types_of(plan).values()) == {"2d_row_wise"}
+
+
+def test_stats_report_a_table_with_one_copy_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    constraints = {
+        "t0": tdsp.ParameterConstraints2D(sharding_types=["row_wise"], num_groups=1),
+        "t1": tdsp.ParameterConstraints2D(sharding_types=["row_wise"], num_groups=2),
+    }
+
+    planner_for(MESH, stats=EmbeddingStats(), constraints=constraints).plan(bags(), STOCK_SHARDERS)
+
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("RW: 2" in line for line in lines) == MESH.world_size
+    assert not any("sharding groups" in line for line in lines)
 
 
 def test_a_failed_partition_leaves_the_names() -> None:
@@ -253,7 +259,7 @@ def test_the_sharders_own_types_are_enough() -> None:
     """On the CPU TorchRec's own sharder allows neither row-wise nor grid shards."""
     sharders = [EmbeddingBagCollectionSharder()]
 
-    plan = planner_for(MESH).plan(bags(), sharders)  # pyright: ignore[reportArgumentType]
+    plan = search_as_torchrec(bags(), sharders, topology=WORLD, batch_size=8, mesh=MESH)  # pyright: ignore[reportArgumentType]
 
     assert set(types_of(plan).values()) <= {
         "2d_data_parallel",

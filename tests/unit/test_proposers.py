@@ -315,15 +315,13 @@ TWO_GROUPS = tdsp.Mesh2D(num_groups=2, group_size=2)
 CALIBRATION = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
 
 
-def options_planner(
-    calibration: tdsp.Calibration | None = CALIBRATION, **settings: Any
-) -> tdsp.Planner2D:
-    """Return a planner for two hosts of two ranks; by cost, unless the calibration is left out."""
+def options_planner(**settings: Any) -> tdsp.Planner2D:
+    """Return a planner for two hosts of two ranks."""
     return tdsp.Planner2D(
         topology=world(4, 2),
         batch_size=64,
         storage_reservation=nothing_reserved(),
-        calibration=calibration,
+        calibration=CALIBRATION,
         **settings,
     )
 
@@ -358,23 +356,19 @@ def test_a_model_without_tables_has_no_options() -> None:
     assert empty.get_selected_options() == empty.get_search_space() == []
 
 
-@pytest.mark.parametrize("by_cost", [False, True], ids=["torchrec's search", "by cost"])
-def test_nothing_is_shown_before_a_plan(by_cost: bool) -> None:
-    before = options_planner(CALIBRATION if by_cost else None, mesh=TWO_GROUPS)
+def test_nothing_is_shown_before_a_plan() -> None:
+    before = options_planner(mesh=TWO_GROUPS)
     assert before.get_selected_options() == []
     assert before.get_search_space() is None
 
 
-@pytest.mark.parametrize("by_cost", [False, True], ids=["torchrec's search", "by cost"])
 @pytest.mark.parametrize(
     "kind",
     ["table_wise", "column_wise", "row_wise", "table_row_wise"],
 )
-def test_selected_options_are_the_plan(kind: str, by_cost: bool) -> None:
+def test_selected_options_are_the_plan(kind: str) -> None:
     mesh = tdsp.Mesh2D(num_groups=1, group_size=4)
-    chosen = options_planner(
-        CALIBRATION if by_cost else None, mesh=mesh, constraints=constrained(kind)
-    )
+    chosen = options_planner(mesh=mesh, constraints=constrained(kind))
     plan = chosen.plan(bags(), STOCK_SHARDERS)
 
     options = chosen.get_selected_options()
@@ -436,38 +430,22 @@ def test_the_search_space_by_cost_has_all_ways_of_every_table() -> None:
     assert selected <= types
 
 
-def test_the_search_space_of_torchrecs_search_is_what_it_enumerated() -> None:
-    chosen = options_planner(None, mesh=TWO_GROUPS)
-    chosen.plan(bags(), STOCK_SHARDERS)
-    space = chosen.get_search_space()
-    assert space
-    assert {option.name for option in space} == {"t0", "t1"}
-    assert {option.sharding_type for option in chosen.get_selected_options()} <= {
-        option.sharding_type for option in space
-    }
-
-
-@pytest.mark.parametrize("by_cost", [False, True], ids=["torchrec's search", "by cost"])
-def test_a_plan_that_failed_leaves_nothing_of_the_one_before(by_cost: bool) -> None:
-    chosen = options_planner(CALIBRATION if by_cost else None, mesh=TWO_GROUPS)
+def test_a_plan_that_failed_leaves_nothing_of_the_one_before() -> None:
+    chosen = options_planner(mesh=TWO_GROUPS)
     chosen.plan(bags(), STOCK_SHARDERS)
     assert chosen.get_selected_options()
     with pytest.raises(tdsp.errors.PlanError):
         chosen.plan(bags(rows=10**12), STOCK_SHARDERS)
     assert chosen.get_selected_options() == []
-    space = chosen.get_search_space()
-    assert (
-        space is None if by_cost else {option.tensor.shape[0] for option in space or ()} == {10**12}
-    )
+    assert chosen.get_search_space() is None
 
 
-@pytest.mark.parametrize("by_cost", [False, True], ids=["torchrec's search", "by cost"])
-def test_torchrecs_executor_reports_the_plan(by_cost: bool) -> None:
+def test_torchrecs_executor_reports_the_plan() -> None:
     # TorchRec has these since 1.9.
     executor: Any = pytest.importorskip("torchrec.distributed.planner.executor")
     provider: Any = import_module("torchrec.distributed.planner.provider")
     types: Any = import_module("torchrec.distributed.planner.types")
-    used = options_planner(CALIBRATION if by_cost else None, mesh=TWO_GROUPS)
+    used = options_planner(mesh=TWO_GROUPS)
 
     class Provider(provider.DefaultPlannerProvider):
         def build_planner(self, *_: object, **__: object) -> tdsp.Planner2D:

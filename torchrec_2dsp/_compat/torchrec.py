@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchrec.distributed import comm as _comm
 from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding as BatchedFusedEmbedding,
@@ -47,8 +46,7 @@ from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel as EmbeddingComputeKernel,
     GroupedEmbeddingConfig as GroupedEmbeddingConfig,
 )
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.types import Enumerator, SharderDataMap, ShardingOption, Topology
+from torchrec.distributed.planner.types import Enumerator, SharderDataMap
 from torchrec.distributed.sharding.cw_sequence_sharding import (
     CwSequenceEmbeddingSharding as CwSequenceEmbeddingSharding,
 )
@@ -88,7 +86,6 @@ from torchrec.distributed.sharding.twrw_sharding import (
 )
 from torchrec.distributed.types import (
     DMPCollectionContext as DMPCollectionContext,
-    ModuleSharder,
     ShardingEnv2D as ShardingEnv2D,
 )
 from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
@@ -205,41 +202,3 @@ class ColumnWiseSequences(ShardedEmbeddingCollection):
             return ShardedEmbeddingCollection._embedding_dim_for_sharding_type(self, sharding_type)
         shards: Any = self._sharding_type_to_sharding[sharding_type].embedding_shard_metadata()
         return shards[0].shard_sizes[1]
-
-
-class OpenPlanner(EmbeddingShardingPlanner):
-    """TorchRec's planner, whose parts and choice have public names."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples per rank and step."""
-        return self._batch_size
-
-    @property
-    def enumerator(self) -> Enumerator:
-        """Lists each table's options."""
-        return self._enumerator
-
-    @property
-    def compute_device(self) -> str:
-        """The topology's device type."""
-        return self._topology.compute_device
-
-    @property
-    def best_options(self) -> list[ShardingOption]:
-        """The options behind the last plan, if any."""
-        return self._best_plan or []
-
-    def forget_plan(self) -> None:
-        """Forget the last plan."""
-        self._best_plan = None
-
-    def unreserved(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Topology:
-        """Return the topology with the memory that is left for tables."""
-        return self._storage_reservation.reserve(
-            topology=self._topology,
-            batch_size=self._batch_size,
-            module=module,
-            sharders=sharders,
-            constraints=self._constraints,
-        )

@@ -7,10 +7,13 @@ Nothing is sent besides, so both ends know every size, and no row's error depend
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+from torchrec_2dsp.errors import ConfigError
 
 _SCALE_BYTES = 2
 """A scale is a bfloat16, which has the range of float32."""
@@ -322,3 +325,32 @@ _CODECS: dict[Transport, RowCodec] = {
     Transport.INT8: IntegerRows(bits=8),
     Transport.INT4: IntegerRows(bits=4),
 }
+
+
+def transports_of(
+    precision: "Transport | str | Sequence[Transport | str]",
+) -> tuple[Transport, ...]:
+    """Return the transports that a precision allows: a name for some, or those that it lists.
+
+    Example:
+        >>> from torchrec_2dsp.codecs.rows import transports_of
+        >>> [way.value for way in transports_of("exact")], len(transports_of("any"))
+        (['fp32'], 5)
+        >>> [way.value for way in transports_of(["fp32", "int8"])]
+        ['fp32', 'int8']
+    """
+    if precision == "exact":
+        return (Transport.FP32,)
+    if precision == "any":
+        return tuple(Transport)
+    listed = [precision] if isinstance(precision, str) else precision
+    try:
+        allowed = tuple(dict.fromkeys(Transport(way) for way in listed))
+    except ValueError as error:
+        raise ConfigError(
+            f"precision={precision!r}: use 'exact', 'any', or some of "
+            f"{', '.join(repr(way.value) for way in Transport)}"
+        ) from error
+    if not allowed:
+        raise ConfigError("precision=[] allows nothing; use 'exact' for no rounding")
+    return allowed

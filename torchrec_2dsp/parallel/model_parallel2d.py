@@ -413,8 +413,8 @@ def _plan_by_default(
             for _, table in module_plan.tables()
         )
         logger.info(
-            "no plan was given, so TorchRec's search made one for %s: %s; Planner2D with a "
-            "calibration chooses mesh, exchanges and hot rows as well",
+            "no plan was given, so a search by cost made one for %s: %s; Planner2D searches the "
+            "mesh as well",
             mesh,
             ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no tables",
         )

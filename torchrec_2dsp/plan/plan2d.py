@@ -300,20 +300,6 @@ def pin(
     return plan.with_tables(modules)
 
 
-def with_transport(plan: Plan2D, transport: Transport) -> Plan2D:
-    """Copy ``plan`` with one transport for all tables that aren't data-parallel."""
-    modules = {
-        path: {
-            name: table
-            if table.sharding_type == ShardingType2D.DATA_PARALLEL.value
-            else replace(table, transport=transport)
-            for name, table in module_plan.tables()
-        }
-        for path, module_plan in plan.modules()
-    }
-    return plan.with_tables(modules)
-
-
 def _member(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
     try:
         return kind(value)

@@ -1,68 +1,62 @@
-"""`Planner2D`: a drop-in for TorchRec's planner that plans for sharding groups."""
+"""`Planner2D`: in place of TorchRec's planner, a search for sharding groups by predicted cost."""
 
 import logging
 import pickle
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.stats import EmbeddingStats
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import (
-    Enumerator,
     ParameterConstraints,
-    Partitioner,
-    PerfModel,
-    PlanLoader,
     PlannerError,
-    Proposer,
     ShardingOption,
     Stats,
     StorageReservation,
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlanner, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 
-from torchrec_2dsp._compat.torchrec import OpenPlanner
 from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.codecs.rows import Transport, transports_of
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.fits_module import check_model, check_tables
-from torchrec_2dsp.plan.parameter_sharding import Exchange
-from torchrec_2dsp.plan.plan2d import Plan2D, with_transport
+from torchrec_2dsp.plan.parameter_sharding import Exchange, kinds_of
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.explanation import Explanation, explain
 from torchrec_2dsp.planner.search.cost_search import CostSearch
 from torchrec_2dsp.planner.search.placement import SearchResult
-from torchrec_2dsp.planner.topology import (
-    Shortfall,
-    failure_text,
-    group_topology,
-    shortfall,
-    world_topology,
-)
-from torchrec_2dsp.planner.torchrec.adapters import Partitioner2D, Stats2D, base_constraints
-from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
+from torchrec_2dsp.planner.topology import group_topology, no_plan_text, world_topology
+from torchrec_2dsp.planner.torchrec.adapters import Stats2D, base_constraints
 from torchrec_2dsp.planner.torchrec.options import PlannedOptions
 
 logger = logging.getLogger(__name__)
-
-_NOT_BY_COST = "a search by cost takes no {}: leave it out, or give a mesh and no calibration"
 
 _Member = TypeVar("_Member", Exchange, Transport)
 
 NOT_MEASURED = (
     "planning without a calibration: bandwidths are the topology's, and latency and compute cost "
     "nothing, so the plan may be slower than TorchRec's; measure this cluster by the calibrate "
-    "command and give Planner2D(calibration=...), or a mesh for TorchRec's own search"
+    "command and give Planner2D(calibration=...)"
 )
+
+_PARTS_OF_TORCHREC = (
+    *("enumerator", "proposer", "partitioner", "performance_model"),
+    *("callbacks", "plan_loader", "debug", "timeout_seconds"),
+)
+"""Arguments of TorchRec's planner that a search by cost has no use for."""
 
 
 def _members(
@@ -118,16 +112,12 @@ class ParameterConstraints2D(ParameterConstraints):
             raise ConfigError(f"hot_rows={self.hot_rows} is no number of rows; use 0 or more")
 
 
-class Planner2D(OpenPlanner):
-    """Searches the plan that every sharding group runs, and the group size.
+class Planner2D(ShardingPlanner):
+    """Searches the plan that every sharding group runs, and the mesh, by predicted cost.
 
-    With a ``calibration`` it predicts steps, and chooses a sharding type and an exchange for each
-    table, and the mesh unless one is given.
-
-    With a ``mesh`` and no calibration it runs TorchRec's search with four parts exchanged: the
-    topology is one group's, the enumerator lists 2D sharding types whose time includes their
-    replica sync, and partitioner and stats know those types. Every rank holds one group's shards
-    and no more, so the memory that the search counts is what a rank of the world needs.
+    It chooses a sharding type, an exchange, a wire format, hot rows and the number of copies for
+    each table, and the mesh unless one is given. Where nothing was measured, it predicts by the
+    topology's bandwidths.
 
     Example:
         >>> import torch
@@ -140,143 +130,101 @@ class Planner2D(OpenPlanner):
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
         >>> config = EmbeddingBagConfig(
-        ...     name="t_user", num_embeddings=1_000, embedding_dim=64, feature_names=["user"]
+        ...     name="t_user", num_embeddings=1_000_000, embedding_dim=64, feature_names=["user"]
         ... )
         >>> model = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
         >>> planner = tdsp.Planner2D(
-        ...     topology=Topology(world_size=4, compute_device="cpu"),
+        ...     topology=Topology(world_size=4, compute_device="cuda"),
         ...     storage_reservation=FixedPercentageStorageReservation(0.15),
         ...     mesh=tdsp.Mesh2D(num_groups=2, group_size=2),
+        ...     exchange="row",
         ... )
         >>> plan = planner.plan(model, [EmbeddingBagCollectionSharder()])
-        >>> plan.plan[""]["t_user"].sharding_type
-        '2d_table_wise'
+        >>> plan.plan[""]["t_user"].sharding_type, plan.plan[""]["t_user"].exchange
+        ('2d_row_wise', <Exchange.ROW: 'row'>)
     """
-
-    _search: CostSearch | None = None
-    _result: SearchResult | None = None
-    _by_cost: PlannedOptions | None = None
-    _search_space: list[ShardingOption] | None = None
-    _is_measured = True
 
     def __init__(
         self,
         topology: Topology | None = None,
         batch_size: int | None = None,
-        enumerator: Enumerator | None = None,
+        *,
         storage_reservation: StorageReservation | None = None,
-        proposer: Proposer | list[Proposer] | None = None,
-        partitioner: Partitioner | None = None,
-        performance_model: PerfModel | None = None,
         stats: Stats | list[Stats] | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
-        debug: bool = True,
-        callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] | None = None,
-        timeout_seconds: int | None = None,
-        plan_loader: PlanLoader | None = None,
-        *,
         mesh: Mesh2D | None = None,
         sync: SyncConfig = EXACT_SYNC,
         calibration: Calibration | None = None,
         access: AccessStats | None = None,
         workload: Workload | None = None,
-        transports: Sequence[Transport | str] = (Transport.FP32,),
+        precision: Transport | str | Sequence[Transport | str] = "exact",
+        exchange: Exchange | str | Sequence[Exchange | str] | None = None,
+        **parts_of_torchrec: Any,
     ) -> None:
-        """Take the arguments of TorchRec's planner, and what is known of mesh, network and log.
-
-        Arguments that aren't listed mean what they mean in TorchRec; partitioners and
-        `EmbeddingStats` see TorchRec's own type names. A search by cost takes no enumerator,
-        proposer, partitioner, performance model, callbacks or plan loader.
+        """Take what TorchRec's planner is told, and what is known of mesh, network and log.
 
         Args:
             topology: the whole world's; TorchRec's defaults without one.
             batch_size: samples per rank and step.
-            enumerator: `Enumerator2D` by default. Another one must be made for one sharding
-                group, and its estimates are taken as they are, without the replica sync.
-            constraints: per table; types by TorchRec's name or by their 2D form. The fields of
-                `ParameterConstraints2D` are for the search by cost.
+            storage_reservation: as in TorchRec, the memory that isn't for tables.
+            stats: log the plan, as in TorchRec; by default nobody does, and `explain` tells more.
+            constraints: per table; types by TorchRec's name or by their 2D form.
             mesh: the ranks that repeat the plan; the best mesh by cost without it.
             sync: keeps replicas equal: its cost is part of the search, and the plan carries it to
                 the sharders.
-            calibration: the constants of network and machines; without it, and without a mesh,
-                it is made from the topology's figures.
-            access: row frequencies, for the search by cost.
+            calibration: the constants of network and machines; without it, they are made from the
+                topology's figures.
+            access: row frequencies.
             workload: a step's work, in place of what model, constraints and ``access`` say.
-            transports: wire formats for rows or pooled vectors, and their gradients; a search by
-                cost chooses for each table, other searches take a single one for all tables. In
-                fewer bits than fp32 training is no longer exact.
+            precision: "exact" for fp32 on the wire, "any" for all wire formats, or those that are
+                allowed, where the constraints don't name any. In fewer bits than fp32 training is
+                no longer exact.
+            exchange: the exchanges allowed for tables whose constraints don't name any. Tables
+                that can have none of them are left free.
+            parts_of_torchrec: refused: parts of TorchRec's own search.
         """
+        _refuse_parts_of_torchrec(parts_of_torchrec)
         self.mesh, self.sync = mesh, sync
-        self._transports = _checked_transports(transports)
-        batch_size = _checked_batch_size(batch_size)
-        stock: dict[str, Any] = {
-            "enumerator": enumerator,
-            "proposer": proposer,
-            "partitioner": partitioner,
-            "performance_model": performance_model,
-            "callbacks": callbacks,
-            "plan_loader": plan_loader,
-        }
-        if calibration is None and mesh is not None:
-            _refuse_parts_by_cost(access, workload, constraints, self._transports)
-            topology = topology or world_topology(mesh)
-            stock["enumerator"] = enumerator or Enumerator2D(
-                topology, batch_size, constraints, mesh=mesh, sync=sync
-            )
-        else:
-            _refuse(_NOT_BY_COST, **stock)
-            topology = topology or world_topology(mesh or _whole_world())
-            self._is_measured = calibration is not None
-            calibration = calibration or Calibration.of_topology(topology)
-            of_user = (constraints, access, workload, self._transports)
-            self._search = CostSearch(calibration, mesh, sync, batch_size, *of_user)
-            mesh = Mesh2D(1, topology.world_size)  # The memory is that of every rank.
-        stock["partitioner"] = Partitioner2D(partitioner)
-        super().__init__(
-            topology=group_topology(topology, mesh),
-            batch_size=batch_size,
-            storage_reservation=storage_reservation,
-            stats=_stats_2d(stats, mesh, sync),
-            constraints=base_constraints(constraints),
-            debug=debug,
-            timeout_seconds=timeout_seconds,
-            **stock,
+        self.batch_size = _checked_batch_size(batch_size)
+        topology = topology or world_topology(mesh or _whole_world())
+        if mesh is not None:
+            mesh.check_world(topology.world_size)
+        # The memory is that of every rank.
+        self.topology = group_topology(topology, Mesh2D(1, topology.world_size))
+        self._storage_reservation = storage_reservation or _default_reservation()
+        self._stats = stats if isinstance(stats, list) else [] if stats is None else [stats]
+        self._exchanges = _members(Exchange, "exchange", exchange) or []
+        self._is_measured = calibration is not None
+        calibration = calibration or Calibration.of_topology(topology)
+        self._search = CostSearch(
+            calibration,
+            mesh,
+            sync,
+            self.batch_size,
+            base_constraints(constraints),
+            access,
+            workload,
+            transports_of(precision),
         )
+        self._result: SearchResult | None = None
+        self._options: PlannedOptions | None = None
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Plan2D:
         """Plan ``module`` in this process alone.
 
         Raises:
-            PlanError: nothing fits, or the search failed; TorchRec's error is its cause.
+            PlanError: nothing fits.
         """
-        self._by_cost = self._search_space = None
-        self.forget_plan()
+        self._options = None
         check_model(module)
         check_tables(module)
-        device = self.compute_device
-        try:
-            if self._search is not None:
-                best = self.search(module, sharders).placements[0]
-                plan = best.plan(device)
-                self._by_cost = PlannedOptions(best, module, self.batch_size, device)
-                return plan
-            stock = self._stock_plan(module, sharders)
-        except TwoDError:
-            raise
-        except Exception as error:
-            missing = partial(self._shortfall, module, sharders)
-            raise PlanError(failure_text(self.mesh or "any mesh", error, missing)) from error
-        assert self.mesh is not None
-        return with_transport(Plan2D.from_stock(stock, self.mesh, self.sync), self._transports[0])
-
-    def _stock_plan(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
-    ) -> ShardingPlan:
-        try:
-            return super().plan(module, sharders)
-        finally:
-            if self._search_space is None:  # TorchRec's planner keeps it since 1.9.
-                self._search_space = getattr(self.enumerator, "last_stored_search_space", None)
+        started_s = time.perf_counter()
+        result = self.search(module, sharders)
+        best, device = result.placements[0], self.topology.compute_device
+        plan = best.plan(device)
+        self._options = PlannedOptions(best, module, self.batch_size, device)
+        self._log_stats(plan, sharders, result, time.perf_counter() - started_s)
+        return plan
 
     def search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchResult:
         """Search by cost, and return the placements and all attempts.
@@ -284,12 +232,21 @@ class Planner2D(OpenPlanner):
         Raises:
             PlanError: nothing fits.
         """
-        if self._search is None:
-            raise ConfigError(f"{self.mesh} without a calibration is searched as TorchRec does it")
-        available = self.unreserved(module, sharders)
+        constraints = self._constraints_of(module, sharders)
+        try:
+            available = self._storage_reservation.reserve(
+                topology=self.topology,
+                batch_size=self.batch_size,
+                module=module,
+                sharders=sharders,
+                constraints=constraints,
+            )
+        except PlannerError as error:
+            raise PlanError(no_plan_text(self.mesh or "any mesh", None, str(error))) from error
         if not self._is_measured:
             logger.warning(NOT_MEASURED)
-        self._result = result = self._search.result(module, sharders, available)
+        search = replace(self._search, constraints=constraints)
+        self._result = result = search.result(module, sharders, available)
         logger.info(
             "%s: %.1f ms per step predicted; planner.explain() says why",
             result.placements[0].where,
@@ -300,24 +257,21 @@ class Planner2D(OpenPlanner):
     def get_selected_options(self) -> list[ShardingOption]:
         """Return the options that became the last plan, in the process that made it; else none.
 
-        TorchRec's `PlannerExecutor` (since 1.9) reads them. After a search by cost the sharding
-        type carries mesh, exchange and hot rows.
+        TorchRec's `PlannerExecutor` (since 1.9) reads them. The sharding type carries mesh,
+        exchange and hot rows.
         """
-        return self._by_cost.selected() if self._by_cost else self.best_options
+        return self._options.selected() if self._options else []
 
     def get_search_space(self) -> list[ShardingOption] | None:
-        """Return all options for the last plan; `None` where no plan was made.
-
-        After a search by cost these are the options on its mesh.
-        """
-        return self._by_cost.search_space() if self._by_cost else self._search_space
+        """Return all options on the last plan's mesh; `None` where no plan was made."""
+        return self._options.search_space() if self._options else None
 
     def explain(self) -> Explanation:
         """Explain the last plan, on the rank that made it: ``print(planner.explain())``."""
         if self._result is None:
             raise ConfigError(
-                "there is nothing to explain here: make a plan by cost first; collective_plan "
-                "makes it on rank 0 alone"
+                "there is nothing to explain here: make a plan first; collective_plan makes it on "
+                "rank 0 alone"
             )
         return explain(self._result)
 
@@ -343,16 +297,55 @@ class Planner2D(OpenPlanner):
         known_sharders = get_default_sharders() if sharders is None else sharders
         return plan_on_rank_0(lambda: self.plan(module, known_sharders), pg)
 
-    def _shortfall(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
-    ) -> Shortfall | None:
-        """Compute the missing memory; `None` where TorchRec can't compare sizes."""
-        try:
-            available = self.unreserved(module, sharders)
-            options = self.enumerator.enumerate(module, sharders)
-        except PlannerError:
-            return None  # No memory is left for tables, as the error that ended the search says.
-        return shortfall(options, [device.storage for device in available.devices])
+    def _constraints_of(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
+    ) -> dict[str, ParameterConstraints]:
+        """Return the constraints, with the planner's exchanges where a table names none."""
+        constraints = dict(self._search.constraints or {})
+        sharder_of = {sharder.module_type: sharder for sharder in sharders}
+        parts = [part for part in module.modules() if type(part) in sharder_of]
+        unused = set(self._exchanges if parts else ())
+        for part in parts if unused else ():
+            sharder = sharder_of[type(part)]
+            offered = sharder.sharding_types(self.topology.compute_device)
+            for table in sharder.shardable_parameters(part):
+                constraint = constraints.get(table, ParameterConstraints())
+                named = getattr(constraint, "exchange", None)
+                possible = named or _possible_exchanges(part, offered, constraint)
+                fitting = [exchange for exchange in self._exchanges if exchange in possible]
+                unused -= set(fitting)
+                if fitting and named is None:
+                    constraints[table] = _with_exchange(constraint, fitting)
+        for exchange in unused:
+            raise ConfigError(
+                f"no table can have exchange={exchange.value!r}, which is for "
+                f"{', '.join(kinds_of(exchange))} tables; allow such sharding_types in the "
+                "constraints, or leave the exchange out"
+            )
+        return constraints
+
+    def _log_stats(
+        self,
+        plan: Plan2D,
+        sharders: list[ModuleSharder[nn.Module]],
+        result: SearchResult,
+        run_time_s: float,
+    ) -> None:
+        """Let the user's stats log the plan."""
+        for stats in self._stats:
+            log = Stats2D(stats).log if isinstance(stats, EmbeddingStats) else stats.log
+            log(
+                sharding_plan=plan,
+                topology=self.topology,
+                batch_size=self.batch_size,
+                storage_reservation=self._storage_reservation,
+                num_proposals=len(result.tried),
+                num_plans=len(result.placements),
+                run_time=run_time_s,
+                best_plan=self.get_selected_options(),
+                sharders=sharders,
+                debug=True,
+            )
 
 
 def plan_on_rank_0(make_plan: Callable[[], Plan2D], pg: dist.ProcessGroup) -> Plan2D:
@@ -389,6 +382,18 @@ def plan_on_rank_0(make_plan: Callable[[], Plan2D], pg: dist.ProcessGroup) -> Pl
     return pickle.loads(message[0])
 
 
+def _refuse_parts_of_torchrec(parts: Mapping[str, Any]) -> None:
+    for name, part in parts.items():
+        if name not in _PARTS_OF_TORCHREC:
+            raise TypeError(f"Planner2D() got an unexpected keyword argument {name!r}")
+        if part is not None:
+            raise ConfigError(
+                f"Planner2D searches by cost, which takes no {name}: leave it out, or use "
+                "TorchRec's EmbeddingShardingPlanner, which takes this package's proposers, "
+                "Enumerator2D, and BalancedPartitioner or Partitioner2D"
+            )
+
+
 def _checked_batch_size(batch_size: int | None) -> int:
     batch_size = BATCH_SIZE if batch_size is None else batch_size
     if batch_size < 1:
@@ -396,44 +401,34 @@ def _checked_batch_size(batch_size: int | None) -> int:
     return batch_size
 
 
-def _checked_transports(transports: Sequence[Transport | str] | str) -> tuple[Transport, ...]:
-    allowed = _members(Transport, "transports", transports)
-    if not allowed:
-        raise ConfigError(f"transports={transports!r} allows nothing; use ['fp32'] for no rounding")
-    return tuple(dict.fromkeys(allowed))
+def _default_reservation() -> StorageReservation:
+    """Build TorchRec's default, without its warning that another may be better."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return HeuristicalStorageReservation(percentage=0.15)
 
 
-def _refuse(text: str, **parts: Any) -> None:
-    """Raise `ConfigError` for the first given part, which ``text`` has a place for."""
-    given = [name for name, part in parts.items() if part is not None]
-    if given:
-        raise ConfigError(text.format(given[0]))
+def _possible_exchanges(
+    part: nn.Module, offered: Sequence[str], constraint: ParameterConstraints
+) -> list[Exchange]:
+    """Return the exchanges for the types that sharder and constraint allow for a table."""
+    allowed = offered if constraint.sharding_types is None else constraint.sharding_types
+    types = set(offered) & set(allowed) - {ShardingType.DATA_PARALLEL.value}
+    is_sequence = isinstance(part, EmbeddingCollectionInterface)
+    return [
+        exchange
+        for exchange in Exchange
+        if types & set(kinds_of(exchange)) and not (is_sequence and exchange is Exchange.NONEMPTY)
+    ]
 
 
-def _refuse_parts_by_cost(
-    access: Any,
-    workload: Any,
-    constraints: Mapping[str, ParameterConstraints] | None,
-    transports: Sequence[Transport],
-) -> None:
-    """Raise `ConfigError` for arguments that only a search by cost can use or fulfil."""
-    text = "{} is for a search by cost: give a calibration"
-    _refuse(text, access=access, workload=workload)
-    if len(transports) > 1:
-        allowed = [transport.value for transport in transports]
-        raise ConfigError(text.format(f"transports={allowed}") + ", or allow a single one")
-    for table, constraint in (constraints or {}).items():
-        if isinstance(constraint, ParameterConstraints2D):
-            demands = {
-                "exchange": constraint.exchange,
-                "transport": constraint.transport,
-                "hot_rows": constraint.hot_rows or None,
-                "num_groups": None if constraint.num_groups == "each" else constraint.num_groups,
-            }
-            _refuse(
-                text,
-                **{f"{name}={value} for table {table!r}": value for name, value in demands.items()},
-            )
+def _with_exchange(
+    constraint: ParameterConstraints, exchanges: Sequence[Exchange]
+) -> ParameterConstraints2D:
+    if isinstance(constraint, ParameterConstraints2D):
+        return replace(constraint, exchange=exchanges)
+    known = {field.name: getattr(constraint, field.name) for field in fields(ParameterConstraints)}
+    return ParameterConstraints2D(**known, exchange=exchanges)
 
 
 def _whole_world() -> Mesh2D:
@@ -444,13 +439,3 @@ def _whole_world() -> Mesh2D:
             "torch.distributed.init_process_group(...) first"
         )
     return Mesh2D(1, dist.get_world_size())
-
-
-def _stats_2d(stats: Stats | list[Stats] | None, mesh: Mesh2D, sync: SyncConfig) -> list[Stats]:
-    """Wrap TorchRec's stats, which stop at unknown type names."""
-    if stats is None:
-        return [Stats2D(mesh=mesh, sync=sync)]
-    return [
-        Stats2D(part, mesh=mesh, sync=sync) if isinstance(part, EmbeddingStats) else part
-        for part in (stats if isinstance(stats, list) else [stats])
-    ]

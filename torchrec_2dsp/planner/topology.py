@@ -1,14 +1,11 @@
 """The topologies of a sharding group and its replica peers, and the memory missing from one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
-    PlannerError,
-    PlannerErrorType,
-    ShardingOption,
     Storage,
     Topology,
     TopologyFactory,
@@ -26,11 +23,6 @@ REMEDY = (
 )
 
 _MEMORY_KINDS = ("hbm", "ddr", "ssd")
-_NOTHING_FITS = (
-    PlannerErrorType.INSUFFICIENT_STORAGE,
-    PlannerErrorType.STRICT_CONSTRAINTS,
-    PlannerErrorType.PARTITION,
-)
 
 
 def world_topology(mesh: Mesh2D, device_type: str | None = None) -> Topology:
@@ -199,60 +191,9 @@ class Shortfall:
         return ""
 
 
-def shortfall(options: Iterable[ShardingOption], ranks: Sequence[Storage]) -> Shortfall | None:
-    """Compare the least memory that a search space needs with the memory left on each rank.
-
-    Returns:
-        The figures for the scarcer kind of memory, `None` without any option.
-    """
-    by_table: dict[str, list[ShardingOption]] = {}
-    for option in options:
-        by_table.setdefault(option.fqn, []).append(option)
-    if not by_table:
-        return None
-    return max(
-        (_shortfall_of(kind, by_table, ranks) for kind in ("hbm", "ddr")),
-        key=lambda candidate: max(
-            candidate.table_bytes - candidate.rank_bytes,
-            candidate.all_tables_bytes - candidate.group_bytes,
-        ),
-    )
-
-
-def failure_text(
-    mesh: Mesh2D | str, error: Exception, missing: Callable[[], Shortfall | None]
-) -> str:
-    """Describe the error that ended a stock search; ask for ``missing`` where that was why."""
-    if isinstance(error, PlannerError) and error.error_type in _NOTHING_FITS:
-        return no_plan_text(mesh, missing(), str(error))
-    return f"planning for {mesh} failed: {type(error).__name__}: {error}"
-
-
 def no_plan_text(mesh: Mesh2D | str, missing: Shortfall | None, stock_text: str) -> str:
     """Describe a search that found nothing, with TorchRec's own text below."""
     sentence = missing.sentence() if missing is not None else ""
     reason = f": {sentence}" if sentence else ""
     below = f"\n{stock_text}" if stock_text else ""
     return f"no plan fits a sharding group of {mesh}{reason}; {REMEDY}.{below}"
-
-
-def _shortfall_of(
-    kind: str, by_table: dict[str, list[ShardingOption]], ranks: Sequence[Storage]
-) -> Shortfall:
-    needs = {
-        fqn: [_shard_bytes(kind, option) for option in options] for fqn, options in by_table.items()
-    }
-    on_one_rank = {fqn: min(map(max, of_options)) for fqn, of_options in needs.items()}
-    table = max(on_one_rank, key=lambda fqn: on_one_rank[fqn])
-    available = [getattr(storage, kind) for storage in ranks]
-    return Shortfall(
-        table=by_table[table][0].name,
-        table_bytes=on_one_rank[table],
-        rank_bytes=max(available),
-        all_tables_bytes=sum(min(map(sum, of_options)) for of_options in needs.values()),
-        group_bytes=sum(available),
-    )
-
-
-def _shard_bytes(kind: str, option: ShardingOption) -> list[int]:
-    return [0 if shard.storage is None else getattr(shard.storage, kind) for shard in option.shards]

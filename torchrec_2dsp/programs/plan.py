@@ -357,7 +357,6 @@ def _planning_of_config(
         batch_size=config.batch_size,
         storage_reservation=FixedPercentageStorageReservation(config.machines.reserved),
         constraints=constraints,
-        debug=False,
         mesh=_mesh(config),
         sync=config.replicas.sync_config,
         calibration=calibration,

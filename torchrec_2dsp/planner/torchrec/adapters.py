@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -236,12 +237,15 @@ class Stats2D(Stats):
         arguments = call.arguments
         proposed = _proposed_type(arguments["best_plan"])
         mesh, sync = (proposed.mesh, proposed.sync) if proposed else (self._mesh, self._sync)
-        if mesh is not None:
-            arguments["topology"] = group_topology(arguments["topology"], mesh)
-        arguments["sharding_plan"] = _plan_of_base_types(arguments["sharding_plan"])
         options = [copy.copy(option) for option in arguments["best_plan"]]
         for option in options:
             option.sharding_type = base_type(option.sharding_type)
+        ranks = {option.fqn: [_rank(shard) for shard in option.shards] for option in options}
+        if mesh is not None and max(chain((0,), *ranks.values())) >= mesh.group_size:
+            mesh = None  # Beside tables with one copy, options have ranks of the world.
+        if mesh is not None:
+            arguments["topology"] = group_topology(arguments["topology"], mesh)
+        arguments["sharding_plan"] = _with_base_types(arguments["sharding_plan"], ranks)
         arguments["best_plan"] = options
         self.inner.log(*call.args[1:], **call.kwargs)
         if mesh is not None:
@@ -253,13 +257,17 @@ class Stats2D(Stats):
             )
 
 
-def _plan_of_base_types(plan: ShardingPlan) -> ShardingPlan:
+def _with_base_types(plan: ShardingPlan, ranks: Mapping[str, list[int]]) -> ShardingPlan:
     modules: dict[str, ModuleShardingPlan] = {}
     for path, module_plan in plan.plan.items():
         assert isinstance(module_plan, EmbeddingModuleShardingPlan)
         modules[path] = EmbeddingModuleShardingPlan(
             {
-                name: replace(table, sharding_type=base_type(table.sharding_type))
+                name: replace(
+                    table,
+                    sharding_type=base_type(table.sharding_type),
+                    ranks=ranks.get(f"{path}.{name}", table.ranks),
+                )
                 for name, table in module_plan.items()
             }
         )

@@ -1,5 +1,7 @@
 """`Enumerator2D`: 2D sharding types as options for TorchRec's planner, priced with their sync.
 
+`search_as_torchrec` plans by them with TorchRec's own proposers.
+
 The sync has a deliberately simple price: bytes over bandwidth, no latency, no overlap with other
 work, rows hit evenly. It ranks sharding types against each other; it doesn't predict a step's time.
 """
@@ -7,10 +9,13 @@ work, rows hit evenly. It ranks sharding types against each other; it doesn't pr
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.shard_estimators import get_num_poolings
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Shard,
@@ -24,7 +29,9 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec_2dsp._compat.torchrec import sharder_data_of
 from torchrec_2dsp.cost.workload import optimizer_of, state_bytes_per_row
 from torchrec_2dsp.mesh import Mesh2D
+from torchrec_2dsp.plan.fits_module import check_model, check_tables
 from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync import (
     EXACT_SYNC,
     GradientSync,
@@ -35,6 +42,7 @@ from torchrec_2dsp.plan.sync import (
 from torchrec_2dsp.planner.topology import group_topology, peer_bandwidth_bytes_per_ms
 from torchrec_2dsp.planner.torchrec.adapters import (
     TYPE_ORDER,
+    Partitioner2D,
     base_constraints,
     base_types,
     searched_type,
@@ -117,6 +125,43 @@ class Enumerator2D(EmbeddingEnumerator):
         with base_types(sharding_options):
             super().populate_estimates(sharding_options)
             self._sync_estimator.estimate(sharding_options, sharder_data_of(self))
+
+
+def search_as_torchrec(
+    module: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    *,
+    topology: Topology,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    mesh: Mesh2D,
+    sync: SyncConfig = EXACT_SYNC,
+    **parts: Any,
+) -> Plan2D:
+    """Plan one sharding group by TorchRec's search; it counts the sync as communication.
+
+    Args:
+        module: the unsharded model.
+        sharders: list the possible types and kernels.
+        topology: the whole world's, or one sharding group's where that is enough.
+        batch_size: samples per rank and step.
+        constraints: per table; types by TorchRec's name or by their 2D form.
+        mesh: the ranks that repeat the plan.
+        sync: keeps replicas equal.
+        parts: other arguments of TorchRec's planner.
+    """
+    check_model(module)
+    check_tables(module)
+    planner = EmbeddingShardingPlanner(
+        topology=group_topology(topology, mesh),
+        batch_size=batch_size,
+        enumerator=Enumerator2D(topology, batch_size, constraints, mesh=mesh, sync=sync),
+        partitioner=Partitioner2D(),
+        stats=NoopEmbeddingStats(),
+        constraints=base_constraints(constraints),
+        **parts,
+    )
+    return Plan2D.from_stock(planner.plan(module, sharders), mesh, sync)
 
 
 def _named_and_ordered(options: list[ShardingOption]) -> list[ShardingOption]:

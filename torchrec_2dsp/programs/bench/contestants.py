@@ -70,9 +70,9 @@ from torchrec_2dsp.programs.models.optimizer import (
 )
 from torchrec_2dsp.programs.models.planned import (
     StockSequenceSharder,
-    collective_plan,
     local_shards,
     make_pipeline,
+    pinned_plan,
     planner_arguments,
     true_access,
 )
@@ -257,7 +257,9 @@ def _stock(
         list[ModuleSharder[nn.Module]],
         [bags(**arguments), StockSequenceSharder(**arguments)],
     )
-    planner = EmbeddingShardingPlanner(**_planner_arguments(config, contestant, speeds))
+    planner = EmbeddingShardingPlanner(
+        **_planner_arguments(config, contestant, speeds), stats=NoopEmbeddingStats()
+    )
     world = dist.group.WORLD
     assert world is not None
     plan = planner.collective_plan(model, sharders, world)
@@ -306,18 +308,18 @@ def _two_d(
     )
     arguments = _planner_arguments(config, contestant, speeds)
     if contestant.by_cost:
-        arguments["calibration"] = (
-            Calibration.load(config.calibration)
-            if config.calibration
-            else Calibration.of_topology(arguments["topology"])
+        planner = Planner2D(
+            **arguments,
+            mesh=None if contestant.num_groups == "any" else mesh,
+            sync=contestant.sync_config,
+            calibration=Calibration.load(config.calibration) if config.calibration else None,
+            workload=workload_of(contestant, tables_work(config), config.model.dim, dense),
         )
-        arguments["workload"] = workload_of(
-            contestant, tables_work(config), config.model.dim, dense
+        plan = planner.collective_plan(model, sharders)
+    else:
+        plan = pinned_plan(
+            model, sharders, contestant, shape, arguments, mesh=mesh, sync=contestant.sync_config
         )
-    known_mesh = None if contestant.num_groups == "any" else mesh
-    planner = Planner2D(**arguments, mesh=known_mesh, sync=contestant.sync_config)
-    pins = None if contestant.by_cost else contestant
-    plan = collective_plan(planner, model, sharders, pins=pins, data=shape)
     parallel_model = ModelParallel2D(
         model,
         device=device,
@@ -343,10 +345,9 @@ def _planner_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that TorchRec's planner and ours share."""
     topology = planner_topology(config, contestant.bandwidths, speeds)
-    arguments = planner_arguments(
+    return planner_arguments(
         shape_of(config.data), contestant.sharding_types, topology, config.schedule.batch_size
     )
-    return arguments | {"stats": NoopEmbeddingStats()}
 
 
 def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -> Topology:

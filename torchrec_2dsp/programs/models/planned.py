@@ -1,7 +1,7 @@
 """The planning and sharding that all programs share."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
@@ -27,7 +29,9 @@ from torchrec_2dsp.plan.parameter_sharding import (
     kinds_of,
 )
 from torchrec_2dsp.plan.plan2d import Plan2D, pin
-from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.plan.sync import SyncConfig
+from torchrec_2dsp.planner.planner2d import plan_on_rank_0
+from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
 from torchrec_2dsp.programs.config.sections import ExchangeConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
@@ -52,27 +56,40 @@ def planner_arguments(
             for feature in data.features
         },
         "storage_reservation": FixedPercentageStorageReservation(_RESERVATION),
-        "debug": False,
     }
 
 
-def collective_plan(
-    planner: Planner2D,
+def pinned_plan(
     model: nn.Module,
-    sharder: object,
-    *,
-    pins: ExchangeConfig | None,
+    sharders: list[ModuleSharder[nn.Module]],
+    pins: ExchangeConfig,
     data: BatchShape,
+    arguments: Mapping[str, Any],
+    *,
+    mesh: Mesh2D,
+    sync: SyncConfig,
     access: AccessStats | None = None,
 ) -> Plan2D:
-    """Plan a model on all ranks, with the exchange section's pins, if given.
+    """Plan one sharding group by TorchRec's search, and pin a config's exchange in the plan.
+
+    Args:
+        model: the unsharded model.
+        sharders: this package's.
+        pins: the config with the exchange.
+        data: the features and, of synthetic data, their distributions.
+        arguments: from `planner_arguments`.
+        mesh: the ranks that repeat the plan.
+        sync: keeps replicas equal.
+        access: counted rows, for ``hot_rows``.
 
     Collectives:
         One broadcast of a pickled object from rank 0 of the world.
     """
-    sharders = sharder if isinstance(sharder, list) else [sharder]
-    plan = planner.collective_plan(model, cast(list[ModuleSharder[nn.Module]], sharders))
-    return plan if pins is None else pinned(plan, pins, data, access)
+    plan = plan_on_rank_0(
+        lambda: search_as_torchrec(model, sharders, mesh=mesh, sync=sync, **arguments),
+        world_group(),
+    )
+    return pinned(plan, pins, data, access)
 
 
 _DATA_PARALLEL = ShardingType2D.DATA_PARALLEL.base.value

@@ -56,8 +56,8 @@ from torchrec_2dsp.programs.models.optimizer import (
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.planned import (
     StockSequenceSharder,
-    collective_plan,
     local_shards,
+    pinned_plan,
 )
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
 from torchrec_2dsp.programs.train.planner import access_of, arguments_of, planner_by_cost
@@ -198,19 +198,24 @@ def _plan_run(
         if run.plan:
             return _plan_of_file(name, run, world_size), ""
         topology = _topology(config, calibration)
+        arguments = arguments_of(config, run, shape, topology)
+        mesh, sync = config.mesh(name, world_size), run.sync_config
         if calibration is not None:
             # Only rank 0 searches.
             access = access_of(config, run, model, dataset) if is_first else None
             planner = planner_by_cost(config, name, shape, model, topology, calibration, access)
+        elif run.is_planned_by_cost:
+            planner = Planner2D(**arguments, mesh=mesh, sync=sync, access=access)
         else:
-            arguments = arguments_of(config, run, shape, topology)
-            if run.is_planned_by_cost:
-                arguments["access"] = access
-            mesh = config.mesh(name, world_size)
-            planner = Planner2D(**arguments, mesh=mesh, sync=run.sync_config)
-    pins = None if run.is_planned_by_cost else run
-    plan = collective_plan(planner, model, sharders, pins=pins, data=shape, access=access)
-    return plan, str(planner.explain()) if run.is_planned_by_cost and is_first else ""
+            planner = None
+    if planner is None:
+        assert mesh is not None
+        pinned = pinned_plan(
+            model, sharders, run, shape, arguments, mesh=mesh, sync=sync, access=access
+        )
+        return pinned, ""
+    plan = planner.collective_plan(model, sharders, world_group())
+    return plan, str(planner.explain()) if is_first else ""
 
 
 def _topology(config: TrainConfig, calibration: Calibration | None = None) -> Topology:
@@ -278,7 +283,7 @@ def _stock_plan(model: nn.Module, sharders: _Sharders, arguments: dict[str, Any]
     mesh = Mesh2D(1, dist.get_world_size(world))
 
     def make_plan() -> Plan2D:
-        plan = EmbeddingShardingPlanner(**arguments).plan(model, sharders)
+        plan = EmbeddingShardingPlanner(**arguments, debug=False).plan(model, sharders)
         return Plan2D.from_stock(plan, mesh=mesh)
 
     return plan_on_rank_0(make_plan, world)

@@ -2,7 +2,7 @@
 
 In the order in which data flows::
 
-    planner2d        `Planner2D`: checks the arguments, then plans by cost, or by TorchRec's search
+    planner2d        `Planner2D`: checks the arguments, then plans by cost
     search/          by cost:
       choices          constraints and sharders -> candidates: each table's allowed choices
       space            candidates x mesh -> loads and prices; choose as if shards were dealt evenly

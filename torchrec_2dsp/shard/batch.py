@@ -450,7 +450,7 @@ class OneBatchSize(Stage):
             notes.error = notes.error or InputError(
                 "a batch with a batch size for each feature has bags that don't fill packs of "
                 f"{self._pack_size} numbers, in which the codecs (such as TorchRec's INT8) encode; "
-                "leave them out and plan with transports=['int8']"
+                "leave them out and plan with precision=['int8']"
             )
         return bags.features
 

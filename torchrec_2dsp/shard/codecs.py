@@ -84,13 +84,13 @@ def _check_packing(kind: TableType, sharding_infos: Sequence[Any], size: int) ->
     if is_pooled and kind.base in _SUMMED:
         raise UnsupportedError(
             f"table {table.name!r} is {kind.base.value}, whose bags TorchRec can't add in packs of "
-            f"{size} numbers (as by INT8); leave out the codecs and plan with transports=['int8']"
+            f"{size} numbers (as by INT8); leave out the codecs and plan with precision=['int8']"
         )
     if not is_pooled and math.gcd(*_widths(sharding_infos)) % size:
         raise UnsupportedError(
             f"the rows of table {table.name!r} don't fill packs of {size} numbers, in which the "
             "codecs (such as TorchRec's INT8) encode; leave them out and plan with "
-            "transports=['int8']"
+            "precision=['int8']"
         )
 
 

@@ -456,5 +456,5 @@ def _nothing_text(
     return (
         f"nothing is allowed for table {name!r}: {', '.join(demanded) or 'no constraint'}, with "
         f"{sharded_by} on {device}. The search knows {kinds} with fused and dense kernels; loosen "
-        "the constraints"
+        "the constraints, or use TorchRec's planner with Enumerator2D"
     )

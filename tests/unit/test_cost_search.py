@@ -207,8 +207,8 @@ def test_groups_with_uneven_parts_on_hosts_have_no_tables_of_one_host() -> None:
         SHARDERS,
     )
     uneven = tdsp.Mesh2D(2, 6, tdsp.RankLayout.CONTIGUOUS)
-    assert uneven not in {entry.mesh for entry in placed.tried}
-    assert tdsp.Mesh2D(1, 12) in {entry.mesh for entry in placed.tried}
+    assert uneven not in {entry.setting.mesh for entry in placed.tried}
+    assert tdsp.Mesh2D(1, 12) in {entry.setting.mesh for entry in placed.tried}
     # Twenty ranks on hosts of eight aren't even as many on each of three.
     for mesh, local_world_size in ((uneven, 4), (tdsp.Mesh2D(2, 20, uneven.layout), 8)):
         free = planner(topology=world(mesh.world_size, local_world_size), mesh=mesh)

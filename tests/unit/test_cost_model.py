@@ -31,6 +31,7 @@ from tests.support.planning import (
 from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp.cost.calibration import Calibration, KernelCost
 from torchrec_2dsp.cost.collectives import (
+    CollectiveCost,
     Span,
     Traffic,
     all_gather,
@@ -266,6 +267,36 @@ def test_a_batch_of_nothing_is_refused() -> None:
 def test_a_table_without_its_workload_is_named() -> None:
     with pytest.raises(tdsp.errors.ConfigError, match="the workload has no table 'x'; it has none"):
         Workload(batch_size=1, tables={}).table("x")
+
+
+def test_the_slowest_of_all_ranks_is_waited_for() -> None:
+    calibration = Calibration.load("configs/hardware/emulated_200mbit.toml")
+    late = calibration.model_copy(update={"straggler_share": 0.01})
+    dense = DenseWork(forward_s=1.0, backward_s=2.0)
+    for mesh, num_ranks in ((Mesh2D(1, 4), 4), (TWO, 4), (Mesh2D(1, 1), 1)):
+        placed = table(ShardingType.TABLE_WISE, [0])
+        punctual = cost(placed, mesh=mesh, dense=dense, calibration=calibration)
+        assert punctual.stragglers_s == 0.0
+        compute_s = punctual.lookup_s + punctual.update_s + 3.0
+        expected = replace(punctual, stragglers_s=0.01 * math.log(num_ranks) * compute_s)
+        actual = cost(placed, mesh=mesh, dense=dense, calibration=late)
+        assert actual.as_dict() == pytest.approx(expected.as_dict())
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "factor"), [(2, 1.0), (3, 1 + 0.25 * math.log2(1.5)), (8, 1.5), (128, 2.5)]
+)
+def test_bytes_between_many_hosts_take_longer(num_hosts: int, factor: float) -> None:
+    free = CollectiveCost(base_s=0.0, per_peer_s=0.0, local_s_per_byte=0.0, link_s_per_byte=LINK)
+    congested = free.model_copy(update={"congestion": 0.25})
+    world = Span.of_world(8 * num_hosts, 8)
+    traffic = all_to_all(world, 1_000.0)
+    assert congested.seconds(world, traffic) == pytest.approx(factor * free.seconds(world, traffic))
+    inside = world.inside_hosts()
+    inside_s = congested.model_copy(update={"local_s_per_byte": LINK}).seconds(
+        inside, all_to_all(inside, 1_000.0)
+    )
+    assert inside_s == pytest.approx(7 * 1_000.0 * LINK)
 
 
 def test_late_gradients_are_hidden_behind_the_step() -> None:

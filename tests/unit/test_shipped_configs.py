@@ -56,6 +56,7 @@ def test_every_run_is_a_config_of_a_program() -> None:
         "plan": PlanConfig,
         "quality": TrainConfig,
         "scale": PlanConfig,
+        "scale_clicks": PlanConfig,
         "sequence": TrainConfig,
     }
     assert list(shipped_configs("runs")) == list(kinds)

@@ -213,6 +213,10 @@ class Calibration(CalibrationPart):
     """The time of a collective beyond its own where ranks come from computing: they don't come
     together, and where they share cores, sending has to wait for those that still compute."""
 
+    straggler_share: float = Field(default=0.0, ge=0, le=1)
+    """The slowest of n ranks computes longer than usual by ``ln(n)`` times this share, as where
+    delays have an exponential tail; 0 for calibrations, whose ranks were waited for as well."""
+
     hidden_share: float = Field(default=1.0, ge=0, le=1)
     """The share of a long exchange that takes no time if ranks compute meanwhile; the rest is the
     processors' own work with it."""

@@ -6,10 +6,12 @@ free at once, so the busier direction counts::
     Span                 ranks of a group on hosts, and groups that share a host's link
     all_to_all(span, n)  -> Traffic(local_bytes, link_bytes), by the algorithm that moves them
     CollectiveCost.seconds(span, traffic)
-                         = call + peers + max(local_bytes at its rate, link_bytes at its rate)
+                         = call + peers + max(local_bytes at its rate,
+                                              link_bytes at its rate, slower among many hosts)
     merge_seconds        the all-to-alls that bring row gradients together
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -248,13 +250,19 @@ class CollectiveCost(Coefficients):
     link_s_per_byte: Unit | None = None
     """Seconds for each byte that a host sends to others; ``None`` where there was one host."""
 
+    congestion: float = Field(default=0.0, ge=0, le=1)
+    """The share by which a byte to another host takes longer with each doubling of a group's hosts
+    beyond two; more for all-to-alls, where flows collide, than for rings."""
+
     def seconds(self, span: Span, traffic: Traffic) -> float:
         """Return the seconds that each group takes."""
         if span.num_ranks == 1:
             return 0.0
         moved_s = max(
             traffic.local_bytes * _known(self.local_s_per_byte, traffic.local_bytes, "in a host"),
-            traffic.link_bytes * _known(self.link_s_per_byte, traffic.link_bytes, "across hosts"),
+            traffic.link_bytes
+            * _known(self.link_s_per_byte, traffic.link_bytes, "across hosts")
+            * (1 + self.congestion * math.log2(max(2, span.num_hosts) / 2)),
         )
         return self.base_s + (span.num_ranks - 1) * self.per_peer_s + moved_s
 

@@ -1,5 +1,6 @@
 """`CostModel`: predict a plan's step time and memory on calibrated machines."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -265,12 +266,14 @@ class CostSetting:
         slowest = mean if loads.is_even else self._phases.of(loads)
         replicas = ReplicaCost(self.calibration)
         exchanged_s, applied_s = replicas.sync_s(loads, self.peers, self.sync)
-        return StepCost(
+        cost = StepCost(
             **mean,
             hot_rows_s=replicas.hot_rows_s(loads, self.world),
             sync_s=exchanged_s + applied_s,
             imbalance_s=sum(slowest.values()) - sum(mean.values()),
         )
+        late = self.calibration.straggler_share * math.log(self.world.num_ranks)
+        return replace(cost, stragglers_s=late * cost.compute_s)
 
     def sent_bytes(self) -> Ranks:
         """Return the bytes that a rank sends per unit in each of `LOADS`, if loads are even."""

@@ -105,6 +105,9 @@ class StepCost(NamedParts):
     imbalance_s: float = 0.0
     """The time of each phase's slowest rank beyond the mean one."""
 
+    stragglers_s: float = 0.0
+    """Waiting for the slowest of all ranks, which has no more to do than others."""
+
     hidden_s: float = 0.0
     """The time that is hidden behind other parts; not above zero."""
 
@@ -112,6 +115,11 @@ class StepCost(NamedParts):
     def total_s(self) -> float:
         """All parts together."""
         return sum(vars(self).values())
+
+    @property
+    def compute_s(self) -> float:
+        """The parts in which a rank computes."""
+        return self.lookup_s + self.rows_s + self.dense_s + self.update_s
 
     @property
     def tables_s(self) -> float:

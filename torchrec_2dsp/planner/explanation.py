@@ -9,7 +9,7 @@ from textwrap import fill
 import numpy as np
 
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.cost.loads import Ranks
+from torchrec_2dsp.cost.loads import Ranks, load_weights
 from torchrec_2dsp.cost.model import CostSetting, MemoryCost
 from torchrec_2dsp.cost.step_cost import NamedParts, StepCost
 from torchrec_2dsp.planner.search.choices import Choice
@@ -139,6 +139,9 @@ class Explanation:
 
     busy_by_rank: Ranks
     """Seconds for which tables keep each rank of a group busy in a step."""
+
+    ids_by_rank: Ranks
+    """Rows that each rank of a group looks up in a step, counted for each id."""
 
     bytes_by_rank: Ranks
     """Bytes on each rank."""
@@ -372,12 +375,12 @@ def _front_chart(front: Sequence[Tried], plan: tuple[float, float]) -> LineChart
 def explain(result: SearchResult) -> Explanation:
     """Explain why the search's best placement is best."""
     best = result.placements[0]
-    tables, busy = _explained(best, result.room)
+    tables, busy, ids = _explained(best, result.room)
     if best.once is not None:
-        in_world, busy_in_world = _explained(best.once, result.room)
+        in_world, busy_in_world, ids_in_world = _explained(best.once, result.room)
         tables += [replace(line, is_once=True) for line in in_world]
         # A position in a group stands for a rank in each group.
-        busy = busy + busy_in_world.mean()
+        busy, ids = busy + busy_in_world.mean(), ids + ids_in_world.mean()
     return Explanation(
         setting=best.setting,
         where=best.where,
@@ -386,6 +389,7 @@ def explain(result: SearchResult) -> Explanation:
         gain_by_int4=result.gain_by_int4,
         tables=sorted(tables, key=lambda line: -line.seconds),
         busy_by_rank=busy,
+        ids_by_rank=ids,
         bytes_by_rank=best.bytes_by_rank,
         room=result.room,
         meshes=[(placed.where, placed.cost.total_s) for placed in result.placements],
@@ -393,8 +397,8 @@ def explain(result: SearchResult) -> Explanation:
     )
 
 
-def _explained(best: MeshPlacement, room: float) -> tuple[list[TableLine], Ranks]:
-    """Return a line for each table, and the seconds for which they keep each rank busy."""
+def _explained(best: MeshPlacement, room: float) -> tuple[list[TableLine], Ranks, Ranks]:
+    """Return a line for each table, and each rank's busy seconds and ids."""
     space = Space.of(best.candidates, best.setting)
     rough = Descent(space, np.zeros(0), room).sums(best.placement)
     prices = space.prices(rough.loads.mean(axis=1))
@@ -405,7 +409,8 @@ def _explained(best: MeshPlacement, room: float) -> tuple[list[TableLine], Ranks
         _compared(line, best, descent, table, rated_s) if place < _MAX_COMPARED else line
         for place, (table, line) in enumerate(lines)
     ]
-    return compared, np.asarray(prices @ rough.loads, np.float64)
+    ids = load_weights(lookup_ids=1.0, owned_ids=1.0) @ rough.loads
+    return compared, np.asarray(prices @ rough.loads, np.float64), ids
 
 
 def pareto_front(tried: Sequence[Tried]) -> list[Tried]:

@@ -172,12 +172,13 @@ def _simulate(name: str, ranks: str, overrides: list[str], only: str) -> None:
 def show_simulated(
     simulated: "list[tuple[int, Explanation, DenseChoices | None]]", console: Console
 ) -> None:
-    """Print each world's step, efficiency, memory, mesh, and best way to run its dense part."""
+    """Print each world's step, efficiency, memory, imbalance, mesh, and best dense part."""
     rows = []
     first_s = simulated[0][1].cost.total_s
     for size, explanation, _ in simulated:
         seconds = explanation.cost.total_s
         samples = size * explanation.setting.workload.batch_size
+        ids = explanation.ids_by_rank
         rows.append(
             [
                 f"{size:,}",
@@ -186,10 +187,14 @@ def show_simulated(
                 f"{samples / seconds:,.0f}" if seconds else MISSING,
                 f"{first_s / seconds:.1%}" if seconds else MISSING,
                 f"{explanation.bytes_by_rank.max(initial=0.0) / 1e9:,.2f}",
+                f"{ids.max() / ids.mean():.2f}" if ids.any() else MISSING,
                 explanation.where,
             ]
         )
-    headings = ("ranks", "batch", "step ms", "samples/s", "efficiency", "GB per rank", "mesh")
+    headings = (
+        *("ranks", "batch", "step ms", "samples/s", "efficiency", "GB per rank", "imbalance"),
+        "mesh",
+    )
     console.print(Table(headings, rows, words={"mesh"}))
     if any(dense is not None for _, _, dense in simulated):
         _show_dense(simulated, console)
@@ -197,7 +202,7 @@ def show_simulated(
     console.print(
         f"Predicted, not measured, from {hardware.name} (measured: {hardware.measured}). "
         "Batch: a rank's samples per step. Efficiency: samples per second and rank, compared with "
-        f"{simulated[0][0]:,} ranks."
+        f"{simulated[0][0]:,} ranks. Imbalance: the ids that the busiest rank looks up, by the mean."
     )
 
 

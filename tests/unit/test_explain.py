@@ -371,9 +371,9 @@ def test_a_config_of_another_command_is_named_in_one_sentence(
     assert "\n" not in str(refusal.value)
 
 
-def simulated(config: str, num_ranks: int, group_size: int, *overrides: str) -> Explanation:
-    sizes = f"machines.num_ranks={num_ranks}", f"group_size={group_size}"
-    work = planning(load_config(PlanConfig, config, [*sizes, *overrides]))
+def simulated(config: str, num_ranks: int, group_size: int) -> Explanation:
+    sizes = [f"machines.num_ranks={num_ranks}", f"group_size={group_size}"]
+    work = planning(load_config(PlanConfig, config, sizes))
     work.planner.search(work.model, work.sharders)
     return work.planner.explain()
 
@@ -398,8 +398,6 @@ def test_efficiencies_are_those_that_are_reported() -> None:
         assert samples_per_s(one) / start == pytest.approx(reported, abs=0.10)
     with pytest.raises(PlanError, match="no plan fits"):
         simulated("scale", 2_048, 2_048)
-    exact = ("replicas.sync=GradientSync", "replicas.synced_rows=touched")
-    assert samples_per_s(simulated("scale", 4_096, 256, *exact)) / start > 0.90
 
 
 @pytest.mark.slow

@@ -250,10 +250,9 @@ class CostSetting:
         gradients travel behind the backward, bucket by bucket; the last bucket, and tables, have
         nothing left to hide behind.
         """
-        compute = cost.lookup_s + cost.rows_s + cost.dense_s + cost.update_s
         beside_s = min(self._phases.beside_s(loads), cost.dense_s)
         if self.pipeline is not Pipeline.BASE:
-            beside_s = min(beside_s + cost.input_exchange_s, compute)
+            beside_s = min(beside_s + cost.input_exchange_s, cost.compute_s)
         dense = self.workload.dense
         num_buckets = 1 + dense.gradient_bytes // _DDP_BUCKET_BYTES
         all_bytes = dense.gradient_bytes + float(np.max(loads.all_reduced_bytes))

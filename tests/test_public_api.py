@@ -36,6 +36,7 @@ PUBLIC_NAMES = [
     "MomentScaledRowWiseAdaGrad",
     "ParameterConstraints2D",
     "ParameterSharding2D",
+    "Pipeline",
     "PipelinedDense",
     "Plan2D",
     "Planner2D",

@@ -52,13 +52,14 @@ if TYPE_CHECKING:
         failing_together as failing_together,
     )
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D as ModelParallel2D
-    from torchrec_2dsp.parallel.row_prefetch_pipeline import (
+    from torchrec_2dsp.parallel.pipelines import (
         TrainPipelineRowPrefetch as TrainPipelineRowPrefetch,
     )
     from torchrec_2dsp.parallel.train_state.state import TrainState as TrainState
     from torchrec_2dsp.plan.parameter_sharding import (
         Exchange as Exchange,
         ParameterSharding2D as ParameterSharding2D,
+        Pipeline as Pipeline,
         RowOwners as RowOwners,
     )
     from torchrec_2dsp.plan.plan2d import Plan2D as Plan2D, pin as pin
@@ -121,10 +122,11 @@ _MODULE_OF = {
     "accumulate": "torchrec_2dsp.parallel.loop",
     "failing_together": "torchrec_2dsp.parallel.loop",
     "ModelParallel2D": "torchrec_2dsp.parallel.model_parallel2d",
-    "TrainPipelineRowPrefetch": "torchrec_2dsp.parallel.row_prefetch_pipeline",
+    "TrainPipelineRowPrefetch": "torchrec_2dsp.parallel.pipelines",
     "TrainState": "torchrec_2dsp.parallel.train_state.state",
     "Exchange": "torchrec_2dsp.plan.parameter_sharding",
     "ParameterSharding2D": "torchrec_2dsp.plan.parameter_sharding",
+    "Pipeline": "torchrec_2dsp.plan.parameter_sharding",
     "RowOwners": "torchrec_2dsp.plan.parameter_sharding",
     "Plan2D": "torchrec_2dsp.plan.plan2d",
     "pin": "torchrec_2dsp.plan.plan2d",

@@ -4,15 +4,13 @@ OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/row_pre
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
 import torchrec_2dsp as tdsp
@@ -78,12 +76,10 @@ def main() -> None:
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     plan = tdsp.pin(plan, "t_item", exchange="row")
+    plan = replace(plan, pipeline=tdsp.Pipeline.ROW_PREFETCH, full_duplex=True)
     parallel = tdsp.ModelParallel2D(model, device=device, plan=plan, sharders=sharders)
 
-    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    rest = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
-    optimizer = CombinedOptimizer([parallel.fused_optimizer, rest])
-    pipeline = tdsp.TrainPipelineRowPrefetch(parallel, optimizer, device)
+    pipeline = parallel.pipeline(torch.optim.SGD(parallel.dense_parameters(), lr=0.1))
     stream = batches(dist.get_rank())
     with tdsp.failing_together(parallel):
         for step in range(STEPS):

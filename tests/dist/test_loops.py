@@ -1,5 +1,6 @@
 """Training loops and TorchRec's pipelines: the same numbers whichever runs the model."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
@@ -20,12 +21,14 @@ from tests.support.loops import (
     plain_loop,
     shard,
     shard_loss_model,
+    snapshot,
     train,
 )
 from tests.support.models import BagModel
 from tests.support.parity import FUSED, LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 EXACT = Cell(TWO)
 AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
@@ -59,6 +62,42 @@ def test_every_loop_trains_the_same_bit_for_bit(ranks4: RankPool, dealt: Deal) -
     """And the same again from the same seed, and to the end of the stream."""
     cells = dealt([EXACT, AVERAGED, HOT, BOTH, PARTED])
     assert ranks4.run(all_loops, cells) == [[[0.0] * (len(PIPELINES) + 2)] * len(cells)] * 4
+
+
+def by_the_plan(rank: int, world_size: int, cell: Cell, kind: Pipeline) -> tuple[str, float]:
+    """Train by the plan's pipeline; return its class and the gap to the plain loop."""
+    stream = make_stream(cell, STEPS)
+    parallel = shard_loss_model(replace(cell, pipeline=kind))
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    of_dense = [name for name, _ in parallel.named_parameters() if "ebc" not in name]
+    optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=LR)
+    pipeline = parallel.pipeline(optimizer)
+    batches = iter([step[rank] for step in stream])
+    with suppress(StopIteration):
+        while True:
+            pipeline.progress(batches)
+    combined = parallel.combined_optimizer(optimizer)
+    assert list(combined.params)[-len(of_dense) :] == of_dense
+    assert len(parallel.dense_parameters()) == len(of_dense) > 1
+    assert parallel.combined_optimizer(combined) is combined
+    with pytest.raises(
+        tdsp.errors.ConfigError, match=r"3 of the optimizer's \d+ parameters belong"
+    ):
+        parallel.pipeline(torch.optim.SGD(parallel.parameters(), lr=LR))
+    return type(pipeline).__name__, largest_gap(snapshot(parallel), train(cell, rank, stream))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Pipeline.BASE, "TrainPipelineBase"),
+        (Pipeline.SPARSE_DIST, "TrainPipelineSparseDist"),
+        (Pipeline.ROW_PREFETCH, "TrainPipelineRowPrefetch"),
+    ],
+)
+def test_the_plan_chooses_the_pipeline(ranks4: RankPool, kind: Pipeline, name: str) -> None:
+    cell = Cell(tdsp.Mesh2D(1, 4), exchange="row", hot_rows=HOT.hot_rows)
+    assert ranks4.run(by_the_plan, cell, kind) == [(name, 0.0)] * 4
 
 
 def syncs_in_a_pipeline(rank: int, world_size: int, cell: Cell, interval: int) -> int:

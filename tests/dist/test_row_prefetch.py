@@ -261,7 +261,7 @@ def heard(rank: int, world_size: int) -> list[list[str]]:
     """Return the pipeline's log for models that can and that can't send rows early."""
     answers = []
     for cell in (ROWS, replace(ROWS, mesh=tdsp.Mesh2D(2, 2)), Cell(ONE, "table_wise")):
-        with logged("torchrec_2dsp.parallel.row_prefetch_pipeline") as messages:
+        with logged("torchrec_2dsp.parallel.pipelines") as messages:
             run(sharded(cell), [step[rank] for step in make_stream(cell, 3)])
         answers.append(messages)
     return answers

@@ -11,6 +11,7 @@ from torchrec.distributed.types import ShardingPlan
 
 import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.planner.topology import world_topology
 from torchrec_2dsp.planner.torchrec.adapters import Stats2D
 from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
@@ -46,6 +47,8 @@ class Cell:
     """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
     in_world: tuple[str, ...] = ()
     """Tables with one copy, on the ranks of all groups."""
+    pipeline: Pipeline = Pipeline.SPARSE_DIST
+    """The one that the plan wants."""
     full_duplex: bool = False
     """Whether the plan is full duplex."""
     proposed: bool = False
@@ -99,7 +102,7 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: 
     if key not in _STOCK_PLANS:
         _STOCK_PLANS[key] = plan_as_torchrec(cell, model, sharder)
     plan = tdsp.Plan2D.from_stock(_STOCK_PLANS[key], cell.mesh, cell.sync)
-    plan = replace(plan, full_duplex=cell.full_duplex)
+    plan = replace(plan, pipeline=cell.pipeline, full_duplex=cell.full_duplex)
     for table in cell.spec.tables:
         plan = tdsp.pin(
             plan,

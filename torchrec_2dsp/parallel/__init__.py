@@ -1,7 +1,7 @@
 """The wrapper around a model, and what a training loop calls.
 
 - `model_parallel2d`: `ModelParallel2D` checks a plan on all ranks, shards by it, and syncs;
-- `row_prefetch_pipeline`: a training pipeline that also prefetches rows;
+- `pipelines`: a plan's train pipeline and optimizer, and the pipeline that also prefetches rows;
 - `loop`: gradient accumulation, failing together, hot set refreshes;
 - `checkpoint` and `train_state`: model, optimizers and everything else that a run resumes from.
 

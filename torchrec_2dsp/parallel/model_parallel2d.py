@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torchrec.distributed.model_parallel import (
     DMPCollection,
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.c10d import DynamoError
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
@@ -25,6 +27,7 @@ from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
+from torchrec_2dsp.parallel.pipelines import AnyPipeline, combined_optimizer, make_pipeline
 from torchrec_2dsp.plan.fits_module import check_model
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
@@ -196,6 +199,48 @@ class ModelParallel2D(DMPCollection):
             "a sharded model can't be copied, because it holds process groups; copy it before you "
             "shard it, or save a checkpoint and load it into another model"
         )
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the tables' optimizer doesn't train, in the model's order.
+
+        Example::
+
+            dense_optimizer = torch.optim.Adam(model.dense_parameters(), lr=1e-3)
+        """
+        return [param for _, param in in_backward_optimizer_filter(self.named_parameters())]
+
+    def combined_optimizer(self, dense_optimizer: torch.optim.Optimizer) -> KeyedOptimizer:
+        """Join the tables' optimizer and the dense part's; see `combined_optimizer`.
+
+        Example::
+
+            optimizer = model.combined_optimizer(torch.optim.Adam(model.dense_parameters()))
+            pipeline = model.pipeline(optimizer)
+            ...
+            tdsp.save_checkpoint(folder, model, optimizer)
+        """
+        return combined_optimizer(self, dense_optimizer)
+
+    def pipeline(self, dense_optimizer: torch.optim.Optimizer, **options: Any) -> AnyPipeline:
+        """Build the train pipeline that the plan wants, which trains tables and dense part.
+
+        Example::
+
+            pipeline = model.pipeline(torch.optim.Adam(model.dense_parameters(), lr=1e-3))
+            for _ in range(num_steps):
+                loss = pipeline.progress(batches)
+
+        Args:
+            dense_optimizer: built of `dense_parameters`, or of all by `combined_optimizer`.
+            options: of the pipeline's class: `TrainPipelineBase`, `TrainPipelineSparseDist` or
+                `TrainPipelineRowPrefetch`.
+
+        Collectives:
+            An agreement of all ranks.
+        """
+        optimizer = combined_optimizer(self, dense_optimizer)
+        kind = cast(Plan2D, self.plan).pipeline
+        return make_pipeline(kind, self, optimizer, self._device, **options)
 
     def sharded_tables(self) -> list[Tables2D]:
         """Return the sharded tables in model order, one per embedding module and mesh."""

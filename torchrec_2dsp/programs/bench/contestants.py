@@ -32,7 +32,6 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -44,6 +43,7 @@ from torchrec_2dsp.cost.measuring.clock import Clock
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.parallel.pipelines import AnyPipeline
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
@@ -188,7 +188,7 @@ class Trainer:
     """A sharded model that is ready to train."""
 
     model: DistributedModelParallel
-    pipeline: TrainPipelineSparseDist[Any, Any]
+    pipeline: AnyPipeline
     """TorchRec's, or derived from it: it calls the model's `sync` by itself."""
 
     optimizer: CombinedOptimizer
@@ -228,10 +228,7 @@ def build_trainer(
         model, plan = _stock(config, contestant, speeds, unsharded, device, part.wrapper)
     fill_tables_(model, shape.features, config.model.dim, config.model.seed)
     optimizer = _optimizer(config, contestant.dense, model)
-    if isinstance(plan, Plan2D):
-        plan = scheduled(plan, contestant)
-    prefetch_rows = isinstance(plan, Plan2D) and plan.pipeline is Pipeline.ROW_PREFETCH
-    pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
+    pipeline = make_pipeline(model, optimizer, device)
     dense_plan = str(part.choices.best.plan) if part.choices else ""
     return Trainer(model, pipeline, optimizer, plan, dense_plan)
 
@@ -320,6 +317,7 @@ def _two_d(
         plan = pinned_plan(
             model, sharders, contestant, shape, arguments, mesh=mesh, sync=contestant.sync_config
         )
+    plan = scheduled(plan, contestant)
     parallel_model = ModelParallel2D(
         model,
         device=device,

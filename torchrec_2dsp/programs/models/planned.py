@@ -1,6 +1,7 @@
 """The planning and sharding that all programs share."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
+from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.parallel.pipelines import AnyPipeline
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
     Exchange,
+    Pipeline,
     ShardingType2D,
     base_type,
     kinds_of,
@@ -98,7 +101,7 @@ _DATA_PARALLEL = ShardingType2D.DATA_PARALLEL.base.value
 def pinned(
     plan: Plan2D, config: ExchangeConfig, data: BatchShape, access: AccessStats | None = None
 ) -> Plan2D:
-    """Pin a config's exchange in a plan, as far as its sharding types allow."""
+    """Pin a config's exchange and pipeline in a plan, as far as its sharding types allow."""
     if config.prefetch_rows and config.exchange not in ROW_EXCHANGES:
         raise ConfigError("prefetch_rows is for an exchange of rows; set exchange='row'")
     types = {
@@ -126,7 +129,8 @@ def pinned(
         if types.get(name, _DATA_PARALLEL) == _DATA_PARALLEL:
             continue  # The model has no such table, or all its rows are on every rank already.
         plan = pin(plan, name, hot_rows=_hottest(feature, config.hot_rows, data, access))
-    return plan
+    pipeline = Pipeline.ROW_PREFETCH if config.prefetch_rows else Pipeline.SPARSE_DIST
+    return replace(plan, pipeline=pipeline)
 
 
 def _hottest(
@@ -212,12 +216,9 @@ def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
 
 
 def make_pipeline(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    *,
-    prefetch_rows: bool = False,
-) -> TrainPipelineSparseDist[Any, Any]:
-    """Build TorchRec's pipeline, or the one that prefetches rows."""
-    kind = TrainPipelineRowPrefetch if prefetch_rows else TrainPipelineSparseDist
-    return kind(model, optimizer, device)
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> AnyPipeline:
+    """Build the pipeline that the plan wants; TorchRec's for a model of TorchRec's."""
+    if isinstance(model, ModelParallel2D):
+        return model.pipeline(optimizer)
+    return TrainPipelineSparseDist(model, optimizer, device)

@@ -25,7 +25,6 @@ from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
-from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.programs.data.dataset import Dataset, Progress, Split, open_together
 from torchrec_2dsp.programs.data.synthetic import SyntheticData, click_probability
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
@@ -353,8 +352,7 @@ class RunTrainer:
             # No config lets TorchRec alone accumulate.
             assert isinstance(model, ModelParallel2D)
             return AccumulatedSteps(model, optimizer, device, num_batches=self._loop.accumulate)
-        is_early = self.planned.plan.pipeline is Pipeline.ROW_PREFETCH or self._run.prefetch_rows
-        return PipelinedSteps(model, optimizer, device, prefetch_rows=is_early)
+        return PipelinedSteps(model, optimizer, device)
 
     def _train_some(
         self,

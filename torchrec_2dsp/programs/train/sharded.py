@@ -39,6 +39,7 @@ from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.loop import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
 from torchrec_2dsp.planner.planner2d import Planner2D, plan_on_rank_0
 from torchrec_2dsp.programs.config.sections import OptimizerConfig
@@ -128,6 +129,8 @@ def sharded_model(
         weigh_losses_(model)
     sharders = make_sharders(config, run, shape)
     plan, explanation = _plan_run(config, name, dataset, model, sharders)
+    if run.prefetch_rows:
+        plan = replace(plan, pipeline=Pipeline.ROW_PREFETCH)
     planned = PlannedRun(plan, tables, num_steps, explanation)
     part = _make_dense_part(config, run, model)
     parallel_model = ModelParallel2D(

@@ -24,6 +24,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
@@ -72,11 +73,9 @@ class PipelinedSteps:
         model: DistributedModelParallel,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        *,
-        prefetch_rows: bool,
     ) -> None:
         self._model = model
-        self._pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
+        self._pipeline = make_pipeline(model, optimizer, device)
         self._is_detached = False
 
     def step(self, batches: Iterator[Batch]) -> Output:
@@ -84,14 +83,15 @@ class PipelinedSteps:
         if self._is_detached and not isinstance(self._model, ModelParallel2D):
             # By default a pipeline starts the input exchange for its next batch once more. With
             # TorchRec's own sequences, that loses the finished exchange's sizes.
-            self._pipeline.attach(self._model, sparse_dist=False)
+            self._pipeline.attach(self._model, sparse_dist=False)  # type: ignore[union-attr]
         self._is_detached = False
         return self._pipeline.progress(batches)
 
     def pause(self) -> None:
         """Detach the model; prefetched batches stay in the pipeline."""
-        self._pipeline.detach()
-        self._is_detached = True
+        if not isinstance(self._pipeline, TrainPipelineBase):
+            self._pipeline.detach()
+            self._is_detached = True
 
 
 class AccumulatedSteps:

@@ -1,4 +1,4 @@
-"""`TrainPipelineRowPrefetch`: TorchRec's sparse pipeline, which also prefetches rows."""
+"""Train pipelines: a plan's, its optimizer, and `TrainPipelineRowPrefetch`."""
 
 import logging
 from collections.abc import Iterator
@@ -10,12 +10,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
 from torchrec_2dsp._compat.shardings import OpenTrainPipeline
-from torchrec_2dsp.comms.alarm import BatchesInStep
+from torchrec_2dsp.comms.alarm import BatchesInStep, agreeing
 from torchrec_2dsp.comms.failure_detection import naming_faults
-from torchrec_2dsp.comms.groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups, world_group
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.shard.parted import (
     PrefetchedBatch,
     groups_of,
@@ -199,3 +205,58 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
                 arrived = self.arrived(context, name) if wait else None
                 batches += prefetched_batches(module, context.module_contexts[name], arrived)
         return batches
+
+
+AnyPipeline = TrainPipelineBase[Any, Any] | TrainPipelineSparseDist[Any, Any]
+"""A train pipeline of a plan."""
+_KINDS: dict[Pipeline, Any] = {
+    Pipeline.BASE: TrainPipelineBase,
+    Pipeline.SPARSE_DIST: TrainPipelineSparseDist,
+    Pipeline.ROW_PREFETCH: TrainPipelineRowPrefetch,
+}
+
+
+def make_pipeline(
+    kind: Pipeline,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    **options: Any,
+) -> AnyPipeline:
+    """Build a train pipeline; ``options`` are its class's."""
+    pipeline: AnyPipeline = _KINDS[kind](model, optimizer, device, **options)
+    return pipeline
+
+
+def combined_optimizer(
+    model: DistributedModelParallel, dense_optimizer: torch.optim.Optimizer
+) -> KeyedOptimizer:
+    """Join the tables' optimizer and the dense part's.
+
+    Args:
+        model: the sharded model.
+        dense_optimizer: of the dense part's parameters, or some of them. One that has the tables'
+            optimizer in it already is returned as it is.
+
+    Raises:
+        ConfigError: it has other parameters.
+
+    Collectives:
+        An agreement of all ranks.
+    """
+    fused = model.fused_optimizer
+    if isinstance(dense_optimizer, KeyedOptimizer):
+        of_tables = {id(param) for param in fused.params.values()}
+        if any(id(param) in of_tables for param in dense_optimizer.params.values()):
+            return dense_optimizer
+        return CombinedOptimizer([fused, dense_optimizer])
+    given = {id(param) for group in dense_optimizer.param_groups for param in group["params"]}
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    with agreeing(world_group()):
+        if others := given - {id(param) for param in dense.values()}:
+            raise ConfigError(
+                f"{len(others)} of the optimizer's {len(given)} parameters belong to tables, or to "
+                "the model before it was sharded: build it of model.dense_parameters()"
+            )
+    named = {name: param for name, param in dense.items() if id(param) in given}
+    return CombinedOptimizer([fused, KeyedOptimizerWrapper(named, lambda _: dense_optimizer)])

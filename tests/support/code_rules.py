@@ -298,7 +298,7 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 254
-MAX_LINES = {"the library": 36_900, "the programs": 24_300, "tests": 51_900}
+MAX_LINES = {"the library": 37_000, "the programs": 24_300, "tests": 51_900}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         failing_together as failing_together,
     )
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D as ModelParallel2D
+    from torchrec_2dsp.parallel.parallelize import parallelize as parallelize
     from torchrec_2dsp.parallel.pipelines import (
         TrainPipelineRowPrefetch as TrainPipelineRowPrefetch,
     )
@@ -123,6 +124,7 @@ _MODULE_OF = {
     "failing_together": "torchrec_2dsp.parallel.loop",
     "ModelParallel2D": "torchrec_2dsp.parallel.model_parallel2d",
     "TrainPipelineRowPrefetch": "torchrec_2dsp.parallel.pipelines",
+    "parallelize": "torchrec_2dsp.parallel.parallelize",
     "TrainState": "torchrec_2dsp.parallel.train_state.state",
     "Exchange": "torchrec_2dsp.plan.parameter_sharding",
     "ParameterSharding2D": "torchrec_2dsp.plan.parameter_sharding",

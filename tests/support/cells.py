@@ -51,6 +51,8 @@ class Cell:
     """The one that the plan wants."""
     full_duplex: bool = False
     """Whether the plan is full duplex."""
+    parallelized: bool = False
+    """Whether `parallelize` makes the plan, on the cell's mesh and with its exchange."""
     proposed: bool = False
     """Whether TorchRec's planner makes the plan, of this package's proposals."""
 
@@ -62,6 +64,7 @@ class Cell:
         parts += [self.transport] * (self.transport != "fp32")
         parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
         parts += ["full-duplex"] * self.full_duplex
+        parts += ["parallelized"] * self.parallelized
         parts += ["proposed"] * self.proposed + [f"{name} once" for name in self.in_world]
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
         return " ".join(parts + ["VBE"] * self.variable + ["captured"] * self.always_capture)

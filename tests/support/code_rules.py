@@ -297,8 +297,8 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_FILES = 254
-MAX_LINES = {"the library": 37_000, "the programs": 24_300, "tests": 51_900}
+MAX_FILES = 257
+MAX_LINES = {"the library": 37_350, "the programs": 24_350, "tests": 52_250}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

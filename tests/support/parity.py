@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -87,6 +88,10 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
     model = build(cell.spec, seed=0)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     sharder = make_sharder(cell)
+    if cell.parallelized:
+        parallel = parallelized(cell, model, sharders=[sharder])
+        parallel.load_state_dict(weights)  # type: ignore[arg-type]
+        return parallel
     if cell.demands:
         # A search takes longer than the steps that follow.
         plan = from_rank_0(lambda: plan_by_cost(cell, model, sharder, local_world_size))
@@ -101,6 +106,20 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
     )
     parallel.load_state_dict(weights)  # type: ignore[arg-type]
     return parallel
+
+
+def parallelized(cell: Cell, model: nn.Module, **known: Any) -> tdsp.ModelParallel2D:
+    """Make a plan as a user would, on two emulated hosts, and run it."""
+    return tdsp.parallelize(
+        on_rank_device(model),
+        device=rank_device(),
+        batch_size=256,
+        calibration="emulated_200mbit",
+        exchange=None if cell.exchange == "pooled" else cell.exchange,
+        mesh=cell.mesh,
+        sync=cell.sync,
+        **known,
+    )
 
 
 def from_rank_0(make: Callable[[], ShardingPlan]) -> ShardingPlan:
@@ -164,7 +183,8 @@ def check_cells(
         assert worst.worst <= (tolerance or allowed), f"{cell} {cell.spec}: {worst}"
         total = sum(gap.num_values for gap in gaps)
         # A plan by demands may choose data-parallel tables.
-        assert total > 0 if cell.demands and not cell.in_world else total == cell.num_values, cell
+        is_searched = cell.parallelized or (cell.demands and not cell.in_world)
+        assert total > 0 if is_searched else total == cell.num_values, cell
         has_replicas = cell.mesh.num_groups > 1 or cell.sharding == "data_parallel"
         if must_sync and (has_replicas or cell.hot_rows):
             assert sum(gap.synced_rows for gap in gaps) > 0, f"{cell} synced nothing"

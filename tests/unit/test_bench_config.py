@@ -94,7 +94,10 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
             {"plain": {"kind": "stock", "hot_rows": 3}},
             "contestants.plain.hot_rows is unknown; use one of ne_bound",
         ),
-        ({"plain": {"kind": "magic"}}, "kind='magic': use one of 'stock', 'two_d', 'ceiling'"),
+        (
+            {"plain": {"kind": "magic"}},
+            "kind='magic': use one of 'stock', 'two_d', 'parallelized', 'ceiling'",
+        ),
         (
             {"plain": {"kind": "stock"}, "any": {"kind": "two_d", "num_groups": "any"}},
             'num_groups = "any" is for by_cost = true',

@@ -250,7 +250,7 @@ class CostSetting:
         gradients travel behind the backward, bucket by bucket; the last bucket, and tables, have
         nothing left to hide behind.
         """
-        beside_s = min(self._phases.beside_s(loads), cost.dense_s)
+        beside_s = min(self._phases.beside_s(loads), cost.dense_s + cost.update_s)
         if self.pipeline is not Pipeline.BASE:
             beside_s = min(beside_s + cost.input_exchange_s, cost.compute_s)
         dense = self.workload.dense

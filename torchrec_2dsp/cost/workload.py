@@ -1,6 +1,6 @@
 """`Workload`: a step's work, whatever the plan; and the optimizer state of each row."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -35,6 +35,10 @@ ASSUMED_SKEW = 1.05
 1.53, and 1.16 in the middle."""
 
 _BINS = 256
+
+_VECTOR_PASSES = 5
+"""Passes over the vectors that a model gets: as they came, in the model's order, put together,
+read and written by what is above them."""
 
 _STATELESS = (
     EmbOptimType.SGD,
@@ -138,6 +142,14 @@ def _distinct(num_rows: int, skew: float, num_lookups: float, num_hot: int) -> f
     return float(cold @ (1 - (1 - shares) ** num_lookups))
 
 
+def table_weights(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the weights of a model's unsharded tables."""
+    kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+    for part in module.modules():
+        if isinstance(part, kinds):
+            yield from part.parameters()
+
+
 @cache
 def zipf_bins(num_rows: int, skew: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return bins of rows that are used nearly alike: their ends, and the share of each row.
@@ -171,23 +183,23 @@ class DenseWork:
     """Bytes that are all-reduced over the world in each step."""
 
     @classmethod
-    def of_model(cls, module: nn.Module, *, batch_size: int, kernels: Kernels) -> "DenseWork":
-        """Estimate the work: two operations for each weight and sample, twice as many backward.
+    def of_model(cls, module: nn.Module, workload: "Workload", kernels: Kernels) -> "DenseWork":
+        """Estimate the work: linear layers, and passes over the vectors that tables give.
 
-        That is what linear layers do; whatever a model does beside them isn't counted.
+        Two operations for each weight and sample, and twice as many backward. Whatever else a
+        model does, such as interactions and attention, isn't counted.
         """
-        holders = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
-        tables = {
-            id(weight)
-            for part in module.modules()
-            if isinstance(part, holders)
-            for weight in part.parameters()
-        }
+        tables = {id(weight) for weight in table_weights(module)}
         weights = [weight for weight in module.parameters() if id(weight) not in tables]
-        forward_s = 0.0
+        vectors = sum(
+            table.dim * (table.ids_per_sample if table.is_sequence else table.num_features)
+            for table in workload.tables.values()
+        )
+        vector_bytes = float(workload.batch_size * vectors * STATE_BYTES)
+        forward_s = _VECTOR_PASSES * kernels.pool.seconds(0.0, vector_bytes)
         if kernels.matmul is not None:
-            operations = 2.0 * batch_size * sum(weight.numel() for weight in weights)
-            forward_s = kernels.matmul.seconds(operations, 0.0)
+            operations = 2.0 * workload.batch_size * sum(weight.numel() for weight in weights)
+            forward_s += kernels.matmul.seconds(operations, 0.0)
         gradient_bytes = sum(weight.nbytes for weight in weights if weight.requires_grad)
         return cls(
             forward_s=forward_s, backward_s=2 * forward_s, gradient_bytes=float(gradient_bytes)

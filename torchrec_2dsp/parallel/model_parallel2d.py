@@ -1,11 +1,10 @@
 """`ModelParallel2D`: TorchRec's `DMPCollection` for a `Plan2D`, on CPU as well."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.parallel.pipelines import AnyPipeline, combined_optimizer, make_pipeline
 from torchrec_2dsp.plan.fits_module import check_model
-from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
@@ -40,6 +38,9 @@ from torchrec_2dsp.shard.sharders import (
     get_default_sharders,
 )
 from torchrec_2dsp.shard.tables import Tables2D
+
+if TYPE_CHECKING:
+    from torchrec_2dsp.planner.explanation import Explanation
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,8 +119,8 @@ class ModelParallel2D(DMPCollection):
             module: the model; embedding modules may be on the meta device.
             device: this rank's device, CPU by default.
             plan: from `Planner2D`, from TorchRec's planner with this package's proposers, or from
-                `Plan2D.from_stock`. Without one, rank 0 plans for one sharding group, as
-                `DistributedModelParallel` does, and logs the result.
+                `Plan2D.from_stock`. Without one it is searched as in `parallelize`, which takes
+                what you know.
             sharders: this package's sharders, by default `get_default_sharders()`.
             init_data_parallel: as in `DistributedModelParallel`.
             init_parameters: as in `DistributedModelParallel`.
@@ -133,8 +134,12 @@ class ModelParallel2D(DMPCollection):
         sharders = get_default_sharders() if sharders is None else list(sharders)
         with agreeing(world_group()) as facts:
             facts["whether there is a plan"] = str(plan is not None)
+        explanation: Explanation | None = None
         if plan is None:
-            plan = _plan_by_default(module, sharders, device)
+            # Loaded only here: a model with a plan needs none of the planner's modules.
+            from torchrec_2dsp.parallel.planning import Wishes, find_plan
+
+            plan, explanation = find_plan(module, sharders, device, Wishes())
         with agreeing(world_group()) as facts:
             plan = _checked_plan(module, plan, sharders, unsupported)
             facts["the plan"] = to_json(plan)
@@ -165,7 +170,18 @@ class ModelParallel2D(DMPCollection):
         )
         self._groups = groups
         self._num_steps = 0
+        self.explanation = explanation
+        """The reasons for a plan that was searched by this call, on rank 0."""
         groups.board.activity.restart()
+
+    def explain(self) -> "Explanation":
+        """Return the reasons for the plan, on rank 0: ``print(model.explain())``."""
+        if self.explanation is None:
+            raise ConfigError(
+                "nothing is known here of the reasons for the plan: it was given, or this isn't "
+                "rank 0, which searched it"
+            )
+        return self.explanation
 
     @property
     def mesh(self) -> Mesh2D:
@@ -432,38 +448,6 @@ def _describe_sharder(sharder: ModuleSharder[Any]) -> str:
     params = getattr(sharder, "fused_params", None) or {}
     optimizer = getattr(sharder, "optimizer", None)
     return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"
-
-
-def _plan_by_default(
-    module: nn.Module, sharders: list[ModuleSharder[Any]], device: torch.device
-) -> Plan2D:
-    """Plan for one sharding group, as `DistributedModelParallel` does without a plan.
-
-    Neither network nor access frequencies are known, so no table is replicated.
-
-    Collectives:
-        One broadcast of a pickled object from rank 0 of the world.
-    """
-    # Loaded only here: a model with a plan needs none of the planner's modules.
-    from torchrec_2dsp.planner.planner2d import Planner2D
-    from torchrec_2dsp.planner.topology import world_topology
-
-    mesh = Mesh2D(1, dist.get_world_size())
-    planner = Planner2D(topology=world_topology(mesh, device.type), mesh=mesh)
-    plan = planner.collective_plan(module, sharders, world_group())
-    if dist.get_rank() == 0:
-        kinds = Counter(
-            base_type(table.sharding_type)
-            for _, module_plan in plan.modules()
-            for _, table in module_plan.tables()
-        )
-        logger.info(
-            "no plan was given, so a search by cost made one for %s: %s; Planner2D searches the "
-            "mesh as well",
-            mesh,
-            ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no tables",
-        )
-    return plan
 
 
 def _context(plan: Plan2D, groups: MeshGroups) -> DMPCollectionContext:

@@ -1,5 +1,6 @@
 """`Explanation`: the reasons for a plan, by table and by rank; printed, it is a report."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -193,9 +194,12 @@ class Explanation:
         unknown = self.setting.workload.num_without_access
         if not unknown:
             return ""
+        skews = {work.skew for work in self.setting.workload.tables.values() if not work.access}
+        alike = "alike, which makes row exchange dearer than it is"
+        used = alike if skews == {0.0} else f"as by Zipf's law ({max(skews):g}), and none is hot"
         return (
             f"Nothing was counted for {unknown:,} of {len(self.tables):,} tables: all their "
-            "rows count as used alike, which makes row exchange dearer than it is."
+            f"rows count as used {used}."
         )
 
     @property
@@ -207,6 +211,20 @@ class Explanation:
             f"Rows in int4 would make a step {self.gain_by_int4:.1f} times as fast, and round: "
             "precision='any'."
         )
+
+    def summary(self) -> Iterator[str]:
+        """Yield what was chosen, what it should take, and what else would help, a line each."""
+        ways = Counter(line.way for line in self.tables)
+        chosen = "; ".join(f"{count:,} {way}" for way, count in ways.most_common())
+        yield f"torchrec_2dsp: {chosen or 'no tables'}; {self.where}"
+        longest = sorted(self.cost.parts(), key=lambda part: -part[1])[:3]
+        parts = ", ".join(
+            f"{milliseconds(part)} {name.replace('_', ' ')}" for name, part in longest
+        )
+        yield f"  a step should take {milliseconds(self.cost.total_s)} ms, with {parts}"
+        for where, seconds in self.meshes[1:2]:
+            yield f"  next best: {milliseconds(seconds)} ms with {where}"
+        yield from (f"  {sentence}" for sentence in (self.advice, self.caveat) if sentence)
 
     def table_rows(self) -> Table:
         """Return a row for each table: its choice, its time, and the second best choice."""

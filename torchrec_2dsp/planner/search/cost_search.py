@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any, cast
 
+import numpy as np
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import CommOp, ModuleSharder
@@ -92,12 +94,17 @@ class CostSearch:
         def candidates_in(transport: Transport) -> list[Candidate]:
             return candidates_of(module, sharders, self.constraints, workload, device, (transport,))
 
+        @cache
+        def rated_s(transport: Transport) -> float:
+            """Rate the best choices with evenly dealt shards."""
+            chosen = chosen_on_each(candidates_in(transport), settings, room)
+            return chosen[0][1][0].rated_s if chosen else np.inf
+
         # One for all tables whose constraints name none: each more needs messages of its own.
-        candidates = candidates_in(self.transports[0])
-        results = [
-            search_copies(candidates_in(transport), settings, room) for transport in self.transports
-        ]
-        result = min(results, key=lambda found: found.rated_s)
+        several = len(self.transports) > 1
+        transport = min(self.transports, key=rated_s) if several else self.transports[0]
+        candidates = candidates_in(transport)
+        result = search_copies(candidates, settings, room)
         if not result.placements:
             largest = max(settings, key=lambda setting: setting.mesh.group_size)
             missing = _shortfall(candidates, largest, int(room))
@@ -149,8 +156,7 @@ class CostSearch:
             access=self.access,
             skew=ASSUMED_SKEW,
         )
-        kernels = self.calibration.kernels
-        dense = DenseWork.of_model(module, batch_size=self.batch_size, kernels=kernels)
+        dense = DenseWork.of_model(module, workload, self.calibration.kernels)
         forward, backward = wire_bytes
         return replace(
             workload, dense=dense, forward_wire_bytes=forward, backward_wire_bytes=backward

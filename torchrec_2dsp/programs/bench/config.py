@@ -1,6 +1,6 @@
 """A benchmark's config: contestants, their workload, and how carefully they are compared."""
 
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -200,7 +200,13 @@ class StockContestant(_Planned):
 class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     """A contestant with this package's planner, sharder and `ModelParallel2D`."""
 
-    kind: Literal["two_d"]
+    kind: Literal["two_d", "parallelized"]
+    """"parallelized" does what `parallelize` does for a user: it knows no row frequencies and no
+    time of the dense part, and measures the ranks unless there is a calibration."""
+
+    precision: Literal["exact", "any"] = "exact"
+    """Whether `parallelize` may round rows and vectors that travel."""
+
     num_groups: int | Literal["hosts", "ranks_per_host", "any"] = "hosts"
     """Table replicas; "any" lets the planner choose."""
 
@@ -213,8 +219,16 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
     """The wire format for embeddings and gradients in TorchRec's quantised communication."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _search_all(cls, tree: Any) -> Any:
+        is_call = isinstance(tree, dict) and tree.get("kind") == "parallelized"
+        return {"by_cost": True, "num_groups": "any"} | tree if is_call else tree
+
     @model_validator(mode="after")
     def _check_search(self) -> Self:
+        if self.precision != "exact" and self.kind != "parallelized":
+            raise ValueError('precision is for kind = "parallelized"')
         if self.num_groups == "any" and not (self.by_cost and self.sync == "GradientSync"):
             raise ValueError('num_groups = "any" is for by_cost = true and sync = "GradientSync"')
         if self.by_cost and self.exchange_text:
@@ -228,6 +242,8 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
         dealt = f"{self.layout.value} groups (as many as {str(self.num_groups).replace('_', ' ')})"
         mesh = "any groups" if self.num_groups == "any" else dealt
+        if self.kind == "parallelized":
+            return f"parallelize(precision={self.precision!r}), {self.sync_config}{self._others()}"
         chosen = "by predicted cost" if self.by_cost else self._choice()
         return f"2D, {mesh}, {self.sync_config}, {chosen}{rows}{self._others()}"
 

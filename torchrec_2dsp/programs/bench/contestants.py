@@ -43,6 +43,7 @@ from torchrec_2dsp.cost.measuring.clock import Clock
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.parallel.parallelize import parallelize
 from torchrec_2dsp.parallel.pipelines import AnyPipeline
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
@@ -304,6 +305,17 @@ def _two_d(
         ],
     )
     arguments = _planner_arguments(config, contestant, speeds)
+    if contestant.kind == "parallelized":
+        parallel_model = parallelize(
+            model,
+            device=device,
+            precision=contestant.precision,
+            calibration=config.calibration or None,
+            sharders=sharders,
+            data_parallel_wrapper=wrapper,
+            **{name: arguments[name] for name in ("batch_size", "constraints")},
+        )
+        return parallel_model, parallel_model.plan
     if contestant.by_cost:
         planner = Planner2D(
             **arguments,

@@ -103,6 +103,7 @@ def loss_bounds(
     is_other_algorithm |= contestant.dense.is_other_algorithm
     if not isinstance(contestant, StockContestant):
         rounded |= {contestant.transport.value, contestant.row_transport.value}
+        rounded |= set() if contestant.precision == "exact" else {"int4"}
         is_other_algorithm |= contestant.sync == "WeightSync" or contestant.delay > 0
     is_exact = rounded == {"fp32"} and not is_other_algorithm
     ne_bound = max(config.loss.ne_bound_of(arithmetic) for arithmetic in rounded)

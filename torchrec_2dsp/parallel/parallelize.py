@@ -1,0 +1,143 @@
+"""`parallelize`: one call from a plain model to the fastest training that the rules allow."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.planner.types import ParameterConstraints, StorageReservation
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+from torchrec_2dsp._compat.torchrec import in_backward_optimizers
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.workload import table_weights
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh import Mesh2D
+from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.plan.parameter_sharding import Exchange
+from torchrec_2dsp.plan.serialize import load
+from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
+from torchrec_2dsp.shard.optimizers import Optimizer
+from torchrec_2dsp.shard.sharders import (
+    EmbeddingBagCollectionSharder2D,
+    EmbeddingCollectionSharder2D,
+)
+
+
+def parallelize(
+    module: nn.Module,
+    *,
+    batch_size: int,
+    device: torch.device | None = None,
+    optimizer: Optimizer | None = None,
+    precision: "Transport | str | Sequence[Transport | str]" = "exact",
+    exchange: "Exchange | str | Sequence[Exchange | str] | None" = None,
+    calibration: Calibration | str | Path | None = None,
+    mesh: Mesh2D | None = None,
+    sync: SyncConfig = EXACT_SYNC,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    access: AccessStats | None = None,
+    storage_reservation: StorageReservation | None = None,
+    plan: ShardingPlan | str | Path | None = None,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
+    data_parallel_wrapper: DataParallelWrapper | None = None,
+) -> ModelParallel2D:
+    """Shard a model by the plan that is predicted to be fastest on these ranks.
+
+    Rank 0 prints what was chosen, what a step should take, the next best, and what would help most
+    that isn't allowed; `ModelParallel2D.explain` has the reasons. Weights of tables that aren't on
+    the meta device are kept.
+
+    Example::
+
+        model = tdsp.parallelize(
+            model,
+            device=device,
+            batch_size=4096,
+            optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.02),
+        )
+        pipeline = model.pipeline(torch.optim.Adam(model.dense_parameters(), lr=1e-3))
+        for _ in range(num_steps):
+            output = pipeline.progress(batches)
+
+    Args:
+        module: the model; embedding modules may be on the meta device.
+        batch_size: samples per rank and step.
+        device: this rank's device, CPU by default.
+        optimizer: of the tables; not needed with ``sharders``, or where
+            ``apply_optimizer_in_backward`` gave each table one.
+        precision: "exact" trains as the unsharded model; "any" lets the search round rows and
+            gradients that travel, a list of transports only by these.
+        exchange: the exchanges allowed, by default all.
+        calibration: of these machines, a file or its name. By default they are measured, in 20 s at
+            most, and the result is kept in the user's cache folder for the next start.
+        mesh: the ranks that repeat the plan; by default what is best.
+        sync: keeps replicas equal.
+        constraints: per table, as in TorchRec's planner.
+        access: row frequencies. Without them, rows count as used as in public click logs, and none
+            are hot.
+        storage_reservation: the memory that isn't for tables, as in TorchRec.
+        plan: run this plan, or the plan in this file, instead of searching one.
+        sharders: shard by these instead of one for bags and one for sequences.
+        data_parallel_wrapper: as in `ModelParallel2D`.
+
+    Collectives:
+        Those of `find_plan`, unless there is a plan, and of `ModelParallel2D`.
+    """
+    device = torch.device("cpu") if device is None else device
+    with agreeing(world_group()) as facts:
+        sharders = _sharders(module, optimizer, sharders)
+        if isinstance(plan, str | Path):
+            plan = load(plan)
+        facts["whether there is a plan"] = str(plan is not None)
+        facts["batch_size"] = str(batch_size)
+    explanation = None
+    if plan is None:
+        # Loaded only here: with a plan, none of the planner's modules is needed.
+        from torchrec_2dsp.parallel.planning import Wishes, find_plan
+
+        wishes = Wishes(
+            batch_size=batch_size,
+            precision=precision,
+            exchange=exchange,
+            calibration=calibration,
+            mesh=mesh,
+            sync=sync,
+            constraints=constraints,
+            access=access,
+            storage_reservation=storage_reservation,
+        )
+        plan, explanation = find_plan(module, sharders, device, wishes)
+    model = ModelParallel2D(
+        module, device, plan, sharders, data_parallel_wrapper=data_parallel_wrapper
+    )
+    model.explanation = explanation
+    return model
+
+
+def _sharders(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    sharders: Sequence[ModuleSharder[Any]] | None,
+) -> list[ModuleSharder[Any]]:
+    """Return the user's sharders, or a sharder for each kind of module."""
+    if sharders is not None:
+        if optimizer is not None:
+            raise ConfigError("optimizer and sharders are both given: give the optimizer to them")
+        return list(sharders)
+    tables = list(table_weights(module))
+    if optimizer is None and not all(in_backward_optimizers(table) for table in tables):
+        raise ConfigError(
+            "nothing says how tables are trained: give optimizer=..., such as "
+            "tdsp.MomentScaledRowWiseAdaGrad(lr=0.02)"
+        )
+    return [
+        EmbeddingBagCollectionSharder2D(optimizer, keep_weights=True),
+        EmbeddingCollectionSharder2D(optimizer),
+    ]

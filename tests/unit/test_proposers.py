@@ -38,7 +38,7 @@ from tests.support.planning import (
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
-from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.cost.workload import ASSUMED_SKEW, DenseWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline, ProposedType, base_type
 from torchrec_2dsp.plan.plan2d import is_proposed
 from torchrec_2dsp.planner.search.choices import rated
@@ -78,8 +78,10 @@ def cost_of(
     access: tdsp.AccessStats | None = None,
     rows: tuple[int, ...] = ROWS,
 ) -> StepCost:
-    workload = Workload.of_model(tables(rows), batch_size=BATCH, access=access)
-    return CostModel(calibration(link), 2).step_cost(plan, workload)
+    model, machines = tables(rows), calibration(link)
+    workload = Workload.of_model(model, batch_size=BATCH, access=access, skew=ASSUMED_SKEW)
+    dense = DenseWork.of_model(model, workload, machines.kernels)
+    return CostModel(machines, 2).step_cost(plan, replace(workload, dense=dense))
 
 
 def chosen(plan: tdsp.Plan2D) -> list[tuple[str, str]]:
@@ -127,7 +129,7 @@ def test_a_rating_is_what_the_cost_model_says(kind: str) -> None:
     assert set(chosen(plan)) == {(f"2d_{kind}", "pooled")}
     assert result._best_plan is not None
     rating = result._perf_model.rate(result._best_plan)
-    assert rating == pytest.approx(1e3 * cost_of(plan, "200mbit", rows=rows).total_s)
+    assert rating == pytest.approx(1e3 * cost_of(plan, "200mbit", rows=rows).tables_s)
     perfs = [shard.perf for option in result._best_plan for shard in option.shards]
     assert all(entry.fwd_comms > 0 < entry.bwd_comms for entry in perfs if entry)
 

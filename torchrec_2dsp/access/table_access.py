@@ -23,11 +23,11 @@ def _remembered(method: _Method) -> _Method:
 
     @wraps(method)
     def remembered(table: "TableAccess", *args: Any, **kwargs: Any) -> Any:
-        known = vars(table).setdefault("_known", {})
+        results = vars(table).setdefault("_results", {})
         key = method.__name__, args, *kwargs.items()
-        if key not in known:
-            known[key] = method(table, *args, **kwargs)
-        return known[key]
+        if key not in results:
+            results[key] = method(table, *args, **kwargs)
+        return results[key]
 
     return cast(_Method, remembered)
 

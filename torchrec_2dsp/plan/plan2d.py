@@ -139,13 +139,13 @@ class Plan2D(ShardingPlan):
             modules[path] = {
                 name: ParameterSharding2D.of(table) for name, table in module_plan.items()
             }
-        kept = plan if isinstance(plan, Plan2D) else cls({}, mesh=mesh, sync=sync)
+        schedule = plan if isinstance(plan, Plan2D) else cls({}, mesh=mesh, sync=sync)
         return cls.of_tables(
             modules,
             mesh=mesh,
             sync=sync,
-            pipeline=kept.pipeline,
-            full_duplex=kept.full_duplex,
+            pipeline=schedule.pipeline,
+            full_duplex=schedule.full_duplex,
         )
 
     @classmethod

@@ -427,8 +427,8 @@ def _with_exchange(
 ) -> ParameterConstraints2D:
     if isinstance(constraint, ParameterConstraints2D):
         return replace(constraint, exchange=exchanges)
-    known = {field.name: getattr(constraint, field.name) for field in fields(ParameterConstraints)}
-    return ParameterConstraints2D(**known, exchange=exchanges)
+    stock = {field.name: getattr(constraint, field.name) for field in fields(ParameterConstraints)}
+    return ParameterConstraints2D(**stock, exchange=exchanges)
 
 
 def _whole_world() -> Mesh2D:

@@ -21,7 +21,7 @@ from torchrec_2dsp.dense.pipelined.moving_layers import (
     moves_between,
     pack_layers,
 )
-from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
+from torchrec_2dsp.dense.pipelined.pipeline import Reduction, StackPipeline
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers
@@ -258,7 +258,7 @@ class CutStack:
             for stage in self._own_stages
         ]
         stages = [stage for _, stage in self._stages]
-        self.pipeline = Pipeline(
+        self.pipeline = StackPipeline(
             self._schedule,
             self._stages,
             CopiedLayers(stages, self._groups)

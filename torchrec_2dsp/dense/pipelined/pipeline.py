@@ -1,4 +1,4 @@
-"""`Pipeline`: runs a cut `LayerStack`, forward and backward, and fails on all ranks together."""
+"""`StackPipeline`: runs a cut `LayerStack`, forward and backward, and fails on all ranks together."""
 
 import copy
 from collections.abc import Sequence
@@ -148,7 +148,7 @@ _RESULT = -1
 """The last stage's output, as a key among the kinds of tensors between stages."""
 
 
-class Pipeline:
+class StackPipeline:
     """Runs a `LayerStack` over a pipeline's ranks, on the batches of all of them.
 
     In training all forwards and backwards happen inside one autograd function's forward. It gives
@@ -320,7 +320,7 @@ class _Trained(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pipeline: Pipeline,
+        pipeline: "StackPipeline",
         given: GivenTogether,
         _: torch.Tensor,
         inputs: torch.Tensor,

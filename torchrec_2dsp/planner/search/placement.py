@@ -305,16 +305,16 @@ def _runs(space: Space, placement: Placement) -> Runs | None:
 
 def _loads_by_size(space: Space, table: int, choice: Choice) -> Floats:
     """Return a mean rank's loads for hot sets of several sizes, wherever the table is."""
-    known = space.loads_by_size.get((table, choice))
-    if known is None:
+    loads = space.loads_by_size.get((table, choice))
+    if loads is None:
         setting, candidate = space.setting, space.candidates[table]
         placed = (
             candidate.somewhere(replace(choice, num_hot=size), setting.group)
             for size in _hot_set_sizes(candidate.work)
         )
-        known = np.array([setting.loads([table]).values.mean(axis=1) for table in placed])
-        space.loads_by_size[table, choice] = known
-    return known
+        loads = np.array([setting.loads([table]).values.mean(axis=1) for table in placed])
+        space.loads_by_size[table, choice] = loads
+    return loads
 
 
 def _hot_set_sizes(work: TableWork) -> list[int]:

@@ -383,13 +383,13 @@ def _try(
     if families in tried:
         return
     allowed = _allowed(space, families, room)
-    found: dict[bytes, Selected] = {}
+    distinct: dict[bytes, Selected] = {}
     for seconds in space.seconds:
         selection = _cheapest_within(space, seconds, allowed, room)
-        if selection is not None and selection.tobytes() not in found:
-            found[selection.tobytes()] = Selected.of(space, selection)
-    if found:
-        tried[families] = min(found.values(), key=lambda selected: selected.rated_s)
+        if selection is not None and selection.tobytes() not in distinct:
+            distinct[selection.tobytes()] = Selected.of(space, selection)
+    if distinct:
+        tried[families] = min(distinct.values(), key=lambda selected: selected.rated_s)
 
 
 def _allowed(space: Space, families: Iterable[int], room: float) -> _Mask:

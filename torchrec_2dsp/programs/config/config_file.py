@@ -144,10 +144,10 @@ def kind_of(path: str | Path, kinds: Sequence[type[BaseModel]]) -> type[BaseMode
     given = [section for section in sections if section in tree]
     if len(given) == 1:
         return sections[given[0]]
-    wanted = " or ".join(f"[{name}] for {_COMMANDS[name]}" for name in sections)
+    choices = " or ".join(f"[{name}] for {_COMMANDS[name]}" for name in sections)
     raise ConfigError(
         f"{path} has {'both' if given else 'neither'} of the sections that say what a config is "
-        f"for; give one with {wanted}"
+        f"for; give one with {choices}"
     )
 
 

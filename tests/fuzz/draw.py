@@ -141,7 +141,9 @@ def settled(case: Case) -> Case:
     has_sequences = any(module.kind == "sequences" for module in case.modules)
     sizes = tuple(max(1, size) for size in case.sizes) if has_sequences else case.sizes
     if case.refused and not REFUSALS[case.refused].applies(case):
-        case = replace(case, refused="")
+        # The last that applies, if any but the first: those at the end apply to the fewest cases.
+        others = [name for name in list(REFUSALS)[1:] if REFUSALS[name].applies(case)]
+        case = replace(case, refused=others[-1])
     has_bad_ids = case.has_bad_ids and not (case.bad_ids == "raise" and case.sync.delay)
     return replace(
         case,

@@ -19,7 +19,7 @@ from tests.fuzz.draw import (
     settled,
 )
 
-CASES = [draw_case(seed) for seed in range(4_000)]
+CASES = [draw_case(seed) for seed in range(3_000)]
 
 
 def test_a_seed_draws_one_case() -> None:

@@ -1,4 +1,4 @@
-"""`StackPipeline`: runs a cut `LayerStack`, forward and backward, and fails on all ranks together."""
+"""`StackPipeline`: runs a cut `LayerStack`, forward and backward; fails on all ranks together."""
 
 import copy
 from collections.abc import Sequence

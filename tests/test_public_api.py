@@ -63,6 +63,7 @@ PUBLIC_NAMES = [
     "latest_checkpoint",
     "load_checkpoint",
     "never",
+    "parallelize",
     "pin",
     "release_groups",
     "save_checkpoint",

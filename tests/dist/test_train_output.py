@@ -352,7 +352,8 @@ def sync_of_a_plan(rank: int, world_size: int, folder: Path) -> tuple[str, bool]
     save(Plan2D(plan.plan, mesh=plan.mesh, sync=WeightSync(), pipeline=early), path)
     with patch.object(program, "PipelinedSteps", wraps=PipelinedSteps) as steps:
         (run,) = train(config_with(runs={"averaged": {"plan": str(path)}})).runs
-    return run.sync, steps.call_args.kwargs["prefetch_rows"]
+    model, *_ = steps.call_args.args
+    return run.sync, model.plan.pipeline is early
 
 
 def test_a_plan_file_says_the_sync_and_the_pipeline(

@@ -66,10 +66,10 @@ def a_rank_that_rounds_otherwise() -> Patch:
 def a_rank_that_keeps_its_own_numbers() -> Patch:
     """Rank 1 adds its own gradients to those of its peers without rounding them."""
 
-    def start(hop: Hop, rows: Any, sizes: Any, key_dtype: Any, codec: Any) -> ArrivingRows:
+    def start(hop: Hop, rows: Any, sizes: Any, key_dtype: Any, codec: Any) -> Any:
         arriving = _start(hop, rows, sizes, key_dtype, codec)
         rank = dist.get_rank(hop.group)
-        if dist.get_rank() != 1 or hop.stride:
+        if dist.get_rank() != 1 or hop.stride or not isinstance(arriving, ArrivingRows):
             return arriving
         first = sum(of_rank[0] for of_rank in sizes[:rank])
         places = slice(first, first + len(rows.grads))

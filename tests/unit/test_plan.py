@@ -27,7 +27,6 @@ from torchrec_2dsp import (
     ParameterSharding2D,
     Plan2D,
     RankLayout,
-    Transport,
     WeightSync,
     pin,
 )
@@ -40,7 +39,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     num_rows,
     type_2d,
 )
-from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank, with_transport
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank
 
 
 def plan_of(
@@ -296,9 +295,7 @@ def test_a_plan_prints_its_mesh_and_sync() -> None:
 @given(plans())
 def test_what_is_made_from_a_plan_keeps_its_pipeline_and_full_duplex(plan: Plan2D) -> None:
     tables = [name for _, module in plan.modules() for name in module]
-    copies = [with_transport(plan, Transport.FP32)]
-    copies += [pin(plan, name, hot_rows=[]) for name in tables[:1]]
-    for other in copies:
+    for other in [pin(plan, name, hot_rows=[]) for name in tables[:1]]:
         assert (other.pipeline, other.full_duplex) == (plan.pipeline, plan.full_duplex)
         assert all(module.full_duplex == plan.full_duplex for _, module in other.modules())
     of_rank = plan_for_rank(plan, 0).plan.values()

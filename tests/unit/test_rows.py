@@ -211,7 +211,7 @@ def test_weights_that_need_a_gradient_are_refused() -> None:
     ids, offsets, weights = make_ids(case, 0)
     assert weights is not None
     weights.requires_grad_()
-    with pytest.raises(UnsupportedError, match="detach the weights or use WeightSync"):
+    with pytest.raises(UnsupportedError, match="detach the weights, or use WeightSync"):
         captured(row_capture(make_tbe(case)), (ids, offsets, weights))
 
 

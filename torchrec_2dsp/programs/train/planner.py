@@ -83,10 +83,12 @@ def planner_by_cost(
         # A weight is used for each item of a sample, not once.
         layers = transformer.layers(kernels).layers
         forward_s = batch_size * sum(layer.forward_s for layer in layers)
-        dense = DenseWork.of_model(model, batch_size=batch_size, kernels=kernels)
+        workload = Workload.of_model(
+            model, batch_size=batch_size, constraints=constraints, access=access
+        )
+        dense = DenseWork.of_model(model, workload, kernels)
         arguments["workload"] = replace(
-            Workload.of_model(model, batch_size=batch_size, constraints=constraints, access=access),
-            dense=replace(dense, forward_s=forward_s, backward_s=2 * forward_s),
+            workload, dense=replace(dense, forward_s=forward_s, backward_s=2 * forward_s)
         )
     return Planner2D(
         **arguments,

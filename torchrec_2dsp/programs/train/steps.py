@@ -405,15 +405,18 @@ class StepProfiler:
 
     def _split(self) -> RankSplit | None:
         """Return the trace's phases; `None` if the data had ended before the first traced step."""
-        with tempfile.TemporaryDirectory(prefix="torchrec_2dsp_") as folder:
+        # A full disk costs a run its phases, and only a trace that was asked for the run.
+        is_whole = suppress(OSError, ValueError) if self._path is None else writing(self._path)
+        with (
+            suppress(ConfigError),
+            is_whole,
+            tempfile.TemporaryDirectory(prefix="torchrec_2dsp_") as folder,
+        ):
             path = self._path or Path(folder) / "trace.json"
-            # A full disk costs a run its phases, and only a trace that was asked for the run.
-            is_whole = suppress(OSError, ValueError) if self._path is None else writing(path)
-            with suppress(ConfigError), is_whole:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with silenced():
-                    self._profile.export_chrome_trace(str(path))
-                return RankSplit.of_trace(dist.get_rank(self._group), RankTrace.read(path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with silenced():
+                self._profile.export_chrome_trace(str(path))
+            return RankSplit.of_trace(dist.get_rank(self._group), RankTrace.read(path))
         return None
 
     def take(self) -> tuple[RankSplit, ...]:

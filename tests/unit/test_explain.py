@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from pydantic import BaseModel
@@ -25,6 +26,7 @@ from torchrec_2dsp.plan.serialize import load
 from torchrec_2dsp.planner.explanation import Explanation, pareto_front
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.placement import Tried
+from torchrec_2dsp.planner.search.space import Space
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.config.config_file import load_config
@@ -117,6 +119,17 @@ def test_the_search_takes_the_pipeline_and_the_all_to_all_that_pay() -> None:
     alone = planner(mesh=tdsp.Mesh2D(4, 1), sync=tdsp.WeightSync(policy=tdsp.never()))
     plan = alone.plan(model, SHARDERS)
     assert (plan.pipeline, plan.full_duplex) == (Pipeline.BASE, False)
+
+
+@pytest.mark.parametrize("pipeline", Pipeline)
+def test_schedules_have_the_loads_that_they_have_alone(pipeline: Pipeline) -> None:
+    """The search computes them once, for the schedule in which rows travel early."""
+    candidates, setting = problem("200mbit", tdsp.Mesh2D(1, 4))
+    early = Space.of(candidates, replace(setting, pipeline=Pipeline.ROW_PREFETCH))
+    alone = Space.of(candidates, replace(setting, pipeline=pipeline))
+    derived = early.under(alone.setting)
+    np.testing.assert_allclose(derived.loads, alone.loads)
+    np.testing.assert_allclose(derived.bytes_of_rank, alone.bytes_of_rank)
 
 
 def test_without_a_plan_there_is_nothing_to_explain() -> None:
@@ -321,7 +334,7 @@ OF_FACTOR = {
 IN_GROUPS = {256: 1.0, 512: 1.01, 1_024: 0.96, 2_048: 0.95, 4_096: 0.90}
 """Samples per second and GPU in groups of 256, by those of 256 GPUs (arXiv 2508.03854)."""
 IN_ONE_GROUP = {512: 0.957, 1_024: 0.797}
-"""The same in one group, which 2,048 GPUs have no memory for."""
+"""Reported efficiencies in one group; 2,048 GPUs lack the memory."""
 
 
 def numbers(part: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

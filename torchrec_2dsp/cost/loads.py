@@ -105,6 +105,12 @@ class Loads:
     """The part of all rows that may travel while the step before computes."""
     lagging_to = Load()
     """The part of all gradients of rows that may travel while the next step computes."""
+    beside_ids = Load()
+    """Ids that an owner looks for in the batches beside, to know which rows may travel early."""
+    early_bytes = Load()
+    """Bytes of rows that come in a half of their own, and are put together once more."""
+    lagging_bytes = Load()
+    """Bytes of gradients that leave in a half of their own."""
     scattered = Load()
     """What a rank brings to a reduce-scatter over the group."""
     gathered = Load()
@@ -163,7 +169,7 @@ class Loads:
     """The time of encoding and decoding rows; without any, it isn't counted."""
 
     prefetches_rows: bool = False
-    """Whether rows of other batches may travel beside computing."""
+    """True if rows of other batches may travel beside computing."""
 
     is_even: bool = False
     """Whether all ranks are known to have the same to do."""

@@ -150,7 +150,7 @@ class CostSetting:
     """Decides what travels while a step computes."""
 
     full_duplex: bool = False
-    """Whether the sharding groups' all-to-alls are this package's (gloo only)."""
+    """True if the sharding groups' all-to-alls are this package's (gloo only)."""
 
     beside: StepCost | None = None
     """The cost of tables that another mesh repeats, and of nothing but those."""
@@ -161,12 +161,12 @@ class CostSetting:
 
     @property
     def prefetches_rows(self) -> bool:
-        """Whether rows travel early; where replicas change rows, too, none do."""
+        """True if rows travel early; where replicas change rows, too, none do."""
         return self.pipeline is Pipeline.ROW_PREFETCH and self.mesh.num_groups == 1
 
     @property
     def key(self) -> tuple[Mesh2D, Pipeline, bool]:
-        """What the search chooses for all tables together."""
+        """Mesh, pipeline and all-to-all, which the search chooses for all tables together."""
         return self.mesh, self.pipeline, self.full_duplex
 
     def of_world(self) -> "CostSetting":
@@ -223,7 +223,7 @@ class CostSetting:
             add_synced_rows(loads, table, self.workload, self.peers, self.sync)
         if self.calibration.hardware.device != "cpu":
             # FBGEMM alone can update rows there, all at once: no gradients come later than others.
-            loads.lagging_to[:] = 0.0
+            loads.lagging_to[:] = loads.lagging_bytes[:] = 0.0
         return loads
 
     def memory_cost(self, tables: Sequence[Placed]) -> MemoryCost:

@@ -137,7 +137,7 @@ class Phases:
     world: Span
 
     full_duplex: bool = False
-    """Whether the group's all-to-alls are this package's (gloo only)."""
+    """True if the group's all-to-alls are this package's (gloo only)."""
 
     def of(self, loads: Loads) -> dict[str, float]:
         """Return each phase's seconds, by the names in `StepCost`."""
@@ -192,9 +192,9 @@ class Phases:
 
     def _rows_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
-        find_s = kernels.find.seconds(loads.found_ids, 0.0)
-        pool_s = kernels.pool.seconds(loads.moved_rows, loads.moved_bytes)
-        add_s = kernels.add.seconds(loads.added_rows, loads.added_bytes)
+        find_s = kernels.find.seconds(loads.found_ids + loads.beside_ids, 0.0)
+        pool_s = kernels.pool.seconds(loads.moved_rows, loads.moved_bytes + loads.early_bytes)
+        add_s = kernels.add.seconds(loads.added_rows, loads.added_bytes + loads.lagging_bytes)
         _, rows = _num_kernels(loads)
         calls_s = rows * (kernels.find.base_s + kernels.pool.base_s + kernels.add.base_s)
         return _most(find_s + pool_s + add_s + loads.encoding_s) + calls_s

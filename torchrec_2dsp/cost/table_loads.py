@@ -269,13 +269,12 @@ def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: flo
         with_others = table.distinct_by_owner(lookups + others, loads.num_ranks)
         return with_others - table.distinct_by_owner(others, loads.num_ranks)
 
-    early, lagging = not_in(2), not_in(1)
-    loads.early_from += early * table.work.dim * table.forward_bytes(workload)
-    loads.lagging_to += lagging * table.work.dim * table.backward_bytes(workload)
-    # Owners look for each row in the batches beside, and both sides move rows in two halves.
-    loads.found_ids += 2 * loads.num_ranks * early
-    twice = float((early + lagging).sum())
-    loads.move_and_add(twice, twice * table.work.dim * FLOAT_BYTES)
+    early, lagging, dim = not_in(2), not_in(1), table.work.dim
+    loads.early_from += early * dim * table.forward_bytes(workload)
+    loads.lagging_to += lagging * dim * table.backward_bytes(workload)
+    loads.beside_ids += 2 * loads.num_ranks * early
+    loads.early_bytes += float(early.sum()) * dim * FLOAT_BYTES
+    loads.lagging_bytes += float(lagging.sum()) * dim * FLOAT_BYTES
 
 
 def add_hot_rows(loads: Loads, table: Placed, workload: Workload, world: Span) -> None:

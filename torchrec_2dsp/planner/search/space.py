@@ -32,7 +32,8 @@ _STEP = 0.01
 _BISECTIONS = 40
 _LEAST_PRICE, _HIGHEST_PRICE = 1e-20, 1.0
 """Seconds for a byte of memory."""
-_IS_EARLY = load_weights(early_from=1, lagging_to=1) > 0
+_EARLY = "early_from", "lagging_to", "beside_ids", "early_bytes", "lagging_bytes"
+_IS_EARLY = load_weights(**dict.fromkeys(_EARLY, 1.0)) > 0
 _DIGITS = 9
 """The decimals of seconds in which choices must differ."""
 _MAX_WEIGHED = 300

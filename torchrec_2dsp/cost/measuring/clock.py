@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How many sizes and repeats a calibration takes, and for how long at most."""
+    """Sizes, repeats and the deadline of a calibration."""
 
     deadline_s: float = math.inf
     """Later than this only what a fit can't do without is timed."""
 
     tolerance: float = 1.0
-    """How far the constants may be from what was measured; see `fit.unexplained`."""
+    """The factor by which fits may be worse than a careful one's; see `fit.unexplained`."""
 
     warm_ups: int = 2
     """Runs that don't count, before those that do."""

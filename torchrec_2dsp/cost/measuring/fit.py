@@ -136,6 +136,11 @@ def _fitted(
     largest = np.maximum(work.max(axis=0), np.finfo(float).tiny)
     scaled = work / largest
     solution, _ = nnls(scaled / uncertain[:, None], seconds / uncertain)
+    if not solution[1:].any():
+        # A call takes no longer than the shortest one; scatter hid what longer work adds.
+        shortest = seconds.min()
+        rest, _ = nnls(scaled[:, 1:] / uncertain[:, None], (seconds - shortest) / uncertain)
+        solution = np.array([shortest / scaled[0, 0], *rest])
     errors = np.abs(scaled @ solution / seconds - 1)[seconds >= np.median(seconds)]
     return (
         [float(value) for value in solution / largest],

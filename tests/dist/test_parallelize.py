@@ -22,7 +22,7 @@ ADAGRAD = tdsp.MomentScaledRowWiseAdaGrad(lr=0.05)
 
 @pytest.mark.parametrize("mesh", [ONE, TWO, FOUR], ids=str)
 def test_whatever_is_chosen_trains_as_the_unsharded_model(
-    ranks4: RankPool, mesh: tdsp.Mesh2D
+    two_hosts: RankPool, mesh: tdsp.Mesh2D
 ) -> None:
     specs = ModelSpec(), ModelSpec(weighted=True), SEQUENCES, LARGE
     exchanges = "pooled", "row"
@@ -31,7 +31,7 @@ def test_whatever_is_chosen_trains_as_the_unsharded_model(
         for spec in specs
         for exchange in exchanges
     ]
-    check_cells([*cells, Cell(mesh, optimizer="sgd", parallelized=True)], ranks4)
+    check_cells([*cells, Cell(mesh, optimizer="sgd", parallelized=True)], two_hosts)
 
 
 def train_by_pipeline_and_by_hand(rank: int, world_size: int) -> tuple[list[str], list[float], str]:
@@ -67,8 +67,8 @@ def train_by_pipeline_and_by_hand(rank: int, world_size: int) -> tuple[list[str]
     return chosen, sums[0], reasons
 
 
-def test_it_chooses_rows_and_a_pipeline_and_says_so(ranks4: RankPool) -> None:
-    answers = ranks4.run(train_by_pipeline_and_by_hand)
+def test_it_chooses_rows_and_a_pipeline_and_says_so(two_hosts: RankPool) -> None:
+    answers = two_hosts.run(train_by_pipeline_and_by_hand)
     for (pipeline, _, *exchanges), sums, _ in answers:
         assert pipeline in {Pipeline.SPARSE_DIST.value, Pipeline.ROW_PREFETCH.value}
         assert set(exchanges) <= {"row", "row_per_host"}
@@ -112,10 +112,46 @@ def keep_weights_and_take_plans(rank: int, world_size: int, folder: str) -> list
     return kept
 
 
+def demands_of_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
+    """Return the errors for demands that only the last rank makes, or that contradict a plan."""
+    plan = tdsp.Plan2D({}, mesh=ONE, sync=tdsp.GradientSync())
+    is_last = rank == world_size - 1
+    wrong: list[dict[str, Any]] = [
+        {"calibration": str(Path(folder) / "none.toml") if is_last else "emulated_200mbit"},
+        {"calibration": "emulated_200mbit", "precision": "int3" if is_last else "exact"},
+        {"calibration": "emulated_200mbit", "mesh": tdsp.Mesh2D(3, 1) if is_last else None},
+        {"calibration": "emulated_200mbit", "batch_size": 0 if is_last else 8},
+        {"plan": plan, "mesh": ONE},
+        {"plan": str(Path(folder) / "none.json") if is_last else plan},
+    ]
+    errors = []
+    for demands in wrong:
+        with pytest.raises(tdsp.TwoDError) as raised:
+            tdsp.parallelize(
+                build(ModelSpec()),
+                **{"device": rank_device(), "batch_size": 8, "optimizer": ADAGRAD} | demands,
+            )
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_what_one_rank_gets_wrong_is_one_error_on_all(two_hosts: RankPool, tmp_path: Path) -> None:
+    answers = two_hosts.run(demands_of_one_rank, str(tmp_path))
+    for errors in zip(*answers, strict=True):
+        assert len(set(errors)) == 1, errors
+    file, precision, mesh, size, both, plan = answers[0]
+    assert "none.toml can't be read" in file
+    assert "precision='int3'" in precision
+    assert "Mesh2D(3x1" in mesh
+    assert "batch_size" in size
+    assert "plan and mesh are both given" in both
+    assert "none.json can't be read" in plan
+
+
 def test_weights_stay_plans_can_be_given_and_contradictions_are_refused(
-    ranks4: RankPool, tmp_path: Path
+    two_hosts: RankPool, tmp_path: Path
 ) -> None:
-    for same_plan, same_scores, again, nothing, both in ranks4.run(
+    for same_plan, same_scores, again, nothing, both in two_hosts.run(
         keep_weights_and_take_plans, str(tmp_path)
     ):
         assert same_plan

@@ -137,9 +137,9 @@ class ModelParallel2D(DMPCollection):
         explanation: Explanation | None = None
         if plan is None:
             # Loaded only here: a model with a plan needs none of the planner's modules.
-            from torchrec_2dsp.parallel.planning import Wishes, find_plan
+            from torchrec_2dsp.parallel.planning import find_plan
 
-            plan, explanation = find_plan(module, sharders, device, Wishes())
+            plan, explanation = find_plan(module, sharders, device)
         with agreeing(world_group()) as facts:
             plan = _checked_plan(module, plan, sharders, unsupported)
             facts["the plan"] = to_json(plan)
@@ -244,7 +244,7 @@ class ModelParallel2D(DMPCollection):
 
             pipeline = model.pipeline(torch.optim.Adam(model.dense_parameters(), lr=1e-3))
             for _ in range(num_steps):
-                loss = pipeline.progress(batches)
+                output = pipeline.progress(batches)
 
         Args:
             dense_optimizer: built of `dense_parameters`, or of all by `combined_optimizer`.

@@ -87,12 +87,32 @@ def parallelize(
         sharders: shard by these instead of one for bags and one for sequences.
         data_parallel_wrapper: as in `ModelParallel2D`.
 
+    Raises:
+        TwoDError: the same on all ranks.
+
     Collectives:
-        Those of `find_plan`, unless there is a plan, and of `ModelParallel2D`.
+        An agreement of all ranks, those of `find_plan` unless there is a plan, and those of
+        `ModelParallel2D`.
     """
     device = torch.device("cpu") if device is None else device
+    demands = {
+        "precision": None if precision == "exact" else precision,
+        "sync": None if sync == EXACT_SYNC else sync,
+        "exchange": exchange,
+        "calibration": calibration,
+        "mesh": mesh,
+        "constraints": constraints,
+        "access": access,
+        "storage_reservation": storage_reservation,
+    }
+    given = {name: demand for name, demand in demands.items() if demand is not None}
     with agreeing(world_group()) as facts:
         sharders = _sharders(module, optimizer, sharders)
+        if plan is not None and given:
+            raise ConfigError(
+                f"plan and {next(iter(given))} are both given, and a plan is run as it is: leave "
+                "one of them out"
+            )
         if isinstance(plan, str | Path):
             plan = load(plan)
         facts["whether there is a plan"] = str(plan is not None)
@@ -100,20 +120,9 @@ def parallelize(
     explanation = None
     if plan is None:
         # Loaded only here: with a plan, none of the planner's modules is needed.
-        from torchrec_2dsp.parallel.planning import Wishes, find_plan
+        from torchrec_2dsp.parallel.planning import find_plan
 
-        wishes = Wishes(
-            batch_size=batch_size,
-            precision=precision,
-            exchange=exchange,
-            calibration=calibration,
-            mesh=mesh,
-            sync=sync,
-            constraints=constraints,
-            access=access,
-            storage_reservation=storage_reservation,
-        )
-        plan, explanation = find_plan(module, sharders, device, wishes)
+        plan, explanation = find_plan(module, sharders, device, batch_size=batch_size, **given)
     model = ModelParallel2D(
         module, device, plan, sharders, data_parallel_wrapper=data_parallel_wrapper
     )

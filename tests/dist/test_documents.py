@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from tests.support.parity import make_optimizer
 from tests.support.programs import python
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
+from torchrec_2dsp.parallel import planning
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -30,11 +32,30 @@ def test_the_script_of_the_readme_runs_when_it_is_pasted(tmp_path: Path) -> None
     (source,) = blocks(README, "python script")
     script = tmp_path / "train.py"
     script.write_text(source)
-    done = python("-m", "tests.support.forks", "scripts", str(script), cwd=tmp_path)
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    done = python("-m", "tests.support.forks", "scripts", str(script), cwd=tmp_path, env=cache)
     assert done.stdout.endswith(f"{script} 0 0 0 0\n"), done.stderr[-5000:]
     losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", done.stdout)]
     assert len(losses) == 20
     assert len(set(losses)) > 10
+
+
+def chosen_by_the_readme(rank: int, world_size: int, source: str) -> set[str]:
+    """Return the exchanges that the README's call chooses on two slow hosts."""
+    setup = source[: source.index("pipeline = ")].replace('dist.init_process_group("gloo")\n', "")
+    known = tdsp.Calibration.load("emulated_200mbit")
+    script: dict[str, Any] = {}
+    with mock.patch.object(planning, "calibration_of_world", return_value=known):
+        exec(setup, script)
+    tables = [table for _, part in script["model"].plan.modules() for _, table in part.tables()]
+    return {table.exchange.value for table in tables}
+
+
+def test_the_script_of_the_readme_exchanges_rows_on_a_slow_network(two_hosts: RankPool) -> None:
+    (source,) = blocks(README, "python script")
+    for exchanges in two_hosts.run(chosen_by_the_readme, source):
+        assert exchanges <= {"row", "row_per_host"}
+        assert exchanges
 
 
 def swapped() -> str:

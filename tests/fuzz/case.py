@@ -216,7 +216,7 @@ class Case:
     has_bad_ids: bool = False
     """Whether some batches have ids that no row has."""
     full_duplex: bool = False
-    """Whether the plan is."""
+    """True for a plan whose all-to-alls are full duplex."""
     qcomms: str = "none"
     """The type of TorchRec's quantised communication."""
     events: tuple[tuple[int, str], ...] = ()

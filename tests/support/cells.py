@@ -50,9 +50,9 @@ class Cell:
     pipeline: Pipeline = Pipeline.SPARSE_DIST
     """The one that the plan wants."""
     full_duplex: bool = False
-    """Whether the plan is full duplex."""
+    """True for a plan whose all-to-alls are full duplex."""
     parallelized: bool = False
-    """Whether `parallelize` makes the plan, on the cell's mesh and with its exchange."""
+    """True for a plan by `parallelize`, on the cell's mesh and with its exchange."""
     proposed: bool = False
     """Whether TorchRec's planner makes the plan, of this package's proposals."""
 

@@ -1,4 +1,4 @@
-"""Which of TorchRec's arguments `Planner2D` takes, and the topologies of groups."""
+"""`Planner2D` takes some of TorchRec's arguments and refuses others; groups' topologies."""
 
 import inspect
 from typing import Any

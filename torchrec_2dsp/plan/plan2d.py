@@ -103,7 +103,7 @@ class Plan2D(ShardingPlan):
     """The train pipeline that `ModelParallel2D.pipeline` builds."""
 
     full_duplex: bool = False
-    """Whether all-to-alls in sharding groups send and receive at the same time, by
+    """True if all-to-alls in sharding groups send and receive at the same time, by
     `torchrec_2dsp.comms.full_duplex`. It changes no number, and nothing on NCCL."""
 
     def __post_init__(self) -> None:

@@ -133,7 +133,7 @@ class Explanation:
     """The fullest rank's memory."""
 
     gain_by_int4: float
-    """How many times as fast a step would be with rows in 4 bits; 1 if that is allowed."""
+    """The factor by which rows in 4 bits would speed up a step; 1 if they are allowed."""
 
     tables: Sequence[TableLine]
     """A line for each table, the longest first."""
@@ -204,7 +204,7 @@ class Explanation:
 
     @property
     def advice(self) -> str:
-        """What would help most that isn't allowed, as a sentence; empty if nothing would."""
+        """The largest gain that isn't allowed, as a sentence; empty without any."""
         if self.gain_by_int4 < _WORTH_SAYING:
             return ""
         return (

@@ -65,7 +65,7 @@ class CostSearch:
     """The train pipelines that may run the plan."""
 
     full_duplex: Sequence[bool] = (False, True)
-    """Whether all-to-alls may be, or have to be, full duplex, where the backend's aren't."""
+    """The all-to-alls to try, where the backend has two: its own, and those in full duplex."""
 
     def __post_init__(self) -> None:
         if self.workload is not None and self.access is not None:

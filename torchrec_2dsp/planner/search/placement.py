@@ -462,7 +462,7 @@ class SearchResult:
     """Bytes that a rank has for tables and buffers."""
 
     gain_by_int4: float = 1.0
-    """How many times as fast a step would be with rows in 4 bits; 1 if that is allowed."""
+    """The factor by which rows in 4 bits would speed up a step; 1 if they are allowed."""
 
     @property
     def rated_s(self) -> float:

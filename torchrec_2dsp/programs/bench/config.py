@@ -205,7 +205,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     time of the dense part, and measures the ranks unless there is a calibration."""
 
     precision: Literal["exact", "any"] = "exact"
-    """Whether `parallelize` may round rows and vectors that travel."""
+    """As in `parallelize`: "any" lets it round rows and vectors that travel."""
 
     num_groups: int | Literal["hosts", "ranks_per_host", "any"] = "hosts"
     """Table replicas; "any" lets the planner choose."""

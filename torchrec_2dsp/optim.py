@@ -226,28 +226,100 @@ def expected_moment_scale(
     return float((lookups * inflation).sum() / lookups.sum())
 
 
+@dataclass(frozen=True)
+class RuleArguments:
+    """The numbers in a rule's formula, as float32 arithmetic reads them."""
+
+    lr: float
+    eps: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    iteration: int
+    """The number of training lookups so far, this one included."""
+
+
+Rows = Callable[[], torch.Tensor]
+"""Returns the weights of the rows that a rule updates, in float32."""
+
+
 @torch.no_grad()
-def sgd_step(grad: torch.Tensor, *, lr: float, eps: float) -> torch.Tensor:
+def sgd_step(grad: torch.Tensor, *, weights: Rows, args: RuleArguments) -> torch.Tensor:
     """Return ``lr * g``."""
-    return lr * grad
+    return args.lr * grad
 
 
 @torch.no_grad()
 def adagrad_step(
-    grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
+    grad: torch.Tensor, moment: torch.Tensor, *, weights: Rows, args: RuleArguments
 ) -> torch.Tensor:
     """Update ``v <- v + g^2`` in place; return ``lr * g / (sqrt(v) + eps)``, one v per element."""
     moment.addcmul_(grad, grad)
-    return moment.sqrt().add_(eps).reciprocal_().mul_(grad).mul_(lr)
+    return moment.sqrt().add_(args.eps).reciprocal_().mul_(grad).mul_(args.lr)
 
 
 @torch.no_grad()
 def row_wise_adagrad_step(
-    grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
+    grad: torch.Tensor, moment: torch.Tensor, *, weights: Rows, args: RuleArguments
 ) -> torch.Tensor:
     """Update ``v <- v + mean(g^2)`` in place; return ``lr * g / (sqrt(v) + eps)``.
 
     There is one v per row.
     """
     moment += grad.pow(2).mean(dim=1)
-    return grad * (lr / (moment.sqrt() + eps))[:, None]
+    return grad * (args.lr / (moment.sqrt() + args.eps))[:, None]
+
+
+@torch.no_grad()
+def adam_step(
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    weights: Rows,
+    args: RuleArguments,
+) -> torch.Tensor:
+    """Update Adam's moments in place; return ``lr * (m^ / (sqrt(v^) + eps) + decay * w)``.
+
+    ``m <- beta1 m + (1 - beta1) g``, ``v <- beta2 v + (1 - beta2) g^2``; ``m^`` and ``v^`` are
+    divided by ``1 - beta^iteration``. A ``v`` with one number per row takes the mean of ``g^2``.
+    """
+    return _adam_direction(grad, exp_avg, exp_avg_sq, weights, args).mul_(args.lr)
+
+
+@torch.no_grad()
+def lamb_step(
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    weights: Rows,
+    args: RuleArguments,
+) -> torch.Tensor:
+    """Update Adam's moments in place; return Adam's step times ``|w| / |step|``, row by row.
+
+    A row of zeros stays what it is. So does one with a step of zeros, which FBGEMM makes NaN.
+    """
+    direction = _adam_direction(grad, exp_avg, exp_avg_sq, weights, args)
+    lengths = direction.norm(dim=1)
+    ratios = weights().norm(dim=1) / lengths
+    return direction.mul_(torch.where(lengths > 0, args.lr * ratios, 0.0)[:, None])
+
+
+def _adam_direction(
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    weights: Rows,
+    args: RuleArguments,
+) -> torch.Tensor:
+    squares = grad.square() if exp_avg_sq.dim() == 2 else grad.square().mean(dim=1)
+    exp_avg.mul_(args.beta1).add_(grad, alpha=1 - args.beta1)
+    exp_avg_sq.mul_(args.beta2).add_(squares, alpha=1 - args.beta2)
+    roots = (exp_avg_sq / (1 - args.beta2**args.iteration)).sqrt_().add_(args.eps)
+    if roots.dim() == 1:
+        roots = roots[:, None]
+    direction = (exp_avg / (1 - args.beta1**args.iteration)).div_(roots)
+    if args.weight_decay:
+        direction.add_(weights(), alpha=args.weight_decay)
+    return direction

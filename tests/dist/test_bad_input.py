@@ -170,7 +170,7 @@ def cached_kernel(rank: int) -> None:
 
 def optimizer_without_cpu_kernel(rank: int) -> None:
     model, _, plan = planned()
-    construct(model, tdsp.EmbeddingBagCollectionSharder2D(EmbOptimType.ADAM), plan)
+    construct(model, tdsp.EmbeddingBagCollectionSharder2D(EmbOptimType.LARS_SGD), plan)
 
 
 def optimizer_that_needs_more_than_gradients(rank: int) -> None:
@@ -232,7 +232,11 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
         (hot_rows_of_a_data_parallel_table, "PlanError", "data parallel: every rank holds all"),
         (hot_rows_of_a_shared_feature, "UnsupportedError", "looks up several tables"),
         (cached_kernel, "UnsupportedError", "compute_kernel='fused_uvm_caching'"),
-        (optimizer_without_cpu_kernel, "UnsupportedError", "no CPU kernel for EmbOptimType.ADAM"),
+        (
+            optimizer_without_cpu_kernel,
+            "UnsupportedError",
+            "no CPU kernel for EmbOptimType.LARS_SGD",
+        ),
         (optimizer_that_needs_more_than_gradients, "UnsupportedError", "from row gradients"),
         (one_rank_whose_kernel_fails, "ConfigError", "no_such_parameter"),
         (stochastic_rounding, "UnsupportedError", "asks for stochastic_rounding"),

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 import torchrec_2dsp as tdsp
 from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, ModelSpec, make_batch
-from tests.support.oracle import local_loss
+from tests.support.oracle import WITH_AVERAGE, local_loss
 from tests.support.parity import (
     MESHES,
     STEPS,
@@ -131,6 +131,34 @@ def test_element_wise_adagrad_is_exact_too(ranks4: RankPool, dealt: Deal) -> Non
         ]
     )
     check_cells(cells, ranks4, 5, must_sync=True)
+
+
+@pytest.mark.parametrize("optimizer", WITH_AVERAGE)
+def test_adam_and_lamb_are_exact_too(ranks4: RankPool, optimizer: str, dealt: Deal) -> None:
+    """With every way in which tables are looked up, and with hot rows that some ranks don't hit."""
+    ways = [
+        *((sharding, "pooled", ()) for sharding in BAG_TYPES),
+        *((sharding, "pooled", HOT_ROWS) for sharding in ("table_wise", "column_wise", "row_wise")),
+        ("row_wise", "row", ()),
+        ("row_wise", "row", HOT_ROWS),
+    ]
+    spec = ModelSpec(weighted=True) if optimizer == "adam" else ModelSpec()
+    cells = [
+        Cell(mesh, sharding, spec, optimizer, hot_rows=hot_rows, exchange=exchange)
+        for mesh in MESHES
+        for sharding, exchange, hot_rows in ways
+    ]
+    check_cells(dealt(cells), ranks4, STEPS, tolerance=10 * TOLERANCE, must_sync=True)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "partial_adam", "lamb"])
+def test_adam_of_sequences(ranks4: RankPool, optimizer: str, dealt: Deal) -> None:
+    cells = [
+        Cell(mesh, sharding, SEQUENCES, optimizer, exchange=exchange)
+        for mesh in MESHES
+        for sharding, exchange in (("table_wise", "pooled"), ("row_wise", "row"))
+    ]
+    check_cells(dealt(cells), ranks4, STEPS, tolerance=10 * TOLERANCE, must_sync=True)
 
 
 def test_half_precision_tables(ranks4: RankPool, dealt: Deal) -> None:

@@ -50,6 +50,46 @@ def adagrad_(
     weight -= lr * grad / (moment.sqrt() + eps)
 
 
+def float32(value: float) -> float:
+    """Return the nearest float32 number, as FBGEMM's kernels take their arguments."""
+    return torch.tensor(value).item()
+
+
+BETA1, BETA2 = float32(0.9), float32(0.999)
+DECAY = {"adam_decay": float32(0.3), "lamb": float32(0.1)}
+"""The weight decay of the optimizers that have one here."""
+WITH_AVERAGE = ("adam", "adam_decay", "partial_adam", "lamb", "partial_lamb")
+"""Optimizers that also keep an average of gradients, and move each row that is looked up."""
+PER_ELEMENT = ("adagrad", "adam", "adam_decay", "lamb")
+"""Optimizers with a second moment for each element."""
+
+
+@torch.no_grad()
+def adam_(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    average: torch.Tensor,
+    moment: torch.Tensor,
+    *,
+    optimizer: str,
+    step: int,
+    lr: float,
+    eps: float,
+) -> None:
+    """Adam, its form with one moment for each row, or LAMB, whose ratio is one for each row.
+
+    ``step`` counts from 1, and is the world's, however often a row was looked up.
+    """
+    squares = grad**2 if optimizer in PER_ELEMENT else (grad**2).mean(dim=1, keepdim=True)
+    average[:] = BETA1 * average + (1 - BETA1) * grad
+    moment[:] = BETA2 * moment + (1 - BETA2) * squares
+    change = average / (1 - BETA1**step) / ((moment / (1 - BETA2**step)).sqrt() + eps)
+    change = change + DECAY.get(optimizer, 0.0) * weight
+    if optimizer.endswith("lamb"):
+        change = change * (weight**2).sum(1, True).sqrt() / (change**2).sum(1, True).sqrt()
+    weight -= lr * change
+
+
 def local_loss(scores: torch.Tensor) -> torch.Tensor:
     """Return the loss of one rank's batch; ranks are averaged, as DDP does."""
     return (scores - 1.0).pow(2).sum()
@@ -72,6 +112,7 @@ class Oracle:
         column_blocks: dict[str, int] | None = None,
         seed: int = 0,
     ) -> None:
+        self.spec = spec
         self.model: Model = build(spec, seed)
         self.optimizer, self.lr, self.eps = optimizer, lr, eps
         self.weights = {
@@ -80,6 +121,8 @@ class Oracle:
         }
         self.blocks = {name: (column_blocks or {}).get(name, 1) for name in self.weights}
         self.moments = {name: self._moment(name) for name in self.weights}
+        self.averages = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        self._num_steps = 0
 
     def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
         """Update once on all ranks' batches; return each rank's loss before it."""
@@ -90,11 +133,16 @@ class Oracle:
             for batch in batches
         ]
         (sum(losses, torch.zeros(())) / len(batches)).backward()
+        self._num_steps += 1
         with torch.no_grad():
             for param in self.model.over.parameters():
                 param -= self.lr * param.grad  # type: ignore[operator]
             for name, table in tables_of(self.model).items():
-                self._update_(name, cast(torch.Tensor, cast(torch.Tensor, table.weight).grad))
+                grad = cast(torch.Tensor, cast(torch.Tensor, table.weight).grad)
+                if self.optimizer in WITH_AVERAGE:
+                    self._move_rows_(name, grad, self._looked_up(name, batches))
+                else:
+                    self._update_(name, grad)
         return [loss.item() for loss in losses]
 
     def scores(self, batch: KeyedJaggedTensor) -> torch.Tensor:
@@ -119,9 +167,36 @@ class Oracle:
                     eps=self.eps,
                 )
 
+    def _looked_up(self, name: str, batches: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
+        """Return the table's rows that any rank looks up, in ascending order."""
+        (features,) = (table.features for table in self.spec.tables if table.name == name)
+        ids = [batch[feature].values() for batch in batches for feature in features]
+        return torch.cat(ids).long().unique()
+
+    def _move_rows_(self, name: str, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        weights, averages, moments = self.weights[name], self.averages[name], self.moments[name]
+        columns = weights.shape[1] // self.blocks[name]
+        for block in range(self.blocks[name]):
+            part = slice(block * columns, (block + 1) * columns)
+            own = part if self.optimizer in PER_ELEMENT else slice(block, block + 1)
+            weight, average = weights[rows, part], averages[rows, part]
+            moment = moments[rows, own]
+            adam_(
+                weight,
+                grad[rows, part],
+                average,
+                moment,
+                optimizer=self.optimizer,
+                step=self._num_steps,
+                lr=self.lr,
+                eps=self.eps,
+            )
+            weights[rows, part], averages[rows, part] = weight, average
+            moments[rows, own] = moment
+
     def _moment(self, name: str) -> torch.Tensor:
         rows, columns = self.weights[name].shape
-        if self.optimizer == "adagrad":
+        if self.optimizer in PER_ELEMENT:
             return torch.zeros(rows, columns)
         return torch.zeros(rows, self.blocks[name])
 

@@ -23,10 +23,11 @@ import torchrec_2dsp as tdsp
 from tests.support.cells import Cell, group_plan, plan_by_cost
 from tests.support.devices import on_rank_device, rank_device
 from tests.support.models import build
-from tests.support.oracle import Oracle, OracleKind, batch_of, local_loss, trained_oracle
+from tests.support.oracle import DECAY, Oracle, OracleKind, batch_of, local_loss, trained_oracle
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.shard.kernels import TableShard
 from torchrec_2dsp.shard.parted import sharded_tables
 
 ONE, TWO, FOUR = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2), tdsp.Mesh2D(4, 1)
@@ -39,6 +40,11 @@ FUSED = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+    "adam_decay": EmbOptimType.ADAM,
+    "partial_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
+    "lamb": EmbOptimType.LAMB,
+    "partial_lamb": EmbOptimType.PARTIAL_ROWWISE_LAMB,
 }
 
 
@@ -75,7 +81,10 @@ def make_sharder(cell: Cell, qcomms: CommType | None = None) -> Any:
         if cell.spec.sequence
         else tdsp.EmbeddingBagCollectionSharder2D
     )
-    sharder: Any = kind(FUSED[cell.optimizer], fused_params={"learning_rate": LR, "eps": cell.eps})
+    fused_params = {"learning_rate": LR, "eps": cell.eps}
+    if cell.optimizer in DECAY:
+        fused_params["weight_decay"] = DECAY[cell.optimizer]
+    sharder: Any = kind(FUSED[cell.optimizer], fused_params=fused_params)
     sharder.always_capture = cell.always_capture
     if qcomms is not None:
         codecs = get_qcomm_codecs_registry(QCommsConfig(qcomms, qcomms), device=rank_device())
@@ -222,11 +231,10 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
         for kernel in part.kernels():
             for shard in kernel.shards():
                 for name, moment in shard.tensors.items():
-                    if name == "sum" and moment.numel():
-                        expected = _expected_moment(
-                            oracle, shard.table, shard.row, shard.column, moment
-                        )
-                        gap = (moment.cpu() - expected).abs() / expected.max().clamp(min=1e-12)
+                    if name != "weight" and moment.numel():
+                        expected = _expected_moment(oracle, name, shard, moment)
+                        scale = expected.abs().max().clamp(min=1e-12)
+                        gap = (moment.cpu() - expected).abs() / scale
                         moment_gap = max(moment_gap, gap.max().item())
     synced = parallel.sync_total.num_rows if isinstance(parallel, tdsp.ModelParallel2D) else 0
     return Gap(loss_gap, weight_gap, moment_gap, count, synced)
@@ -262,13 +270,14 @@ def _column_blocks(cell: Cell, dim: int) -> int:
 
 
 def _expected_moment(
-    oracle: Oracle, table: str, row: int, column: int, moment: torch.Tensor
+    oracle: Oracle, name: str, shard: TableShard, moment: torch.Tensor
 ) -> torch.Tensor:
-    expected = oracle.moments[table][row : row + moment.shape[0]]
-    if oracle.optimizer == "adagrad":
-        return expected[:, column : column + moment.shape[1]]
-    columns = oracle.weights[table].shape[1] // oracle.blocks[table]
-    return expected[:, column // columns]
+    of_table = oracle.averages if name == "exp_avg" else oracle.moments
+    expected = of_table[shard.table][shard.row : shard.row + moment.shape[0]]
+    if moment.dim() == 2:
+        return expected[:, shard.column : shard.column + moment.shape[1]]
+    columns = oracle.weights[shard.table].shape[1] // oracle.blocks[shard.table]
+    return expected[:, shard.column // columns]
 
 
 def _gap(actual: torch.Tensor, expected: torch.Tensor) -> float:

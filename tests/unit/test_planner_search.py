@@ -345,7 +345,8 @@ def test_row_shards_share_the_touched_rows(
         (MomentScaledRowWiseAdaGradOptimizer, 4),
         (EmbOptimType.EXACT_ADAGRAD, 64),
         (torch.optim.Adam, 128),
-        (EmbOptimType.PARTIAL_ROWWISE_ADAM, 64),
+        (EmbOptimType.PARTIAL_ROWWISE_ADAM, 68),
+        (torchrec.optim.PartialRowWiseLAMB, 68),
     ],
 )
 def test_the_state_of_an_optimizer(optimizer: EmbOptimType | type, expected_bytes: int) -> None:

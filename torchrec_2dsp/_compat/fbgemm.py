@@ -1,10 +1,10 @@
 """Adapters to FBGEMM's table-batched embedding (TBE): what the plugin reads and sets there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -15,6 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice as ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
+    construct_split_state,
 )
 
 _UPDATED = ("weights", "momentum1", "momentum2")
@@ -97,9 +98,79 @@ def set_learning_rate(tbe: SplitTableBatchedEmbeddingBagsCodegen, learning_rate:
     _tensor(tbe.learning_rate_tensor).fill_(learning_rate)
 
 
-def eps_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
-    """Return the optimizer's eps, in the kernel's own units."""
-    return float(tbe.optimizer_args.eps)
+def optimizer_arguments(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen, *names: str
+) -> dict[str, float]:
+    """Return arguments of the kernel's optimizer, as its float32 arithmetic reads them."""
+    values = torch.tensor([float(getattr(tbe.optimizer_args, name)) for name in names])
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+_HAS_ONE_PER_ROW = {
+    EmbOptimType.ADAM: False,
+    EmbOptimType.LAMB: False,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: True,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: True,
+}
+"""FBGEMM's optimizers that need a rule on a CPU, and whether their second moment is row-wise."""
+
+
+def needs_rule(optimizer: EmbOptimType, device_type: str) -> bool:
+    """Return whether FBGEMM has no kernel for an optimizer that rules on tensors can replace."""
+    return device_type == "cpu" and optimizer in _HAS_ONE_PER_ROW
+
+
+def updates_by_rule(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    """Return whether only a rule on tensors can update this kernel's tables."""
+    return needs_rule(tbe.optimizer, torch.device(tbe.current_device).type)
+
+
+def params_to_build(params: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """Return fused parameters that FBGEMM can build on ``device``; see `adopt_optimizer`."""
+    device_type = "cpu" if device is None else device.type
+    if not needs_rule(params.get("optimizer", EmbOptimType.EXACT_SGD), device_type):
+        return params
+    # AdaGrad has the first moment, and no other optimizer of a CPU takes the arguments amiss.
+    return {**params, "optimizer": EmbOptimType.EXACT_ADAGRAD}
+
+
+def adopt_optimizer(tbe: SplitTableBatchedEmbeddingBagsCodegen, params: dict[str, Any]) -> bool:
+    """Give a kernel the optimizer in ``params``, with its states by FBGEMM's names.
+
+    Returns whether it wasn't built with it, and only a rule updates its tables from now on.
+    """
+    optimizer = params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if not needs_rule(optimizer, torch.device(tbe.current_device).type):
+        return False
+    second_moment = construct_split_state(
+        tbe.embedding_specs, rowwise=_HAS_ONE_PER_ROW[optimizer], cacheable=False
+    )
+    dtype = cast(Any, torch.float32)
+    tbe._apply_split(second_moment, prefix="momentum2", dtype=dtype)
+    tbe.optimizer = optimizer
+    return True
+
+
+def without_update(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen, run: Callable[[], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    """Return a forward that works for every optimizer; a rule's are counted if they train."""
+    if not updates_by_rule(tbe):
+        return run
+    is_training, optimizer = torch.is_grad_enabled(), tbe.optimizer
+
+    def look_up() -> torch.Tensor:
+        # The forwards of all optimizers are alike.
+        tbe.optimizer = EmbOptimType.EXACT_SGD
+        try:
+            output = run()
+        finally:
+            tbe.optimizer = optimizer
+        if is_training:
+            set_iteration(tbe, iteration_of(tbe) + 1)
+        return output
+
+    return look_up
 
 
 def keeps_untouched_rows(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:

@@ -61,6 +61,12 @@ _TWO_PER_ELEMENT = (
     torchrec.optim.Adam,
     torchrec.optim.LAMB,
 )
+_ONE_PER_ELEMENT_AND_ROW = (
+    EmbOptimType.PARTIAL_ROWWISE_ADAM,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    torchrec.optim.PartialRowWiseAdam,
+    torchrec.optim.PartialRowWiseLAMB,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,4 +343,5 @@ def state_bytes_per_row(optimizer: EmbOptimType | type[Optimizer], dim: int) -> 
         return 0
     if optimizer in _ONE_PER_ROW:
         return STATE_BYTES
-    return (2 if optimizer in _TWO_PER_ELEMENT else 1) * dim * STATE_BYTES
+    per_row = 1 if optimizer in _ONE_PER_ELEMENT_AND_ROW else 0
+    return ((2 if optimizer in _TWO_PER_ELEMENT else 1) * dim + per_row) * STATE_BYTES

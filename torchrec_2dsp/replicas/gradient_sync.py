@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch.profiler import record_function
 
-from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen, updates_by_rule
 from torchrec_2dsp.comms.alarm import Alarm, Check, as_ours
 from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.replicas.capture import RowCapture
@@ -40,6 +40,11 @@ def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
     """Return the fastest updater: a CPU's `Rule` if there is one, else the fused kernel."""
     rule = rule_for(tbe)
     return RowUpdater(tbe) if rule is None else DirectUpdater(tbe, rule)
+
+
+def fused_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
+    """Return the updater that runs the fused kernel, where the optimizer has one."""
+    return quickest_updater(tbe) if updates_by_rule(tbe) else RowUpdater(tbe)
 
 
 @dataclass

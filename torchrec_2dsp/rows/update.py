@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,16 +11,24 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbOptimType,
     OptimizerStep,
     SplitTableBatchedEmbeddingBagsCodegen,
-    eps_of,
     iteration_of,
     last_lookup,
     learning_rate_of,
     max_gradient,
+    optimizer_arguments,
     optimizer_states,
     tbe_shape,
+    updates_by_rule,
     updating_as_of,
 )
-from torchrec_2dsp.optim import adagrad_step, row_wise_adagrad_step, sgd_step
+from torchrec_2dsp.optim import (
+    RuleArguments,
+    adagrad_step,
+    adam_step,
+    lamb_step,
+    row_wise_adagrad_step,
+    sgd_step,
+)
 from torchrec_2dsp.rows.gradients import (
     Block,
     BlockGradients,
@@ -31,8 +40,8 @@ from torchrec_2dsp.rows.gradients import (
 )
 
 Rule = Callable[..., torch.Tensor]
-"""An update rule: ``rule(grad, *states, lr=..., eps=...)`` changes the states in place and returns
-what to subtract from the rows."""
+"""An update rule: ``rule(grad, *states, weights=..., args=...)`` changes the states in place and
+returns what to subtract from the rows."""
 
 
 _MAX_PADDING = 4
@@ -126,7 +135,8 @@ def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:
 class DirectLookup:
     """Runs a kernel's forward, and updates its rows by a `Rule` in the backward pass.
 
-    On a CPU, FBGEMM's sequence kernel has a backward pass that takes six times as long.
+    On a CPU, FBGEMM's sequence kernel has a backward pass that takes six times as long, and some
+    optimizers have none.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
@@ -137,18 +147,20 @@ class DirectLookup:
         # Autograd only runs a function's backward if an input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
-    def lookup(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run the kernel's unweighted forward, whose backward pass updates."""
-        output: torch.Tensor = _DirectLookup.apply(self._anchor, self, run)  # pyright: ignore[reportAssignmentType]
+    def lookup(
+        self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the kernel's forward, with per-sample ``weights``; its backward pass updates."""
+        output: torch.Tensor = _DirectLookup.apply(self._anchor, self, run, weights)  # pyright: ignore[reportAssignmentType]
         return output
 
     def step(self) -> OptimizerStep:
         """Return the kernel's current learning rate and iteration."""
         return OptimizerStep(learning_rate_of(self._tbe), iteration_of(self._tbe))
 
-    def latest(self) -> tuple[Lookup, OptimizerStep]:
+    def latest(self, weights: torch.Tensor | None) -> tuple[Lookup, OptimizerStep]:
         """Return the latest forward's inputs, learning rate and iteration."""
-        return Lookup(*last_lookup(self._tbe), None), self.step()
+        return Lookup(*last_lookup(self._tbe), weights), self.step()
 
     def update(self, lookup: Lookup, step: OptimizerStep, grad_output: torch.Tensor) -> None:
         """Update ``lookup``'s rows with its output's gradient."""
@@ -167,19 +179,23 @@ class DirectLookup:
 class _DirectLookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, direct: DirectLookup, run: Callable[[], torch.Tensor]
+        ctx: Any,
+        anchor: torch.Tensor,
+        direct: DirectLookup,
+        run: Callable[[], torch.Tensor],
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
         output = run()
         # Where `update_rows` is called instead, there is no gradient, and zeros would update, too.
         ctx.set_materialize_grads(False)
-        ctx.direct, ctx.latest = direct, direct.latest()
+        ctx.direct, ctx.latest = direct, direct.latest(weights)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[None, None, None, None]:
         if grad_outputs[0] is not None:
             ctx.direct.update(*ctx.latest, grad_outputs[0])
-        return None, None, None
+        return None, None, None, None
 
 
 RULES: dict[EmbOptimType, Rule] = {
@@ -190,6 +206,14 @@ RULES: dict[EmbOptimType, Rule] = {
 """The rules of FBGEMM's fused kernels, up to the order of additions. On a CPU they take a third of
 the kernels' time, because a kernel sorts once more and looks every row up first."""
 
+RULES_WITHOUT_KERNEL: dict[EmbOptimType, Rule] = {
+    EmbOptimType.ADAM: adam_step,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: adam_step,
+    EmbOptimType.LAMB: lamb_step,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: lamb_step,
+}
+"""The rules of FBGEMM's CUDA kernels that have no counterpart on a CPU."""
+
 
 def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
     """Return the rule that can replace a kernel's own update; `None` where none can.
@@ -197,6 +221,8 @@ def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
     GPU kernels are fast already, quantised rows aren't floating-point numbers, and an optimizer
     with more states than the rule takes computes something else.
     """
+    if updates_by_rule(tbe):
+        return RULES_WITHOUT_KERNEL[tbe.optimizer]
     is_on_cpu = torch.device(tbe.current_device).type == "cpu"
     is_float = all(weight.is_floating_point() for weight in tbe.split_embedding_weights())
     rule = RULES.get(tbe.optimizer)
@@ -225,8 +251,12 @@ class DirectUpdater:
 
     @torch.no_grad()
     def apply(self, gradients: RowGradients) -> None:
-        """Update once with ``gradients``, at their lookup's learning rate."""
-        lr, eps = gradients.step.learning_rate, eps_of(self._tbe)
+        """Update once with ``gradients``, at their lookup's learning rate and iteration."""
+        args = RuleArguments(
+            lr=gradients.step.learning_rate,
+            iteration=gradients.step.iteration,
+            **optimizer_arguments(self._tbe, "eps", "beta1", "beta2", "weight_decay"),
+        )
         for runs, block in zip(self._runs, gradients.blocks, strict=True):
             keys = block.keys.long()
             bounds = keys.new_tensor([run.first_key for run in runs[1:]])
@@ -236,10 +266,19 @@ class DirectUpdater:
                 rows = run_keys - run.first_key
                 weights, *states = run.tensors
                 row_states = [state.index_select(0, rows) for state in states]
-                step = self._rule(grad, *row_states, lr=lr, eps=eps)
+                step = self._rule(
+                    grad,
+                    *row_states,
+                    weights=partial(_rows_of, weights, rows),
+                    args=args,
+                )
                 for state, row_state in zip(states, row_states, strict=True):
                     state.index_copy_(0, rows, row_state)
                 _subtract(weights, rows, step)
+
+
+def _rows_of(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return weights.index_select(0, rows).float()
 
 
 def _subtract(weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor) -> None:

@@ -22,7 +22,10 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbeddingLocation,
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
+    adopt_optimizer,
     optimizer_states,
+    params_to_build,
+    without_update,
 )
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import RowCodec
@@ -236,6 +239,8 @@ class HotTbe:
         self.slices = list(slices)
         """The kernel's tables."""
         on_cpu = device.type == "cpu"
+        # Merged over all ranks the moments are exact: no moment scale here.
+        fused_params = {name: value for name, value in fused_params.items() if name != MOMENT_SCALE}
         tbe = SplitTableBatchedEmbeddingBagsCodegen(
             embedding_specs=[
                 (
@@ -250,9 +255,9 @@ class HotTbe:
             pooling_mode=PoolingMode.NONE if slices[0].is_sequence else PoolingMode.SUM,
             weights_precision=data_type_to_sparse_type(data_type),
             device=device,
-            # Merged over all ranks the moments are exact: no moment scale here.
-            **{name: value for name, value in fused_params.items() if name != MOMENT_SCALE},
+            **params_to_build(fused_params, device),
         )
+        adopt_optimizer(tbe, fused_params)
         self.capture = RowCapture(
             tbe,
             [hot.table for hot in slices],
@@ -283,10 +288,8 @@ class HotTbe:
         # A batch's weights mean nothing to sequences.
         weights = torch.cat(parts) if parts and not self.slices[0].is_sequence else None
         tbe = self.capture.tbe
-        if torch.is_grad_enabled():
-            output = self.capture.lookup(lambda: tbe(ids, offsets, weights), weights)
-        else:
-            output = tbe(ids, offsets, weights)
+        run = without_update(tbe, lambda: tbe(ids, offsets, weights))
+        output = self.capture.lookup(run, weights) if torch.is_grad_enabled() else run()
         if self.slices[0].is_sequence:
             columns = output.split([feature.slots.numel() for feature in hot_features])
         else:

@@ -19,13 +19,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp._compat.fbgemm import (
     OptimizerStep,
     SplitTableBatchedEmbeddingBagsCodegen,
+    adopt_optimizer,
     last_lookup,
     learning_rate_of,
     optimizer_states,
     output_dtype,
+    params_to_build,
     set_learning_rate,
     tbe_shape,
     tell_empty_tables_apart,
+    updates_by_rule,
+    without_update,
     write_counts,
 )
 from torchrec_2dsp._compat.shardings import ShardingFacts, parts_of_lookup, replace_optimizer
@@ -124,8 +128,9 @@ class _CapturingKernel:
         if not all(has_rows):
             tell_empty_tables_apart(self.tbe)
         kernel = cast("Kernel", self)
+        has_new_states = adopt_optimizer(self.tbe, user_params)
         config = _with_grids_of_one_row(kernel.config)
-        if config is not kernel.config:
+        if has_new_states or config is not kernel.config:
             replace_optimizer(kernel, EmbeddingFusedOptimizer(config, self.tbe, pg))
         if self.moment_scale != 1.0:
             scale, lr = self.moment_scale, user_params["learning_rate"]
@@ -171,10 +176,11 @@ class _CapturingKernel:
     def _lookup(self, run: Callable[[], torch.Tensor], features: KeyedJaggedTensor) -> torch.Tensor:
         if self._has_no_rows:
             return self._zeros(features)
+        run = without_update(self.tbe, run)
         if not torch.is_grad_enabled():
             return run()
         if self._capture is None:
-            output = self._updating(run)
+            output = self._updating(run, features.weights_or_none())
             if self._update_watchers and output.requires_grad:
                 self._announce_update(output, features)
             return output
@@ -183,8 +189,19 @@ class _CapturingKernel:
             self._announce_update(output, features)
         return output
 
-    def _updating(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    @cached_property
+    @torch.inference_mode(mode=False)
+    def _direct(self) -> DirectLookup | None:
+        """A lookup that a rule updates, made when it is first used, on the kernel's device."""
+        rule = rule_for(self.tbe)
+        return None if rule is None else DirectLookup(self.tbe, rule)
+
+    def _updating(
+        self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None
+    ) -> torch.Tensor:
         """Run a forward whose backward updates at once."""
+        if self._direct is not None and updates_by_rule(self.tbe):
+            return self._direct.lookup(run, weights)
         output = run()
         if self._update_watchers and output.requires_grad:
             counts = write_counts(self.tbe)
@@ -243,7 +260,7 @@ class EmbeddingBagKernel(_CapturingKernel, BatchedFusedEmbeddingBag):
         env: ShardingEnv | None = None,
     ) -> None:
         BatchedFusedEmbeddingBag.__init__(
-            self, _kernel_config(config), pg, device, sharding_type, env
+            self, _kernel_config(config, device), pg, device, sharding_type, env
         )
         self._init_capture(pg, config.fused_params or {})
 
@@ -263,7 +280,7 @@ class EmbeddingKernel(_CapturingKernel, BatchedFusedEmbedding):
         pg: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
-        BatchedFusedEmbedding.__init__(self, _kernel_config(config), pg, device)
+        BatchedFusedEmbedding.__init__(self, _kernel_config(config, device), pg, device)
         self._init_capture(pg, config.fused_params or {})
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -274,9 +291,11 @@ class EmbeddingKernel(_CapturingKernel, BatchedFusedEmbedding):
 Kernel = EmbeddingBagKernel | EmbeddingKernel
 
 
-def _kernel_config(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
+def _kernel_config(
+    config: GroupedEmbeddingConfig, device: torch.device | None
+) -> GroupedEmbeddingConfig:
     """Return ``config`` with fused parameters that FBGEMM knows, in FBGEMM's units."""
-    params = dict(config.fused_params or {})
+    params = params_to_build(dict(config.fused_params or {}), device)
     scale = params.pop(MOMENT_SCALE, 1.0)
     if scale != 1.0:
         for name in ("learning_rate", "eps"):
@@ -410,12 +429,6 @@ class RowKernel(EmbeddingKernel):
 
     @cached_property
     @torch.inference_mode(mode=False)
-    def _direct(self) -> DirectLookup | None:
-        rule = rule_for(self.tbe)
-        return None if rule is None else DirectLookup(self.tbe, rule)
-
-    @cached_property
-    @torch.inference_mode(mode=False)
     def _runs(self) -> list[TableRun]:
         (block,) = blocks_of(tbe_shape(self.tbe))
         return runs_of(block, [(weight,) for weight in self.tbe.split_embedding_weights()])
@@ -434,8 +447,10 @@ class RowKernel(EmbeddingKernel):
         num_rows = sum(table.local_rows for table in self.table_configs)
         return torch.zeros(num_rows, dtype=torch.bool, device=self.tbe.current_device)
 
-    def _updating(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return super()._updating(run) if self._direct is None else self._direct.lookup(run)
+    def _updating(
+        self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super()._updating(run, None) if self._direct is None else self._direct.lookup(run)
 
 
 class OwnedRows(list[torch.Tensor]):

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp._compat.fbgemm import EmbOptimType, needs_rule
 from torchrec_2dsp._compat.torchrec import (
     InBackwardOptimizers,
     detach_in_backward_optimizers,
@@ -37,8 +38,11 @@ ON_CPU = frozenset(
         EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
     }
 )
+"""FBGEMM's kernels on a CPU; `needs_rule` says for which others there are rules on tensors."""
 
 _IGNORED_ON_CPU = ("weight_decay", "max_norm")
+_ONLY_ON_CUDA = ("extra_optimizer_config", "optimizer_state_dtypes", "weight_decay_mode")
+_FLOATS = frozenset({DataType.FP32, DataType.FP16, DataType.BF16})
 
 _ADAMS = frozenset(
     {
@@ -150,9 +154,12 @@ def check_optimizers(
     """Raise if a table's optimizer can't run on this device, or not from row gradients."""
     for table, optimizer, arguments in _optimizers(module, params):
         _check_arguments(optimizer, arguments, device_type)
-        if device_type == "cpu" and optimizer not in ON_CPU:
+        if needs_rule(optimizer, device_type):
+            _check_rule(module, table, optimizer, {**params, **arguments})
+        elif device_type == "cpu" and optimizer not in ON_CPU:
             raise UnsupportedError(
-                f"FBGEMM has no CPU kernel for {_name(optimizer)}; use one of {_names(ON_CPU)}"
+                f"FBGEMM has no CPU kernel for {_name(optimizer)}; use one of "
+                f"{_names(ON_CPU | _ADAMS)}"
             )
         by_row = keeps_exact_copies(plan) or is_data_parallel(plan, table)
         if by_row and optimizer not in FROM_ROW_GRADIENTS:
@@ -160,6 +167,26 @@ def check_optimizers(
                 f"{_name(optimizer)} can't be updated from row gradients, which GradientSync, "
                 "hot rows and data-parallel tables need; use WeightSync without hot rows and "
                 f"other sharding types, or one of {_names(FROM_ROW_GRADIENTS)}"
+            )
+
+
+def _check_rule(
+    module: nn.Module, table: str, optimizer: EmbOptimType, arguments: Mapping[str, Any]
+) -> None:
+    """Refuse what FBGEMM's CUDA kernels can, and rules on tensors can't."""
+    for name in _ONLY_ON_CUDA:
+        if arguments.get(name):
+            raise UnsupportedError(
+                f"{name}={arguments[name]!r} is unknown to {_name(optimizer)} on a CPU; leave it "
+                "out, or train on CUDA"
+            )
+    of_kind = "embedding_bag_configs", "embedding_configs"
+    configs = [config for name in of_kind for config in getattr(module, name, list)()]
+    for config in configs:
+        if config.name == table and config.data_type not in _FLOATS:
+            raise UnsupportedError(
+                f"table {table!r} has data_type={config.data_type!r}, which {_name(optimizer)} "
+                "can't update on a CPU; use FP32, FP16 or BF16"
             )
 
 
@@ -175,7 +202,7 @@ def _check_arguments(
             )
         if not value:
             continue
-        if device_type == "cpu" and name in _IGNORED_ON_CPU:
+        if device_type == "cpu" and name in _IGNORED_ON_CPU and optimizer not in _ADAMS:
             raise UnsupportedError(
                 f"{name}={value} does nothing in FBGEMM's CPU kernels; leave it out, or train on "
                 "CUDA"

@@ -20,7 +20,12 @@ from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, SyncPolicy, WeightSync
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck, fingerprint
-from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction, Updater, quickest_updater
+from torchrec_2dsp.replicas.gradient_sync import (
+    GradientSyncAction,
+    Updater,
+    fused_updater,
+    quickest_updater,
+)
 from torchrec_2dsp.replicas.row_average import RowAverage
 from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint, WeightSyncAction
 from torchrec_2dsp.replicas.sync_report import SyncReason
@@ -33,7 +38,6 @@ from torchrec_2dsp.replicas.synced_shard import (
     state_rule_for,
 )
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
-from torchrec_2dsp.rows.update import RowUpdater
 from torchrec_2dsp.shard.batch import BadIds
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.stages import BatchNotes, Stage
@@ -73,7 +77,7 @@ class Replication:
     @property
     def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
         """The class that applies captured rows."""
-        return RowUpdater if self.always_capture else quickest_updater
+        return fused_updater if self.always_capture else quickest_updater
 
 
 def averages(

@@ -140,9 +140,9 @@ def is_refused(case: Case, number: int) -> bool:
 
 def corrected(case: Case, batch: LocalBatch) -> LocalBatch:
     """Return what is left of a batch by the case's ``bad_ids``."""
-    features = {}
-    for (place, feature), lookups in batch.features.items():
-        rows = num_rows(case.modules[place], feature)
+
+    def of(key: tuple[int, int], lookups: Lookups) -> Lookups:
+        rows = num_rows(case.modules[key[0]], key[1])
         ids, lengths, weights = lookups.ids, lookups.lengths, lookups.weights
         if case.bad_ids == "drop":
             is_good = (ids >= 0) & (ids < rows)
@@ -151,8 +151,14 @@ def corrected(case: Case, batch: LocalBatch) -> LocalBatch:
             ids, weights = ids[is_good], weights[is_good]
         else:
             ids = ids.clamp(0, rows - 1)
-        features[place, feature] = Lookups(ids, lengths, weights)
-    return LocalBatch(features, batch.targets, uses_shortcut=batch.uses_shortcut)
+        return Lookups(ids, lengths, weights)
+
+    features = {key: of(key, lookups) for key, lookups in batch.features.items()}
+    shared = {
+        key: SharedBags(of(key, bags.lookups), bags.of_samples)
+        for key, bags in batch.shared.items()
+    }
+    return LocalBatch(features, batch.targets, shared, batch.uses_shortcut)
 
 
 def _with_bad_ids(ids: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:

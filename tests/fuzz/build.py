@@ -164,6 +164,8 @@ _FUSED = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+    "partial_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
 }
 _OURS = {"moment_scaled": tdsp.MomentScaledRowWiseAdaGrad}
 

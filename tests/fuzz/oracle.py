@@ -27,7 +27,7 @@ from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
 from tests.fuzz.dense_oracle import DenseNet, DenseState, NetPass
-from tests.fuzz.state import LR, Noise, TableState, initial_tables, parts_of_case
+from tests.fuzz.state import ADAMS, LR, Noise, TableState, initial_tables, parts_of_case
 
 _BY_HOST = ("table_row_wise", "grid_shard")
 BY_OWNER = ("row_wise", *_BY_HOST)
@@ -162,6 +162,7 @@ def _message(table: TableCase) -> tuple[Any, ...]:
     return table.sharding, table.exchange, table.transport, table.once
 
 
+_LOOKED_UP = 1e-30
 POSITION_WEIGHT = 0.25
 """What each further place in a sequence adds to the weight of its row."""
 
@@ -363,6 +364,11 @@ class _Simulation:
                 wire, hot = self._wires[column.table], self._is_hot(column.table, action.hot)
                 rows = wire.row_gradients(bags, lookups, self._shares(column, lookups), hot)
                 grads[column.table][rank].index_add_(0, lookups.ids, rows)
+                if self._case.optimizer in ADAMS:
+                    # Tells rows without a gradient from those that nobody looked up; ranks also
+                    # look up bags that no sample has.
+                    ids = batch.sent[column.module, column.feature].ids
+                    grads[column.table][rank][ids] += _LOOKED_UP
             for name, wire in self._wires.items():
                 hot = self._is_hot(name, action.hot)
                 grads[name][rank] = wire.summed_gradients(grads[name][rank], hot)

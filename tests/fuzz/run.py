@@ -317,7 +317,7 @@ def _moments(parallel: nn.Module) -> list[Piece]:
     for part in sharded_tables(parallel):
         for kernel in part.kernels():
             for shard in kernel.shards():
-                moment = shard.tensors.get("sum")
+                moment = shard.tensors.get("sum", shard.tensors.get("exp_avg_sq"))
                 if moment is None:
                     continue
                 width = shard.tensors["weight"].shape[1]

@@ -115,6 +115,10 @@ SIGNS = ((1, 1), (-1, 1), (1, -1))
 
 ROW_WISE = ("rowwise_adagrad", "moment_scaled")
 """Optimizers with one moment for each row of a column shard."""
+ADAMS = ("adam", "partial_adam")
+"""Optimizers that also average gradients, and move every row that is looked up."""
+BETA1, BETA2 = torch.tensor([0.9, 0.999]).tolist()
+"""FBGEMM's, which are float32 numbers."""
 
 
 class TableState:
@@ -143,7 +147,11 @@ class TableState:
         self.weights = weight.expand(case.groups if is_copied else 1, -1, -1).clone()
         """The weights of each copy: ``[copies, rows, dim]``."""
         self._rule = case.optimizer
-        moments_per_row = {"adagrad": table.dim, "sgd": 0}.get(self._rule, table.num_blocks)
+        moments_per_row = {"adagrad": table.dim, "sgd": 0, "adam": table.dim}.get(
+            self._rule, table.num_blocks
+        )
+        self._num_averages = table.dim if self._rule in ADAMS else 0
+        moments_per_row += self._num_averages
         self._moments = torch.zeros(len(self.weights), table.rows, moments_per_row).to(weight)
         self._synced = (self.weights[0].clone(), self._moments[0].clone())
         self._scale = 1.0
@@ -160,7 +168,7 @@ class TableState:
 
     def moment_columns(self) -> torch.Tensor:
         """Return the first copy's moments, one for each column: ``[rows, dim]``."""
-        moments = self._moments[0]
+        moments = self._moments[0][:, self._num_averages :]
         return moments.repeat_interleave(self._table.dim // moments.shape[1], dim=1)
 
     def copy(self) -> "TableState":
@@ -175,13 +183,14 @@ class TableState:
         self.weights, self._moments = other.weights.clone(), other._moments.clone()
         self._synced = (other._synced[0].clone(), other._synced[1].clone())
 
-    def train_locally(self, grads: torch.Tensor, hot: torch.Tensor, lr: float) -> None:
+    def train_locally(self, grads: torch.Tensor, hot: torch.Tensor, lr: float, step: int) -> None:
         """Train each group's copy with the group's gradient, except hot rows.
 
         Args:
             grads: each rank's gradients for the global mean loss.
             hot: the ids of hot rows.
             lr: the learning rate.
+            step: how many training lookups there were, with this one.
         """
         is_cold = torch.ones(self._table.rows, dtype=torch.bool)
         is_cold[hot] = False
@@ -190,10 +199,10 @@ class TableState:
             ranks = [rank for rank, other in enumerate(self._groups) if other == group]
             # A group takes the mean over its own ranks.
             grad = num_groups * grads[ranks].sum(dim=0)
-            self._apply(group, grad * is_cold[:, None], lr, self._scale)
+            self._apply(group, grad * is_cold[:, None], lr, step, self._scale)
 
     def train_merged(
-        self, grads: torch.Tensor, rows: torch.Tensor, lr: float, *, is_hot: bool = False
+        self, grads: torch.Tensor, rows: torch.Tensor, lr: float, step: int, *, is_hot: bool = False
     ) -> None:
         """All copies by the gradients of all ranks, for some rows."""
         width = self._table.dim // self._table.num_blocks
@@ -210,7 +219,7 @@ class TableState:
         is_trained[rows] = True
         grad = grads.sum(dim=0) * is_trained
         for number in range(len(self.weights)):
-            self._apply(number, grad, lr, 1.0 if is_hot else self._scale)
+            self._apply(number, grad, lr, step, 1.0 if is_hot else self._scale)
 
     def average(self, *, weights: bool, moments: bool) -> None:
         """Make all copies their mean."""
@@ -230,19 +239,35 @@ class TableState:
         changes = self._noise.sent(copies - synced, self._transport, width)
         return synced + changes.mean(dim=0)
 
-    def _apply(self, number: int, grad: torch.Tensor, lr: float, scale: float) -> None:
+    def _apply(self, number: int, grad: torch.Tensor, lr: float, step: int, scale: float) -> None:
         weight, moment = self.weights[number], self._moments[number]
         if self._rule == "sgd":
             weight -= lr * grad
         elif self._rule == "adagrad":
             moment += grad.square()
             weight -= lr * grad / (moment.sqrt() + EPS)
+        elif self._rule in ADAMS:
+            self._apply_adam(weight, moment, grad, lr, step)
         else:
             blocks = moment.shape[1]
             moment += grad.reshape(grad.shape[0], blocks, -1).square().mean(dim=2)
             roots = (moment / scale).sqrt().repeat_interleave(grad.shape[1] // blocks, dim=1)
             weight -= lr * grad / (roots + EPS)
         self.weights[number] = self._in_type(weight)
+
+    def _apply_adam(
+        self, weight: torch.Tensor, moment: torch.Tensor, grad: torch.Tensor, lr: float, step: int
+    ) -> None:
+        rows = grad.any(dim=1)
+        num_rows, dim = grad[rows].shape
+        average, second = moment[rows, :dim], moment[rows, dim:]
+        blocks = second.shape[1]
+        squares = grad[rows].reshape(num_rows, blocks, dim // blocks).square().mean(dim=2)
+        average = BETA1 * average + (1 - BETA1) * grad[rows]
+        second = BETA2 * second + (1 - BETA2) * squares
+        moment[rows] = torch.cat([average, second], dim=1)
+        roots = (second / (1 - BETA2**step)).sqrt().repeat_interleave(dim // blocks, dim=1)
+        weight[rows] -= lr * average / (1 - BETA1**step) / (roots + EPS)
 
     def _in_type(self, weights: torch.Tensor) -> torch.Tensor:
         return self._noise.rounded(weights, DTYPES[self._table.dtype])
@@ -275,11 +300,15 @@ class Part:
         self._delays_cold = bool(self._delay) and is_repeated
         self._hot_number = 0
         self._num_steps = 0
-        self._waiting: deque[list[tuple[str, torch.Tensor, torch.Tensor, float, bool]]] = deque()
-        """Updates by step: table, gradients, rows, learning rate, and whether they are hot."""
+        self._num_lookups = 0
+        self._waiting: deque[list[tuple[str, torch.Tensor, torch.Tensor, float, int, bool]]]
+        self._waiting = deque()
+        """Updates by step: table, gradients, rows, learning rate, number of lookups, and whether
+        they are hot."""
 
     def before_lookup(self) -> None:
         """Apply updates that may not wait past the next training lookup."""
+        self._num_lookups += 1
         while len(self._waiting) > self._delay:
             self._apply_oldest()
 
@@ -299,23 +328,23 @@ class Part:
 
     def train(self, grads: Grads, lr: float) -> None:
         """Apply the gradients of one backward, or keep them until they are due."""
-        delayed = []
+        delayed, step = [], self._num_lookups
         for name, table in self._tables.items():
             state, hot = self._states[name], self._hot_rows(table)
             if state.is_copied:
-                state.train_locally(grads[name], hot, lr)
-                state.train_merged(grads[name], hot, lr, is_hot=True)
+                state.train_locally(grads[name], hot, lr, step)
+                state.train_merged(grads[name], hot, lr, step, is_hot=True)
                 continue
             is_cold = torch.ones(table.rows, dtype=torch.bool)
             is_cold[hot] = False
             cold = is_cold.nonzero().squeeze(1)
             for rows, is_hot in ((cold, False), (hot, True)):
                 is_delayed = self._delay if is_hot else self._delays_cold
-                update = (name, grads[name], rows, lr, is_hot)
+                update = (name, grads[name], rows, lr, step, is_hot)
                 if is_delayed and table.sharding != "data_parallel":
                     delayed.append(update)
                 else:
-                    state.train_merged(*update[1:4], is_hot=is_hot)
+                    state.train_merged(*update[1:5], is_hot=is_hot)
         if self._delay:
             self._waiting.append(delayed)
         self._num_steps += 1
@@ -327,8 +356,8 @@ class Part:
                 )
 
     def _apply_oldest(self) -> None:
-        for name, grads, rows, lr, is_hot in self._waiting.popleft():
-            self._states[name].train_merged(grads, rows, lr, is_hot=is_hot)
+        for name, grads, rows, lr, step, is_hot in self._waiting.popleft():
+            self._states[name].train_merged(grads, rows, lr, step, is_hot=is_hot)
 
     def _hot_rows(self, table: TableCase) -> torch.Tensor:
         rows = table.refreshed_hot_rows if self._hot_number % 2 else table.hot_rows

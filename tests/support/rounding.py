@@ -77,12 +77,12 @@ class RoundingOracle(Oracle):
         weights = {name: cast(Any, table).weight for name, table in tables_of(self.model).items()}
         if self._by_row:
             rounded = {name: self._rounded_rows(name, weight) for name, weight in weights.items()}
-            outputs = self._looked_up(rounded, batch)
+            outputs = self._outputs_of(rounded, batch)
         else:
             parts = [
                 {
                     name: self._rounded(part) if self._sends else part
-                    for name, part in self._looked_up(of_owner, batch).items()
+                    for name, part in self._outputs_of(of_owner, batch).items()
                 }
                 for of_owner in self._by_owner(weights)
             ]
@@ -121,7 +121,7 @@ class RoundingOracle(Oracle):
         """Return the first row of each part that a table's rows are dealt in."""
         return sorted({shard.shard_offsets[0] for shard in self._shards(name)})
 
-    def _looked_up(
+    def _outputs_of(
         self, weights: dict[str, torch.Tensor], batch: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
         """Return each feature's output: bags, or its sequences' vectors."""

@@ -90,8 +90,10 @@ def keep_weights_and_take_plans(rank: int, world_size: int, folder: str) -> list
     if rank == 0:
         save(cast(tdsp.Plan2D, first.plan), path)
     torch.distributed.barrier()
+    filled = build(ModelSpec(), device="meta").to_empty(device=rank_device())
+    filled.load_state_dict(before)
     again = tdsp.parallelize(
-        build(ModelSpec(), seed=3),
+        filled,
         device=rank_device(),
         batch_size=8,
         optimizer=ADAGRAD,

@@ -117,7 +117,8 @@ class Tables2D:
 
     def keep_weights(self, unsharded: Any) -> None:
         """Take over the unsharded module's weights, if it has some."""
-        if torch.device(unsharded.device).type != "meta":
+        # A module's own word for its device stays what it was built with, whatever moved it.
+        if not any(weight.is_meta for weight in unsharded.parameters()):
             self.module.load_state_dict(unsharded.state_dict(), strict=False)
 
     def _watch_state(self) -> None:

@@ -45,6 +45,7 @@ from torchrec.distributed.sharding.tw_sharding import (
 from torchrec.distributed.sharding.twrw_sharding import (
     TwRwPooledEmbeddingDist,
     TwRwPooledEmbeddingSharding,
+    TwRwSparseFeaturesDist,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import NoWait, ShardingEnv2D
@@ -107,7 +108,9 @@ def dedups_ids(sharder: EmbeddingCollectionSharder) -> bool:
     return sharder._use_index_dedup
 
 
-def id_exchange_of(input_dist: RwSparseFeaturesDist | TwSparseFeaturesDist) -> KJTAllToAll:
+def id_exchange_of(
+    input_dist: RwSparseFeaturesDist | TwSparseFeaturesDist | TwRwSparseFeaturesDist,
+) -> KJTAllToAll:
     """Return the ids' all-to-all inside an input exchange."""
     return input_dist._dist
 

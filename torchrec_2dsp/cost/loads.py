@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp.codecs.ids import num_id_bytes
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import KernelCost
 from torchrec_2dsp.cost.workload import TableWork, Workload
@@ -25,7 +26,7 @@ Floats = NDArray[np.float64]
 Ranks = NDArray[np.float64]
 """A number for each rank of a sharding group, in the order of its ranks."""
 
-ID_BYTES = 8
+_STOCK_ID_BYTES = 8
 LENGTH_BYTES = 4
 KEY_BYTES = 4
 """Bytes of a row's number, where rows travel, unless a model has more than 2**31 of them."""
@@ -260,6 +261,9 @@ class Placed:
     transport: Transport = Transport.FP32
     """The wire format of rows and vectors; the workload's where it is fp32."""
 
+    is_stock: bool = False
+    """True for one of TorchRec's own shardings, whose ids travel in eight bytes."""
+
     @classmethod
     def of(cls, work: TableWork, sharding: ParameterSharding2D) -> "Placed":
         """Return a table as a plan has it."""
@@ -277,7 +281,13 @@ class Placed:
             ),
             num_hot=0 if sharding.hot_set is None else len(sharding.hot_set),
             transport=sharding.transport,
+            is_stock=sharding.sharding_type == base_type(sharding.sharding_type),
         )
+
+    @property
+    def id_bytes(self) -> float:
+        """The bytes of an id on the wire, if the exchange has no larger table."""
+        return _STOCK_ID_BYTES if self.is_stock else num_id_bytes(self.work.num_rows)
 
     def forward_bytes(self, workload: Workload) -> float:
         """Return the bytes per number in the forward, its share of a scale included."""

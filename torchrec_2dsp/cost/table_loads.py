@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp.codecs.ids import num_id_bytes
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.collectives import Span
 from torchrec_2dsp.cost.loads import (
     FLOAT_BYTES,
-    ID_BYTES,
     KEY_BYTES,
     LENGTH_BYTES,
     Loads,
@@ -89,7 +89,7 @@ def _table_or_column_wise(
     """Ranks with shards look up all ranks' ids, and send each rank its vectors."""
     num_shards, columns = _on_ranks(loads, table)
     _look_up_shards(loads, table, workload, batch)
-    loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES)
+    loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids * table.id_bytes)
     vectors = batch.vectors
     if table.exchange is Exchange.NONEMPTY:
         if not table.work.is_sequence:
@@ -110,7 +110,7 @@ def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, sp
         distinct=table.distinct_by_owner(_lookups(table, workload, num), num),
         vector_bytes=num * vectors * dim * FLOAT_BYTES,
     )
-    loads.ids_to += batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES * shares
+    loads.ids_to += batch.bags * LENGTH_BYTES + batch.ids * table.id_bytes * shares
     if table.work.is_sequence or table.exchange is Exchange.NONEMPTY:
         sent = batch.ids * shares if table.work.is_sequence else batch.bags_with(shares)
         if table.exchange is Exchange.NONEMPTY:
@@ -129,7 +129,7 @@ def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, s
     owners = np.maximum(1, np.bincount(hosts, num_shards > 0)[hosts])
     _look_up_shards(loads, table, workload, batch, owners)
     loads.ids_to += num_shards * batch.bags * LENGTH_BYTES
-    loads.ids_to += num_shards * batch.ids / owners * ID_BYTES
+    loads.ids_to += num_shards * batch.ids / owners * table.id_bytes
     numbers = batch.vectors * columns
     loads.host_scattered += loads.num_ranks * numbers * table.forward_bytes(workload)
     loads.across_from += numbers * table.forward_bytes(workload)
@@ -230,9 +230,9 @@ def _row_exchange(
     dim = table.work.dim
     of_rank = table.distinct_by_owner(lookups, loads.num_ranks)
     loads.found_ids += batch.ids
-    loads.ids_to += of_rank * KEY_BYTES
     loads.move_and_add(batch.ids, batch.ids * dim * FLOAT_BYTES)
     owned_rows = of_rank * loads.num_ranks
+    id_bytes = num_id_bytes(table.work.num_rows / loads.num_ranks)
     if table.exchange is Exchange.ROW_PER_HOST and span.crosses_hosts and span.ranks_per_host > 1:
         of_host = table.distinct_by_owner(span.ranks_per_host * lookups, loads.num_ranks)
         owned_rows = of_host * span.num_hosts
@@ -240,11 +240,14 @@ def _row_exchange(
         loads.found_ids += of_rank.sum()
         loads.move_and_add(of_rank.sum(), of_rank.sum() * dim * FLOAT_BYTES)
         loads.host_rows_from += handed_on * dim * FLOAT_BYTES
-        loads.host_rows_to += handed_on * dim * FLOAT_BYTES
+        # Ids inside a host are keys.
+        loads.host_rows_to += handed_on * (dim * FLOAT_BYTES + KEY_BYTES)
+        loads.ids_to += of_host * id_bytes / span.ranks_per_host
         loads.across_from += of_host * dim * table.forward_bytes(workload)
         loads.across_to += of_host * dim * table.backward_bytes(workload)
         _travel_beside(loads, table, workload, span.ranks_per_host * lookups)
     else:
+        loads.ids_to += of_rank * id_bytes
         loads.rows_from += of_rank * dim * table.forward_bytes(workload)
         loads.rows_to += of_rank * dim * table.backward_bytes(workload)
         _travel_beside(loads, table, workload, lookups)

@@ -13,6 +13,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp._compat.shardings import (
     facts_of,
+    id_exchange_of,
     replace_reduce_scatter,
     replace_reduce_scatter_in_node,
 )
@@ -31,6 +32,7 @@ from torchrec_2dsp._compat.torchrec import (
     TwSequenceEmbeddingSharding,
 )
 from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.comms.id_wire import narrow_ids
 from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
 from torchrec_2dsp.shard.codecs import UnevenReduceScatter
 from torchrec_2dsp.shard.data_parallel import DpPooled, DpSequence
@@ -48,7 +50,25 @@ def widen_contexts(contexts: list[Any], shardings: Sequence[Any]) -> None:
             contexts[index] = sharding.widened_context(contexts[index])
 
 
-class _LooksUpBags(EmbeddingSharding[Any, Any, Any, Any]):
+class _SendsIds(EmbeddingSharding[Any, Any, Any, Any]):
+    """A sharding with TorchRec's exchange of ids, each in as few bytes as it needs."""
+
+    def create_input_dist(self, device: Device = None) -> Any:
+        """Make TorchRec's input exchange, with narrow ids."""
+        input_dist = super().create_input_dist(device)  # pyright: ignore[reportAbstractUsage]
+        tables = (
+            table
+            for configs in facts_of(cast(Any, self)).configs_per_rank
+            for config in configs
+            for table in config.embedding_tables
+        )
+        narrow_ids(
+            id_exchange_of(cast(Any, input_dist)), max(table.num_embeddings for table in tables)
+        )
+        return input_dist
+
+
+class _LooksUpBags(_SendsIds):
     """A sharding for bags over the plugin's kernels."""
 
     averages_as: ClassVar[ShardingType | None] = None
@@ -62,7 +82,7 @@ class _LooksUpBags(EmbeddingSharding[Any, Any, Any, Any]):
         return pooled_lookup(facts, device, feature_processor, self.averages_as, PooledLookup)
 
 
-class _LooksUpSequences(EmbeddingSharding[Any, Any, Any, Any]):
+class _LooksUpSequences(_SendsIds):
     """A sharding for sequences over the plugin's kernels."""
 
     def create_lookup(
@@ -128,7 +148,7 @@ class RwSequence(_LooksUpSequences, RwSequenceEmbeddingSharding):
     """Row-wise sequences."""
 
 
-class _NonEmpty(EmbeddingSharding[Any, Any, Any, Any]):
+class _NonEmpty(_SendsIds):
     """A sharding that sends no bags without ids."""
 
     is_summed: ClassVar[bool] = False

@@ -26,6 +26,7 @@ from torchrec_2dsp._compat.torchrec import (
     SequenceEmbeddingsAllToAll,
 )
 from torchrec_2dsp.comms.groups import Peers
+from torchrec_2dsp.comms.id_wire import narrow_ids
 from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
 from torchrec_2dsp.rows.gradients import RowSum
 
@@ -399,6 +400,7 @@ class RowRequests(nn.Module):
         num_asked = dist.get_world_size(group)
         self._keys = tables * num_asked
         self._exchange = KJTAllToAll(group, [len(tables)] * num_asked)
+        narrow_ids(self._exchange, max(max(block.rows_per_owner) for block in blocks))
         self.requested: Requested | None = None
         """The last batch's requests; TorchRec's own row-wise input exchange keeps the id order in
         the same way."""

@@ -5,6 +5,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
@@ -161,3 +164,35 @@ def test_weights_stay_plans_can_be_given_and_contradictions_are_refused(
         assert again
         assert "nothing says how tables are trained" in nothing
         assert "optimizer and sharders are both given" in both
+
+
+def train_by_stock_sharders(rank: int, world_size: int, spec: ModelSpec) -> list[list[float]]:
+    """Return the sums of scores by this package's optimizer and by TorchRec's own sharders."""
+    params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
+    stock = EmbeddingBagCollectionSharder(params), EmbeddingCollectionSharder(params)
+    sums: list[list[float]] = []
+    for known in ({"optimizer": ADAGRAD}, {"sharders": stock}):
+        model = parallelized(Cell(ONE, exchange="row"), build(spec, seed=3), **known)
+        plan = cast(tdsp.Plan2D, model.plan)
+        assert {
+            table.exchange.value for _, part in plan.modules() for _, table in part.tables()
+        } <= {
+            "row",
+            "row_per_host",
+        }
+        sums.append([])
+        for step in range(3):
+            scores = model(make_batch(spec, seed=10 * step + rank))
+            scores.sum().backward()
+            model.sync()
+            sums[-1].append(scores.sum().item())
+    return sums
+
+
+@pytest.mark.parametrize("spec", [ModelSpec(), SEQUENCES], ids=["bags", "sequences"])
+def test_torchrecs_own_sharders_train_as_this_packages(
+    two_hosts: RankPool, spec: ModelSpec
+) -> None:
+    for ours, by_stock in two_hosts.run(train_by_stock_sharders, spec):
+        assert ours == by_stock
+        assert len(set(ours)) == 3

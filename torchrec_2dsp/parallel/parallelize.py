@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner.types import ParameterConstraints, StorageReservation
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport
@@ -84,7 +87,8 @@ def parallelize(
             are hot.
         storage_reservation: the memory that isn't for tables, as in TorchRec.
         plan: run this plan, or the plan in this file, instead of searching one.
-        sharders: shard by these instead of one for bags and one for sequences.
+        sharders: shard by these instead of one for bags and one for sequences. TorchRec's own are
+            replaced by this package's, with their parameters.
         data_parallel_wrapper: as in `ModelParallel2D`.
 
     Raises:
@@ -139,7 +143,7 @@ def _sharders(
     if sharders is not None:
         if optimizer is not None:
             raise ConfigError("optimizer and sharders are both given: give the optimizer to them")
-        return list(sharders)
+        return [_as_ours(sharder) for sharder in sharders]
     tables = list(table_weights(module))
     if optimizer is None and not all(in_backward_optimizers(table) for table in tables):
         raise ConfigError(
@@ -150,3 +154,16 @@ def _sharders(
         EmbeddingBagCollectionSharder2D(optimizer, keep_weights=True),
         EmbeddingCollectionSharder2D(optimizer),
     ]
+
+
+def _as_ours(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
+    """Return this package's sharder in place of TorchRec's, with its parameters."""
+    if type(sharder) is EmbeddingBagCollectionSharder:
+        return EmbeddingBagCollectionSharder2D(
+            sharder.fused_params, sharder.qcomm_codecs_registry, keep_weights=True
+        )
+    if type(sharder) is EmbeddingCollectionSharder:
+        return EmbeddingCollectionSharder2D(
+            sharder.fused_params, sharder.qcomm_codecs_registry, dedups_ids(sharder)
+        )
+    return sharder

@@ -95,7 +95,7 @@ def chosen(plan: tdsp.Plan2D) -> list[tuple[str, str]]:
     [
         ("200mbit", tdsp.Mesh2D(2, 2)),
         ("1gbit", tdsp.Mesh2D(1, 4)),
-        ("200mbit", None),
+        ("1gbit", None),
     ],
 )
 def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mesh2D | None) -> None:

@@ -99,7 +99,7 @@ def test_one_owner_is_imbalance() -> None:
     """The host of the owner sends twice what it would if all ranks owned a part."""
     predicted = cost(TABLE_WISE)
     assert exchanged(predicted) == pytest.approx((VECTORS * LINK, VECTORS * LINK))
-    ids = BATCH * (4 + 8)
+    ids = BATCH * (4 + 2)
     assert predicted.input_exchange_s == pytest.approx(ids * LINK)
     assert predicted.imbalance_s == pytest.approx((2 * VECTORS + ids) * LINK)
 
@@ -116,7 +116,7 @@ def test_row_exchange_sends_each_distinct_row_once() -> None:
     predicted = cost(ROW)
     # Half of a rank's rows are on the other host, and a host has two ranks.
     assert exchanged(predicted) == pytest.approx((distinct * DIM * 4 * LINK,) * 2)
-    assert predicted.input_exchange_s == pytest.approx(distinct * 4 * LINK)
+    assert predicted.input_exchange_s == pytest.approx(distinct * 2 * LINK)
     assert predicted.imbalance_s == pytest.approx(0.0)
 
 

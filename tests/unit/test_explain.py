@@ -143,7 +143,7 @@ def test_without_a_plan_there_is_nothing_to_explain() -> None:
     ("choice", "expected"),
     [
         # Ids with lengths go to one of four ranks; vectors and their gradients come back.
-        (Choice(ShardingType.TABLE_WISE), 512 * (8 + 4 + 2 * 32 * 4) * 3 / 4),
+        (Choice(ShardingType.TABLE_WISE), 512 * (1 + 4 + 2 * 32 * 4) * 3 / 4),
         # A ring over four ranks.
         (Choice(ShardingType.DATA_PARALLEL), 1.5 * ROWS[0] * 32 * 4),
     ],
@@ -255,10 +255,11 @@ def test_a_page_plots_the_numbers_of_the_report() -> None:
     plots: list[Any] = list(page.figures)
     parts, bars, busy, full, front = plots
     total = 1e3 * result.cost.total_s
-    added, step = parts.data
+    added, hidden, step = parts.data
     assert list(step.x) == [pytest.approx(total)]
     assert list(added.base)[1:] == pytest.approx(list(itertools.accumulate(added.x))[:-1])
-    assert added.base[-1] + added.x[-1] == pytest.approx(total)
+    assert hidden.base[0] == pytest.approx(added.base[-1] + added.x[-1])
+    assert hidden.base[0] + hidden.x[0] == pytest.approx(total)
     plotted = {name: value for bar in bars.data for name, value in zip(bar.y, bar.x, strict=True)}
     assert plotted == {entry.name: pytest.approx(1e3 * entry.seconds) for entry in result.tables}
     assert list(busy.data[0].y) == pytest.approx((1e3 * result.busy_by_rank).tolist())

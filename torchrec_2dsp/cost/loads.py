@@ -47,7 +47,7 @@ class Load:
     def __get__(self, loads: "Loads | None", owner: type) -> "Load | Ranks":
         return self if loads is None else loads.values[self._row]
 
-    def __set__(self, loads: "Loads", value: Ranks) -> None:
+    def __set__(self, loads: "Loads", value: Ranks | float) -> None:
         loads.values[self._row] = value
 
 
@@ -240,6 +240,13 @@ class Shards(NamedTuple):
         return cls(ranks.astype(np.int64), rows, columns)
 
 
+def sum_by_rank(ranks: NDArray[np.int64], numbers: Ranks, num_ranks: int) -> Ranks:
+    """Sum the numbers of each rank's shards, which are the last axis."""
+    sums = np.zeros((*numbers.shape[:-1], num_ranks))
+    np.add.at(sums.T, ranks, numbers.T)
+    return sums
+
+
 @dataclass(frozen=True)
 class Placed:
     """A table on a group's ranks."""
@@ -309,16 +316,13 @@ class Placed:
 
     def owner_shares(self, num_ranks: int) -> Ranks:
         """Return the share that each row owner has in the lookups."""
-        even = np.full(num_ranks, 1 / num_ranks)
-        access = self.work.access
-        if access is None or self.owners is RowOwners.HASH:
-            return even
-        cold = access.without(self.num_hot)
-        return cold.share_by_block(num_ranks) if cold.num_lookups else even
+        if self.owners is RowOwners.HASH:
+            return np.full(num_ranks, 1 / num_ranks)
+        return self.work.share_by_block(num_ranks, num_hot=self.num_hot)
 
     def distinct_by_owner(self, num_lookups: float, num_ranks: int) -> Ranks:
         """Return the distinct cold rows that so many lookups touch at each owner."""
         if self.owners is RowOwners.HASH:
             distinct = self.work.expected_distinct(num_lookups, num_hot=self.num_hot)
-            return np.full(num_ranks, distinct / num_ranks)
+            return distinct / num_ranks * np.ones(num_ranks)
         return self.work.distinct_by_block(num_lookups, num_ranks, num_hot=self.num_hot)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,15 @@ from torchrec.distributed.types import ShardingType
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration, KernelCost
 from torchrec_2dsp.cost.collectives import Span
-from torchrec_2dsp.cost.loads import FLOAT_BYTES, Loads, Placed, Ranks, load_weights
+from torchrec_2dsp.cost.loads import (
+    FLOAT_BYTES,
+    LOADS,
+    Loads,
+    Placed,
+    Ranks,
+    load_weights,
+    sum_by_rank,
+)
 from torchrec_2dsp.cost.step_cost import NamedParts, Phases, ReplicaCost, StepCost
 from torchrec_2dsp.cost.table_loads import add_hot_rows, add_synced_rows, add_table
 from torchrec_2dsp.cost.workload import DenseWork, Workload
@@ -212,19 +220,30 @@ class CostSetting:
     def _buffer_parts(self) -> dict[str, Ranks]:
         return _buffer_parts(self.pipeline, self.group.num_ranks)
 
-    def loads(self, tables: Iterable[Placed]) -> Loads:
-        """Sum the work and the messages that tables give to a group's ranks."""
+    def loads(self, tables: Iterable[Placed], *, by_rank: bool = True) -> Loads:
+        """Sum the work and the messages that tables give to a group's ranks.
+
+        Unless they are wanted ``by_rank``, loads that are equal on all ranks stay numbers.
+        """
         loads = Loads(
             self.group.num_ranks, codecs=self._codecs, prefetches_rows=self.prefetches_rows
         )
+        if not by_rank:
+            loads.values = cast(Any, [0.0] * len(LOADS))
         for table in tables:
             add_table(loads, table, self.workload, self.group)
             add_hot_rows(loads, table, self.workload, self.world)
             add_synced_rows(loads, table, self.workload, self.peers, self.sync)
         if self.calibration.hardware.device != "cpu":
             # FBGEMM alone can update rows there, all at once: no gradients come later than others.
-            loads.lagging_to[:] = loads.lagging_bytes[:] = 0.0
+            loads.lagging_to = loads.lagging_bytes = 0.0
         return loads
+
+    def mean_loads(self, table: Placed) -> Ranks:
+        """Return a table's loads on the mean rank; for `AlikeWork`, a row of them for each."""
+        loads = self.loads([table], by_rank=False).values
+        means = [np.mean(load, axis=-1) if np.ndim(load) else load for load in loads]
+        return np.stack(np.broadcast_arrays(*means), axis=-1)
 
     def memory_cost(self, tables: Sequence[Placed]) -> MemoryCost:
         """Predict the memory that tables take on a group's fullest rank."""
@@ -323,7 +342,7 @@ def _memory_cost(
 def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
     """Return a table's bytes on each rank, with a row for each of `_KEPT`."""
     work = table.work
-    kept_bytes = np.zeros((len(_KEPT), num_ranks))
+    kept_bytes = np.zeros((len(_KEPT), *np.shape(work.num_rows)[:-1], num_ranks))
     weights, state, hot_rows, gradients = kept_bytes
     if table.kind is ShardingType.DATA_PARALLEL:
         weights += work.num_rows * table.row_bytes
@@ -331,8 +350,8 @@ def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
         gradients += _GRADIENT_COPIES * work.num_rows * work.dim * FLOAT_BYTES
         return kept_bytes
     ranks, rows, columns = table.shards
-    np.add.at(weights, ranks, rows * columns * work.element_bytes)
-    np.add.at(state, ranks, rows * _state_bytes(table, columns))
+    weights += sum_by_rank(ranks, rows * columns * work.element_bytes, num_ranks)
+    state += sum_by_rank(ranks, rows * _state_bytes(table, columns), num_ranks)
     hot_rows += table.num_hot * (table.row_bytes + _state_bytes(table, work.dim))
     return kept_bytes
 

@@ -18,6 +18,7 @@ from torchrec_2dsp.cost.loads import (
     Loads,
     Placed,
     Ranks,
+    sum_by_rank,
 )
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import UnsupportedError
@@ -60,8 +61,8 @@ class _Batch:
         if not self.bags or not self.cold_share:
             return np.zeros_like(shares)
         per_bag = self.ids / self.cold_share / self.bags
-        absent = (1 - self.cold_share * shares) ** max(1.0, per_bag)
-        return self.bags * min(1.0, per_bag) * (1 - absent)
+        absent = (1 - self.cold_share * shares) ** np.maximum(1.0, per_bag)
+        return self.bags * np.minimum(1.0, per_bag) * (1 - absent)
 
 
 def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> None:
@@ -90,10 +91,10 @@ def _table_or_column_wise(
     num_shards, columns = _on_ranks(loads, table)
     _look_up_shards(loads, table, workload, batch)
     loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids * table.id_bytes)
-    vectors = batch.vectors
+    vectors: float | Ranks = batch.vectors
     if table.exchange is Exchange.NONEMPTY:
         if not table.work.is_sequence:
-            vectors = float(batch.bags_with(np.ones(1))[0])
+            vectors = batch.bags_with(np.ones(1))
         # Vectors of some bags become those of all bags, and the same for their gradients.
         loads.move_and_add(vectors, vectors * table.work.dim * FLOAT_BYTES)
     _exchange_vectors(loads, table, workload, vectors * columns)
@@ -114,7 +115,7 @@ def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, sp
     if table.work.is_sequence or table.exchange is Exchange.NONEMPTY:
         sent = batch.ids * shares if table.work.is_sequence else batch.bags_with(shares)
         if table.exchange is Exchange.NONEMPTY:
-            num_vectors = float(sent.sum())
+            num_vectors = _of_all(sent)
             loads.move_and_add(num_vectors, num_vectors * dim * FLOAT_BYTES)
         _exchange_vectors(loads, table, workload, sent * dim)
         return
@@ -128,8 +129,7 @@ def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, s
     hosts = np.arange(loads.num_ranks) // span.ranks_per_host
     owners = np.maximum(1, np.bincount(hosts, num_shards > 0)[hosts])
     _look_up_shards(loads, table, workload, batch, owners)
-    loads.ids_to += num_shards * batch.bags * LENGTH_BYTES
-    loads.ids_to += num_shards * batch.ids / owners * table.id_bytes
+    loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids / owners * table.id_bytes)
     numbers = batch.vectors * columns
     loads.host_scattered += loads.num_ranks * numbers * table.forward_bytes(workload)
     loads.across_from += numbers * table.forward_bytes(workload)
@@ -188,12 +188,14 @@ def _exchange_vectors(
     loads: Loads, table: Placed, workload: Workload, numbers: float | Ranks
 ) -> None:
     """Add the numbers that a rank sends to each other one, and the gradients that come back."""
+    sent = numbers * table.forward_bytes(workload)
+    received = numbers * table.backward_bytes(workload)
     if table.exchange is Exchange.NONEMPTY:
-        sent, received = loads.rows_from, loads.rows_to
+        loads.rows_from += sent
+        loads.rows_to += received
     else:
-        sent, received = loads.pooled_from, loads.pooled_to
-    sent += numbers * table.forward_bytes(workload)
-    received += numbers * table.backward_bytes(workload)
+        loads.pooled_from += sent
+        loads.pooled_to += received
 
 
 def _encode_and_decode(loads: Loads, table: Placed, numbers: float | Ranks) -> None:
@@ -212,10 +214,8 @@ def _lookups(table: Placed, workload: Workload, num_ranks: int) -> float:
 def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:
     """Count the shards on each rank, and sum their columns."""
     ranks, _, columns = table.shards
-    num_shards, sums = np.zeros(loads.num_ranks), np.zeros(loads.num_ranks)
-    np.add.at(num_shards, ranks, 1.0)
-    np.add.at(sums, ranks, columns)
-    return num_shards, sums
+    num_shards = sum_by_rank(ranks, np.ones(len(ranks)), loads.num_ranks)
+    return num_shards, sum_by_rank(ranks, columns, loads.num_ranks)
 
 
 def _row_exchange(
@@ -236,9 +236,10 @@ def _row_exchange(
     if table.exchange is Exchange.ROW_PER_HOST and span.crosses_hosts and span.ranks_per_host > 1:
         of_host = table.distinct_by_owner(span.ranks_per_host * lookups, loads.num_ranks)
         owned_rows = of_host * span.num_hosts
-        handed_on = of_rank.sum() / span.ranks_per_host
-        loads.found_ids += of_rank.sum()
-        loads.move_and_add(of_rank.sum(), of_rank.sum() * dim * FLOAT_BYTES)
+        of_batch = _of_all(of_rank)
+        handed_on = of_batch / span.ranks_per_host
+        loads.found_ids += of_batch
+        loads.move_and_add(of_batch, of_batch * dim * FLOAT_BYTES)
         loads.host_rows_from += handed_on * dim * FLOAT_BYTES
         # Ids inside a host are keys.
         loads.host_rows_to += handed_on * (dim * FLOAT_BYTES + KEY_BYTES)
@@ -276,8 +277,13 @@ def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: flo
     loads.early_from += early * dim * table.forward_bytes(workload)
     loads.lagging_to += lagging * dim * table.backward_bytes(workload)
     loads.beside_ids += 2 * loads.num_ranks * early
-    loads.early_bytes += float(early.sum()) * dim * FLOAT_BYTES
-    loads.lagging_bytes += float(lagging.sum()) * dim * FLOAT_BYTES
+    loads.early_bytes += _of_all(early) * dim * FLOAT_BYTES
+    loads.lagging_bytes += _of_all(lagging) * dim * FLOAT_BYTES
+
+
+def _of_all(by_rank: Ranks) -> Ranks:
+    """Sum over ranks."""
+    return np.asarray(by_rank.sum(axis=-1, keepdims=True))
 
 
 def add_hot_rows(loads: Loads, table: Placed, workload: Workload, world: Span) -> None:
@@ -341,15 +347,17 @@ def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments:
     of_state = _bytes_per_number(sync.transport, 1) if state_columns < 1 else wire
     of_column = wire * weights + of_state * moments * state_columns
     loads = shards.loads
-    rows, num_bytes, whole = (
-        (loads.averaged_rows, loads.averaged_bytes, loads.averaged_whole_bytes)
-        if weights
-        else (loads.moment_rows, loads.moment_bytes, loads.moment_whole_bytes)
-    )
+    rows = num_bytes = 0.0
     if sync.rows is SyncedRows.TOUCHED:
-        rows += shards.touched(num_steps)
-        num_bytes += shards.touched_bytes(num_steps, of_column)
-    whole += shards.whole_bytes(of_column)
+        rows, num_bytes = shards.touched(num_steps), shards.touched_bytes(num_steps, of_column)
+    if weights:
+        loads.averaged_rows += rows
+        loads.averaged_bytes += num_bytes
+        loads.averaged_whole_bytes += shards.whole_bytes(of_column)
+    else:
+        loads.moment_rows += rows
+        loads.moment_bytes += num_bytes
+        loads.moment_whole_bytes += shards.whole_bytes(of_column)
 
 
 def _bytes_per_number(transport: Transport, dim: int) -> float:
@@ -365,11 +373,10 @@ class _Shards:
         self.table = table
         self._lookups = _lookups(table, workload, loads.num_ranks)
         ranks, rows, columns = table.shards
-        parts = rows / max(1, table.work.num_rows)
+        parts = rows / np.maximum(1, table.work.num_rows)
         # Each rank's part of the table's rows, once for each shard, and its part of the columns.
-        self._parts, self._columns = np.zeros(loads.num_ranks), np.zeros(loads.num_ranks)
-        np.add.at(self._parts, ranks, parts)
-        np.add.at(self._columns, ranks, parts * columns)
+        self._parts = sum_by_rank(ranks, parts, loads.num_ranks)
+        self._columns = sum_by_rank(ranks, parts * columns, loads.num_ranks)
 
     def whole_bytes(self, of_column: float) -> Ranks:
         """Return the shards' bytes, for all rows."""

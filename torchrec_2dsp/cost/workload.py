@@ -1,6 +1,6 @@
 """`Workload`: a step's work, whatever the plan; and the optimizer state of each row."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -106,6 +106,17 @@ class TableWork:
     """The exponent by which rows are used less and less, in an unknown order, where nothing was
     counted; 0 for rows that are all used alike."""
 
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for tables that can be in one `AlikeWork`."""
+        alike = replace(self, name="", num_rows=0, ids_per_sample=0.0, access=None)
+        return alike, self.is_counted
+
+    @property
+    def is_counted(self) -> bool:
+        """True if row frequencies are known."""
+        return self.access is not None and self.access.num_lookups > 0
+
     def expected_distinct(self, num_lookups: float, *, num_hot: int = 0) -> float:
         """Return the distinct rows that so many lookups touch, without the ``num_hot`` hottest."""
         if self.access is not None and self.access.num_lookups:
@@ -129,6 +140,13 @@ class TableWork:
             num_blocks, self.expected_distinct(num_lookups, num_hot=num_hot) / num_blocks
         )
 
+    def share_by_block(self, num_blocks: int, *, num_hot: int = 0) -> NDArray[np.float64]:
+        """Return the share of the lookups of cold rows that each row block has."""
+        cold = None if self.access is None else self.access.without(num_hot)
+        if cold is None or not cold.num_lookups:
+            return np.full(num_blocks, 1 / num_blocks)
+        return cold.share_by_block(num_blocks)
+
     def hot_share(self, num_hot: int) -> float:
         """Return the share of lookups that the ``num_hot`` hottest rows take."""
         if not num_hot:
@@ -137,6 +155,66 @@ class TableWork:
             return self.access.share_of(num_hot)
         ends, shares = zipf_bins(self.num_rows, self.skew)
         return float(np.diff(np.minimum(ends, num_hot), prepend=0) @ shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlikeWork(TableWork):
+    """The work with several tables without hot rows, as one.
+
+    Numbers of rows, ids and distinct rows are columns, with a number for each table. All else is
+    the same for all of them, but that each may have row frequencies of its own.
+    """
+
+    tables: Sequence[TableWork]
+
+    _known: dict[bytes, NDArray[np.float64]] = field(default_factory=dict, compare=False)
+    """Distinct rows by the lookups."""
+
+    @classmethod
+    def of(cls, tables: Sequence[TableWork]) -> "AlikeWork":
+        """Put tables together for which `TableWork.likeness` is the same."""
+        columns: dict[str, Any] = {
+            name: np.array([[getattr(table, name)] for table in tables], dtype=np.float64)
+            for name in ("num_rows", "ids_per_sample")
+        }
+        return cls(**vars(tables[0]) | columns, tables=tables)
+
+    def expected_distinct(self, num_lookups: Any, *, num_hot: int = 0) -> Any:
+        """Return the distinct rows that each table's lookups touch."""
+        lookups = np.broadcast_to(num_lookups, (len(self.tables), 1))
+        key = lookups.tobytes()
+        if key not in self._known:
+            if not self.is_counted:
+                cold, shares = self._bins
+                distinct = np.einsum("tb,tb->t", cold, 1 - (1 - shares) ** lookups)
+            else:
+                each = zip(self.tables, lookups[:, 0].tolist(), strict=True)
+                distinct = np.array([table.expected_distinct(number) for table, number in each])
+            self._known[key] = distinct[:, None]
+        return self._known[key]
+
+    def distinct_by_block(self, num_lookups: Any, num_blocks: int, *, num_hot: int = 0) -> Any:
+        """Return the distinct rows that each table's lookups touch in each of its row blocks."""
+        if not self.is_counted:
+            return self.expected_distinct(num_lookups) / num_blocks * np.ones(num_blocks)
+        lookups = np.broadcast_to(num_lookups, (len(self.tables), 1))[:, 0].tolist()
+        each = zip(self.tables, lookups, strict=True)
+        return np.stack([table.distinct_by_block(number, num_blocks) for table, number in each])
+
+    def share_by_block(self, num_blocks: int, *, num_hot: int = 0) -> NDArray[np.float64]:
+        """Return the share of each table's lookups that each of its row blocks has."""
+        tables = self.tables if self.is_counted else self.tables[:1]
+        return np.stack([table.share_by_block(num_blocks) for table in tables])
+
+    @cached_property
+    def _bins(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Bins of rows that are used nearly alike: their rows, and the share of each row."""
+        rows, shares = np.zeros((2, len(self.tables), _BINS))
+        for number, table in enumerate(self.tables):
+            ends, of_bins = zipf_bins(table.num_rows, table.skew)
+            rows[number, : len(ends)] = np.diff(ends, prepend=0.0)
+            shares[number, : len(ends)] = of_bins
+        return rows, shares
 
 
 @lru_cache(2**17)

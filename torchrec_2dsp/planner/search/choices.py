@@ -21,7 +21,7 @@ from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.collectives import Span
-from torchrec_2dsp.cost.loads import Placed, Shards
+from torchrec_2dsp.cost.loads import Floats, Placed, Shards
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import TableWork, Workload, optimizer_of, state_bytes_per_row
@@ -179,7 +179,8 @@ class Candidate:
         if choice.kind is ShardingType.DATA_PARALLEL:
             return Shards.of([])
         num_parts = 1 if choice.kind in _WHOLE_ROWS else len(ranks)
-        rows = np.resize(_blocks(self.work.num_rows, num_parts), len(ranks))
+        blocks = _blocks(self.work.num_rows, num_parts)
+        rows = blocks[..., np.arange(len(ranks)) % num_parts]
         columns = np.full(len(ranks), self.work.dim / choice.column_shards)
         return Shards(np.array(ranks), rows, columns)
 
@@ -233,7 +234,7 @@ class Candidate:
         return RowOwners.BLOCK if is_even else RowOwners.HASH
 
 
-def _blocks(num_rows: int, num_parts: int) -> np.ndarray:
+def _blocks(num_rows: int, num_parts: int) -> Floats:
     """Deal rows as TorchRec does: as many as fit to each part, the rest to the last."""
     size = -(-num_rows // num_parts)
     remaining = num_rows - np.arange(num_parts, dtype=np.float64) * size

@@ -1,6 +1,6 @@
 """`Space`: the loads of every choice on a mesh, and good selections if shards were dealt evenly."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.cost.collectives import Span
 from torchrec_2dsp.cost.loads import LOADS, Floats, Loads, load_weights
 from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
+from torchrec_2dsp.cost.workload import AlikeWork
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline
+from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline, RowOwners
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family, rated
 
 Selection = NDArray[np.int64]
@@ -34,6 +36,8 @@ _LEAST_PRICE, _HIGHEST_PRICE = 1e-20, 1.0
 """Seconds for a byte of memory."""
 _EARLY = "early_from", "lagging_to", "beside_ids", "early_bytes", "lagging_bytes"
 _IS_EARLY = load_weights(**dict.fromkeys(_EARLY, 1.0)) > 0
+_MAX_AT_ONCE = 2**16
+"""The most tables times ranks whose loads are computed together: they fit a processor's cache."""
 _DIGITS = 9
 """The decimals of seconds in which choices must differ."""
 _MAX_WEIGHED = 300
@@ -103,11 +107,14 @@ class Space:
         group = setting.group
         node_size = setting.mesh.node_group_size(setting.local_world_size)
         is_even = node_size == group.ranks_per_host
-        choices = [
-            [choice for choice in candidate.choices if choice.suits(group, is_even=is_even)]
-            or [choice for choice in candidate.choices if choice.works(is_even=is_even)]
-            for candidate in candidates
-        ]
+        alike = _alike(candidates)
+        choices: list[Sequence[Choice]] = [()] * len(candidates)
+        for tables in alike:
+            allowed = candidates[tables[0]].choices
+            suiting = [choice for choice in allowed if choice.suits(group, is_even=is_even)]
+            suiting = suiting or [choice for choice in allowed if choice.works(is_even=is_even)]
+            for table in tables:
+                choices[table] = suiting
         families = list(dict.fromkeys(choice.family for of_table in choices for choice in of_table))
         numbers = {family: number for number, family in enumerate(families)}
         shape = len(candidates), max((len(of_table) for of_table in choices), default=0)
@@ -115,15 +122,20 @@ class Space:
         loads = np.zeros((*shape, len(LOADS)))
         mean, most = np.full(shape, np.inf), np.full(shape, np.inf)
         buffers = setting.buffer_bytes
-        for table, (candidate, of_table) in enumerate(zip(candidates, choices, strict=True)):
-            for number, choice in enumerate(of_table):
-                placed = candidate.somewhere(choice, group)
-                by_rank = table_bytes(placed, group.num_ranks)
-                mean_loads = setting.loads([placed]).values.mean(axis=1)
-                family_of[table, number] = numbers[choice.family]
-                loads[table, number] = mean_loads
-                mean[table, number] = by_rank.mean() + buffers @ mean_loads
-                most[table, number] = by_rank.max()
+        together: dict[tuple[int, ...], Candidate] = {}
+        for tables in alike:
+            for number, choice in enumerate(choices[tables[0]]):
+                for part in _parts(candidates, tables, choice, group):
+                    candidate = together.get(part) or _together(candidates, part)
+                    together[part] = candidate
+                    placed = candidate.somewhere(choice, group)
+                    by_rank = table_bytes(placed, group.num_ranks)
+                    mean_loads = setting.mean_loads(placed)
+                    rows = list(part)
+                    family_of[rows, number] = numbers[choice.family]
+                    loads[rows, number] = mean_loads
+                    mean[rows, number] = by_rank.mean(axis=-1) + mean_loads @ buffers
+                    most[rows, number] = by_rank.max(axis=-1)
         return cls(
             setting,
             candidates,
@@ -226,6 +238,35 @@ class Space:
         first = self.loads @ self.prices(np.zeros(len(LOADS)))
         cheapest = _argmin(np.where(np.isfinite(self.bytes_of_rank), first, np.inf))
         return first, self.loads @ self.prices(self.sum_of(cheapest))
+
+
+def _alike(candidates: Sequence[Candidate]) -> list[list[int]]:
+    """Return the numbers of tables that are alike and have the same choices, together."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, candidate in enumerate(candidates):
+        groups.setdefault((candidate.work.likeness, tuple(candidate.choices)), []).append(number)
+    return list(groups.values())
+
+
+def _parts(
+    candidates: Sequence[Candidate], tables: Sequence[int], choice: Choice, group: Span
+) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers of tables whose loads are computed together, of those that are alike."""
+    most = 1 if choice.num_hot else max(1, _MAX_AT_ONCE // group.num_ranks)
+    by_owners: dict[RowOwners, list[int]] = {}
+    for table in tables:
+        by_owners.setdefault(candidates[table].owners(choice, group), []).append(table)
+    for of_owners in by_owners.values():
+        for start in range(0, len(of_owners), most):
+            yield tuple(of_owners[start : start + most])
+
+
+def _together(candidates: Sequence[Candidate], part: Sequence[int]) -> Candidate:
+    """Return a candidate that stands for tables that are alike."""
+    first = candidates[part[0]]
+    if len(part) == 1:
+        return first
+    return replace(first, work=AlikeWork.of([candidates[table].work for table in part]))
 
 
 @dataclass(frozen=True)

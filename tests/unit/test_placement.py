@@ -25,9 +25,8 @@ from tests.support.planning import (
 )
 from torchrec_2dsp.codecs.rows import transports_of
 from torchrec_2dsp.cost.loads import LOADS
-from torchrec_2dsp.cost.model import CostModel, CostSetting, table_bytes
+from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
-from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.planner.search.best_placements import search, search_copies
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of
 from torchrec_2dsp.planner.search.cost_search import meshes_of
@@ -45,13 +44,6 @@ pytestmark = pytest.mark.dealt_file
 
 TWO_GROUPS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 ROWS = (300, 9_000, 200_000)
-TYPES = (
-    ShardingType.DATA_PARALLEL,
-    ShardingType.TABLE_WISE,
-    ShardingType.COLUMN_WISE,
-    ShardingType.ROW_WISE,
-    ShardingType.TABLE_ROW_WISE,
-)
 
 
 def problem(
@@ -248,48 +240,6 @@ def space_of(rows: tuple[int, ...], sync: tdsp.WeightSync, dense_s: float = 0.0)
     }
     candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
     return Space.of(candidates, CostSetting(calibration(), workload, tdsp.Mesh2D(2, 4), sync, 2))
-
-
-def test_alike_tables_have_each_the_loads_of_its_own() -> None:
-    """Loads that are computed for many tables at once, against the mean of each table's ranks."""
-    rows = (300, 9_000, 40_000, 70, 5_000)
-    access = tdsp.AccessStats({name: skewed(rows)[name] for name in ("t1", "t2")})
-    workload = replace(
-        Workload.of_model(tables(rows), batch_size=64, access=access, skew=1.05),
-        forward_wire_bytes=2.0,
-    )
-    several: dict[str, Any] = {
-        "sharding_types": [kind.value for kind in TYPES],
-        "pooling_factors": [3.0],
-    }
-    constraints: dict[str, ParameterConstraints] = {
-        "t0": tdsp.ParameterConstraints2D(**several),
-        "t3": tdsp.ParameterConstraints2D(**several | {"pooling_factors": [7.0]}),
-        "t4": tdsp.ParameterConstraints2D(hot_rows=20),
-    }
-    candidates = candidates_of(
-        tables(rows), SHARDERS, constraints, workload, "cpu", transports_of("any")
-    )
-    num_compared = 0
-    for sync, pipeline in (
-        (tdsp.GradientSync(), Pipeline.ROW_PREFETCH),
-        (tdsp.WeightSync(policy=tdsp.every(4)), Pipeline.BASE),
-    ):
-        for mesh in (tdsp.Mesh2D(1, 8), tdsp.Mesh2D(2, 4, tdsp.RankLayout.CONTIGUOUS)):
-            setting = CostSetting(calibration(), workload, mesh, sync, 4, pipeline)
-            space = Space.of(candidates, setting)
-            for table, candidate in enumerate(candidates):
-                for number, choice in enumerate(space.choices[table]):
-                    placed = candidate.somewhere(choice, setting.group)
-                    loads = setting.loads([placed]).values.mean(axis=1)
-                    by_rank = table_bytes(placed, setting.group.num_ranks)
-                    num_bytes = by_rank.mean() + setting.buffer_bytes @ loads
-                    close = {"rtol": 1e-9, "atol": 1e-7}
-                    np.testing.assert_allclose(space.loads[table, number], loads, **close)
-                    np.testing.assert_allclose(space.bytes_of_rank[table, number], num_bytes)
-                    assert space.bytes_of_shard[table, number] == by_rank.max()
-                    num_compared += 1
-    assert num_compared > 500
 
 
 @pytest.mark.parametrize("dense_s", [0.0, 5.0])

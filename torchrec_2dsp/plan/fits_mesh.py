@@ -86,7 +86,7 @@ def _check_numbers(where: str, shards: Sequence[ShardMetadata]) -> None:
             ("shard_offsets", shard.shard_offsets),
             ("shard_sizes", shard.shard_sizes),
         ):
-            if len(values) != 2 or any(type(value) is not int or value < 0 for value in values):
+            if [type(value) for value in values] != [int, int] or min(values) < 0:
                 raise PlanError(
                     f"table {where} has {name}={list(values)} in shard {index}: they are a number "
                     f"of rows and one of columns, whole and not negative; {_REMEDY}"

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -342,6 +343,12 @@ def concave_runs(sizes: Floats, costs: Floats) -> Iterator[tuple[float, float]]:
         yield num_rows, saved / num_rows
 
 
+@lru_cache(2**14)
+def _place_of(device: str, rank: int, ranks_per_host: int) -> Any:
+    """Return TorchRec's placement of a rank; it takes long to parse one for each shard."""
+    return ShardMetadata([0], [0], placement(device, rank, ranks_per_host)).placement
+
+
 @dataclass(frozen=True)
 class MeshPlacement:
     """The best placement on a mesh, ready to become a plan."""
@@ -416,7 +423,7 @@ class MeshPlacement:
                     ShardMetadata(
                         shard_sizes=size,
                         shard_offsets=offset,
-                        placement=placement(device, rank, group.ranks_per_host),
+                        placement=_place_of(device, rank, group.ranks_per_host),
                     )
                     for size, offset, rank in shapes
                 ]

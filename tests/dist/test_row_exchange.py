@@ -172,8 +172,9 @@ def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
     for rank, sent in enumerate(answers):
         splits, lengths, ids, rows, gradients = sent
         # For each owner: how many lengths, ids and samples come, 8 bytes each; one length.
+        # Rows of a shard of ten have a byte each.
         assert (splits, lengths) == (4 * 3 * 8, 4 * 8)
-        assert ids == sum(asked[rank]) * 4
+        assert ids == sum(asked[rank])
         assert rows == sum(of_rank[rank] for of_rank in asked) * 8 * 4
         assert gradients == sum(asked[rank]) * 8 * 4
 
@@ -324,7 +325,8 @@ def test_a_row_comes_to_a_host_once(two_hosts: RankPool) -> None:
         )
         assert (counts, keys) == (2 * 8, len(rows[rank]) * 4)
         # For each host: how many lengths, ids and samples come, 8 bytes each; one length.
-        assert (splits, lengths, ids) == (2 * 3 * 8, 2 * 8, len(together[rank]) * 4)
+        # Rows of a shard of ten have a byte each.
+        assert (splits, lengths, ids) == (2 * 3 * 8, 2 * 8, len(together[rank]))
         assert (fetched, given) == (num_owned * 8 * 4, num_given * 8 * 4)
         assert (back, gradients) == (len(rows[rank]) * 8 * 4, len(together[rank]) * 8 * 4)
 

@@ -107,32 +107,33 @@ ALARM = ("all_reduce", "world", 8)
 
 # Splits: ids, lengths and stride for 2 ranks, 8 bytes each: 48.
 # Lengths: 4 features x 4 samples x 8 = 128 where a feature goes to one rank.
-# Ids: 4 features x 4 samples x 8 = 128.
+# Ids: 4 features x 4 samples = 16, a byte each.
 # Header: a row count for each dimension of the kernel's tables and a learning rate, 8 bytes each.
 # Keys (4 bytes each) and gradients go to the one other peer.
 # Row-wise: lengths to both ranks, 256; pooled partial sums of 8 samples, 8 x 48 x 4 = 1536. A rank
 # has one touched row of each table: two of 8 columns, 2 x 4 and 2 x 8 x 4, and one of 16.
 ROW_WISE = step_of(
-    48, 256, 128, 1536, *merge_of("replicate", (8, 64), (4, 64)), rows=True, header=24
+    48, 256, 16, 1536, *merge_of("replicate", (8, 64), (4, 64)), rows=True, header=24
 )
-# Column-wise, 4 columns to a shard: 2 + 4 + 4 + 2 = 12 features of shards, so 12 x 4 x 8 = 384. A
+# Column-wise, 4 columns to a shard: 2 + 4 + 4 + 2 = 12 features of shards, so 12 x 4 x 8 = 384
+# and 48 ids. A
 # rank holds 4 of 8 shards, half of the columns, 8 x 24 x 4 = 768, and two touched rows of each:
 # 4 x 2 x 4 = 32 and 4 x 2 x 4 x 4 = 128.
-COLUMN_WISE = step_of(48, 384, 384, 768, *merge_of("replicate", (32, 128)), rows=False, header=16)
+COLUMN_WISE = step_of(48, 384, 48, 768, *merge_of("replicate", (32, 128)), rows=False, header=16)
 # Grid: the lengths of 12 features to both ranks. All 8 shards, one touched row of each.
-GRID = step_of(48, 768, 384, 1536, *merge_of("replicate", (32, 128)), rows=True, header=16)
+GRID = step_of(48, 768, 48, 1536, *merge_of("replicate", (32, 128)), rows=True, header=16)
 # Table-wise: one rank has t1, 8 x 32 x 4 = 1024, with 2 rows of 16 columns ...
-TABLE_WISE_T1 = step_of(48, 128, 128, 1024, *merge_of("replicate", (8, 128)), rows=False, header=16)
+TABLE_WISE_T1 = step_of(48, 128, 16, 1024, *merge_of("replicate", (8, 128)), rows=False, header=16)
 # ... the other has t0 and t2, 8 x 16 x 4 = 512, with 4 rows of 8.
 TABLE_WISE_T0_T2 = step_of(
-    48, 128, 128, 512, *merge_of("replicate", (16, 128)), rows=False, header=16
+    48, 128, 16, 512, *merge_of("replicate", (16, 128)), rows=False, header=16
 )
-# Hot are one row of t0 and one of t1: 6 of 16 ids, which leaves 80 bytes. A rank tells 3 others of
+# Hot are one row of t0 and one of t1: 6 of 16 ids, which leaves 10 bytes. A rank tells 3 others of
 # a row of 8 and of one of 16 columns: 3 x 4 and 3 x 8 x 4, 3 x 4 and 3 x 16 x 4. In the header
 # stand the rows of 4 possible owners, for each dimension.
 HOT_MERGE = merge_of("world", (12, 96), (12, 192))
 HOT_T1 = step_of(
-    *(48, 128, 80, 1024),
+    *(48, 128, 10, 1024),
     *merge_of("replicate", (4, 64)),
     *HOT_MERGE,
     rows=False,
@@ -140,7 +141,7 @@ HOT_T1 = step_of(
     hot_header=72,
 )
 HOT_T0_T2 = step_of(
-    *(48, 128, 80, 512),
+    *(48, 128, 10, 512),
     *merge_of("replicate", (12, 96)),
     *HOT_MERGE,
     rows=False,
@@ -151,7 +152,7 @@ HOT_T0_T2 = step_of(
 # its moment, padded to 8 bytes: (8 + 32 + 8) + (8 + 64 + 8) + (8 + 32 + 8) = 176, to the one other
 # peer.
 AVERAGE = step_of(
-    *(48, 256, 128, 1536),
+    *(48, 256, 16, 1536),
     ALARM,
     ("all_gather", "replicate", 24),
     ("all_to_all_single", "replicate", 176),
@@ -160,7 +161,7 @@ AVERAGE = step_of(
 # Averages of everything: a shard of 20 x 8 + 12 x 16 + 17 x 8 weights and 49 moments,
 # (488 + 49) x 4 = 2148; the other has 16 rows of t2.
 AVERAGES = [
-    step_of(48, 256, 128, 1536, ("all_reduce_coalesced", "replicate", num_bytes), rows=True)
+    step_of(48, 256, 16, 1536, ("all_reduce_coalesced", "replicate", num_bytes), rows=True)
     for num_bytes in (2148, 2112)
 ]
 # Data parallel: the header of hot rows; (40 x 8 + 33 x 8) x 4 = 2336 and 24 x 16 x 4 = 1536, in

@@ -179,8 +179,6 @@ def _may_happen(case: Case, event: str) -> bool:
 def _settled_zero_grad(case: Case) -> str:
     """Return "before" where gradients that stay, or zeros, would be another training."""
     is_other = case.loop != "plain" or (case.dense.shortcut and case.zero_grad == "zeros")
-    # TorchRec's wrapper hands over no rate after the optimizer's calls.
-    is_other |= case.wrapper == "stock" and case.zero_grad == "after"
     return "before" if is_other else case.zero_grad
 
 

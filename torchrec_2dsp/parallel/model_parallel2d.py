@@ -199,8 +199,6 @@ class ModelParallel2D(DMPCollection):
         if self.training and torch.is_grad_enabled():
             board.activity.step = self._num_steps = self._num_steps + 1
             phase = "the forward"
-            # Hands the kernels rates that were set since the optimizer's own calls did.
-            self.fused_optimizer.zero_grad()
         with naming_faults(board, phase):
             try:
                 return super().forward(*args, **kwargs)

@@ -229,6 +229,10 @@ class SyncedOptimizer(CombinedOptimizer):
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Sync what is pending, then change the running kernels."""
         self._before_change()
+        if "lr" in params_dict:
+            # The kernels take it from here at the next training lookup.
+            for group in self.param_groups:
+                group["lr"] = params_dict["lr"]
         super().update_hyper_parameters(params_dict)
         for tbe in self._beside:
             tbe.update_hyper_parameters(params_dict)

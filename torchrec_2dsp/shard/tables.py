@@ -192,6 +192,10 @@ class Tables2D:
         for stage in self.stages:
             stage.before_lookup(notes)
         self._before_use()
+        if notes.is_training:
+            for kernel in self.kernels():
+                # Hands over the learning rate, which may be set after the optimizer's own calls.
+                kernel.fused_optimizer.zero_grad()
         awaitable = look_up(ctx, arrived)
         for stage in self.stages:
             stage.while_rows_travel(notes)

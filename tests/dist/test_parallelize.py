@@ -174,12 +174,8 @@ def train_by_stock_sharders(rank: int, world_size: int, spec: ModelSpec) -> list
     for known in ({"optimizer": ADAGRAD}, {"sharders": stock}):
         model = parallelized(Cell(ONE, exchange="row"), build(spec, seed=3), **known)
         plan = cast(tdsp.Plan2D, model.plan)
-        assert {
-            table.exchange.value for _, part in plan.modules() for _, table in part.tables()
-        } <= {
-            "row",
-            "row_per_host",
-        }
+        tables = [table for _, part in plan.modules() for _, table in part.tables()]
+        assert {table.exchange.value for table in tables} <= {"row", "row_per_host"}
         sums.append([])
         for step in range(3):
             scores = model(make_batch(spec, seed=10 * step + rank))

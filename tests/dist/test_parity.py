@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, ModelSpec, make_batch
+from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, ModelSpec, TableSpec, make_batch
 from tests.support.oracle import WITH_AVERAGE, local_loss
 from tests.support.parity import (
     MESHES,
@@ -159,6 +159,26 @@ def test_adam_of_sequences(ranks4: RankPool, optimizer: str, dealt: Deal) -> Non
         for sharding, exchange in (("table_wise", "pooled"), ("row_wise", "row"))
     ]
     check_cells(dealt(cells), ranks4, STEPS, tolerance=10 * TOLERANCE, must_sync=True)
+
+
+def test_ids_of_one_two_and_three_bytes(two_hosts: RankPool) -> None:
+    tables = (
+        TableSpec("t0", 255, 4, ("f0",)),
+        TableSpec("t1", 256, 4, ("f1",)),
+        TableSpec("t2", 70_000, 4, ("f2", "f3")),
+    )
+    bags, sequences = ModelSpec(tables), ModelSpec(tables, sequence=True)
+    kinds = product(MESHES[:2], ("table_wise", "row_wise"), (bags, sequences))
+    cells = [Cell(mesh, sharding, spec) for mesh, sharding, spec in kinds]
+    one = Mesh2D(1, 4)
+    cells += [
+        Cell(one, "table_row_wise", ModelSpec(tables, weighted=True)),
+        Cell(one, "column_wise", ModelSpec(tables[:1])),
+        Cell(one, "row_wise", bags, exchange="nonempty"),
+        Cell(one, "row_wise", bags, exchange="row"),
+        Cell(one, "row_wise", sequences, exchange="row_per_host"),
+    ]
+    check_cells(cells, two_hosts)
 
 
 def test_half_precision_tables(ranks4: RankPool, dealt: Deal) -> None:

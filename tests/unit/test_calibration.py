@@ -265,7 +265,7 @@ def test_work_on_bags_is_told_apart() -> None:
 
 
 def test_work_is_never_free_because_times_scatter() -> None:
-    """Where longer work happened to take less time, a call takes the shortest of all times."""
+    """Take the shortest of all times for a call where longer work happened to be quicker."""
     seconds = {4_096.0: 3e-3, 16_384.0: 2e-3, 65_536.0: 2.5e-3}
     fitted = fit_kernel([KernelSample(n, 256 * n, Timed(took)) for n, took in seconds.items()])
     assert fitted.base_s == pytest.approx(2e-3)

@@ -1,7 +1,6 @@
 """Placements: copies in the world, single changes, and hot rows."""
 
 import itertools
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -220,9 +219,9 @@ def test_an_explanation_tells_copies_apart() -> None:
     }
     text = str(explained)
     assert "one copy" in text
-    where = rf"{re.escape(str(TWO_GROUPS))}(, [a-z ]+)?, 1 in the world"
-    assert re.match(f"{where} on two_hosts_1gbit", text)
-    assert re.search(f"{where}, placed", text)
+    where = f"{TWO_GROUPS}, row prefetch in full duplex, 1 in the world"
+    assert text.startswith(f"{where} on two_hosts_1gbit")
+    assert f"{where}, placed" in text
     lost = [line.lost_by_s for line in explained.tables if line.runner_up is not None]
     assert lost
     assert min(lost) > -1e-9
@@ -412,13 +411,16 @@ def sharded_planner(link: str, **settings: Any) -> tdsp.Planner2D:
 
 def test_tables_travel_as_the_user_allows_and_the_network_wants() -> None:
     model, either = tables(), ["fp32", "int8"]
-    exact, short = sharded_planner("200mbit"), sharded_planner("200mbit", precision=either)
+    exact, short = (
+        sharded_planner("200mbit", batch_size=1_024, precision=precision)
+        for precision in ("exact", either)
+    )
     assert used_transports(exact.plan(model, SHARDERS)) == {tdsp.Transport.FP32}
     assert used_transports(short.plan(model, SHARDERS)) == {tdsp.Transport.INT8}
     exact_s, short_s = (
         each.search(model, SHARDERS).placements[0].cost.tables_s for each in (exact, short)
     )
-    assert short_s < 0.8 * exact_s
+    assert short_s < 0.7 * exact_s
     assert "int8" in str(short.explain())
     free = sharded_planner("no_limit", precision=either)
     assert used_transports(free.plan(model, SHARDERS)) == {tdsp.Transport.FP32}

@@ -32,7 +32,7 @@ from torchrec_2dsp._compat.torchrec import (
     TwSequenceEmbeddingSharding,
 )
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.comms.id_wire import narrow_ids
+from torchrec_2dsp.comms.row_wire import narrow_ids
 from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
 from torchrec_2dsp.shard.codecs import UnevenReduceScatter
 from torchrec_2dsp.shard.data_parallel import DpPooled, DpSequence

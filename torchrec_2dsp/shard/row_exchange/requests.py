@@ -26,7 +26,7 @@ from torchrec_2dsp._compat.torchrec import (
     SequenceEmbeddingsAllToAll,
 )
 from torchrec_2dsp.comms.groups import Peers
-from torchrec_2dsp.comms.id_wire import narrow_ids
+from torchrec_2dsp.comms.row_wire import narrow_ids
 from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
 from torchrec_2dsp.rows.gradients import RowSum
 

@@ -37,6 +37,7 @@ from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.shard.parted import sharded_tables
 
 AVERAGED = Cell(TWO, sync=tdsp.WeightSync())
 EXACT = Cell(TWO)
@@ -264,6 +265,20 @@ def new_hyper_parameters(rank: int, world_size: int, cell: Cell) -> float:
 def test_a_running_kernel_takes_the_users_eps(ranks4: RankPool) -> None:
     for cell in (AVERAGED, replace(EXACT, hot_rows=HOT), replace(AVERAGED, hot_rows=HOT)):
         assert max(ranks4.run(new_hyper_parameters, cell)) < ROUNDING
+
+
+def rates_after_an_update(rank: int, world_size: int, cell: Cell) -> list[float]:
+    parallel = shard(cell, sharder_of(cell, moment_scaled()))
+    parallel.fused_optimizer.update_hyper_parameters({"lr": 0.3})
+    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in make_stream(cell, 2)])
+    kernels = [kernel for part in sharded_tables(parallel) for kernel in part.kernels()]
+    return [kernel.user_learning_rate for kernel in kernels]
+
+
+def test_an_updated_rate_stays(ranks4: RankPool) -> None:
+    for rates in ranks4.run(rates_after_an_update, AVERAGED):
+        assert rates == [pytest.approx(0.3)] * len(rates)
+        assert rates
 
 
 def into_stock(rank: int, world_size: int, cell: Cell, folder: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Rows and ids on the wire: our codecs as TorchRec's exchanges take them, and all-to-alls of rows."""
+"""Rows and ids on the wire: as TorchRec's exchanges take them, and all-to-alls of rows."""
 
 from collections.abc import Sequence
 from copy import copy

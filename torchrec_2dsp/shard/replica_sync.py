@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -231,7 +231,7 @@ class SyncedOptimizer(CombinedOptimizer):
         self._before_change()
         if "lr" in params_dict:
             # The kernels take it from here at the next training lookup.
-            for group in self.param_groups:
+            for group in cast(list[dict[str, Any]], self.param_groups):
                 group["lr"] = params_dict["lr"]
         super().update_hyper_parameters(params_dict)
         for tbe in self._beside:

@@ -152,12 +152,18 @@ def adopt_optimizer(tbe: SplitTableBatchedEmbeddingBagsCodegen, params: dict[str
 
 
 def without_update(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen, run: Callable[[], torch.Tensor]
+    tbe: SplitTableBatchedEmbeddingBagsCodegen,
+    run: Callable[[], torch.Tensor],
+    *,
+    is_training: bool,
 ) -> Callable[[], torch.Tensor]:
-    """Return a forward that works for every optimizer; a rule's are counted if they train."""
+    """Return a forward that works for every optimizer; a rule's are counted if they train.
+
+    Pipelines evaluate with gradients enabled: these don't tell whether a forward trains.
+    """
     if not updates_by_rule(tbe):
         return run
-    is_training, optimizer = torch.is_grad_enabled(), tbe.optimizer
+    optimizer = tbe.optimizer
 
     def look_up() -> torch.Tensor:
         # The forwards of all optimizers are alike.

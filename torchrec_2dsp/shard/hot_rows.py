@@ -277,7 +277,7 @@ class HotTbe:
             )
         ]
 
-    def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
+    def lookup(self, batch: HotBatch, *, is_training: bool) -> dict[str, torch.Tensor]:
         """Look up each feature's hot rows, columns joined: summed by bag, or one per id."""
         looked_up = [(hot, name) for hot in self.slices for name in hot.features]
         hot_features = [batch.features[name] for _, name in looked_up]
@@ -288,7 +288,7 @@ class HotTbe:
         # A batch's weights mean nothing to sequences.
         weights = torch.cat(parts) if parts and not self.slices[0].is_sequence else None
         tbe = self.capture.tbe
-        run = without_update(tbe, lambda: tbe(ids, offsets, weights))
+        run = without_update(tbe, lambda: tbe(ids, offsets, weights), is_training=is_training)
         output = self.capture.lookup(run, weights) if torch.is_grad_enabled() else run()
         if self.slices[0].is_sequence:
             columns = output.split([feature.slots.numel() for feature in hot_features])
@@ -396,7 +396,7 @@ class HotRows(Stage):
             return
         self.sets.looked_up(notes.hot)
         for tbe in self._tbes:
-            notes.hot_output |= tbe.lookup(notes.hot)
+            notes.hot_output |= tbe.lookup(notes.hot, is_training=notes.is_training)
 
     def before_backward(self, notes: BatchNotes) -> None:
         """Load the rows that the lookup read; meanwhile others may have been loaded."""

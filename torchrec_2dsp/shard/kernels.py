@@ -176,7 +176,8 @@ class _CapturingKernel:
     def _lookup(self, run: Callable[[], torch.Tensor], features: KeyedJaggedTensor) -> torch.Tensor:
         if self._has_no_rows:
             return self._zeros(features)
-        run = without_update(self.tbe, run)
+        is_training = self.tbe.training and torch.is_grad_enabled()
+        run = without_update(self.tbe, run, is_training=is_training)
         if not torch.is_grad_enabled():
             return run()
         if self._capture is None:

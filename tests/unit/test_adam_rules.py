@@ -68,7 +68,8 @@ def ruled_tbe(
 def step_of(tbe: SplitTableBatchedEmbeddingBagsCodegen, ids: list[int], grad: torch.Tensor) -> None:
     """Look up one bag, whose gradient updates its rows."""
     updating = DirectLookup(tbe, RULES_WITHOUT_KERNEL[tbe.optimizer])
-    run = without_update(tbe, lambda: tbe(torch.tensor(ids), torch.tensor([0, len(ids)])))
+    batch = torch.tensor(ids), torch.tensor([0, len(ids)])
+    run = without_update(tbe, lambda: tbe(*batch), is_training=True)
     updating.lookup(run).backward(grad[None])
 
 
@@ -117,7 +118,8 @@ def test_a_row_that_rests_has_the_iteration_of_all() -> None:
 def test_evaluations_count_no_iteration() -> None:
     tbe = ruled_tbe(EmbOptimType.ADAM)
     with torch.no_grad():
-        without_update(tbe, lambda: tbe(torch.tensor([1]), torch.tensor([0, 1])))()
+        batch = torch.tensor([1]), torch.tensor([0, 1])
+        without_update(tbe, lambda: tbe(*batch), is_training=False)()
     assert iteration_of(tbe) == 0
     assert tbe.optimizer is EmbOptimType.ADAM
 

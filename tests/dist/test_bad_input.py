@@ -173,6 +173,14 @@ def optimizer_without_cpu_kernel(rank: int) -> None:
     construct(model, tdsp.EmbeddingBagCollectionSharder2D(EmbOptimType.LARS_SGD), plan)
 
 
+def partial_moments_of_a_single_row(rank: int) -> None:
+    model, _, plan = planned(
+        Cell(tdsp.Mesh2D(1, 4), spec=ModelSpec((TableSpec("t0", 7, 4, ("f0",)),)))
+    )
+    optimizer = EmbOptimType.PARTIAL_ROWWISE_ADAM
+    construct(model, tdsp.EmbeddingBagCollectionSharder2D(optimizer), plan)
+
+
 def optimizer_that_needs_more_than_gradients(rank: int) -> None:
     model, _, plan = planned()
     optimizer = EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD
@@ -237,6 +245,7 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
             "UnsupportedError",
             "no CPU kernel for EmbOptimType.LARS_SGD",
         ),
+        (partial_moments_of_a_single_row, "UnsupportedError", "has a shard of one row beside"),
         (optimizer_that_needs_more_than_gradients, "UnsupportedError", "from row gradients"),
         (one_rank_whose_kernel_fails, "ConfigError", "no_such_parameter"),
         (stochastic_rounding, "UnsupportedError", "asks for stochastic_rounding"),

@@ -52,6 +52,7 @@ _ADAMS = frozenset(
         EmbOptimType.PARTIAL_ROWWISE_LAMB,
     }
 )
+_PARTIAL = frozenset({EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB})
 _WITHOUT_DECAY = frozenset({EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD})
 _USED_BY = {
     "momentum": frozenset({EmbOptimType.LARS_SGD}),
@@ -154,6 +155,7 @@ def check_optimizers(
     """Raise if a table's optimizer can't run on this device, or not from row gradients."""
     for table, optimizer, arguments in _optimizers(module, params):
         _check_arguments(optimizer, arguments, device_type)
+        _check_single_rows(table, optimizer, plan)
         if needs_rule(optimizer, device_type):
             _check_rule(module, table, optimizer, {**params, **arguments})
         elif device_type == "cpu" and optimizer not in ON_CPU:
@@ -168,6 +170,17 @@ def check_optimizers(
                 "hot rows and data-parallel tables need; use WeightSync without hot rows and "
                 f"other sharding types, or one of {_names(FROM_ROW_GRADIENTS)}"
             )
+
+
+def _check_single_rows(table: str, optimizer: EmbOptimType, plan: ModulePlan2D) -> None:
+    """Refuse shards of one row beside others; TorchRec takes their second moment for a table's."""
+    spec = plan[table].sharding_spec if table in plan else None
+    rows = {shard.shard_sizes[0] for shard in getattr(spec, "shards", None) or ()}
+    if optimizer in _PARTIAL and 1 in rows and len(rows) > 1:
+        raise UnsupportedError(
+            f"table {table!r} has a shard of one row beside others, which TorchRec can't save with "
+            f"{_name(optimizer)}; make it table-wise, or choose another optimizer"
+        )
 
 
 def _check_rule(

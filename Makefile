@@ -5,7 +5,7 @@
 #   PYTHON=python3.11    the interpreter .venv is made from
 #   SECONDS=3600         how long `make fuzz` draws cases; SEED=... draws those of another run again
 #   LANES=3              how many tests run side by side; each lane has its own ranks
-#   SLICES=180           `make test` runs one of so many slices of the long tests
+#   SLICES=205           `make test` runs one of so many slices of the long tests
 #   TORCH_PIP_ARGS=...   more pip arguments for torch alone, such as an index that has its CPU
 #                        build. The default build works with VARIANT=cpu too; it is only larger.
 
@@ -14,7 +14,7 @@ VARIANT ?= cpu
 TORCHREC ?= 1.8
 SECONDS ?= 3600
 LANES ?= 3
-SLICES ?= 180
+SLICES ?= 205
 TORCH_PIP_ARGS ?=
 TORCH_VERSION_1.8 := 2.13.0
 TORCH_VERSION_1.9 := 2.14.1

@@ -78,12 +78,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = set(slow) - slice_of(slow, number, count)
         files: dict[str, list[str]] = defaultdict(list)
         matrices: dict[str, list[str]] = defaultdict(list)
-        suite: list[str] = []
+        suite: dict[str, list[str]] = defaultdict(list)
         for item in items:
             if item.get_closest_marker("slow") or item.get_closest_marker("alone"):
                 continue  # Slices choose among the first already, and the second are few.
-            if item.get_closest_marker("dealt_suite"):
-                suite.append(item.nodeid)
+            if mark := item.get_closest_marker("dealt_suite"):
+                suite[mark.args[0] if mark.args else item.nodeid].append(item.nodeid)
             elif item.get_closest_marker("dealt_file"):
                 files[item.nodeid.partition("::")[0]].append(item.nodeid)
             elif item.get_closest_marker("dealt"):
@@ -91,7 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen_hand = hand_number(text)
         for tests in files.values():
             left_out |= set(tests) - set(hand_of(tests, chosen_hand, NUM_FILE_HANDS))
-        left_out |= set(suite) - set(hand_of(sorted(suite), chosen_hand, NUM_SUITE_HANDS))
+        for group in set(suite) - set(hand_of(sorted(suite), chosen_hand, NUM_SUITE_HANDS)):
+            left_out |= set(suite[group])
         for cells in matrices.values():
             left_out |= set(cells) - set(hand_of(cells, chosen_hand))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -28,6 +29,7 @@ def blocks(page: Path, info: str) -> list[str]:
     return re.findall(rf"^```{info}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.dealt_suite
 def test_the_script_of_the_readme_runs_when_it_is_pasted(tmp_path: Path) -> None:
     (source,) = blocks(README, "python script")
     script = tmp_path / "train.py"

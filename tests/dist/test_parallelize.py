@@ -24,6 +24,7 @@ ADAGRAD = tdsp.MomentScaledRowWiseAdaGrad(lr=0.05)
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO, FOUR], ids=str)
+@pytest.mark.dealt
 def test_whatever_is_chosen_trains_as_the_unsharded_model(
     two_hosts: RankPool, mesh: tdsp.Mesh2D
 ) -> None:

@@ -134,6 +134,7 @@ def test_element_wise_adagrad_is_exact_too(ranks4: RankPool, dealt: Deal) -> Non
 
 
 @pytest.mark.parametrize("optimizer", WITH_AVERAGE)
+@pytest.mark.dealt
 def test_adam_and_lamb_are_exact_too(ranks4: RankPool, optimizer: str, dealt: Deal) -> None:
     """With every way in which tables are looked up, and with hot rows that some ranks don't hit."""
     ways = [

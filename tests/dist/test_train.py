@@ -275,6 +275,7 @@ def test_the_last_thing_that_torchrun_says_is_what_was_wrong() -> None:
     assert "Traceback" not in message
 
 
+@pytest.mark.dealt_suite
 def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     folder, output = tmp_path / "tensorboard", tmp_path / "record.json"
     done = torchrun(
@@ -303,6 +304,7 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     assert record.num_samples == 3 * record.config["loop"]["global_batch_size"]
 
 
+@pytest.mark.dealt_suite
 def test_a_user_who_stops_the_program_learns_how_to_go_on(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", *DEMO, "--only", "exact", "--set", "runs.exact.num_groups=1"),

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -80,10 +81,11 @@ def by_the_plan(rank: int, world_size: int, cell: Cell, kind: Pipeline) -> tuple
     assert list(combined.params)[-len(of_dense) :] == of_dense
     assert len(parallel.dense_parameters()) == len(of_dense) > 1
     assert parallel.combined_optimizer(combined) is combined
-    with pytest.raises(
-        tdsp.errors.ConfigError, match=r"3 of the optimizer's \d+ parameters belong"
-    ):
-        parallel.pipeline(torch.optim.SGD(parallel.parameters(), lr=LR))
+    named = dict(parallel.named_parameters())
+    plain = torch.optim.SGD(named.values(), lr=LR)
+    for of_all in (plain, KeyedOptimizerWrapper(named, lambda _: plain)):
+        with pytest.raises(tdsp.errors.ConfigError, match=r"3 of the optimizer's \d+ parameters"):
+            parallel.pipeline(of_all)
     return type(pipeline).__name__, largest_gap(snapshot(parallel), train(cell, rank, stream))
 
 

@@ -245,18 +245,19 @@ def combined_optimizer(
         An agreement of all ranks.
     """
     fused = model.fused_optimizer
-    if isinstance(dense_optimizer, KeyedOptimizer):
-        of_tables = {id(param) for param in fused.params.values()}
-        if any(id(param) in of_tables for param in dense_optimizer.params.values()):
-            return dense_optimizer
-        return CombinedOptimizer([fused, dense_optimizer])
-    given = {id(param) for group in dense_optimizer.param_groups for param in group["params"]}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    is_keyed = isinstance(dense_optimizer, KeyedOptimizer)
+    given = {id(param) for group in dense_optimizer.param_groups for param in group["params"]}
+    has_tables = is_keyed and not given.isdisjoint(map(id, fused.params.values()))
     with agreeing(world_group()):
-        if others := given - {id(param) for param in dense.values()}:
+        others = given - {id(param) for param in dense.values()}
+        if others and not has_tables:
             raise ConfigError(
                 f"{len(others)} of the optimizer's {len(given)} parameters belong to tables, or to "
-                "the model before it was sharded: build it of model.dense_parameters()"
+                "the model before it was sharded: build it of model.dense_parameters(), a keyed "
+                "one of dict(in_backward_optimizer_filter(model.named_parameters()))"
             )
+    if is_keyed:
+        return dense_optimizer if has_tables else CombinedOptimizer([fused, dense_optimizer])
     named = {name: param for name, param in dense.items() if id(param) in given}
     return CombinedOptimizer([fused, KeyedOptimizerWrapper(named, lambda _: dense_optimizer)])

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
@@ -77,16 +76,20 @@ def train_unsharded(model: Model, world_size: int) -> list[float]:
 
 def shard(model: Model, mesh: tdsp.Mesh2D, sync: Any, optimizer: Any) -> tdsp.ModelParallel2D:
     """Shard the model over a mesh; its tables keep their weights."""
-    sharders = [tdsp.EmbeddingBagCollectionSharder2D(optimizer, keep_weights=True)]
-    planner = tdsp.Planner2D(mesh=mesh, sync=sync, batch_size=BATCH_SIZE)
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
+    return tdsp.parallelize(
+        model,
+        batch_size=BATCH_SIZE,
+        optimizer=optimizer,
+        calibration="emulated_1gbit",  # Leave it out, and your own ranks are measured.
+        exchange="row",  # Tables as small as these would be whole on each rank.
+        mesh=mesh,
+        sync=sync,
+    )
 
 
 def train_sharded(model: tdsp.ModelParallel2D, rank: int) -> list[float]:
     """Train on this rank's part of each batch; return losses that are means over all ranks."""
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    optimizer = torch.optim.SGD(dense.values(), lr=LR)
+    optimizer = torch.optim.SGD(model.dense_parameters(), lr=LR)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -16,9 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed.planner import ParameterConstraints
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 
@@ -150,26 +147,19 @@ def main() -> None:
 
     torch.manual_seed(arguments.seed)
     model = Model([len(numbers) for numbers in log.numbers])
-    sharders = [tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.05))]
-    by_rows = ParameterConstraints(sharding_types=["row_wise"])
-    planner = tdsp.Planner2D(
-        mesh=tdsp.Mesh2D(1, dist.get_world_size()),
+    by_rows = tdsp.ParameterConstraints2D(
+        sharding_types=["row_wise"], exchange=["row"], transport=[arguments.transport]
+    )
+    parallel = tdsp.parallelize(
+        model,
         batch_size=BATCH_SIZE,
+        optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.05),
+        calibration="emulated_200mbit",
+        mesh=tdsp.Mesh2D(1, dist.get_world_size()),
         constraints={f"t_{name}": by_rows for name in FEATURES},
     )
-    plan = planner.collective_plan(model, sharders)
-    for name in FEATURES:
-        plan = tdsp.pin(plan, f"t_{name}", exchange="row", transport=arguments.transport)
-    weights = model.state_dict()
-    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
-    parallel.load_state_dict(weights)
-    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    optimizer = CombinedOptimizer(
-        [
-            parallel.fused_optimizer,
-            KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.02)),
-        ]
-    )
+    dense_optimizer = torch.optim.Adagrad(parallel.dense_parameters(), lr=0.02)
+    optimizer = parallel.combined_optimizer(dense_optimizer)
     judge = nn.functional.binary_cross_entropy_with_logits
     for number in range(arguments.passes):
         losses = []

@@ -7,9 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed.planner import ParameterConstraints
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 
@@ -48,43 +45,41 @@ def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
     return features, (lengths > 1).float()
 
 
-def hot_rows(model: nn.Module) -> tdsp.HotSet:
-    """Return the rows that cover half the lookups in all ranks' logs."""
+def count_log(model: nn.Module) -> tdsp.AccessStats:
+    """Count row accesses in all ranks' logs."""
     counter = tdsp.RowCounter.for_model(model)
     for step in range(50):
         features, _ = make_batch(step, dist.get_rank())
         counter.update(features)
-    stats = counter.gather()
-    hot = tdsp.HotSet.from_stats(stats, "t_history", share=0.5)
-    if dist.get_rank() == 0:
-        distinct = stats.expected_distinct_rows("t_history", BATCH_SIZE)
-        print(f"{len(hot)} of {NUM_ROWS} rows take half of the lookups")
-        print(f"a batch of {BATCH_SIZE} samples has {distinct:.0f} distinct rows")
-    return hot
+    return counter.gather()
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Model()
-    sharders = [tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))]
-    planner = tdsp.Planner2D(
-        mesh=tdsp.Mesh2D.for_world(dist.get_world_size(), group_size=4),
-        sync=tdsp.GradientSync(),
+    stats = count_log(model)
+    hot = tdsp.HotSet.from_stats(stats, "t_history", share=0.5)
+    if dist.get_rank() == 0:
+        distinct = stats.expected_distinct_rows("t_history", BATCH_SIZE)
+        print(f"{len(hot)} of {NUM_ROWS} rows take half of the lookups")
+        print(f"a batch of {BATCH_SIZE} samples has {distinct:.0f} distinct rows")
+    # Without this constraint the search chooses whether, and how many, rows are hot.
+    constraint = tdsp.ParameterConstraints2D(
+        sharding_types=["table_wise"], exchange=["nonempty"], hot_rows=len(hot)
+    )
+    parallel = tdsp.parallelize(
+        model,
         batch_size=BATCH_SIZE,
-        constraints={"t_history": ParameterConstraints(sharding_types=["table_wise"])},
+        optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.1),
+        calibration="emulated_200mbit",  # Leave it out, and your own ranks are measured.
+        mesh=tdsp.Mesh2D(1, dist.get_world_size()),
+        constraints={"t_history": constraint},
+        access=stats,
     )
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    plan = tdsp.pin(plan, "t_history", hot_rows=hot_rows(model), exchange="nonempty")
-    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
 
-    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    optimizer = CombinedOptimizer(
-        [
-            parallel.fused_optimizer,
-            KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1)),
-        ]
-    )
+    dense_optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
+    optimizer = parallel.combined_optimizer(dense_optimizer)
     for step in range(STEPS):
         features, labels = make_batch(1_000 + step, dist.get_rank())
         optimizer.zero_grad()

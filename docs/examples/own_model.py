@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.datasets.utils import Batch
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
@@ -76,19 +74,14 @@ def main() -> None:
     )
     config = OwnModelConfig(factory=f"{__name__}:make_model", options={"dim": 8})
     model = build_own_model(config, data.features, data.num_dense)
-    sharders = [
-        tdsp.EmbeddingBagCollectionSharder2D(
-            tdsp.MomentScaledRowWiseAdaGrad(lr=0.1), keep_weights=True
-        )
-    ]
-    parallel = tdsp.ModelParallel2D(model, sharders=sharders)
-    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    optimizer = CombinedOptimizer(
-        [
-            parallel.fused_optimizer,
-            KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1)),
-        ]
+    parallel = tdsp.parallelize(
+        model,
+        batch_size=GLOBAL_BATCH // world_size,
+        optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.1),
+        calibration="emulated_1gbit",  # Leave it out, and your own ranks are measured.
     )
+    dense_optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
+    optimizer = parallel.combined_optimizer(dense_optimizer)
     for step in range(STEPS):
         batch = make_batch(
             data, step=step, global_batch_size=GLOBAL_BATCH, rank=rank, world_size=world_size

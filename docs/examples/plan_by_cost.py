@@ -7,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 
@@ -66,27 +64,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Model()
-    sharders = [tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))]
-    # On your machines, what `torchrec_2dsp calibrate` wrote.
-    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
-    planner = tdsp.Planner2D(
-        topology=calibration.topology(world_size=dist.get_world_size(), local_world_size=2),
+    parallel = tdsp.parallelize(
+        model,
         batch_size=BATCH_SIZE,
-        calibration=calibration,
+        optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.1),
+        # As if the network had 1 Gbit/s. Leave it out, and your own ranks are measured.
+        calibration="emulated_1gbit",
         access=count_log(model),
     )
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     if dist.get_rank() == 0:
-        print(planner.explain())
-    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
+        print(parallel.explain())
 
-    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    optimizer = CombinedOptimizer(
-        [
-            parallel.fused_optimizer,
-            KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1)),
-        ]
-    )
+    dense_optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
+    optimizer = parallel.combined_optimizer(dense_optimizer)
     for step in range(STEPS):
         features, labels = make_batch(1_000 + step, dist.get_rank())
         optimizer.zero_grad()

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 
@@ -65,9 +63,8 @@ def train(folder: Path, steps: int) -> None:
     plan = tdsp.pin(plan, "t_item", hot_rows=range(20))
     parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
 
-    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    rest = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=0.01))
-    optimizer = CombinedOptimizer([parallel.fused_optimizer, rest])
+    dense_optimizer = torch.optim.Adam(parallel.dense_parameters(), lr=0.01)
+    optimizer = parallel.combined_optimizer(dense_optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
     refresh = tdsp.HotSetRefresh(parallel, counter, every=5)
     torch.manual_seed(1 + dist.get_rank())  # From here on each rank draws its own numbers.

@@ -7,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 
@@ -63,13 +61,8 @@ def main() -> None:
     plan = tdsp.pin(plan, "t_user", hot_rows=range(10))
     parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
 
-    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    optimizer = CombinedOptimizer(
-        [
-            parallel.fused_optimizer,
-            KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1)),
-        ]
-    )
+    dense_optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
+    optimizer = parallel.combined_optimizer(dense_optimizer)
     batches = (make_batch(step, dist.get_rank()) for step in range(STEPS))
     # If a rank fails in here, all ranks say which one, and where.
     with tdsp.failing_together(parallel) as loop:

@@ -33,7 +33,6 @@ from torchrec_2dsp.report.charts import (
 )
 
 _GREY = "#888888"
-_MARKERS = {"stock": "o", "two_d": "s"}
 _CEILING_MARKERS = "v^<>"
 _LAPS: tuple[Dash, ...] = ("-", ":", "-.")
 
@@ -207,7 +206,8 @@ def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, _L
             looks[name] = _Look(_GREY, "--", marker)
         else:
             lap, step = divmod(len(before), len(PALETTE))
-            looks[name] = _Look(PALETTE[step], _LAPS[lap % len(_LAPS)], _MARKERS[kinds[name]])
+            marker = "o" if kinds[name] == "stock" else "s"
+            looks[name] = _Look(PALETTE[step], _LAPS[lap % len(_LAPS)], marker)
     return looks
 
 

@@ -157,7 +157,7 @@ class ContestantResult(Section):
     """The contestant in words."""
 
     kind: str
-    """stock, two_d or ceiling."""
+    """stock, two_d, parallelized or ceiling."""
 
     outcome: Outcome
     """The outcome; the numbers count only if it was measured."""

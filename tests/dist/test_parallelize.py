@@ -85,16 +85,18 @@ def test_it_chooses_rows_and_a_pipeline_and_says_so(two_hosts: RankPool) -> None
     assert all("this isn't rank 0" in reasons for reasons in others)
 
 
-def keep_weights_and_take_plans(rank: int, world_size: int, folder: str) -> list[Any]:
+def keep_weights_and_take_plans(
+    rank: int, world_size: int, spec: ModelSpec, folder: str
+) -> list[Any]:
     """Return whether weights were kept, and the errors of what contradicts itself."""
-    model = build(ModelSpec(), seed=3)
+    model = build(spec, seed=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     first = parallelized(Cell(ONE), model, optimizer=ADAGRAD)
     path = str(Path(folder) / "plan.json")
     if rank == 0:
         save(cast(tdsp.Plan2D, first.plan), path)
     torch.distributed.barrier()
-    filled = build(ModelSpec(), device="meta").to_empty(device=rank_device())
+    filled = build(spec, device="meta").to_empty(device=rank_device())
     filled.load_state_dict(before)
     again = tdsp.parallelize(
         filled,
@@ -104,9 +106,9 @@ def keep_weights_and_take_plans(rank: int, world_size: int, folder: str) -> list
         plan=path,
     )
     kept: list[Any] = [again.plan == first.plan]
-    other = build(ModelSpec(), seed=4)
-    batch = make_batch(ModelSpec(), seed=rank)
-    build_first = build(ModelSpec(), seed=3)
+    other = build(spec, seed=4)
+    batch = make_batch(spec, seed=rank)
+    build_first = build(spec, seed=3)
     build_first.load_state_dict(before)
     kept += [torch.equal(first(batch), build_first(batch)), torch.equal(again(batch), first(batch))]
     sharders = tdsp.get_default_sharders()
@@ -154,11 +156,12 @@ def test_what_one_rank_gets_wrong_is_one_error_on_all(two_hosts: RankPool, tmp_p
     assert "none.json can't be read" in plan
 
 
+@pytest.mark.parametrize("spec", [ModelSpec(), SEQUENCES], ids=["bags", "sequences"])
 def test_weights_stay_plans_can_be_given_and_contradictions_are_refused(
-    two_hosts: RankPool, tmp_path: Path
+    two_hosts: RankPool, spec: ModelSpec, tmp_path: Path
 ) -> None:
     for same_plan, same_scores, again, nothing, both in two_hosts.run(
-        keep_weights_and_take_plans, str(tmp_path)
+        keep_weights_and_take_plans, spec, str(tmp_path)
     ):
         assert same_plan
         assert same_scores

@@ -19,7 +19,12 @@ def main() -> int:
             return _run_one(Case.from_json(arguments.case), workers[0], arguments.deadline)
         seed = random.randrange(10**9) if arguments.seed is None else arguments.seed
         print(f"seed {seed}")
-        summary = machine.run(seed, arguments.cases, arguments.seconds)
+        summary = machine.run(
+            seed,
+            arguments.cases,
+            arguments.seconds,
+            is_wanted=lambda case: not arguments.searched or case.search is not None,
+        )
     finally:
         for worker in workers:
             worker.close()
@@ -41,6 +46,9 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the first case; a fresh one by default")
     parser.add_argument("--cases", type=int, help="how many")
     parser.add_argument("--seconds", type=float, help="begin no more after so long")
+    parser.add_argument(
+        "--searched", action="store_true", help="run only those whose plan `parallelize` makes"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="cases side by side")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="of a case, in seconds")
     arguments = parser.parse_args()

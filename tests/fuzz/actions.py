@@ -101,7 +101,7 @@ def has_refusals(case: Case) -> bool:
 
 def _distributed_ahead(actions: list[Action], loop: str) -> list[Action]:
     """Return the actions of a pipeline, whose next batches were distributed before a refresh."""
-    num_ahead = 1 if loop == "sparse_dist" else 2
+    num_ahead = {"base": 0, "sparse_dist": 1, "row_prefetch": 2}[loop]
     stream = [index for index, action in enumerate(actions) if action.in_stream]
     now = {index: actions[index].hot for index in range(len(actions))}
     hot_of = {}

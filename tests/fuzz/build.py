@@ -22,14 +22,16 @@ from torchrec.distributed.model_parallel import (
 )
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
-from torchrec.optim import SemisyncOptimizer
+from torchrec.optim import PartialRowWiseAdam, RowWiseAdagrad, SemisyncOptimizer
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
-from tests.fuzz.case import Case, DenseCase, TableCase, table_name
+from tests.fuzz.case import Case, DenseCase, SearchCase, TableCase, table_name
 from tests.fuzz.model import FuzzModel, initial_state
 from tests.fuzz.refusals import REFUSALS
+from tests.fuzz.search import access_of, calibration_of, constraints_of
 from tests.fuzz.state import EPS, LR, OUTER_LR, OUTER_MOMENTUM, initial_dense
 from tests.support.devices import copied, rank_device
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -203,6 +205,7 @@ def _first_path(case: Case) -> str:
 
 def make_sharders(case: Case) -> list[Any]:
     known: dict[str, Any] = {"bad_ids": case.bad_ids, "accumulates": case.accumulated > 1}
+    keeps_weights = case.search is not None and case.search.keeps_weights
     if case.qcomms != "none":
         kind = CommType(case.qcomms)
         known["qcomm_codecs_registry"] = get_qcomm_codecs_registry(
@@ -217,7 +220,7 @@ def make_sharders(case: Case) -> list[Any]:
         more = dict(REFUSALS[case.refused].fused_params)
         known["fused_params"] = known.get("fused_params", {}) | more
     return [
-        tdsp.EmbeddingBagCollectionSharder2D(**known),
+        tdsp.EmbeddingBagCollectionSharder2D(**known, keep_weights=keeps_weights),
         tdsp.EmbeddingCollectionSharder2D(**known),
     ]
 
@@ -229,13 +232,15 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
         case: says how it is sharded.
         dense: runs what isn't in tables; `None` for TorchRec's own wrapper.
     """
-    wrapper = DistributedModelParallel if case.wrapper == "stock" else tdsp.ModelParallel2D
     model = FuzzModel(case)
     # Once the model is wrapped, a rank may have parts of them.
     model.over.load_state_dict(initial_dense(case))
     model.over.to(rank_device())
     if case.refused:
         REFUSALS[case.refused].change(model)
+    if case.search is not None:
+        return _parallelized(case, case.search, model, dense)
+    wrapper = DistributedModelParallel if case.wrapper == "stock" else tdsp.ModelParallel2D
     parallel = wrapper(
         model,
         device=rank_device(),
@@ -243,9 +248,58 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
         sharders=make_sharders(case),
         data_parallel_wrapper=dense,
     )
+    return _with_weights(case, parallel)
+
+
+def _with_weights(case: Case, parallel: DistributedModelParallel) -> DistributedModelParallel:
     state = parallel.state_dict() | initial_state(case)
     parallel.load_state_dict(state)  # type: ignore[arg-type]
     return parallel
+
+
+_BESIDE_TABLES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adam": torch.optim.Adam,
+    "partial_adam": PartialRowWiseAdam,
+}
+
+
+def _parallelized(
+    case: Case, search: SearchCase, model: FuzzModel, dense: DataParallelWrapper | None
+) -> DistributedModelParallel:
+    """Shard the model by the plan that one call makes."""
+    if search.keeps_weights:
+        for number in range(len(case.modules)):
+            model.get_submodule(f"m{number}").to_empty(device=rank_device())
+        model.load_state_dict(initial_state(case), strict=False)
+    optimizer: Any = {}
+    if search.gives_sharders:
+        optimizer = {"sharders": make_sharders(case)}
+    elif case.optimizer in _OURS:
+        optimizer = {"optimizer": _OURS[case.optimizer](lr=LR, eps=EPS)}
+    else:
+        params = {"lr": LR} | ({} if case.optimizer == "sgd" else {"eps": EPS})
+        for number in range(len(case.modules)):
+            weights = model.get_submodule(f"m{number}").parameters()
+            apply_optimizer_in_backward(_BESIDE_TABLES[case.optimizer], weights, params)
+    (precision, *others) = search.precision
+    parallel = tdsp.parallelize(
+        model,
+        device=rank_device(),
+        batch_size=search.batch_size,
+        precision=precision if precision in ("exact", "any") else [precision, *others],
+        exchange=search.exchange or None,
+        calibration=calibration_of(search),
+        mesh=case.mesh if search.has_mesh else None,
+        sync=case.sync.config,
+        constraints=constraints_of(case) or None,
+        access=access_of(case, search),
+        data_parallel_wrapper=dense,
+        **optimizer,
+    )
+    return parallel if search.keeps_weights else _with_weights(case, parallel)
 
 
 def dense_params(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:

@@ -101,10 +101,19 @@ class TableCase:
     """How many rows are hot: ``"none"``, ``"some"`` or ``"all"``."""
     once: bool = False
     """Whether there is one copy in the world."""
+    demand: str = "none"
+    """Which of the fields before is a constraint where the plan is searched: ``"sharding"``,
+    ``"exchange"``, ``"transport"``, ``"hot"`` or ``"once"``."""
+    chosen_hot: tuple[int, ...] = ()
+    """The hot rows of a searched plan."""
+    chosen_blocks: int = 0
+    """The column shards of a searched plan."""
 
     @property
     def hot_rows(self) -> tuple[int, ...]:
         """The rows that the plan makes hot."""
+        if self.chosen_hot:
+            return self.chosen_hot
         if self.hot == "all":
             return tuple(range(self.rows))
         return tuple(range(0, min(self.rows, 6), 2)) if self.hot == "some" else ()
@@ -117,6 +126,8 @@ class TableCase:
     @property
     def num_blocks(self) -> int:
         """Return how many column shards the table has, each with row-wise moments of its own."""
+        if self.chosen_blocks:
+            return self.chosen_blocks
         if self.sharding in ("column_wise", "table_column_wise", "grid_shard"):
             return max(1, self.dim // 4)
         return 1
@@ -167,6 +178,31 @@ class SyncCase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchCase:
+    """The arguments of `parallelize`, where it makes the plan."""
+
+    calibration: str = "emulated_200mbit"
+    link_factor: float = 1.0
+    """How much longer messages take than was measured."""
+    kernel_factor: float = 1.0
+    """How much longer work on rows takes than was measured."""
+    precision: tuple[str, ...] = ("exact",)
+    """``"exact"``, ``"any"``, or transports."""
+    exchange: tuple[str, ...] = ()
+    """The exchanges allowed; empty for all."""
+    has_mesh: bool = False
+    """Whether the case's mesh is demanded."""
+    access: str = "none"
+    """Which lookups were counted: ``"none"``, those of the ``"first"`` module, or ``"all"``."""
+    batch_size: int = 8
+    """Samples per rank and step, as the search is told."""
+    keeps_weights: bool = False
+    """Whether tables have their weights before they are sharded, and aren't on the meta device."""
+    gives_sharders: bool = True
+    """Whether sharders are given that know the optimizer, or the optimizer alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One run. The default of each field is its plainest value, which shrinking goes back to."""
 
@@ -181,6 +217,9 @@ class Case:
     """Whether modules look up one batch of all features, and not each one its own."""
     optimizer: str = "sgd"
     sync: SyncCase = SyncCase()
+    search: SearchCase | None = None
+    """What is told to `parallelize`, if it makes the plan; otherwise the tables say it. Then a loop
+    that isn't plain is the plan's pipeline."""
     dense: DenseCase = PLAIN_DENSE
     wrapper: str = "2d"
     """`ModelParallel2D`, or ``"stock"`` for TorchRec's `DistributedModelParallel`."""
@@ -195,7 +234,8 @@ class Case:
     """When a plain loop resets gradients: ``"before"`` the forward, ``"after"`` the step, or before
     the forward to ``"zeros"`` instead of `None`."""
     loop: str = "plain"
-    """``"plain"``, or one of the pipelines ``"sparse_dist"`` and ``"row_prefetch"``."""
+    """``"plain"``, or one of the pipelines ``"sparse_dist"`` and ``"row_prefetch"``; in a searched
+    plan also ``"base"``."""
     sync_call: str = "before"
     """Where a plain loop calls ``model.sync()``: ``"before"`` the optimizer's step, ``"after"`` it,
     or ``"none"``."""
@@ -262,6 +302,12 @@ class Case:
             dense = dict(values["dense"])
             dense |= {"hidden": tuple(dense["hidden"])} if "hidden" in dense else {}
             values["dense"] = DenseCase(**dense)
+        if values.get("search") is not None:
+            search = values["search"]
+            lists = {
+                name: tuple(search[name]) for name in ("precision", "exchange") if name in search
+            }
+            values["search"] = SearchCase(**search | lists)
         if "modules" in values:
             values["modules"] = tuple(_module(module) for module in values["modules"])
         values |= {name: tuple(values[name]) for name in ("sizes",) if name in values}
@@ -284,8 +330,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def _module(values: dict[str, Any]) -> ModuleCase:
     tables = [dict(table) for table in values.pop("tables", [{}])]
     for table in tables:
-        if "features" in table:
-            table["features"] = tuple(table["features"])
+        lists = ("features", "chosen_hot")
+        table |= {name: tuple(table[name]) for name in lists if name in table}
     return ModuleCase(**values, tables=tuple(TableCase(**table) for table in tables))
 
 

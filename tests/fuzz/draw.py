@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.fuzz.actions import EVENTS
-from tests.fuzz.case import Case, DenseCase, ModuleCase, SyncCase, TableCase
+from tests.fuzz.case import Case, DenseCase, ModuleCase, SearchCase, SyncCase, TableCase
 from tests.fuzz.refusals import REFUSALS
 from tests.fuzz.state import ADAMS
 from tests.support.devices import on_gpus
@@ -50,6 +50,18 @@ SYNC_CHOICES: dict[str, tuple[Any, ...]] = {
     "rows": ("touched", "touched", "all"),
     "dense_above": (None, None, 0.0, 0.3, 1.0),
     "drift_every": (0, 0, 1, 2),
+}
+SEARCH_CHOICES: dict[str, tuple[Any, ...]] = {
+    "calibration": ("emulated_200mbit", "emulated_1gbit", "emulated_no_limit"),
+    "link_factor": (1.0, 1.0, 0.01, 100.0),
+    "kernel_factor": (1.0, 1.0, 0.0, 100.0),
+    "precision": (("exact",),) * 5 + (("any",), ("fp16",), ("bf16", "int8"), ("int4",)),
+    "exchange": ((), (), (), ("row",), ("row", "row_per_host"), ("nonempty", "pooled")),
+    "has_mesh": (False, False, True),
+    "access": ("none", "first", "all", "all"),
+    "batch_size": (1, 8, 512, 65_536),
+    "keeps_weights": (False, True),
+    "gives_sharders": (False, True),
 }
 DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": (
@@ -92,6 +104,7 @@ TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
     "owners": ("block", "hash"),
     "hot": ("none", "none", "some", "all"),
     "once": (False, False, True),
+    "demand": ("none",) * 7 + ("sharding", "exchange", "transport", "hot", "once"),
 }
 BATCH_SIZES = (0, 1, 2, 3, 4, 6, 6)
 NUM_MODULES = (1, 1, 2, 3)
@@ -101,6 +114,8 @@ ALIKE = ("sharding", "exchange", "transport", "owners", "dtype", "pooling", "onc
 """What tables of one kernel have in common."""
 ALIKE_SHARE = 0.5
 """How many modules have tables that share a kernel."""
+SEARCHED_SHARE = 0.15
+"""How many cases have a plan that `parallelize` makes."""
 UNSETTLED_SHARE = 0.03
 """How many cases keep combinations that are likely to be refused."""
 
@@ -121,6 +136,7 @@ def draw_case(seed: int) -> Case:
         local=rng.choice([0, *(number for number in (1, 2) if world % number == 0)]),
         modules=modules,
         sync=SyncCase(**_chosen(rng, SYNC_CHOICES)),
+        search=_drawn_search(rng),
         dense=DenseCase(**_chosen(rng, DENSE_CHOICES)),
         sizes=tuple(rng.choice(BATCH_SIZES) for _ in range(world)),
         events=tuple(events),
@@ -131,10 +147,15 @@ def draw_case(seed: int) -> Case:
         # Each rank counts as a host, and FBGEMM's CUDA kernel can't cut a batch without samples.
         case = replace(case, local=1, sizes=tuple(max(1, number) for number in case.sizes))
     settled_case = settled(case)
-    # TorchRec itself fails without samples, and names nothing.
-    return (
-        replace(case, sizes=settled_case.sizes) if rng.random() < UNSETTLED_SHARE else settled_case
-    )
+    if case.search is not None or rng.random() >= UNSETTLED_SHARE:
+        return settled_case
+    # TorchRec itself fails without samples, and names nothing; an idle shortcut isn't refused.
+    return replace(case, sizes=settled_case.sizes, dense=settled_case.dense)
+
+
+def _drawn_search(rng: random.Random) -> SearchCase | None:
+    search = SearchCase(**_chosen(rng, SEARCH_CHOICES))
+    return search if rng.random() < SEARCHED_SHARE else None
 
 
 _MANY_ROWS = 16
@@ -143,6 +164,16 @@ _MANY_ROWS = 16
 
 def settled(case: Case) -> Case:
     """Return the case with nothing in it that the documents exclude."""
+    if case.refused:
+        case = replace(case, search=None)
+    if case.refused in ("no_weights", "nan"):
+        # Few cases are as plain as these have to be.
+        case = replace(case, loop="plain", events=(), dense=Case().dense, joined=False)
+    if case.search is not None:
+        # Only sharders know these.
+        by_sharders = case.bad_ids != "raise" or case.accumulated > 1
+        search = replace(case.search, gives_sharders=case.search.gives_sharders or by_sharders)
+        case = replace(case, search=search, wrapper="2d", qcomms="none")
     has_sequences = any(module.kind == "sequences" for module in case.modules)
     sizes = tuple(max(1, size) for size in case.sizes) if has_sequences else case.sizes
     if case.refused and not REFUSALS[case.refused].applies(case):
@@ -151,7 +182,9 @@ def settled(case: Case) -> Case:
         case = replace(case, refused=others[-1])
     has_bad_ids = case.has_bad_ids and not (case.bad_ids == "raise" and case.sync.delay)
     transports = {case.sync.transport, *(table.transport for table in case.tables.values())}
-    if case.optimizer in ADAMS and (transports != {"fp32"} or case.qcomms != "none"):
+    rounds = case.search is not None and case.search.precision != ("exact",)
+    rounds |= transports != {"fp32"} or case.qcomms != "none"
+    if case.optimizer in ADAMS and rounds:
         # The oracle loses there which rows without a gradient were looked up.
         case = replace(case, optimizer="adagrad")
     if case.optimizer == "partial_adam" and min(t.rows for t in case.tables.values()) < _MANY_ROWS:
@@ -222,6 +255,11 @@ def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:
     users = [feature for table in module.tables for feature in table.features]
     tables = []
     for table in module.tables:
+        if case.search is None:
+            table = replace(table, demand="none")
+        elif table.demand == "sharding" and table.sharding in ("table_column_wise", "grid_shard"):
+            # The search doesn't know these.
+            table = replace(table, sharding="column_wise")
         if module.kind == "sequences":
             kinds = ("table_wise", "column_wise", "row_wise", "data_parallel")
             if table.sharding not in kinds:

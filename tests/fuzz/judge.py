@@ -14,6 +14,7 @@ from tests.fuzz.batches import local_batch
 from tests.fuzz.case import Case
 from tests.fuzz.oracle import Expected, expect
 from tests.fuzz.refusals import REFUSALS as REFUSALS_OF_KINDS
+from tests.fuzz.search import contradiction
 from tests.fuzz.seen import Piece, RankReport, Seen
 from tests.fuzz.state import initial_dense, initial_tables
 from tests.fuzz.tolerance import BASE, Applied, RoundedExactly, Tolerances
@@ -139,6 +140,8 @@ class Counts:
     synced_rows: int = 0
     rounded: int = 0
     """Numbers that were rounded on their way, compared with an oracle that rounds alike."""
+    searched: int = 0
+    """Cases whose plan was searched."""
     blurred: int = 0
     """1 if the tolerance of the case is so large that it says little."""
 
@@ -165,6 +168,20 @@ def judge(case: Case, reports: list[RankReport]) -> Verdict:
     if any(report.outcome != "returned" for report in reports):
         return _failed(reports)
     seen = [report.seen for report in reports if report.seen is not None]
+    if case.search is not None:
+        chosen = seen[0].chosen
+        assert chosen is not None
+        if any(of_rank.chosen != chosen for of_rank in seen):
+            return Verdict("finding", "ranks have other plans", str([of.chosen for of in seen]))
+        if text := contradiction(case, chosen):
+            return Verdict("finding", "a plan against demands", text)
+        verdict = _compared(chosen, seen)
+        verdict.counts.searched = 1
+        return replace(verdict, text=verdict.text and f"{verdict.text}\n  plan {chosen.to_json()}")
+    return _compared(case, seen)
+
+
+def _compared(case: Case, seen: list[Seen]) -> Verdict:
     comparison = _Comparison(case, seen[0].applied)
     try:
         for rank, of_rank in enumerate(seen):

@@ -59,7 +59,8 @@ class TableWire:
         together = [other for other in module.values() if _message(other) == _message(table)]
         by_row = table.exchange in ("row", "row_per_host")
         widths = [other.dim // other.num_blocks for other in together]
-        host_size = case.mesh.node_group_size(case.local_world_size)
+        mesh = tdsp.Mesh2D(1, case.world_size) if table.once else case.mesh
+        host_size = mesh.node_group_size(case.local_world_size)
         num_ranks = case.world_size if table.once else case.size
         by_host = table.sharding in _BY_HOST
         num_owners = {"row_wise": num_ranks} | dict.fromkeys(_BY_HOST, host_size)

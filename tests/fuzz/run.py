@@ -24,6 +24,7 @@ from tests.fuzz.build import (
 )
 from tests.fuzz.case import Case
 from tests.fuzz.model import Batch, to_batch
+from tests.fuzz.search import chosen_case
 from tests.fuzz.seen import Piece, Seen, StateSeen
 from tests.support.devices import copied, rank_device
 from tests.support.loops import local_tensors
@@ -119,6 +120,11 @@ class _Run:
         self._rank, self._case, self._folder = rank, case, folder
         self._dense: Any = make_dense(case.dense)
         self._parallel: Any = make_parallel(case, self._dense)
+        self._seen = Seen()
+        if case.search is not None:
+            self._case = case = self._seen.chosen = chosen_case(case, self._parallel.plan)
+            if rank == 0:
+                print(self._parallel.explain())
         self._watch = SentWatch(case, self._dense, self._parallel)
         self._optimizer = make_optimizer(case, self._parallel, self._dense, self._watch.before_step)
         self._saved: Path | None = None
@@ -126,12 +132,14 @@ class _Run:
         self._actions = actions_of(case)
         self._pipeline: Any = None
         if case.loop != "plain":
-            kind = _PIPELINES[case.loop]
-            self._pipeline = kind(self._parallel, self._optimizer, rank_device())
+            if case.search is not None:
+                self._pipeline = self._parallel.pipeline(self._optimizer)
+            else:
+                kind = _PIPELINES[case.loop]
+                self._pipeline = kind(self._parallel, self._optimizer, rank_device())
             self._stream = iter(
                 [self._batch(action) for action in self._actions if action.in_stream]
             )
-        self._seen = Seen()
 
     def run(self) -> Seen:
         for index, action in enumerate(self._actions):
@@ -175,8 +183,9 @@ class _Run:
         if self._pipeline is not None and action.in_stream:
             with self._evaluating() if action.kind == "evaluate" else contextlib.nullcontext():
                 return self._pipeline.progress(self._stream)
-        if self._pipeline is not None:
-            self._pipeline.detach()
+        attached = self._pipeline if isinstance(self._pipeline, TrainPipelineSparseDist) else None
+        if attached is not None:
+            attached.detach()
         batch = self._batch(action)
         if action.kind in ("evaluate", "detach_eval"):
             with self._evaluating(), torch.no_grad():
@@ -186,9 +195,9 @@ class _Run:
                 _, outputs = self._parallel(batch)
         else:
             outputs = self._train(action)
-        if self._pipeline is not None and action.kind == "detach_eval":
+        if attached is not None and action.kind == "detach_eval":
             # After "detach" the pipeline attaches the model by itself.
-            self._pipeline.attach(self._parallel)
+            attached.attach(self._parallel)
         return outputs
 
     def _train(self, action: Action) -> torch.Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.fuzz.case import Case
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 
 
@@ -45,6 +46,8 @@ class Seen:
     left_out: dict[int, torch.Tensor] = field(default_factory=dict)
     """What this rank hasn't sent yet at a read of the state, in the form of a mean's share."""
     num_synced_rows: int = 0
+    chosen: Case | None = None
+    """The case with the plan that was searched for it."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ def simpler_cases(case: Case) -> Iterator[Case]:
         if len(modules) == len(case.modules):
             yield replace(case, modules=modules)
     yield from (replace(case, sync=sync) for sync in _with_defaults(case.sync))
+    if case.search is not None:
+        yield from (replace(case, search=search) for search in _with_defaults(case.search))
     yield from (replace(case, dense=dense) for dense in _with_defaults(case.dense))
     yield from _with_defaults(
         case, "groups", "size", "modules", "sync", "dense", "steps", "sizes", "events", "seed"

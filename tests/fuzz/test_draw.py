@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from tests.fuzz.actions import EVENTS, actions_of
-from tests.fuzz.case import Case, DenseCase, ModuleCase, SyncCase, TableCase
+from tests.fuzz.case import Case, DenseCase, ModuleCase, SearchCase, SyncCase, TableCase
 from tests.fuzz.draw import (
     CASE_CHOICES,
     DENSE_CHOICES,
     MESHES,
     MODULE_CHOICES,
+    SEARCH_CHOICES,
     SYNC_CHOICES,
     TABLE_CHOICES,
     draw_case,
@@ -45,6 +46,8 @@ def parts_of_cases() -> Iterator[tuple[dict[str, tuple[Any, ...]], object]]:
     for case in CASES:
         yield CASE_CHOICES, case
         yield SYNC_CHOICES, case.sync
+        if case.search is not None:
+            yield SEARCH_CHOICES, case.search
         yield DENSE_CHOICES, case.dense
         for module in case.modules:
             yield MODULE_CHOICES, module
@@ -59,7 +62,8 @@ def test_every_value_of_every_field_is_drawn() -> None:
         for name, values in choices.items():
             drawn[type(value), name].add(getattr(value, name))
             wanted[type(value), name] = set(values)
-    assert {kind for kind, _ in wanted} == {Case, DenseCase, ModuleCase, SyncCase, TableCase}
+    kinds = {Case, DenseCase, ModuleCase, SearchCase, SyncCase, TableCase}
+    assert {kind for kind, _ in wanted} == kinds
     assert drawn == wanted
     assert {(case.groups, case.size) for case in CASES} == set(MESHES)
     assert {name for case in CASES for _, name in case.events} == set(EVENTS)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.fuzz.case import Case
+from tests.fuzz.case import Case, ModuleCase, SearchCase, TableCase
 from tests.fuzz.judge import judge
 from tests.fuzz.oracle import expect
+from tests.fuzz.search import contradiction
 from tests.fuzz.seen import Piece, RankReport, Seen, StateSeen
 
 CASE = Case(optimizer="adagrad")
@@ -74,6 +75,27 @@ def test_a_missing_shard_is_found() -> None:
     assert reports[1].seen is not None
     reports[1].seen.states[FINAL].weights.clear()
     assert judge(CASE, reports).kind == "incomplete table"
+
+
+@pytest.mark.parametrize(
+    ("demand", "chosen", "text"),
+    [
+        ("sharding", TableCase(sharding="table_wise"), "another sharding"),
+        ("exchange", TableCase(exchange="row"), "another exchange"),
+        ("transport", TableCase(transport="int8"), "another transport"),
+        ("hot", TableCase(hot="some"), "another hot"),
+        ("once", TableCase(once=True), "another once"),
+        ("none", TableCase(exchange="nonempty"), "has exchange nonempty"),
+        ("none", TableCase(transport="int8"), "travels in int8"),
+        ("none", TableCase(chosen_blocks=2), "has column shards"),
+    ],
+)
+def test_a_plan_against_demands_is_found(demand: str, chosen: TableCase, text: str) -> None:
+    search = SearchCase(exchange=("pooled", "row"))
+    case = Case(modules=(ModuleCase(tables=(TableCase(demand=demand),)),), search=search)
+    assert not contradiction(case, case)
+    other = replace(case, modules=(ModuleCase(tables=(chosen,)),))
+    assert text in contradiction(case, other)
 
 
 REFUSED = RankReport("raised", None, "PlanError", True, "table 'm0t0' is row_wise")

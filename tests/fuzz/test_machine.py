@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz import plants
-from tests.fuzz.case import Case, DenseCase, ModuleCase, SyncCase, TableCase
+from tests.fuzz.case import Case, DenseCase, ModuleCase, SearchCase, SyncCase, TableCase
 from tests.fuzz.judge import Counts, Verdict
 from tests.fuzz.machine import ENOUGH_CASES, Machine, Summary
 from tests.fuzz.worker import Worker
@@ -112,6 +112,14 @@ def test_what_one_rank_rounds_otherwise_is_found(
     assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
     assert right.outcome == "ok", right.text
     assert right.counts.rounded > 0
+
+
+def test_a_wrong_number_in_a_searched_plan_is_found(healthy: Worker) -> None:
+    case = replace(REPLICAS, search=SearchCase(has_mesh=True))
+    verdict, right = with_and_without(plants.a_rank_that_skips_updates, healthy, case)
+    assert (verdict.outcome, verdict.kind) == ("finding", "wrong numbers"), verdict.text
+    assert "\n  plan {" in verdict.text
+    assert (right.outcome, right.counts.searched) == ("ok", 1), right.text
 
 
 def dense_case(**fields: Any) -> Case:

@@ -173,6 +173,14 @@ def test_hot_rows_that_are_asked_for_are_the_hottest() -> None:
     assert table.hot_set == tdsp.HotSet((4_990, 4_991, 4_992))
 
 
+def test_rows_that_nothing_looked_up_are_never_hot() -> None:
+    asked = tdsp.ParameterConstraints2D(hot_rows=100)
+    access = tdsp.AccessStats({"t0": TableAccess.of_counts([1.0, 0.0, 2.0], num_samples=5)})
+    workload = Workload.of_model(tables((3,)), batch_size=512, access=access)
+    (table,) = candidates_of(tables((3,)), SHARDERS, {"t0": asked}, workload, "cpu")
+    assert {choice.num_hot for choice in table.choices} == {2}
+
+
 def test_columns_are_split_only_where_that_is_asked_for() -> None:
     """Each part of a row would have a moment of its own, and train otherwise."""
     candidates, _ = problem("1gbit", tdsp.Mesh2D(1, 4))

@@ -93,7 +93,8 @@ class ParameterConstraints2D(ParameterConstraints):
     """The wire formats allowed for its rows or vectors; `None` for those of the planner."""
 
     hot_rows: int | None = None
-    """The number of its hottest rows on every rank; `None` for as many as pay."""
+    """The number of its hottest rows on every rank, at most those that `access` counted lookups of;
+    `None` for as many as pay."""
 
     num_groups: int | Literal["each"] | None = None
     """The number of copies: 1 copy whose shards lie on all ranks of the world, or one in each of so

@@ -313,8 +313,8 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
             qcomm_codecs_registry,
             use_index_dedup,
         )
-        # TorchRec keeps an EmbeddingCollection's weights by itself.
-        self._init_2d(optimizer, False, bad_ids, init_seed, accumulates)
+        # TorchRec keeps them only where the module was built on another device than meta.
+        self._init_2d(optimizer, init_seed is None, bad_ids, init_seed, accumulates)
 
     def shard(  # type: ignore[override]  # where tables are of several meshes
         self,

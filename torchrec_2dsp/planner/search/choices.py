@@ -417,6 +417,7 @@ def _exact_choices(
 ) -> Iterator[Choice]:
     allowed = getattr(constraint, "exchange", None)
     num_hot = getattr(constraint, "hot_rows", None) or 0
+    most_hot = work.num_rows if work.access is None else len(work.access.rows)
     if kind is ShardingType.DATA_PARALLEL:
         if not num_hot and not allowed:
             yield Choice(kind)
@@ -428,7 +429,7 @@ def _exact_choices(
         if exchange is Exchange.NONEMPTY and work.is_sequence:
             continue
         for column_shards in _column_shards(kind, constraint, work):
-            yield Choice(kind, exchange, column_shards, min(num_hot, work.num_rows))
+            yield Choice(kind, exchange, column_shards, min(num_hot, most_hot))
 
 
 def _column_shards(

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 Ranks = NDArray[np.float64]
 """A number for each rank of a sharding group, in the order of its ranks."""
 
-_STOCK_ID_BYTES = 8
+_WHOLE_ID_BYTES = 8
 LENGTH_BYTES = 4
 KEY_BYTES = 4
 """Bytes of a row's number, where rows travel, unless a model has more than 2**31 of them."""
@@ -94,6 +94,8 @@ class Loads:
     """Bytes of the gradients of such tables, which are added up over the world."""
     ids_to = Load()
     """Ids and lengths of bags."""
+    whole_ids_to = Load()
+    """The same in memory, where ids have eight bytes."""
     pooled_from = Load()
     """Looked-up vectors."""
     pooled_to = Load()
@@ -207,6 +209,13 @@ class Loads:
         self.lookup_row_bytes += distinct * row_bytes
         self.lookup_vector_bytes += vector_bytes
 
+    def send_ids(
+        self, ids: float | Ranks, id_bytes: float | Ranks, lengths: float | Ranks = 0.0
+    ) -> None:
+        """Add ids, and lengths of bags, that a rank sends to each other one."""
+        self.ids_to += lengths * LENGTH_BYTES + ids * id_bytes
+        self.whole_ids_to += lengths * LENGTH_BYTES + ids * _WHOLE_ID_BYTES
+
     def move_and_add(self, rows: float | Ranks, num_bytes: float | Ranks) -> None:
         """Add rows that are copied to where they are wanted, and whose gradients are summed."""
         self.moved_rows += rows
@@ -294,7 +303,7 @@ class Placed:
     @property
     def id_bytes(self) -> float:
         """The bytes of an id on the wire, if the exchange has no larger table."""
-        return _STOCK_ID_BYTES if self.is_stock else num_id_bytes(self.work.num_rows)
+        return _WHOLE_ID_BYTES if self.is_stock else num_id_bytes(self.work.num_rows)
 
     def forward_bytes(self, workload: Workload) -> float:
         """Return the bytes per number in the forward, its share of a scale included."""

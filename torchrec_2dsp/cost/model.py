@@ -371,7 +371,9 @@ def _buffer_parts(pipeline: Pipeline, num_ranks: int) -> dict[str, Ranks]:
     """
     batches = list(Pipeline).index(pipeline) + 1
     return {
-        "batches": load_weights(ids_to=2 * num_ranks * batches, lookup_ids=_LOOKED_UP_ID_BYTES),
+        "batches": load_weights(
+            whole_ids_to=2 * num_ranks * batches, lookup_ids=_LOOKED_UP_ID_BYTES
+        ),
         "vectors": load_weights(
             given_bytes=_VECTOR_COPIES,
             pooled_from=2 * num_ranks,

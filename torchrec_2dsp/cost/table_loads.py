@@ -14,7 +14,6 @@ from torchrec_2dsp.cost.collectives import Span
 from torchrec_2dsp.cost.loads import (
     FLOAT_BYTES,
     KEY_BYTES,
-    LENGTH_BYTES,
     Loads,
     Placed,
     Ranks,
@@ -90,7 +89,7 @@ def _table_or_column_wise(
     """Ranks with shards look up all ranks' ids, and send each rank its vectors."""
     num_shards, columns = _on_ranks(loads, table)
     _look_up_shards(loads, table, workload, batch)
-    loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids * table.id_bytes)
+    loads.send_ids(num_shards * batch.ids, table.id_bytes, lengths=num_shards * batch.bags)
     vectors: float | Ranks = batch.vectors
     if table.exchange is Exchange.NONEMPTY:
         if not table.work.is_sequence:
@@ -111,7 +110,7 @@ def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, sp
         distinct=table.distinct_by_owner(_lookups(table, workload, num), num),
         vector_bytes=num * vectors * dim * FLOAT_BYTES,
     )
-    loads.ids_to += batch.bags * LENGTH_BYTES + batch.ids * table.id_bytes * shares
+    loads.send_ids(batch.ids * shares, table.id_bytes, lengths=batch.bags)
     if table.work.is_sequence or table.exchange is Exchange.NONEMPTY:
         sent = batch.ids * shares if table.work.is_sequence else batch.bags_with(shares)
         if table.exchange is Exchange.NONEMPTY:
@@ -129,7 +128,8 @@ def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, s
     hosts = np.arange(loads.num_ranks) // span.ranks_per_host
     owners = np.maximum(1, np.bincount(hosts, num_shards > 0)[hosts])
     _look_up_shards(loads, table, workload, batch, owners)
-    loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids / owners * table.id_bytes)
+    ids = num_shards * batch.ids / owners
+    loads.send_ids(ids, table.id_bytes, lengths=num_shards * batch.bags)
     numbers = batch.vectors * columns
     loads.host_scattered += loads.num_ranks * numbers * table.forward_bytes(workload)
     loads.across_from += numbers * table.forward_bytes(workload)
@@ -243,12 +243,12 @@ def _row_exchange(
         loads.host_rows_from += handed_on * dim * FLOAT_BYTES
         # Ids inside a host are keys.
         loads.host_rows_to += handed_on * (dim * FLOAT_BYTES + KEY_BYTES)
-        loads.ids_to += of_host * id_bytes / span.ranks_per_host
+        loads.send_ids(of_host / span.ranks_per_host, id_bytes)
         loads.across_from += of_host * dim * table.forward_bytes(workload)
         loads.across_to += of_host * dim * table.backward_bytes(workload)
         _travel_beside(loads, table, workload, span.ranks_per_host * lookups)
     else:
-        loads.ids_to += of_rank * id_bytes
+        loads.send_ids(of_rank, id_bytes)
         loads.rows_from += of_rank * dim * table.forward_bytes(workload)
         loads.rows_to += of_rank * dim * table.backward_bytes(workload)
         _travel_beside(loads, table, workload, lookups)

@@ -117,7 +117,7 @@ def contradiction(case: Case, chosen: Case) -> str:
             "none": True,
             "sharding": table.sharding == other.sharding,
             "exchange": table.exchange == other.exchange,
-            "transport": table.transport == other.transport,
+            "transport": table.transport == other.transport or other.sharding == "data_parallel",
             "hot": min(len(table.hot_rows), num_used) == len(other.hot_rows),
             "once": other.once == (table.once and chosen.groups > 1),
         }
@@ -125,7 +125,9 @@ def contradiction(case: Case, chosen: Case) -> str:
         is_free = search.precision == ("any",) or table.demand == "transport"
         if not fulfilled[table.demand]:
             return f"{name} has another {table.demand}: {other}"
-        if search.exchange and table.demand != "exchange" and other.exchange not in search.exchange:
+        # A table that can have none of the exchanges is left free.
+        has_choice = bool(search.exchange) and table.demand not in ("exchange", "sharding")
+        if has_choice and other.exchange not in search.exchange:
             return f"{name} has exchange {other.exchange}, and {search.exchange} are allowed"
         if not is_free and other.transport not in allowed:
             return f"{name} travels in {other.transport}, and {search.precision} is allowed"

@@ -211,6 +211,10 @@ def test_words_are_aligned_left_and_only_the_widest_column_is_folded() -> None:
     ]
 
 
+def test_a_column_may_be_empty() -> None:
+    assert Table(("ms", ""), [("1", "")]).text().splitlines()[::2] == ["ms", " 1"]
+
+
 def test_words_are_folded_before_wider_numbers() -> None:
     table = Table(("name", "ms"), [("a long name", "1.5 [1.2, 1.7]")], words={"name"})
     assert "1.5 [1.2, 1.7]" in table.text(25)

@@ -112,7 +112,7 @@ class Table:
 
     def _folded(self, row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
         folded = [
-            [line for part in cell.split("\n") for line in wrap(part, width) or [""]]
+            [line for part in cell.split("\n") for line in wrap(part, max(1, width)) or [""]]
             for cell, width in zip(row, widths, strict=True)
         ]
         for cells in zip_longest(*folded, fillvalue=""):

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torchrec_2dsp.programs.cluster.network import read_interface_bytes
@@ -81,13 +82,62 @@ def exchange(file: str, num_bytes: str) -> None:
     dist.destroy_process_group()
 
 
+def compute(file: str) -> None:
+    """Compute alone, unevenly before all-reduces, and in a pipeline; rank 0 writes the seconds."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    small = torch.zeros(1)
+
+    def work(seconds: float) -> None:
+        end_s = time.thread_time() + seconds
+        while time.thread_time() < end_s:
+            torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+
+    def pipeline(num_batches: int) -> None:
+        for _ in range(num_batches):
+            if RANK > 0:
+                dist.recv(small, RANK - 1)
+            work(0.05)
+            if size - 1 > RANK:
+                dist.send(small, RANK + 1)
+
+    def timed(run: Callable[[], None]) -> list[float]:
+        """Return the cluster's seconds and the real ones, from all ranks' start to their end."""
+        dist.barrier()
+        start_s, real_start_s = time.perf_counter(), time.monotonic()
+        run()
+        dist.barrier()
+        return [time.perf_counter() - start_s, time.monotonic() - real_start_s]
+
+    def steps(of_rank_0: float) -> None:
+        for _ in range(10):
+            work(0.04 * (of_rank_0 if RANK == 0 else 1.0))
+            dist.all_reduce(small)
+
+    pipeline(1)  # Makes the connections.
+    results = {
+        "alone": timed(lambda: work(0.5)),
+        "even": timed(lambda: steps(1.0)),
+        "uneven": timed(lambda: steps(1.3)),
+        "pipeline": timed(lambda: pipeline(16)),
+    }
+    if RANK == 0:
+        Path(file).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
 def wait_for_ever() -> None:
     """Wait; a stack trace should point here."""
     while True:
         time.sleep(1)
 
 
-PROGRAMS = {program.__name__: program for program in (report, crash, hang, leave, exchange)}
+PROGRAMS = {
+    program.__name__: program for program in (report, crash, hang, leave, exchange, compute)
+}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

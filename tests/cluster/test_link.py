@@ -65,6 +65,15 @@ def test_queues_hold_ten_milliseconds(rate: str, queue_bytes: int, burst_bytes: 
     assert (link.queue_bytes, link.burst_bytes) == (queue_bytes, burst_bytes)
 
 
+def test_links_are_slower_where_time_is() -> None:
+    link = Link.parse("1gbit", delay_ms=2, dilation=4)
+    delay, limit = link.limit_commands("d", delayed=True)
+    assert "netem delay 8000us" in delay
+    assert "rate 250000000bit" in limit
+    assert (link.queue_bytes, link.rate) == (312_500, "1000mbit")
+    assert link.name != Link.parse("1gbit", delay_ms=2).name
+
+
 def test_one_end_delays_and_both_limit() -> None:
     link = Link.parse("1gbit", delay_ms=0.5)
     limit = "tbf rate 1000000000bit burst 131072 limit 1250000"

@@ -29,7 +29,9 @@ class FakeCluster:
 
     checks: list[SelfCheck]
 
-    def __init__(self, hosts: int, ranks_per_host: int, link: str) -> None:
+    processor_per_rank = False
+
+    def __init__(self, hosts: int, ranks_per_host: int, link: str, **_: bool) -> None:
         self.hosts = hosts
         self.ranks_per_host = ranks_per_host
         self.link = Link.parse(link)

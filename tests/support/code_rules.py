@@ -297,8 +297,8 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_FILES = 257
-MAX_LINES = {"the library": 37_811, "the programs": 24_350, "tests": 53_003}
+MAX_FILES = 258
+MAX_LINES = {"the library": 37_837, "the programs": 24_620, "tests": 53_152}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

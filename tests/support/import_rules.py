@@ -32,6 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"dense", "planner", "samples", "shard"}),
     frozenset({"parallel"}),
     frozenset({"programs.config", "programs.doctor", "programs.launch", "programs.traces"}),
+    frozenset({"programs.dilation"}),
     frozenset({"programs.data"}),
     frozenset({"programs.link_speeds", "programs.models"}),
     frozenset({"programs.access"}),

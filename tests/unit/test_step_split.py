@@ -25,6 +25,7 @@ from tests.support.traces import (
 )
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.traces import (
+    PAYING,
     HostSpan,
     PhaseAtMoment,
     RankSplit,
@@ -60,6 +61,22 @@ def test_the_split_is_the_mean_of_steps_and_leaves_out_what_lies_between() -> No
     assert split.steps == {7: StepTimes(100 - waited_us, 100), 8: StepTimes(120 - waited_us, 120)}
     assert split.computing_us == COMPUTING_US | {StepPhase.NEXT_BATCH: 20}
     assert split.waiting_us == WAITING_US
+
+
+def test_sleeps_of_slower_time_are_left_out_and_waits_are_shortened() -> None:
+    dilation = 4.0
+    slow = step_events()
+    # A sleep of 60 us in a span that computes, and in one that waits.
+    for at_us in (52, 41):
+        for entry in slow:
+            end_us = entry["ts"] + entry["dur"]
+            entry["ts"] += 60 * (entry["ts"] > at_us)
+            entry["dur"] = end_us + 60 * (end_us > at_us) - entry["ts"]
+        slow.append(event(PAYING, at_us, at_us + 60))
+    split = RankSplit.of_trace(0, RankTrace.of_events(slow, dilation))
+    assert split.computing_us == COMPUTING_US
+    assert split.waiting_us == {phase: us / dilation for phase, us in WAITING_US.items()}
+    assert split.step_us == split.all_computing_us + split.all_waiting_us
 
 
 def test_events_may_come_in_any_order() -> None:

@@ -1,5 +1,7 @@
 """Adapters to private parts of torch, torch.distributed and DTensor."""
 
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -62,9 +64,30 @@ def own_connection(store: dist.Store) -> dist.Store:
 
 def pass_on_to(group: dist.ProcessGroup, backend: dist.ProcessGroupGloo) -> None:
     """Route to ``backend`` what torch doesn't call on a group in Python."""
-    kind = dist.ProcessGroup.BackendType.CUSTOM
+    kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
+
+
+def make_gloo_by(make: Callable[..., dist.ProcessGroup]) -> None:
+    """Let torch make its gloo groups by ``make``, which gets what `ProcessGroupGloo` takes."""
+    _c10d.ProcessGroupGloo = _GlooMaker(make)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _GlooMaker:
+    """Takes the place of a class in torch, which calls it and asks for instances."""
+
+    def __init__(self, make: Callable[..., dist.ProcessGroup]) -> None:
+        self._make = make
+        self._made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+    def __call__(self, *arguments: Any, **options: Any) -> dist.ProcessGroup:
+        group = self._make(*arguments, **options)
+        self._made.add(group)
+        return group
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, dist.ProcessGroupGloo) or instance in self._made
 
 
 def exists(group: dist.ProcessGroup) -> bool:

@@ -81,52 +81,56 @@ class GlooGroup(dist.ProcessGroup):
         return "gloo"
 
 
-def _input_bytes(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
-    if name in ("barrier", "recv"):
-        return 0
-    if name == "broadcast" and arguments[1].rootRank != self.rank():
-        return 0
-    inputs = arguments[1] if name in ("allgather", "reduce_scatter") else arguments[0]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(inputs))
+GLOO_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+"""Collectives that a backend knows by another name than a group, which knows both."""
 
-
-def _passed_on(name: str, op: str) -> Callable[..., dist.Work]:
-    def operation(self: GlooGroup, *arguments: Any, **options: Any) -> dist.Work:
-        note(op, self, _input_bytes(self, name, arguments))
-        return getattr(self._gloo, name)(*arguments, **options)
-
-    return operation
-
-
-for _name, _op in {
+_OPS = {
+    "_allgather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
     "allgather": "all_gather",
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
     "barrier": "barrier",
     "broadcast": "broadcast",
     "recv": "recv",
     "reduce_scatter": "reduce_scatter",
     "send": "send",
-}.items():
-    setattr(GlooGroup, _name, _passed_on(_name, _op))
+}
+OPERATIONS = (*GLOO_NAMES, *_OPS)
+"""A group's operations that are passed on by Python."""
+
+_INPUT_FIRST = ("allreduce", "allreduce_coalesced", "broadcast", "send")
 
 
-def _all_to_all_single(
-    self: GlooGroup,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    output_split_sizes: Any,
-    input_split_sizes: Any,
-    opts: Any = None,
-) -> dist.Work:
-    note("all_to_all_single", self, input.numel() * input.element_size())
-    opts = dist.AllToAllOptions() if opts is None else opts
-    return self._gloo.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
+def _input_bytes(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
+    if name in ("barrier", "recv"):
+        return 0
+    if name == "broadcast" and arguments[1].rootRank != self.rank():
+        return 0
+    inputs = arguments[0] if name in _INPUT_FIRST else arguments[1]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(inputs))
 
 
-# Callers that are written for torch before 2.13 use the second name.
-for _name in ("all_to_all_single", "alltoall_base"):
-    setattr(GlooGroup, _name, _all_to_all_single)
+def _passed_on(name: str) -> Callable[..., dist.Work]:
+    def operation(self: GlooGroup, *arguments: Any, **options: Any) -> dist.Work:
+        # `count_collectives` sees a functional collective by itself, and isn't active inside it.
+        if is_dispatch_watched():
+            note(_OPS[name], self, _input_bytes(self, name, arguments))
+        if name == "alltoall_base" and len(arguments) < 5:
+            arguments = (*arguments, dist.AllToAllOptions())
+        return getattr(self._gloo, name)(*arguments, **options)
+
+    return operation
+
+
+for _name in OPERATIONS:
+    setattr(GlooGroup, _name, _passed_on(GLOO_NAMES.get(_name, _name)))
 
 
 _NAME = "gloo_full_duplex"
@@ -218,7 +222,6 @@ class FullDuplexGroup(GlooGroup):
     ) -> dist.Work:
         rank, size = self.rank(), self.size()
         check_own_parts(received[rank], sent[rank])
-        # `count_collectives` sees a functional collective by itself, and isn't active inside it.
         if is_dispatch_watched():
             note(op, self, sum(part.nbytes for part in sent))
         # All ranks issue their exchanges in the same order, so equal numbers belong together.
@@ -367,8 +370,8 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Full
     return FullDuplexGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
-def full_duplex_backend() -> str:
-    """Return the backend's name, registered on first use."""
+def full_duplex_backend(create: Callable[..., FullDuplexGroup] = _create) -> str:
+    """Return the backend's name, registered on first use; ``create`` makes its groups."""
     if _NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_NAME, _create, devices=["cpu"])
+        dist.Backend.register_backend(_NAME, create, devices=["cpu"])
     return _NAME

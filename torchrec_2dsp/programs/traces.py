@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,8 @@ _COLLECTIVES = ("gloo:", "nccl:")
 _BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 _RANGES = ("cpu_op", "user_annotation")
 _MARK = re.compile(r"## train step (\d+) ##")
+PAYING = "## pay for computing ##"
+"""The range in which a rank sleeps because time passes slower for it."""
 
 
 def step_mark(step: int) -> str:
@@ -73,14 +76,27 @@ class RankTrace:
     collectives: tuple[tuple[float, float], ...]
     """The times in which at least one collective was in flight, by start, in microseconds."""
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a trace that torch's profiler has exported."""
-        return cls.of_events(json.loads(path.read_text())["traceEvents"])
+    dilation: float = 1.0
+    """How much slower time passed: so many microseconds of waiting are one of the cluster's."""
 
     @classmethod
-    def of_events(cls, events: Iterable[Mapping[str, Any]]) -> Self:
-        """Sort the events of a Chrome trace by thread."""
+    def read(cls, path: Path, dilation: float = 1.0) -> Self:
+        """Read a trace that torch's profiler has exported."""
+        return cls.of_events(json.loads(path.read_text())["traceEvents"], dilation)
+
+    @classmethod
+    def of_events(cls, events: Iterable[Mapping[str, Any]], dilation: float = 1.0) -> Self:
+        """Sort the events of a Chrome trace by thread.
+
+        Where time passed slower, the rank computed as fast as always, and slept to pay for it: a
+        sleep takes none of the cluster's time.
+        """
+        events = list(events)
+        slept = _Slept(
+            (event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event.get("name") == PAYING
+        )
         threads: dict[Any, list[HostSpan]] = defaultdict(list)
         steps: list[tuple[Any, HostSpan]] = []
         collectives = []
@@ -88,7 +104,7 @@ class RankTrace:
             if event.get("ph") != "X" or event.get("cat") not in _RANGES:
                 continue
             name, start_us = str(event["name"]), float(event["ts"])
-            end_us = start_us + float(event["dur"])
+            start_us, end_us = slept.left_out(start_us, start_us + float(event["dur"]))
             span = HostSpan(name, start_us, end_us, is_operator=event["cat"] == "cpu_op")
             if name.startswith(_COLLECTIVES):
                 collectives.append((start_us, end_us))
@@ -107,7 +123,26 @@ class RankTrace:
             training=_outer_first(training),
             backward=tuple(backward),
             collectives=_joined(collectives),
+            dilation=dilation,
         )
+
+
+class _Slept:
+    """Takes a rank's sleeps out of the times of its trace."""
+
+    def __init__(self, sleeps: Iterable[tuple[float, float]]) -> None:
+        self._sleeps = _joined(sleeps)
+        lengths_us = [end_us - start_us for start_us, end_us in self._sleeps]
+        self._before_us = [0.0, *accumulate(lengths_us)]
+
+    def left_out(self, *times_us: float) -> list[float]:
+        """Return the times on a clock that stands still in sleeps."""
+        return [self._awake_us(time_us) for time_us in times_us]
+
+    def _awake_us(self, time_us: float) -> float:
+        place = bisect_left(self._sleeps, time_us, key=lambda sleep: sleep[1])
+        began_us = self._sleeps[place][0] if place < len(self._sleeps) else time_us
+        return min(time_us, began_us) - self._before_us[place]
 
 
 def _outer_first(spans: Iterable[HostSpan]) -> tuple[HostSpan, ...]:
@@ -312,20 +347,22 @@ class RankSplit:
             # A step for which the data had ended has no backward.
             if all(state.phase is not StepPhase.DENSE_BACKWARD for _, _, state in segments):
                 continue
-            all_waited_us = 0.0
+            all_waited_us = left_us = 0.0
             for segment in segments:
                 for start_us, end_us, state in _with_backward(segment, backward):
                     waited_us = (
                         _overlap_us(start_us, end_us, trace.collectives) if state.may_wait else 0.0
                     )
-                    all_waited_us += waited_us
                     computing[state.phase] += end_us - start_us - waited_us
+                    left_us += waited_us
+                    waited_us /= trace.dilation
+                    all_waited_us += waited_us
                     # A backward that computes nothing and isn't over waits for dense gradients.
                     is_dense = state.phase is StepPhase.DENSE_BACKWARD
                     waiting[StepPhase.DENSE_GRADIENTS if is_dense else state.phase] += waited_us
             number = marked_step(step.name)
             assert number is not None, step.name
-            whole_us = step.end_us - step.start_us
+            whole_us = step.end_us - step.start_us - left_us + all_waited_us
             steps[number] = StepTimes(whole_us - all_waited_us, whole_us)
         num_steps = len(steps)
         if not num_steps:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp._compat.c10d import tensors_in
-from torchrec_2dsp.comms.full_duplex import GlooGroup
+from torchrec_2dsp.comms.full_duplex import GLOO_NAMES, OPERATIONS, GlooGroup
 
 _NAME = "gloo_replay"
 
@@ -77,25 +77,9 @@ def _replayed(name: str) -> Callable[..., dist.Work]:
     return collective
 
 
-_GLOO_NAMES = {
-    "all_to_all_single": "alltoall_base",
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-}
-"""Collectives whose names differ between groups and backends."""
-
-# All of these take their outputs as the first argument.
-for _name in (
-    *_GLOO_NAMES,
-    *_GLOO_NAMES.values(),
-    "allgather",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "broadcast",
-    "reduce_scatter",
-):
-    setattr(ReplayGroup, _name, _replayed(_GLOO_NAMES.get(_name, _name)))
+for _name in OPERATIONS:
+    if _name not in ("barrier", "recv", "send"):  # All others take their outputs first.
+        setattr(ReplayGroup, _name, _replayed(GLOO_NAMES.get(_name, _name)))
 
 
 class _Done(dist.Work):

@@ -19,6 +19,7 @@ from torchrec_2dsp.programs.bench.results import (
     RowTravel,
 )
 from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.dilation import dilation
 from torchrec_2dsp.programs.launch import silenced
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, StepPhase, step_mark
 from torchrec_2dsp.replicas.sync_report import SyncReport
@@ -65,7 +66,7 @@ def profiled(
             settle()
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return RankTrace.read(path)
+        return RankTrace.read(path, dilation())
 
 
 def phases_of(split: RankSplit) -> tuple[Phase, ...]:

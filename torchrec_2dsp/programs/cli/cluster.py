@@ -19,6 +19,13 @@ def cluster(
     ranks_per_host: Annotated[int, typer.Option(help="How many ranks a host has.")] = 2,
     link: Annotated[str, typer.Option(help="Each host's rate: 200mbit, 1gbit, none.")] = "1gbit",
     delay_ms: Annotated[float, typer.Option(help="Delay one way, if the kernel can.")] = 0.0,
+    processor_per_rank: Annotated[
+        bool,
+        typer.Option(
+            "--processor-per-rank",
+            help="Run as if each rank had a processor of its own, in slower time.",
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for the command.")] = 3600.0,
     check: Annotated[bool, typer.Option("--check", help="Measure the links first.")] = False,
     if_permitted: Annotated[
@@ -44,7 +51,13 @@ def cluster(
         print(f"no cluster can be emulated here, so this is left out: {refusal}", file=sys.stderr)
         return
     try:
-        with EmulatedCluster(hosts, ranks_per_host, link, delay_ms=delay_ms) as emulated:
+        with EmulatedCluster(
+            hosts,
+            ranks_per_host,
+            link,
+            delay_ms=delay_ms,
+            processor_per_rank=processor_per_rank,
+        ) as emulated:
             print(emulated.describe(), file=sys.stderr)
             if check:
                 check_links(emulated)  # Rank 0 prints a table.

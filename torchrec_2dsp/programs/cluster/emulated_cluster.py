@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, TextIO
 
+from torchrec_2dsp.programs import dilation
 from torchrec_2dsp.programs.cluster.kernel import (
     CONGESTION_CONTROL,
     ClusterConfigError,
@@ -283,9 +284,24 @@ class EmulatedCluster:
     """
 
     def __init__(
-        self, hosts: int, ranks_per_host: int, link: str = "1gbit", *, delay_ms: float = 0.0
+        self,
+        hosts: int,
+        ranks_per_host: int,
+        link: str = "1gbit",
+        *,
+        delay_ms: float = 0.0,
+        processor_per_rank: bool = False,
     ) -> None:
-        """Set up the network; ``link`` is each host's rate in each direction: "1gbit", "none"."""
+        """Set up the network.
+
+        Args:
+            hosts: the number of hosts.
+            ranks_per_host: the number of ranks on each of them.
+            link: each host's rate in each direction: "1gbit", "none".
+            delay_ms: the delay one way.
+            processor_per_rank: whether ranks run as if each had a processor of its own, in slower
+                time; see `torchrec_2dsp.programs.dilation`.
+        """
         for name, value in (("hosts", hosts), ("ranks_per_host", ranks_per_host)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ClusterConfigError(f"{name}={value!r} is not a positive integer")
@@ -293,7 +309,11 @@ class EmulatedCluster:
         """The number of hosts."""
         self.ranks_per_host = ranks_per_host
         """The number of ranks per host."""
-        self.link = Link.parse(link, delay_ms)
+        self.dilation = dilation.dilation_for(hosts * ranks_per_host) if processor_per_rank else 1.0
+        """How much slower time passes for ranks."""
+        self.processor_per_rank = processor_per_rank
+        """Whether ranks run as if each had a processor of its own."""
+        self.link = Link.parse(link, delay_ms, self.dilation)
         """The link between hosts."""
         self._network = Network(hosts, self.link)
         self._run_numbers = itertools.count()
@@ -309,11 +329,15 @@ class EmulatedCluster:
         """
         check_command(command)
         self._check_is_up()
+        environment = rank_environment(self.describe(), self.launcher())
+        if self.dilation > 1.0:
+            command = ["-m", dilation.__name__, *command]
+            environment[dilation.VARIABLE] = str(self.dilation)
         return launch_on_hosts(
             self._network,
             self.ranks_per_host,
             command,
-            rank_environment(self.describe(), self.launcher()),
+            environment,
             self.folder / f"run{next(self._run_numbers)}",
             timeout_s,
         )
@@ -339,17 +363,24 @@ class EmulatedCluster:
         control = CONGESTION_CONTROL
         if not kernel.can_choose_congestion_control:
             control = "the kernel's default"
+        slower = "; a processor for every rank" if self.processor_per_rank else ""
+        if self.dilation > 1.0:
+            slower += (
+                f", in time that passes {self.dilation:g} times slower; what is measured there is "
+                "divided by that"
+            )
         return (
             f"{self.hosts} x {self.ranks_per_host} ranks (hosts x ranks per host), emulated on one "
-            f"machine; per host {rate}, {delay}, congestion control {control}"
+            f"machine; per host {rate}, {delay}, congestion control {control}{slower}"
         )
 
     def launcher(self) -> str:
         """Return the command line for such a cluster, also in ``EMULATED_CLUSTER_LAUNCHER``."""
         delay = f" --delay-ms {self.link.delay_ms:g}" if self.link.delay_ms else ""
+        slower = " --processor-per-rank" if self.processor_per_rank else ""
         return (
             f"torchrec-2dsp cluster --hosts {self.hosts} --ranks-per-host {self.ranks_per_host} "
-            f"--link {self.link.rate}{delay} --"
+            f"--link {self.link.rate}{delay}{slower} --"
         )
 
     def close(self) -> None:

@@ -42,8 +42,11 @@ class Link:
     delay_ms: float = 0.0
     """The one-way delay, added to a host's outgoing packets."""
 
+    dilation: float = 1.0
+    """How much slower the link really is, because time passes slower on its hosts."""
+
     @classmethod
-    def parse(cls, rate: str, delay_ms: float = 0.0) -> "Link":
+    def parse(cls, rate: str, delay_ms: float = 0.0, dilation: float = 1.0) -> "Link":
         """Parse a rate like "200mbit", "1gbit" or "none".
 
         Example:
@@ -54,14 +57,14 @@ class Link:
         if not (math.isfinite(delay_ms) and delay_ms >= 0):
             raise ClusterConfigError(f"delay_ms={delay_ms} is not a time; use 0 or more")
         if rate in _UNLIMITED:
-            return cls(None, delay_ms)
+            return cls(None, delay_ms, dilation)
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
         bits_per_s = round(float(match[1]) * _UNITS[match[2]]) if match else 0
         if not bits_per_s:
             raise ClusterConfigError(
                 f"link={rate!r} is not a rate; use for instance '200mbit', '1gbit' or 'none'"
             )
-        return cls(bits_per_s, delay_ms)
+        return cls(bits_per_s, delay_ms, dilation)
 
     @property
     def rate(self) -> str:
@@ -75,6 +78,12 @@ class Link:
         return "none" if self.bits_per_s is None else f"{self.bits_per_s / 10**6:g}mbit"
 
     @property
+    def name(self) -> str:
+        """A name that differs between links that differ."""
+        slower = "" if self.dilation == 1.0 else f"_dilated{self.dilation:g}"
+        return f"{self.rate}_{self.delay_ms:g}ms{slower}"
+
+    @property
     def bytes_per_s(self) -> float | None:
         """The rate in bytes per second; `None` for no limit."""
         return None if self.bits_per_s is None else self.bits_per_s / 8
@@ -82,7 +91,7 @@ class Link:
     @property
     def queue_bytes(self) -> int:
         """The queue's size: about 10 ms at the link's rate. TCP oscillates with more or less."""
-        num_bytes = round((self.bytes_per_s or 0) * _QUEUE_S)
+        num_bytes = round((self.bytes_per_s or 0) / self.dilation * _QUEUE_S)
         return min(max(num_bytes, _MIN_QUEUE_BYTES), _MAX_QUEUE_BYTES)
 
     @property
@@ -91,7 +100,7 @@ class Link:
 
         It exceeds an offloaded packet (64 KiB), and covers what a late timer would lose (1 ms).
         """
-        return max(round((self.bytes_per_s or 0) * _BURST_S), _MIN_BURST_BYTES)
+        return max(round((self.bytes_per_s or 0) / self.dilation * _BURST_S), _MIN_BURST_BYTES)
 
     def limit_commands(self, device: str, *, delayed: bool) -> list[str]:
         """Return the `tc` commands that limit, and optionally delay, ``device``'s outgoing traffic.
@@ -101,11 +110,13 @@ class Link:
         commands = []
         where = "root handle 1:"
         if delayed and self.delay_ms:
-            queue = f"netem delay {round(self.delay_ms * 1000)}us limit {_DELAY_QUEUE_PACKETS}"
+            delay_us = round(self.delay_ms * 1000 * self.dilation)
+            queue = f"netem delay {delay_us}us limit {_DELAY_QUEUE_PACKETS}"
             commands.append(f"qdisc add dev {device} {where} {queue}")
             where = "parent 1:1 handle 10:"
         if self.bits_per_s is not None:
-            queue = f"tbf rate {self.bits_per_s}bit burst {self.burst_bytes} limit "
+            rate = round(self.bits_per_s / self.dilation)
+            queue = f"tbf rate {rate}bit burst {self.burst_bytes} limit "
             commands.append(f"qdisc add dev {device} {where} {queue}{self.queue_bytes}")
         return commands
 
@@ -226,7 +237,7 @@ class Network:
                 f"addr add {address(number)}/{SUBNET.prefixlen} dev eth0",
                 "link set eth0 up",
                 # So that what is measured on one cluster isn't kept for another.
-                f"link set eth0 alias {self._link.rate}_{self._link.delay_ms:g}ms",
+                f"link set eth0 alias {self._link.name}",
             ]
             if kernel.can_choose_congestion_control:
                 commands.append(congestion_control_route(str(SUBNET), address(number)))

@@ -105,7 +105,9 @@ def _explain(cluster: EmulatedCluster, check: SelfCheck) -> str:
     busy = "another program may be using the processor: repeat it on an idle machine"
     if bytes_per_s is None or min(check.rates().values()) > bytes_per_s:
         return f"the links aren't what they say; {busy}"
-    with type(cluster)(cluster.hosts, cluster.ranks_per_host, "none") as unlimited:
+    arguments = (cluster.hosts, cluster.ranks_per_host, "none")
+    per_rank = cluster.processor_per_rank
+    with type(cluster)(*arguments, processor_per_rank=per_rank) as unlimited:
         free = _measure_on(unlimited, "check.json").rates()
     rates = " and ".join(f"{name} at {_bits(rate)}" for name, rate in free.items())
     free_rates = f"which without a limit runs {rates}"

@@ -37,6 +37,7 @@ from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.config.dense import DenseKinds, PipelinedConfig
 from torchrec_2dsp.programs.config.section import writing
 from torchrec_2dsp.programs.config.sections import MEASURED, BalanceConfig
+from torchrec_2dsp.programs.dilation import dilation
 from torchrec_2dsp.programs.launch import silenced
 from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import thresholded_gradients
@@ -416,7 +417,7 @@ class StepProfiler:
             path.parent.mkdir(parents=True, exist_ok=True)
             with silenced():
                 self._profile.export_chrome_trace(str(path))
-            return RankSplit.of_trace(dist.get_rank(self._group), RankTrace.read(path))
+            return RankSplit.of_trace(dist.get_rank(self._group), RankTrace.read(path, dilation()))
         return None
 
     def take(self) -> tuple[RankSplit, ...]:

@@ -1,0 +1,71 @@
+"""In slower time each rank has a processor of its own, and none profits from another's waiting."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_bench_on_cluster import COMMAND
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.programs.bench.results import BenchResult
+from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
+from torchrec_2dsp.programs.dilation import dilation_for
+from torchrec_2dsp.programs.train.record import TrainRecord
+
+pytestmark = pytest.mark.usefixtures("needs_cluster")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_compute_side_by_side_and_wait_for_the_slowest(tmp_path: Path, hosts: int) -> None:
+    with EmulatedCluster(hosts, 2, "none", processor_per_rank=True) as cluster:
+        command = ["-m", "tests.cluster.programs", "compute", str(tmp_path / "times.json")]
+        cluster.run(command, timeout_s=200)
+        assert f"{cluster.dilation:g} times slower" in cluster.describe()
+    seconds = json.loads((tmp_path / "times.json").read_text())
+    print(seconds)
+
+    num_ranks = 2 * hosts
+    for cluster_s, real_s in seconds.values():
+        assert real_s == pytest.approx(dilation_for(num_ranks) * cluster_s, rel=0.05)
+    assert seconds["alone"][0] == pytest.approx(0.5, rel=0.05)
+    assert seconds["even"][0] == pytest.approx(10 * 0.04, rel=0.05)
+    assert seconds["uneven"][0] == pytest.approx(1.3 * seconds["even"][0], rel=0.05)
+    # The last of so many stages begins as many batches later.
+    assert seconds["pipeline"][0] == pytest.approx((16 + num_ranks - 1) * 0.05, rel=0.05)
+
+
+PROGRAMS = {
+    "bench": (*COMMAND, "--output", "OUT/page.md"),
+    "calibrate": ("-m", "torchrec_2dsp", "calibrate", "--out", "OUT/hardware.toml"),
+    "train": (
+        *("-m", "torchrec_2dsp", "train", "--config", "demo", "--set", "output.folder=OUT/runs"),
+        *("--set", "loop.steps=3", "--set", "loop.eval_steps=1", "--output", "OUT/record.json"),
+    ),
+}
+
+
+@pytest.mark.dealt_suite
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_run_in_slower_time(tmp_path: Path, program: str) -> None:
+    command = [part.replace("OUT", str(tmp_path)) for part in PROGRAMS[program]]
+    with EmulatedCluster(2, 1, "1gbit", processor_per_rank=True) as cluster:
+        cluster.run(command, timeout_s=400)
+
+    if program == "bench":
+        result = BenchResult.load(tmp_path / "page.json")
+        assert "2 times slower" in result.setting.cluster
+        for contestant in result.measured():
+            # Other steps than those of the blocks are traced.
+            step_s = statistics.median(block.step_s for block in contestant.blocks)
+            assert 0.5 < sum(phase.seconds for phase in contestant.phases) / step_s < 2
+        # Without communication, a step takes what the rank computes, in a forked process as well.
+        ceiling = next(each for each in result.measured() if each.kind == "ceiling")
+        assert ceiling.compute is not None
+        assert min(block.step_s for block in ceiling.blocks) < 1.6 * ceiling.compute.mean_s
+    elif program == "calibrate":
+        link = Calibration.load(tmp_path / "hardware.toml").collectives.all_to_all.link_s_per_byte
+        assert link == pytest.approx(8e-9, rel=0.15)
+    else:
+        assert len(TrainRecord.load(tmp_path / "record.json").runs) == 3

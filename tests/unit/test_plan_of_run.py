@@ -135,7 +135,7 @@ def test_worlds_are_simulated_for_a_training_run() -> None:
         (("--world-size", "3"), "num_ranks=3 is no multiple of ranks_per_host=2"),
         (("--world-size", "6"), "loop.global_batch_size=40 is not a multiple of the 6 ranks"),
         (("--calibration", ""), "mine.toml doesn't say on which machines it would be trained"),
-        (("--calibration", "nope"), "emulated_1gbit, emulated_200mbit, emulated_no_limit"),
+        (("--calibration", "nope"), "emulated_1gbit, emulated_1gbit_per_rank, emulated_200mbit"),
         (("--config", "plan", "--only", "main"), "plan is a config for plan, which has no runs"),
         (("--config", "bench"), "bench has neither of the sections that say what a config is for"),
         (("--config", "both.toml"), "give one with [runs] for train or [machines] for plan"),

@@ -115,7 +115,7 @@ ALIKE = ("sharding", "exchange", "transport", "owners", "dtype", "pooling", "onc
 ALIKE_SHARE = 0.5
 """How many modules have tables that share a kernel."""
 SEARCHED_SHARE = 0.15
-"""How many cases have a plan that `parallelize` makes."""
+"""The share of cases with a plan that `parallelize` makes."""
 UNSETTLED_SHARE = 0.03
 """How many cases keep combinations that are likely to be refused."""
 
@@ -211,7 +211,10 @@ def _may_happen(case: Case, event: str) -> bool:
     """
     if event in ("peek", "abandon"):
         # Only these dense parts take forwards that no backward follows.
-        return case.loop == "plain" and case.dense.kind in ("ddp", "fp16", "fully_sharded")
+        takes = case.loop == "plain" and case.dense.kind in ("ddp", "fp16", "fully_sharded")
+        # Under `no_sync`, torch's DDP goes on with the unused parameters of an abandoned forward.
+        is_stale = event == "abandon" and case.dense.shortcut and case.accumulated > 1
+        return takes and not is_stale
     return not (case.dense.is_apart and event in ("save", "save_load", "load"))
 
 

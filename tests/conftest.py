@@ -39,7 +39,7 @@ LONGEST_FILES = (
     "tests/dist/test_row_exchange.py",
     "tests/dist/test_row_prefetch.py",
     "tests/dist/test_documents.py",
-    "tests/cluster/test_bench_on_cluster.py",
+    "tests/cluster/test_programs_on_cluster.py",
     "tests/fuzz/test_machine.py",
     "tests/dist/test_train.py",
     "tests/dist/test_train_resume.py",

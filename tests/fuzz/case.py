@@ -102,7 +102,7 @@ class TableCase:
     once: bool = False
     """Whether there is one copy in the world."""
     demand: str = "none"
-    """Which of the fields before is a constraint where the plan is searched: ``"sharding"``,
+    """The field before that is a constraint where the plan is searched: ``"sharding"``,
     ``"exchange"``, ``"transport"``, ``"hot"`` or ``"once"``."""
     chosen_hot: tuple[int, ...] = ()
     """The hot rows of a searched plan."""
@@ -183,23 +183,23 @@ class SearchCase:
 
     calibration: str = "emulated_200mbit"
     link_factor: float = 1.0
-    """How much longer messages take than was measured."""
+    """A factor on the measured time of messages."""
     kernel_factor: float = 1.0
-    """How much longer work on rows takes than was measured."""
+    """A factor on the measured time of work on rows."""
     precision: tuple[str, ...] = ("exact",)
     """``"exact"``, ``"any"``, or transports."""
     exchange: tuple[str, ...] = ()
     """The exchanges allowed; empty for all."""
     has_mesh: bool = False
-    """Whether the case's mesh is demanded."""
+    """True if the case's mesh is demanded."""
     access: str = "none"
-    """Which lookups were counted: ``"none"``, those of the ``"first"`` module, or ``"all"``."""
+    """The lookups that were counted: ``"none"``, those of the ``"first"`` module, or ``"all"``."""
     batch_size: int = 8
     """Samples per rank and step, as the search is told."""
     keeps_weights: bool = False
-    """Whether tables have their weights before they are sharded, and aren't on the meta device."""
+    """True if tables have their weights before they are sharded, and aren't on the meta device."""
     gives_sharders: bool = True
-    """Whether sharders are given that know the optimizer, or the optimizer alone."""
+    """True if sharders are given that know the optimizer; otherwise the optimizer alone is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +218,8 @@ class Case:
     optimizer: str = "sgd"
     sync: SyncCase = SyncCase()
     search: SearchCase | None = None
-    """What is told to `parallelize`, if it makes the plan; otherwise the tables say it. Then a loop
-    that isn't plain is the plan's pipeline."""
+    """The arguments of `parallelize`, if it makes the plan; otherwise the tables say it. Then a
+    loop that isn't plain is the plan's pipeline."""
     dense: DenseCase = PLAIN_DENSE
     wrapper: str = "2d"
     """`ModelParallel2D`, or ``"stock"`` for TorchRec's `DistributedModelParallel`."""

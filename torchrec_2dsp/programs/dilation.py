@@ -51,7 +51,7 @@ _now_s, _date_s, _sleep = time.perf_counter, time.time, time.sleep
 
 
 def dilation_for(num_ranks: int) -> float:
-    """Return how much slower time has to pass for these ranks on this machine; 1 for not at all.
+    """Return the factor by which time has to pass slower for these ranks here; 1 for none.
 
     Example:
         >>> from torchrec_2dsp.programs.dilation import dilation_for
@@ -62,13 +62,13 @@ def dilation_for(num_ranks: int) -> float:
 
 
 class _Bill(threading.local):
-    """What a thread owes: its wall time is to be ``factor`` times its processor time.
+    """A thread's debt of sleep: its wall time is to be ``factor`` times its processor time.
 
     The main thread also pays for all threads that issue no collectives, except gloo's.
     """
 
     factor = 1.0
-    """How much slower time passes, for all threads."""
+    """The factor by which time passes slower, for all threads."""
 
     paying: tuple[int, ...] = ()
     """The threads that pay for themselves."""
@@ -141,7 +141,7 @@ _BILL = _Bill()
 
 
 def dilation() -> float:
-    """Return how much slower time passes in this process; 1 unless the cluster asked for more."""
+    """Return the factor by which time passes slower in this process; 1 unless a cluster set it."""
     return _Bill.factor
 
 

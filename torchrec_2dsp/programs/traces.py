@@ -77,7 +77,8 @@ class RankTrace:
     """The times in which at least one collective was in flight, by start, in microseconds."""
 
     dilation: float = 1.0
-    """How much slower time passed: so many microseconds of waiting are one of the cluster's."""
+    """The factor by which time passed slower: so many microseconds of waiting are one of the
+    cluster's."""
 
     @classmethod
     def read(cls, path: Path, dilation: float = 1.0) -> Self:
@@ -104,7 +105,8 @@ class RankTrace:
             if event.get("ph") != "X" or event.get("cat") not in _RANGES:
                 continue
             name, start_us = str(event["name"]), float(event["ts"])
-            start_us, end_us = slept.left_out(start_us, start_us + float(event["dur"]))
+            end_us = slept.left_out(start_us + float(event["dur"]))
+            start_us = slept.left_out(start_us)
             span = HostSpan(name, start_us, end_us, is_operator=event["cat"] == "cpu_op")
             if name.startswith(_COLLECTIVES):
                 collectives.append((start_us, end_us))
@@ -135,11 +137,8 @@ class _Slept:
         lengths_us = [end_us - start_us for start_us, end_us in self._sleeps]
         self._before_us = [0.0, *accumulate(lengths_us)]
 
-    def left_out(self, *times_us: float) -> list[float]:
-        """Return the times on a clock that stands still in sleeps."""
-        return [self._awake_us(time_us) for time_us in times_us]
-
-    def _awake_us(self, time_us: float) -> float:
+    def left_out(self, time_us: float) -> float:
+        """Return a time on a clock that stands still in sleeps."""
         place = bisect_left(self._sleeps, time_us, key=lambda sleep: sleep[1])
         began_us = self._sleeps[place][0] if place < len(self._sleeps) else time_us
         return min(time_us, began_us) - self._before_us[place]
@@ -347,14 +346,14 @@ class RankSplit:
             # A step for which the data had ended has no backward.
             if all(state.phase is not StepPhase.DENSE_BACKWARD for _, _, state in segments):
                 continue
-            all_waited_us = left_us = 0.0
+            computed_us = all_waited_us = 0.0
             for segment in segments:
                 for start_us, end_us, state in _with_backward(segment, backward):
                     waited_us = (
                         _overlap_us(start_us, end_us, trace.collectives) if state.may_wait else 0.0
                     )
                     computing[state.phase] += end_us - start_us - waited_us
-                    left_us += waited_us
+                    computed_us += end_us - start_us - waited_us
                     waited_us /= trace.dilation
                     all_waited_us += waited_us
                     # A backward that computes nothing and isn't over waits for dense gradients.
@@ -362,8 +361,7 @@ class RankSplit:
                     waiting[StepPhase.DENSE_GRADIENTS if is_dense else state.phase] += waited_us
             number = marked_step(step.name)
             assert number is not None, step.name
-            whole_us = step.end_us - step.start_us - left_us + all_waited_us
-            steps[number] = StepTimes(whole_us - all_waited_us, whole_us)
+            steps[number] = StepTimes(computed_us, computed_us + all_waited_us)
         num_steps = len(steps)
         if not num_steps:
             raise ConfigError(

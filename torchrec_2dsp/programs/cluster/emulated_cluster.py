@@ -310,9 +310,9 @@ class EmulatedCluster:
         self.ranks_per_host = ranks_per_host
         """The number of ranks per host."""
         self.dilation = dilation.dilation_for(hosts * ranks_per_host) if processor_per_rank else 1.0
-        """How much slower time passes for ranks."""
+        """The factor by which time passes slower for ranks."""
         self.processor_per_rank = processor_per_rank
-        """Whether ranks run as if each had a processor of its own."""
+        """True if ranks run as if each had a processor of its own."""
         self.link = Link.parse(link, delay_ms, self.dilation)
         """The link between hosts."""
         self._network = Network(hosts, self.link)

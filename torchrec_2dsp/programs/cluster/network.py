@@ -43,7 +43,7 @@ class Link:
     """The one-way delay, added to a host's outgoing packets."""
 
     dilation: float = 1.0
-    """How much slower the link really is, because time passes slower on its hosts."""
+    """The factor by which the link is really slower, because time passes slower on its hosts."""
 
     @classmethod
     def parse(cls, rate: str, delay_ms: float = 0.0, dilation: float = 1.0) -> "Link":

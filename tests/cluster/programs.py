@@ -100,7 +100,7 @@ def compute(file: str) -> None:
         for _ in range(num_batches):
             if RANK > 0:
                 dist.recv(small, RANK - 1)
-            work(0.05)
+            work(0.1)
             if size - 1 > RANK:
                 dist.send(small, RANK + 1)
 
@@ -114,7 +114,7 @@ def compute(file: str) -> None:
 
     def steps(of_rank_0: float) -> None:
         for _ in range(10):
-            work(0.04 * (of_rank_0 if RANK == 0 else 1.0))
+            work(0.1 * (of_rank_0 if RANK == 0 else 1.0))
             dist.all_reduce(small)
 
     pipeline(1)  # Makes the connections.

@@ -253,7 +253,7 @@ def slow_to_save(rank: int, world_size: int, config: TrainConfig) -> tuple[int, 
 def test_a_save_of_the_last_step_that_still_goes_on_is_not_begun_again(
     ranks2: RankPool, tmp_path: Path
 ) -> None:
-    checkpoint = {"every": 2, "asynchronous": True}
+    checkpoint = {"every": 2, "keep_best": 0, "asynchronous": True}
     config = config_in(
         tmp_path, runs={"main": {}}, loop={"steps": 2, "eval_every": 0}, checkpoint=checkpoint
     )

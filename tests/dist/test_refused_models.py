@@ -103,6 +103,13 @@ def tied_to_a_dense_layer() -> nn.Module:
     return model
 
 
+def tied_sequences() -> nn.Module:
+    model: Any = SequenceModel(SEQUENCES)
+    first, second = list(model.ec.embeddings.values())[:2]
+    second.weight = first.weight
+    return model
+
+
 def frozen_table() -> nn.Module:
     model: Any = build(BAGS)
     model.ebc.embedding_bags["t1"].requires_grad_(False)
@@ -135,6 +142,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         (two_names, "has one collection under two names, 'ebc' and 'again', of which"),
         (tied_tables, "'sparse.a.embedding_bags.t0.weight' and 'sparse.b.embedding_bags.t0_b.weig"),
         (tied_to_a_dense_layer, "'sparse.ebc.embedding_bags.t0.weight' and 'sparse.scores.weight'"),
+        (
+            tied_sequences,
+            "are tied, which sharding undoes; use one table with the features of both",
+        ),
         (frozen_table, "table 't1' of module 'sparse.ebc' has requires_grad=False, but the fused"),
     )
 }

@@ -102,9 +102,9 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     for path, module in model.named_modules():
         if isinstance(module, _FUSED) or any(child in sharded for child in module.children()):
             check_holder(module, path)
+    _check_tied(model, sharded)
     for module, path in sharded.items():
         check_trained(module, path)
-    _check_tied(model, sharded)
 
 
 def check_holder(holder: nn.Module, path: str | None = None) -> None:
@@ -133,13 +133,14 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
 
 
 def check_trained(collection: nn.Module, path: str) -> None:
-    """Raise `UnsupportedError` if a table of a collection is frozen, which the kernels ignore."""
+    """Raise `UnsupportedError` if a table of a collection is frozen, or tied to another of it."""
     for name, table in _tables_of(collection):
         if not table.weight.requires_grad:
             raise UnsupportedError(
                 f"table {name!r} of module {path!r} has requires_grad=False, but the fused kernels "
                 "would train it; give it a learning rate of 0, or leave its module out of the plan"
             )
+    _check_tied(collection, [collection])
 
 
 def _trains_processors(holder: nn.Module) -> bool:
@@ -147,7 +148,7 @@ def _trains_processors(holder: nn.Module) -> bool:
     return any(param.requires_grad for child in others for param in child.parameters())
 
 
-def _check_tied(model: nn.Module, sharded: dict[nn.Module, str]) -> None:
+def _check_tied(model: nn.Module, sharded: Iterable[nn.Module]) -> None:
     owners: dict[int, str] = {}
     sharded_tables = {
         id(table.weight): name for module in sharded for name, table in _tables_of(module)

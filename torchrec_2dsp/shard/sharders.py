@@ -97,6 +97,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         device = torch.device("cpu") if device is None else device
         local_world_size = get_local_size(dist.get_world_size())
         with agreeing(world_group()) as facts:
+            check_trained(module, path or "")
             plan = check_module_plan(
                 path or "",
                 plan,
@@ -104,7 +105,6 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
                 is_weighted=has_weights(module),
                 local_world_size=local_world_size,
             )
-            check_trained(module, path or "")
             plan.mesh.check_world(dist.get_world_size())
             parts = [self._part(module, configs, part, device) for part in plan.parts()]
             facts |= self._facts(path or "", plan, [part.fused_params for part in parts])

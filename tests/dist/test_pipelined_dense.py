@@ -1,13 +1,13 @@
 """Pipelined layers against the unsharded model, and what their steps send, measure and clip."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.support.parity import LR, Gap, local_shards
+from tests.support.parity import LR, Gap, compare, local_shards
 from tests.support.pipelining import (
     TABLES,
     TWO_RANKS,
@@ -18,6 +18,7 @@ from tests.support.pipelining import (
     batches_for,
     pipelined,
     run_pipelines,
+    stack_model,
     tensor_parallel_plan,
 )
 from tests.support.ranks import RankPool
@@ -275,6 +276,59 @@ def test_activations_may_be_rounded(ranks4: RankPool) -> None:
     for exact, bf16, fp16 in ranks4.run(rounded):
         assert 0 < abs(bf16 / exact - 1) < 2**-6
         assert 0 < abs(fp16 / exact - 1) < 2**-9
+
+
+THRESHOLDED = [
+    TWO_RANKS[0] | {"cuts": [2]},
+    TWO_RANKS[1] | {"cuts": [1, 2, 5]},
+    {"num_stages": 4, "num_micro_batches": 3, "cuts": [1, 2, 6]},
+]
+"""A thresholded layer at the end of a stage: before another rank's twice, and before its own."""
+
+
+def thresholded(
+    rank: int, world_size: int, options: dict[str, Any], values: str
+) -> tuple[Gap, list[int], list[int]]:
+    """Return the gap to one process where a layer keeps 3 of 12, and the bytes of messages."""
+    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    oracle, model = StackOracle(cell.cell), stack_model(cell.cell.spec)
+    for whole in (cast(Any, oracle.model), model):
+        whole.stack.layers[1] = tdsp.Thresholded(0.25)
+    expected = oracle.step_on(batches_for(cell, 0))[rank]
+    wrapper = tdsp.PipelinedDense(**options, values=values)
+    with pipelined(cell.cell, wrapper, model) as (parallel, params):
+        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+        with count_collectives() as seen:
+            loss = parallel(batch_for(cell, 0, 0, rank)).mean()
+            loss.backward()
+        optimizer.step()
+        gap = compare(parallel, oracle, abs(loss.item() - expected) / (1 + abs(expected)))
+    forward, backward = (
+        [
+            record.num_bytes
+            for record in seen.records
+            if (record.group, record.op) == (group, "send")
+        ]
+        for group in ("pipeline_forward", "pipeline_backward")
+    )
+    return gap, forward, backward
+
+
+@pytest.mark.parametrize(("values", "num_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_only_what_a_thresholded_layer_keeps_travels(
+    ranks4: RankPool, values: str, num_bytes: int
+) -> None:
+    for options in THRESHOLDED:
+        answers = ranks4.run(thresholded, options, values)
+        if values == "fp32":
+            cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+            check([[gap] for gap, _, _ in answers], [cell])
+        if options["num_stages"] == 2:
+            # Of each sample 3 numbers go on, with a bit for each of 12 places; 3 come back.
+            sizes = [3, 3, 3, 3, 2]
+            (_, forward, _), (_, _, backward), *_ = answers
+            assert forward[-5:] == [size * (3 * num_bytes + 2) for size in sizes]
+            assert backward[:5] == [size * 3 * num_bytes for size in sizes]
 
 
 def stock(rank: int, world_size: int) -> list[float]:

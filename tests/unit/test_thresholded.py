@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.dense.pipelined.activations import Activations, TensorKind
 from torchrec_2dsp.dense.thresholded import ThresholdKind
 
 KINDS: tuple[ThresholdKind, ...] = ("exact", "laplace")
@@ -267,6 +268,44 @@ def test_the_bytes_count_numbers_and_places(
     module = tdsp.Thresholded(density)
     assert module.num_bytes(7, dim) == 7 * forward
     assert module.num_bytes(7, dim, backward=True) == 7 * backward
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("density", "shape"),
+    [
+        (2 / 32, (7, 32)),
+        (0.1, (3, 2, 1_001)),
+        (0.01, (5, 1_024)),
+        (1e-4, (2, 40_000)),
+        (1e-5, (1, 2**17)),
+    ],
+)
+def test_kept_elements_travel_in_the_counted_bytes(
+    density: float, shape: tuple[int, ...], wire: torch.dtype | None
+) -> None:
+    module, rows = tdsp.Thresholded(density), activations(*shape).requires_grad_()
+    values, places = module.kept(rows)
+    sent = Activations(values, places, whole_dim=shape[-1])
+    kind = TensorKind.from_header(sent.kind.header(rows.device))
+    on_wire = kind.on_wire(wire, is_gradient=False)
+    message = on_wire.empty(shape[0], rows.device).copy_(sent.message(wire))
+    num_rows = math.prod(shape[:-1])
+    saved = 0 if wire is None else num_rows * module.num_kept(shape[-1]) * 2
+    assert message.nbytes == module.num_bytes(num_rows, shape[-1]) - saved
+    gradient = kind.on_wire(None, is_gradient=True).empty(shape[0], rows.device)
+    assert gradient.nbytes == module.num_bytes(num_rows, shape[-1], backward=True)
+
+    arrived = Activations.from_message(message, kind, wire).leaf(needs_gradient=True)
+    expected = module(rows)
+    assert torch.equal(arrived.whole(), expected if wire is None else expected.to(wire).float())
+    factors = activations(*shape, seed=1)
+    (factors * arrived.whole()).sum().backward()
+    assert arrived.values.grad is not None
+    values.backward(arrived.values.grad)
+    (by_module,) = torch.autograd.grad((factors * module(rows)).sum(), rows)
+    assert rows.grad is not None
+    assert torch.equal(rows.grad, by_module)
 
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, NAN, INF])

@@ -111,10 +111,16 @@ class Thresholded(nn.Module):
             backward: whether gradients travel.
         """
         num_kept = self.num_kept(dim)
-        # Samples of more numbers than 16 bits can tell apart have places of 32.
-        place_bytes = num_kept * (2 if dim <= 2**16 else 4)
-        places = 0 if backward else min(place_bytes, (dim + 7) // 8)
-        return num_samples * (4 * num_kept + (places if num_kept < dim else 0))
+        places = 0 if backward or num_kept == dim else place_bits(num_kept, dim) // 8
+        return num_samples * (4 * num_kept + places)
+
+    @torch.jit.unused
+    def kept(self, activations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elements that "exact" keeps, and their places in the last dim, ascending."""
+        num_kept = self.num_kept(activations.shape[-1])
+        places = activations.detach().abs().topk(num_kept, dim=-1, sorted=False).indices
+        places = places.sort(dim=-1).values
+        return activations.gather(-1, places), places
 
     def extra_repr(self) -> str:
         """Return the arguments, for the module's text."""
@@ -133,3 +139,11 @@ class Thresholded(nn.Module):
         moved = torch.where(running_threshold > 0, moved, fitted)
         running_threshold.copy_(torch.where(num_finite > 0, moved, running_threshold))
         return fitted
+
+
+def place_bits(num_kept: int, dim: int) -> int:
+    """Return the bits that say where a sample's kept elements are, in whole bytes.
+
+    Samples with more elements than 16 bits can tell apart have places of 32.
+    """
+    return min(num_kept * (16 if dim <= 2**16 else 32), (dim + 7) // 8 * 8)

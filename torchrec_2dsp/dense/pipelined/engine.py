@@ -14,14 +14,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from torchrec_2dsp._compat.pipelining import input_gradients, weight_gradients
-from torchrec_2dsp.dense.pipelined.links import Inbox, Links, PipelineGroups, TensorKind
+from torchrec_2dsp.dense.pipelined.activations import Activations, TensorKind
+from torchrec_2dsp.dense.pipelined.links import Inbox, Links, PipelineGroups
 from torchrec_2dsp.dense.pipelined.schedule import Schedule, Work, WorkKind
+from torchrec_2dsp.dense.thresholded import Thresholded
 from torchrec_2dsp.errors import UnsupportedError
 
 
@@ -69,39 +71,56 @@ class LayerStage:
         self.params = [param for param in self.modules.parameters() if param.requires_grad]
 
     def forward(
-        self, micro_batch: int, given: torch.Tensor, targets: Sequence[torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Run a micro-batch; keep its graph where gradients are enabled."""
-        output = given
+        self,
+        micro_batch: int,
+        given: Activations,
+        targets: Sequence[torch.Tensor] | None = None,
+        *,
+        drops: bool = False,
+    ) -> Activations:
+        """Run a micro-batch; keep its graph where gradients are enabled.
+
+        Args:
+            micro_batch: its number.
+            given: the activations that the first layer takes; gradients are for their values.
+            targets: those of the loss, on the last stage.
+            drops: leave out what a `Thresholded` at the end of the stage zeroes.
+        """
+        output, places, whole_dim = given.whole(), None, 0
+        num_samples = given.values.shape[:1]
         started = time.perf_counter()
         for number, layer in enumerate(self.layers):
-            output = layer(output)
+            if drops and number == len(self.layers) - 1 and _keeps_some(layer, output):
+                whole_dim = output.shape[-1]
+                output, places = layer.kept(output)
+            else:
+                output = layer(output)
             ended = time.perf_counter()
             if torch.is_grad_enabled():
                 self.forward_seconds[number] += ended - started
             started = ended
         if targets is not None and self.loss is not None:
             output = self.loss(output, *targets)
-            if not isinstance(output, torch.Tensor) or output.shape != given.shape[:1]:
+            if not isinstance(output, torch.Tensor) or output.shape != num_samples:
                 raise UnsupportedError(
-                    f"the loss of {self.name} gives {_described(output)} for {given.shape[0]} "
+                    f"the loss of {self.name} gives {_described(output)} for {num_samples[0]} "
                     "samples; let it give one number for each sample"
                 )
         elif (
             not isinstance(output, torch.Tensor)
             or not output.is_floating_point()
-            or output.shape[:1] != given.shape[:1]
+            or output.shape[:1] != num_samples
         ):
             raise UnsupportedError(
-                f"{self.name} gives {_described(output)} for {given.shape[0]} samples; let layers "
+                f"{self.name} gives {_described(output)} for {num_samples[0]} samples; let layers "
                 "give one tensor of floating-point numbers, whose first dimension is the batch"
             )
         if torch.is_grad_enabled():
             # The split backward cuts outputs off from their graphs, which views don't allow.
             graph_output = output.clone() if self._splits_backward else output
-            leaves = [leaf for leaf in (given, *(targets or ())) if leaf.requires_grad]
+            leaves = [leaf for leaf in (given.values, *(targets or ())) if leaf.requires_grad]
             self._graphs[micro_batch] = _Graph(leaves, graph_output)
-        return output.detach()
+        return Activations(output.detach(), places, whole_dim)
 
     def backward(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Return input and target gradients; add up weight gradients."""
@@ -139,6 +158,16 @@ class LayerStage:
             torch.zeros_like(leaf) if grad is None else grad
             for leaf, grad in zip(graph.leaves, gradients, strict=False)
         ]
+
+
+def _keeps_some(layer: nn.Module, given: torch.Tensor) -> TypeGuard[Thresholded]:
+    """Return whether a layer keeps equally many elements for each sample, and not all."""
+    return (
+        isinstance(layer, Thresholded)
+        and layer.threshold == "exact"
+        and given.dim() > 1
+        and layer.num_kept(given.shape[-1]) < given.shape[-1]
+    )
 
 
 def _described(value: Any) -> str:
@@ -275,7 +304,8 @@ class _Run:
             and self._receiver(work) == self._groups.position != position
         ]
         links, rank = self._engine.links[is_gradient], self._groups.rank_at(position)
-        return Inbox(links, rank, expected, self._kinds, self._engine.wire, self._groups.device)
+        wire, device = self._engine.wire, self._groups.device
+        return Inbox(links, rank, expected, self._kinds, wire, device, is_gradient=is_gradient)
 
     def _sends(self, work: Work, is_gradient: bool) -> bool:
         """Return whether work produces an activation, or a gradient, for another stage."""
@@ -307,21 +337,28 @@ class _Run:
         batch, rows, is_last = self._batch, self._rows[work.micro_batch], self._is_last(work)
         if work.stage == 0:
             assert batch.inputs is not None
-            given = _leaf(batch.inputs[rows], needs_gradient=batch.input_needs_gradient)
+            given = Activations(batch.inputs[rows]).leaf(needs_gradient=batch.input_needs_gradient)
         else:
-            given = _leaf(self._receive((work.stage, work.micro_batch), False), needs_gradient=True)
+            given = self._activations((work.stage, work.micro_batch)).leaf(needs_gradient=True)
         targets = None
         if is_last and batch.targets is not None:
             targets = [
                 _leaf(target[rows], needs_gradient=needs)
                 for target, needs in zip(batch.targets, batch.targets_need_gradient, strict=True)
             ]
+        here = self._groups.position
+        travels = not is_last and self._receiver(work) != here
         with torch.set_grad_enabled(self._trains):
-            output = self._timed(work, lambda: stage.forward(work.micro_batch, given, targets))
-        if is_last:
-            self.computed.outputs[work.micro_batch] = output
+            output = self._timed(
+                work,
+                lambda: stage.forward(work.micro_batch, given, targets, drops=travels),
+            )
+        if travels:
+            self._send(work, output.kind, output.message(self._engine.wire))
+        elif is_last:
+            self.computed.outputs[work.micro_batch] = output.values
         else:
-            self._send(work, output)
+            self._own[False][self._key(work)] = output.values
 
     def _do_backward(self, work: Work, stage: LayerStage) -> None:
         batch, number = self._batch, work.micro_batch
@@ -329,7 +366,7 @@ class _Run:
             assert batch.weights is not None
             gradient = batch.weights[self._rows[number]].to(self.computed.outputs[number].dtype)
         else:
-            gradient = self._receive((work.stage + 1, number), True)
+            gradient = self._gradient((work.stage + 1, number))
         backward = stage.backward if work.kind is WorkKind.BACKWARD else stage.input_gradient
         # A caller's autocast is for the forward.
         with torch.autocast(self._groups.device.type, enabled=False):
@@ -337,32 +374,39 @@ class _Run:
         if work.stage == 0:
             if batch.input_needs_gradient:
                 self.computed.input_gradients[number] = gradients.pop(0)
+        elif self._receiver(work) == self._groups.position:
+            self._own[True][self._key(work)] = gradients.pop(0)
         else:
-            self._send(work, gradients.pop(0))
+            gradient = gradients.pop(0)
+            kind = self._kinds[self._key(work)[0]]
+            self._send(work, kind, gradient.to(self._engine.wire or gradient.dtype))
         if self._is_last(work):
             self.computed.target_gradients[number] = gradients
 
     def _is_last(self, work: Work) -> bool:
         return work.stage == self._schedule.num_stages - 1
 
-    def _receive(self, key: _Key, is_gradient: bool) -> torch.Tensor:
-        own = self._own[is_gradient]
-        if key in own:
-            return own.pop(key)
-        sender = self._schedule.rank_of(key[0] if is_gradient else key[0] - 1)
-        return self._inboxes[sender, is_gradient].take(key)
+    def _activations(self, key: _Key) -> Activations:
+        """Return the activations that a stage waits for."""
+        if key in self._own[False]:
+            return Activations(self._own[False].pop(key))
+        message = self._inboxes[self._schedule.rank_of(key[0] - 1), False].take(key)
+        return Activations.from_message(message, self._kinds[key[0]], self._engine.wire)
 
-    def _send(self, work: Work, tensor: torch.Tensor) -> None:
-        key, receiver = self._key(work), self._receiver(work)
-        is_gradient = work.kind is not WorkKind.FORWARD
-        if receiver == self._groups.position:
-            self._own[is_gradient][key] = tensor
-            return
-        links, rank = self._engine.links[is_gradient], self._groups.rank_at(receiver)
+    def _gradient(self, key: _Key) -> torch.Tensor:
+        """Return the gradient of the activations that a stage has given."""
+        if key in self._own[True]:
+            return self._own[True].pop(key)
+        message = self._inboxes[self._schedule.rank_of(key[0]), True].take(key)
+        return message.to(self._kinds[key[0]].dtype)
+
+    def _send(self, work: Work, kind: TensorKind, message: torch.Tensor) -> None:
+        key, rank = self._key(work), self._groups.rank_at(self._receiver(work))
+        links = self._engine.links[work.kind is not WorkKind.FORWARD]
         if key[0] not in self._kinds:
-            self._kinds[key[0]] = TensorKind.of(tensor)
-            links.send_kind(self._kinds[key[0]], rank)
-        links.send(tensor.to(self._engine.wire or tensor.dtype), rank)
+            self._kinds[key[0]] = kind
+            links.send_kind(kind, rank)
+        links.send(message, rank)
 
     def _timed(self, work: Work, action: Any) -> Any:
         started = time.perf_counter()

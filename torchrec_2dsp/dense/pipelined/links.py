@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp.comms.groups import own_mesh, own_subgroup
+from torchrec_2dsp.dense.pipelined.activations import TensorKind
 from torchrec_2dsp.errors import InputError, UnsupportedError
 from torchrec_2dsp.mesh import DenseMesh
 
@@ -81,44 +82,9 @@ class PipelineGroups:
         return own_subgroup(global_sets, timeout_of(self.everyone, self.device.type), name)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER_SIZE = 16
 _SHORTEST = timedelta(milliseconds=1)
 _UNUSED_TAG = 1
 """Messages have torch's default tag, 0."""
-
-
-@dataclass(frozen=True)
-class TensorKind:
-    """A tensor's shape without the batch, and its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "TensorKind":
-        """Return a tensor's kind."""
-        return cls(tuple(tensor.shape[1:]), tensor.dtype)
-
-    def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor."""
-        return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
-
-    def zeros(self, num_samples: int, device: torch.device) -> torch.Tensor:
-        """Return a tensor with zeros."""
-        return torch.zeros(num_samples, *self.shape, dtype=self.dtype, device=device)
-
-    def header(self, device: torch.device) -> torch.Tensor:
-        """Encode the kind for a rank that doesn't know it."""
-        numbers = [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
-        padding = [0] * (_HEADER_SIZE - len(numbers))
-        return torch.tensor(numbers + padding, device=device)
-
-    @classmethod
-    def from_header(cls, header: torch.Tensor) -> "TensorKind":
-        """Decode another rank's kind."""
-        dtype, num_dims, *sizes = header.tolist()
-        return cls(tuple(sizes[:num_dims]), _DTYPES[dtype])
 
 
 class Links:
@@ -162,7 +128,7 @@ class Links:
 
     def receive_kind(self, rank: int) -> TensorKind:
         """Wait for a kind."""
-        header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self._device)
+        header = TensorKind.empty_header(self._device)
         work = self.receive(header, rank)
         assert work is not None
         work.wait()
@@ -202,14 +168,16 @@ class Inbox:
         kinds: dict[Any, TensorKind],
         wire: torch.dtype | None,
         device: torch.device,
+        *,
+        is_gradient: bool,
     ) -> None:
         self._links, self._rank, self._kinds = links, rank, kinds
-        self._wire, self._device = wire, device
+        self._wire, self._device, self._is_gradient = wire, device, is_gradient
         self._expected = deque(expected)
         self._arriving: dict[Any, tuple[dist.Work | None, torch.Tensor]] = {}
 
     def take(self, key: Any) -> torch.Tensor:
-        """Wait for a tensor; the next one may arrive meanwhile."""
+        """Wait for a message; the next one may arrive meanwhile."""
         while key not in self._arriving:
             self._ask_for_next()
         if self._expected and self._expected[0][0][0] in self._kinds:
@@ -217,15 +185,14 @@ class Inbox:
         work, tensor = self._arriving.pop(key)
         if work is not None:
             work.wait()
-        return tensor.to(self._kinds[key[0]].dtype)
+        return tensor
 
     def _ask_for_next(self) -> None:
         key, num_samples = self._expected.popleft()
         name = key[0]
         if name not in self._kinds:
             self._kinds[name] = self._links.receive_kind(self._rank)
-        kind = self._kinds[name]
-        on_wire = TensorKind(kind.shape, self._wire or kind.dtype)
+        on_wire = self._kinds[name].on_wire(self._wire, is_gradient=self._is_gradient)
         tensor = on_wire.empty(num_samples, self._device)
         self._arriving[key] = self._links.receive(tensor, self._rank), tensor
 

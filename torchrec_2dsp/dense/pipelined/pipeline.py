@@ -12,6 +12,7 @@ from torchrec.distributed.types import LazyAwaitable
 
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.failure_detection import described, is_broken_connection
+from torchrec_2dsp.dense.pipelined.activations import TensorKind
 from torchrec_2dsp.dense.pipelined.engine import (
     Batch,
     BusyTime,
@@ -25,7 +26,6 @@ from torchrec_2dsp.dense.pipelined.links import (
     GivenTogether,
     Links,
     PipelineGroups,
-    TensorKind,
     exchange,
     joined,
     send_back,

@@ -1,15 +1,15 @@
 """Random damage to checkpoints: nothing wrong is loaded, no code runs, all ranks agree."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.damaged_checkpoints import load_damaged, summary
-from tests.support.kills import run_variant
+from tests.support.kills import SUBJECTS, launch
 from tests.support.ranks import RankPool
-from tests.support.soak import Usage
-from tests.support.train_soak import KINDS, MAX_GROWTH_BYTES, NUM_PARTS, RUNS, findings, soak
+from tests.support.soak import MAX_GROWTH_BYTES, NUM_PARTS, PROGRAM, RUNS, Usage, findings, soak
 
 
 def test_damage_is_refused_or_harmless(ranks2: RankPool, tmp_path: Path) -> None:
@@ -21,19 +21,22 @@ def test_damage_is_refused_or_harmless(ranks2: RankPool, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_the_same_losses(ranks2: RankPool) -> None:
-    outcome = run_variant(ranks2, "every 3", kills=1, steps=14, chance=random.Random(1))
-    assert outcome.is_good, outcome
-    assert len(outcome.kills) == 1
-    assert outcome.num_lives == 2
-    assert outcome.num_losses >= 2 * 14
+def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    library, chance = replace(SUBJECTS["library"], num_steps=14, num_ranks=2), random.Random(1)
+    through, killed = (
+        launch(library, "every 3", tmp_path / str(kills), kills=kills, chance=chance)
+        for kills in (0, 1)
+    )
+    assert killed.differences(through) == []
+    assert (killed.exit_code, len(killed.kills), len(killed.numbers)) == (0, 1, 2 * 14)
+    assert len(list((tmp_path / "1").glob("log_*"))) == 2 * 2, "two lives of two ranks"
 
 
 FEW = Usage(100 * 2**20, 4, 19, 5, 37)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PROGRAM)
 def test_nothing_grows_while_two_runs_train(kind: str, ranks2: RankPool, tmp_path: Path) -> None:
     for runs in ranks2.run(soak, kind, 250, tmp_path):
         assert [len(parts) for parts in runs.values()] == [NUM_PARTS] * len(RUNS)

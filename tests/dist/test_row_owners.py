@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,19 +10,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import (
-    PIPELINES,
     all_to_all_bytes,
-    by_pipelines,
     make_stream,
     plain_loop,
     shard,
 )
-from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, ModelSpec, TableSpec, build
+from tests.support.models import HOT_ROWS, ModelSpec, TableSpec, build
 from tests.support.parity import (
     ONE,
     TWO,
     Cell,
-    check_cells,
     compare,
     group_plan,
     local_loss,
@@ -33,7 +28,6 @@ from tests.support.parity import (
     make_sharder,
 )
 from tests.support.ranks import RankPool
-from tests.support.trips import Trip, check_arrivals, stock
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.serialize import from_json, to_json
 from torchrec_2dsp.programs.data.draws import Zipf
@@ -41,35 +35,7 @@ from torchrec_2dsp.programs.data.draws import Zipf
 pytestmark = pytest.mark.dealt_file
 
 TOLERANCE = 1e-6
-BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)
 HASH = Cell(ONE, exchange="row", owners="hash")
-
-
-@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
-def test_training_equals_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
-    cells = [
-        replace(HASH, mesh=mesh, spec=spec, optimizer=optimizer)
-        for spec, optimizer in product((*BAGS, SEQUENCES), ("sgd", "adagrad", "rowwise_adagrad"))
-    ]
-    cells += [
-        replace(HASH, mesh=mesh, hot_rows=HOT_ROWS),
-        replace(HASH, mesh=mesh, optimizer="sgd", sync=tdsp.WeightSync(dense_above=1.0)),
-        replace(HASH, mesh=mesh, spec=ModelSpec((TableSpec("t0", 3, 8, ("f0", "f1")),))),
-    ]
-    check_cells(cells, ranks4)
-
-
-def test_hosts_that_ask_together_equal_the_unsharded_model(two_hosts: RankPool) -> None:
-    cells = [
-        replace(HASH, exchange="row_per_host", spec=spec, hot_rows=hot_rows)
-        for spec, hot_rows in ((ModelSpec(), HOT_ROWS), (SEQUENCES, ()))
-    ]
-    check_cells(cells, two_hosts)
-
-
-def test_pipelines_change_nothing(ranks4: RankPool) -> None:
-    for gaps in ranks4.run(by_pipelines, replace(HASH, mesh=TWO, hot_rows=HOT_ROWS)):
-        assert gaps == [0.0] * len(PIPELINES)
 
 
 def read_at_every_moment(rank: int, world_size: int, cell: Cell) -> float:
@@ -146,19 +112,6 @@ def test_tables_may_be_written_by_hand(ranks4: RankPool) -> None:
         assert actual.tolist() == list(range(40))
 
 
-TRIPS = [
-    Trip(replace(HASH, mesh=TWO, hot_rows=HOT_ROWS), stock("table_wise")),
-    Trip(stock("row_wise"), HASH),
-    Trip(replace(HASH, optimizer="adagrad"), Cell(TWO, "column_wise", optimizer="adagrad")),
-    Trip(replace(HASH, spec=SEQUENCES), stock("row_wise", spec=SEQUENCES)),
-    Trip(Cell(TWO), replace(HASH, mesh=TWO)),
-]
-
-
-def test_checkpoints_are_those_of_row_wise_tables(ranks4: RankPool, tmp_path: Path) -> None:
-    check_arrivals(ranks4, TRIPS, tmp_path)
-
-
 SORTED = ModelSpec((TableSpec("t0", 4_000, 8, ("f0",)),))
 
 
@@ -188,16 +141,8 @@ def test_owners_of_sorted_ids_do_equal_work(ranks4: RankPool) -> None:
     assert sum(spread) == sum(blocks)
 
 
-def test_a_plan_keeps_it_and_says_what_it_needs() -> None:
+def test_a_plan_file_keeps_it() -> None:
     cell = Cell(ONE)
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
     spread = tdsp.pin(plan, "t0", exchange="row", owners="hash")
     assert from_json(to_json(spread)) == spread != tdsp.pin(plan, "t0", exchange="row")
-    with pytest.raises(
-        tdsp.errors.PlanError, match="has owners='hash', which is for row exchange: pin it"
-    ):
-        tdsp.pin(plan, "t0", owners="hash")
-    with pytest.raises(
-        tdsp.errors.PlanError, match="owners='rows' is unknown; use one of 'block', 'hash'"
-    ):
-        tdsp.pin(plan, "t0", exchange="row", owners="rows")

@@ -1,8 +1,9 @@
 """Kill workers of torchrun at random moments, and compare what goes on with a run without kills.
 
-Run as ``python -m tests.support.kills --kills 20``. Each launch of torchrun gets up to three kills,
-as many as it may restart; half of them come while a checkpoint is saved. A loss that differs in any
-bit from that of the uninterrupted run, and an exit code, is a failure. Prints a table.
+Run as ``python -m tests.support.kills [--of library|program] --kills 20``. Each launch of torchrun
+gets up to three kills, as many as it may restart; every other one comes while a checkpoint is
+saved. A loss or an evaluation that differs in any bit from that of the uninterrupted run, and an
+exit code, is a failure. Prints a table.
 """
 
 import argparse
@@ -14,52 +15,64 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import tomli_w
 
 from tests.support.rank_worker import REPOSITORY
-from tests.support.ranks import RankPool
 
 MAX_RESTARTS = 3
 SAVE_EVERY, KEPT = 4, 2
 DEADLINE_S = 900
-CHOSEN = (
-    "gradient",
-    "every 1",
-    "every 3",
-    "after",
-    "hot refresh",
-    "hash hot refresh",
-    "row pipeline",
-    "row pipeline hot refresh",
-    "delay",
-)
+
+Numbers = dict[str, list[object]]
+"""What a run computed under each name, in all lives that came so far."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What trains under torchrun, in some variants."""
+
+    variants: tuple[str, ...]
+    num_steps: int
+    num_ranks: int
+    command: Callable[[str, Path, int], list[str]]
+    """The module and its arguments, for a variant, a folder and a number of steps."""
+    checkpoints: str
+    """Where a variant saves, below its folder."""
+    numbers: Callable[[Path], Numbers]
+    """What a run has left in its folder."""
 
 
 @dataclass
-class Outcome:
-    """The result of a launch with kills."""
+class Launch:
+    """The result of a launch."""
 
-    variant: str
-    exit_code: int = 0
+    exit_code: int
+    numbers: Numbers
     kills: list[str] = field(default_factory=list)
     """When each came."""
-    num_lives: int = 0
-    num_losses: int = 0
-    """Steps of all lives and ranks that were compared."""
-    different: list[str] = field(default_factory=list)
-    """Losses that differ, and steps that nobody has trained."""
-    seconds: float = 0.0
+    output: str = ""
+    """The end of what it said."""
 
-    @property
-    def is_good(self) -> bool:
-        """Tell whether nobody could tell that there were kills."""
-        return not self.exit_code and not self.different
+    def differences(self, expected: "Launch") -> list[str]:
+        """List the numbers that differ from those of a run without kills, or lack."""
+        different = [
+            f"{name}: {values} for {expected.numbers.get(name)}"
+            for name, values in self.numbers.items()
+            if set(map(str, values)) != set(map(str, expected.numbers.get(name, [])))
+        ]
+        if missing := sorted(expected.numbers.keys() - self.numbers.keys()):
+            different.append(f"nobody has computed {missing}")
+        return [*different, self.output] if self.exit_code else different
 
 
-def worker(variant: str, folder: Path, steps: int) -> None:
-    """Train on from the newest checkpoint, as torchrun's worker, and log each event."""
+def library_worker(variant: str, folder: Path, steps: int) -> None:
+    """Train on from the newest checkpoint, as torchrun's worker, and log each loss."""
     import torch.distributed as dist
 
     import torchrec_2dsp as tdsp
@@ -67,71 +80,115 @@ def worker(variant: str, folder: Path, steps: int) -> None:
 
     dist.init_process_group("gloo")
     rank, life = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    run, checkpoints = Run(variant_for(variant, dist.get_world_size())), folder / "checkpoints"
     with (folder / f"log_{life}_{rank}.jsonl").open("a") as log:
-
-        def note(**what: object) -> None:
-            log.write(json.dumps({"pid": os.getpid(), **what}) + "\n")
-            log.flush()
-
-        run = Run(variant_for(variant, dist.get_world_size()))
-        checkpoints = folder / "checkpoints"
         if (path := tdsp.latest_checkpoint(checkpoints)) is not None:
             run.load(path)
-        note(event="ready", step=run.state.step)
         while run.state.step < steps:
             loss = run.step()
-            note(event="step", step=run.state.step, loss=loss.hex())
+            log.write(json.dumps([f"rank {rank} step {run.state.step}", loss.hex()]) + "\n")
+            log.flush()
             if run.state.step % SAVE_EVERY == 0:
-                note(event="save", step=run.state.step)
                 run.save(checkpoints)
                 tdsp.drop_old_checkpoints(checkpoints, keep=KEPT)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def uninterrupted(
-    rank: int, world_size: int, variant: str, folder: Path, steps: int
-) -> dict[int, str]:
-    """Return the losses of a run that saves at the same steps."""
-    from tests.support.resuming import Run, variant_for
+def library_command(variant: str, folder: Path, steps: int) -> list[str]:
+    return ["tests.support.kills", "--worker", variant, str(folder), str(steps)]
 
-    run, losses = Run(variant_for(variant, world_size)), {}
-    while run.state.step < steps:
-        loss = run.step()
-        losses[run.state.step] = loss.hex()
-        if run.state.step % SAVE_EVERY == 0:
-            run.save(folder)
-    return losses
+
+def library_numbers(folder: Path) -> Numbers:
+    numbers: defaultdict[str, list[object]] = defaultdict(list)
+    for line in _whole_lines(folder):
+        name, loss = json.loads(line)
+        numbers[name].append(loss)
+    return numbers
+
+
+def _whole_lines(folder: Path) -> Iterator[str]:
+    """Yield what workers have logged; the last line of each may be cut."""
+    for path in folder.glob("log_*.jsonl"):
+        yield from (line for line in path.read_text().splitlines(True) if line.endswith("\n"))
+
+
+CONFIG: dict[str, Any] = {
+    "data": {
+        "num_dense": 3,
+        "features": [
+            {"name": "user", "num_rows": 2_000},
+            {"name": "page", "num_rows": 500, "min_ids": 0, "max_ids": 3},
+        ],
+    },
+    "model": {"dim": 8, "dense_layers": [8], "over_layers": [8]},
+    "optimizer": {
+        "dense_optimizer": "adam",
+        "dense_lr": 0.01,
+        "dense_clip_norm": 0.5,
+        "schedule": {"kind": "cosine", "warm_up": 5},
+    },
+}
+RUNS = {
+    "exact": {"num_groups": 2},
+    "averaged": {"num_groups": 2, "sync": "WeightSync", "sync_policy": "every(3)"},
+    "prefetch": {"sharding_types": ["row_wise"], "exchange": "row", "prefetch_rows": True},
+}
+
+
+def program_command(run: str, folder: Path, steps: int) -> list[str]:
+    loop = {"steps": steps, "global_batch_size": 64, "eval_every": 10, "eval_steps": 2}
+    tree = CONFIG | {
+        "loop": loop | {"report_every": 1},
+        "checkpoint": {"every": SAVE_EVERY, "folder": str(folder / "checkpoints")},
+        "runs": {run: RUNS[run]},
+    }
+    (folder / "run.toml").write_text(tomli_w.dumps(tree))
+    arguments = ["--config", str(folder / "run.toml"), "--output", str(folder / "record.json")]
+    return ["torchrec_2dsp", "train", *arguments, "--resume", "auto"]
+
+
+def program_numbers(folder: Path) -> Numbers:
+    from torchrec_2dsp.programs.train.record import TrainRecord
+
+    if not (folder / "record.json").exists():
+        return {}
+    (record,) = TrainRecord.load(folder / "record.json").runs
+    losses: Numbers = {f"step {point.step}": [point.loss] for point in record.curve}
+    return losses | {"evaluations": [record.evaluations]}
+
+
+SUBJECTS = {
+    "library": Subject(
+        (
+            *("gradient", "every 1", "every 3", "after", "hot refresh", "hash hot refresh"),
+            *("row pipeline", "row pipeline hot refresh", "delay"),
+        ),
+        24,
+        4,
+        library_command,
+        "checkpoints",
+        library_numbers,
+    ),
+    "program": Subject(tuple(RUNS), 40, 2, program_command, "checkpoints/{}/last", program_numbers),
+}
 
 
 def launch(
-    variant: str, folder: Path, *, num_ranks: int, steps: int, kills: int, chance: random.Random
-) -> Outcome:
-    """Launch torchrun once, with kills; don't compare losses yet."""
-    started, outcome = time.monotonic(), Outcome(variant)
-    arguments = ["tests.support.kills", "--worker", variant, str(folder), str(steps)]
-    outcome.exit_code = run_killed(
-        arguments,
-        folder,
-        num_ranks,
-        kills,
-        lambda process, life: kill_one(process, folder, life, num_ranks, steps, chance, outcome),
-    )
-    outcome.seconds = time.monotonic() - started
-    return outcome
-
-
-def run_killed(
-    arguments: list[str],
+    subject: Subject,
+    variant: str,
     folder: Path,
-    num_ranks: int,
+    *,
     kills: int,
-    kill: Callable[["subprocess.Popen[bytes]", int], None],
-) -> int:
-    """Run a module under torchrun while ``kill`` is called for each life; return the exit code."""
+    chance: random.Random,
+) -> Launch:
+    """Launch torchrun once, with kills."""
+    folder.mkdir()
+    checkpoints = folder / subject.checkpoints.format(variant)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), "--max-restarts", str(MAX_RESTARTS)]
-    command += ["--monitor-interval", "0.1", "-m", *arguments]
+    command += ["--nproc-per-node", str(subject.num_ranks), "--max-restarts", str(MAX_RESTARTS)]
+    command += ["--monitor-interval", "0.1", "-m"]
+    command += subject.command(variant, folder, subject.num_steps)
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -140,132 +197,100 @@ def run_killed(
         # Without it gloo reads the addresses of the dead life, in plain torch as well.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    happened: list[str] = []
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=output, stderr=output)
         try:
             for life in range(kills):
-                kill(process, life)
-            return process.wait(DEADLINE_S)
+                last_step = subject.num_steps - SAVE_EVERY
+                happened += kill_one(process, checkpoints, life % 2 == 0, last_step, chance)
+            exit_code = process.wait(DEADLINE_S)
         finally:
             if process.poll() is None:
                 # Its workers end with it: torchrun stops them when it is asked to end.
                 process.terminate()
                 process.wait(60)
+    text = (folder / "output.txt").read_text()[-3000:]
+    return Launch(exit_code, subject.numbers(folder), happened, text)
 
 
 def kill_one(
     process: "subprocess.Popen[bytes]",
-    folder: Path,
-    life: int,
-    num_ranks: int,
-    steps: int,
+    checkpoints: Path,
+    is_while_saving: bool,
+    last_step: int,
     chance: random.Random,
-    outcome: Outcome,
-) -> None:
-    """Kill a worker of this life after a random step or in a random save, if it lives so long."""
-    victim, observed = chance.randrange(num_ranks), chance.randrange(num_ranks)
-    event = chance.choice(["step", "save"])
-    first = chance.randint(1, max(1, steps // 3))
-    log, begun = folder / f"log_{life}_{observed}.jsonl", 0
+) -> list[str]:
+    """Kill a worker once a few more checkpoints have begun: at once, or some time later."""
+    wanted = newest(checkpoints) + SAVE_EVERY * chance.randint(1, 3)
     deadline = time.monotonic() + DEADLINE_S
     while process.poll() is None and time.monotonic() < deadline:
-        seen = list(entries(log))
-        ready = [entry for entry in seen if entry["event"] == "ready"]
-        begun = ready[0]["step"] if ready else 0
-        if ready and any(
-            entry["event"] == event and entry["step"] >= min(begun + first, steps - SAVE_EVERY)
-            for entry in seen
-        ):
+        if newest(checkpoints) >= min(wanted, last_step):
             break
-        time.sleep(0.002)
-    delay = chance.uniform(0, 0.06 if event == "save" else 0.03)
-    time.sleep(delay)
-    pids = [entry["pid"] for entry in entries(folder / f"log_{life}_{victim}.jsonl")]
-    if process.poll() is None and pids:
-        os.kill(pids[0], signal.SIGKILL)
-        last = [entry["step"] for entry in entries(log)][-1]
-        outcome.kills.append(f"rank {victim} after {event} {last}")
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.01 if is_while_saving else 0.3))
+    workers = children(process.pid)
+    if process.poll() is not None or not workers:
+        return []
+    is_unfinished = not (checkpoints / str(newest(checkpoints)) / ".metadata").exists()
+    os.kill(chance.choice(workers), signal.SIGKILL)
+    where = f"in the save of {newest(checkpoints)}" if is_unfinished else "between saves"
+    return [f"{where}, after {newest(checkpoints)}"]
 
 
-def entries(path: Path) -> Iterator[dict]:  # type: ignore[type-arg]
-    """Yield what a worker has noted so far; the last line may be cut."""
-    if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)
+def newest(checkpoints: Path) -> int:
+    if not checkpoints.is_dir():
+        return 0
+    names = (path.name for path in checkpoints.iterdir())
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
-def compare(outcome: Outcome, folder: Path, expected: list[dict[int, str]]) -> None:
-    """Compare the losses in all lives with the uninterrupted run's, bit by bit."""
-    for rank, losses in enumerate(expected):
-        trained = set()
-        logs = sorted(folder.glob(f"log_*_{rank}.jsonl"))
-        outcome.num_lives = max(outcome.num_lives, len(logs))
-        for path in logs:
-            for entry in entries(path):
-                if entry["event"] != "step":
-                    continue
-                step = entry["step"]
-                trained.add(step)
-                outcome.num_losses += 1
-                if entry["loss"] != losses[step]:
-                    values = [float.fromhex(text) for text in (entry["loss"], losses[step])]
-                    outcome.different.append(f"{path.stem} step {step}: {values}")
-        if missing := losses.keys() - trained:
-            outcome.different.append(f"rank {rank} has never trained {sorted(missing)}")
-
-
-def run_variant(
-    pool: RankPool, variant: str, *, kills: int, steps: int, chance: random.Random
-) -> Outcome:
-    """Run a variant with kills and compare it with itself without."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        num_ranks = pool.world_size
-        expected = pool.run(uninterrupted, variant, folder / "through", steps, timeout_s=DEADLINE_S)
-        outcome = launch(
-            variant, folder, num_ranks=num_ranks, steps=steps, kills=kills, chance=chance
-        )
-        compare(outcome, folder, expected)
-        if outcome.exit_code:
-            outcome.different.append((folder / "output.txt").read_text()[-3000:])
-    return outcome
+def children(pid: int) -> list[int]:
+    workers = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, which may hold anything, ends with the last parenthesis.
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # The process has ended meanwhile.
+        if parent == pid:
+            workers.append(int(status.parent.name))
+    return workers
 
 
 def main() -> int:
     """Kill until there were enough, and say how it went."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--of", choices=SUBJECTS, default="library")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variants", nargs="+", default=list(CHOSEN))
     options = parser.parse_args()
-    chance, outcomes = random.Random(options.seed), []
-    print("| variant | kills | lives | losses compared | differ | exit code | seconds |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    num_killed = 0
-    with RankPool(options.ranks) as pool:
-        while num_killed < options.kills:
-            variant = options.variants[len(outcomes) % len(options.variants)]
-            kills = min(MAX_RESTARTS, options.kills - num_killed)
-            outcome = run_variant(pool, variant, kills=kills, steps=options.steps, chance=chance)
-            outcomes.append(outcome)
-            num_killed += max(1, len(outcome.kills))
-            row = [variant, "; ".join(outcome.kills), outcome.num_lives, outcome.num_losses]
-            row += [len(outcome.different), outcome.exit_code, round(outcome.seconds)]
-            print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
-            for text in outcome.different[:5]:
-                print(text)
-    bad = [outcome.variant for outcome in outcomes if not outcome.is_good]
-    total = sum(len(outcome.kills) for outcome in outcomes)
-    num_losses = sum(outcome.num_losses for outcome in outcomes)
-    print(f"\n{total} kills, {num_losses} losses; bad: {bad or 'none'}")
+    subject, chance = SUBJECTS[options.of], random.Random(options.seed)
+    num_killed = num_launches = 0
+    expected: dict[str, Launch] = {}
+    bad: list[str] = []
+    print("| variant | kills | numbers compared | differ |\n| --- | --- | ---: | ---: |")
+    while num_killed < options.kills:
+        variant = subject.variants[num_launches % len(subject.variants)]
+        kills = min(MAX_RESTARTS, options.kills - num_killed)
+        num_launches += 1
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if variant not in expected:
+                through = launch(subject, variant, folder / "through", kills=0, chance=chance)
+                expected[variant] = through
+            done = launch(subject, variant, folder / "killed", kills=kills, chance=chance)
+        num_killed += max(1, len(done.kills))
+        different = done.differences(expected[variant])
+        row = (variant, "; ".join(done.kills), len(done.numbers), len(different))
+        print("| " + " | ".join(map(str, row)) + " |", *different[:5], sep="\n", flush=True)
+        bad += [variant] if different or not done.numbers else []
+    print(f"\n{num_killed} kills; bad: {bad or 'none'}")
     return 1 if bad else 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+        library_worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
     else:
         sys.exit(main())

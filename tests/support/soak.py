@@ -1,16 +1,21 @@
-"""A long run with all that may happen between steps, and what it takes of the machine meanwhile.
+"""Long runs, and what they take of the machine meanwhile.
 
-    python -m tests.support.soak [--steps 3000]
+    python -m tests.support.soak [--kind exact] [--steps 3000]
 
-prints a row for every tenth of the run: a rank's resident memory, threads, process groups and open
-files, the most of any rank. It fails if one of them has grown in the second half.
+Kinds of the library do all that may happen between steps; kinds of the program train two equal
+runs, one after the other, with evaluations, saves, records and scalars. Prints a row for every
+fifth of each run: the medians of a rank's resident memory, threads, process groups and open files,
+the most of any rank. It fails if one of them has grown from the second fifth of a run to its last,
+or from one run to the next.
 """
 
 import argparse
+import statistics
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,19 +26,43 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import shard
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import Cell, make_optimizer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool
+from tests.support.train_runs import config_with
 from torchrec_2dsp.programs.bench.machine import resident_bytes
+from torchrec_2dsp.programs.launch import keep_freed_memory
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.results import (
+    RunFolder,
+    StepsTrained,
+    TensorBoardWatcher,
+    TrainWatcher,
+)
 
 HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
-CELLS = {
+LIBRARY = {
     "exact": Cell(tdsp.Mesh2D(2, 2), exchange="row", owners="hash", hot_rows=HOT_ROWS),
     "averaged": Cell(
         tdsp.Mesh2D(2, 2), optimizer="sgd", sync=tdsp.WeightSync(policy=tdsp.every(3))
     ),
 }
+PROGRAM: dict[str, dict[str, Any]] = {
+    "program rows": {
+        "sharding_types": ["row_wise"],
+        "exchange": "row",
+        "hot_rows": 8,
+        "prefetch_rows": True,
+    },
+    "program exact": {"num_groups": 2},
+    "program averaged": {"num_groups": 2, "sync": "WeightSync", "sync_policy": "every(3)"},
+}
+RUNS = ("first", "second")
 SIZES = (6, 4, 0, 5)
+NUM_PARTS = 5
+SAMPLES_PER_PART = 25
+SAVES_PER_RUN = 20
 MAX_GROWTH_BYTES = 8 * 2**20
-"""How much memory may grow in the second half, by what an allocator keeps."""
+"""How much the median of a fifth may be above an earlier one: what an allocator keeps, and the
+history of the run, which is 300 bytes a step."""
 
 
 class Usage(NamedTuple):
@@ -59,8 +88,12 @@ class Usage(NamedTuple):
         )
 
 
+Runs = dict[str, list[list[Usage]]]
+"""The samples of each run, by its fifths."""
+
+
 class Soak:
-    """One rank's run."""
+    """One rank's run of the library."""
 
     def __init__(self, rank: int, cell: Cell, folder: Path) -> None:
         self._rank, self._cell, self._folder = rank, cell, folder
@@ -105,50 +138,125 @@ class Soak:
 
     def _save(self, step: int) -> None:
         self._last = str(self._folder / str(step))
-        options: dict[str, Any] = {"train_state": self._state}
-        if step % 300:
-            tdsp.save_checkpoint(
-                self._last, self._model, self._optimizer, asynchronous=True, **options
-            )
-        else:
-            tdsp.save_checkpoint(self._last, self._model, self._optimizer, **options)
+        options: dict[str, Any] = {"train_state": self._state, "asynchronous": step % 300 != 0}
+        tdsp.save_checkpoint(self._last, self._model, self._optimizer, **options)
         tdsp.drop_old_checkpoints(self._folder, keep=2)
 
     def _load(self, step: int) -> None:
         tdsp.load_checkpoint(self._last, self._model, self._optimizer, train_state=self._state)
 
 
-def soak(rank: int, world_size: int, name: str, steps: int, folder: Path) -> list[Usage]:
-    """Return a rank's usage after each tenth of the run."""
-    run = Soak(rank, CELLS[name], folder)
-    events, usages = run.events(), []
+def soak_library(rank: int, kind: str, steps: int, folder: Path) -> Runs:
+    run, usages = Soak(rank, LIBRARY[kind], folder), []
+    events = run.events()
     for step in range(1, steps + 1):
         run.train(step)
         for every, event in events.items():
             if step % every == 0:
                 event(step)
-        if step % (steps // 10) == 0:
+        if step % max(1, steps // (NUM_PARTS * SAMPLES_PER_PART)) == 0:
             usages.append(Usage.now())
-    return usages
+    return {RUNS[0]: _parts(usages)}
+
+
+class Sampler(TrainWatcher):
+    """Notes what this rank has of the machine, at each report of a run."""
+
+    def __init__(self) -> None:
+        self.usages: dict[str, list[Usage]] = {}
+        """The samples of each run, in their order."""
+
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        self.usages.setdefault(name, []).append(Usage.now())
+
+
+def soak_program(rank: int, kind: str, steps: int, folder: Path) -> Runs:
+    keep_freed_memory()
+    every = steps // SAVES_PER_RUN
+    config = config_with(
+        data={"features": [{"name": "user", "num_rows": 20_000}, {"name": "page", "num_rows": 33}]},
+        optimizer={"dense_optimizer": "adam"},
+        loop={
+            "steps": steps,
+            "eval_every": every,
+            "report_every": steps // (NUM_PARTS * SAMPLES_PER_PART),
+        },
+        checkpoint={"folder": str(folder / "saved"), "every": every, "asynchronous": True},
+        output={"folder": str(folder / "out")},
+        runs=dict.fromkeys(RUNS, PROGRAM[kind]),
+    )
+    sampler = Sampler()
+    watchers: list[TrainWatcher] = [sampler]
+    if rank == 0:
+        watchers += [
+            RunFolder(config.output.folder, config),
+            TensorBoardWatcher(folder / "scalars"),
+        ]
+    result = train(config, watchers)
+    assert [len(run.losses) for run in result.runs] == [steps] * len(RUNS)
+    return {name: _parts(usages) for name, usages in sampler.usages.items()}
+
+
+def soak(rank: int, world_size: int, kind: str, steps: int, folder: Path) -> Runs:
+    """Return a rank's samples of each run, by its fifths."""
+    run = soak_library if kind in LIBRARY else soak_program
+    return run(rank, kind, steps, folder)
+
+
+def _parts(usages: list[Usage]) -> list[list[Usage]]:
+    size = len(usages) // NUM_PARTS
+    return [usages[start : start + size] for start in range(0, NUM_PARTS * size, size)]
+
+
+def typical(usages: list[Usage]) -> Usage:
+    """Return the medians: a sample that meets a save has a thread and a file more."""
+    return Usage(*(statistics.median_low(numbers) for numbers in zip(*usages, strict=True)))
+
+
+def growth(before: Usage, after: Usage) -> list[str]:
+    grown = [
+        name
+        for name, count, later in zip(Usage._fields[1:], before[1:], after[1:], strict=True)
+        if later > count
+    ]
+    is_larger = after.resident_bytes > before.resident_bytes + MAX_GROWTH_BYTES
+    return ["resident_bytes", *grown] if is_larger else grown
+
+
+def findings(runs: Runs) -> list[str]:
+    """Return what has grown on a rank, as text."""
+    parts = {name: [typical(part) for part in run] for name, run in runs.items()}
+    pairs = {
+        f"from the second fifth of the {name} run to its last": (run[1], run[-1])
+        for name, run in parts.items()
+    } | {
+        f"from the {name} run to the {later}": (parts[name][-1], parts[later][-1])
+        for name, later in pairwise(parts)
+    }
+    return [
+        f"{', '.join(grown)} {when}: {before} and then {after}"
+        for when, (before, after) in pairs.items()
+        if (grown := growth(before, after))
+    ]
 
 
 def main() -> int:
     """Print the tables; 1 if something has grown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3_000)
-    steps = parser.parse_args().steps
-    grown = []
-    for name in CELLS:
-        with tempfile.TemporaryDirectory() as folder:
-            by_rank = run_ranks(soak, 4, name, steps, Path(folder), timeout_s=3_600)
+    parser.add_argument("--kind", choices=[*LIBRARY, *PROGRAM], default="exact")
+    options = parser.parse_args()
+    num_ranks = 4 if options.kind in LIBRARY else 2
+    with tempfile.TemporaryDirectory() as folder, RankPool(num_ranks) as ranks:
+        by_rank = ranks.run(soak, options.kind, options.steps, Path(folder), timeout_s=7_200)
+    for name in by_rank[0]:
         print(f"{name}: step, resident MiB, Python threads, tasks, process groups, files")
-        for number, usages in enumerate(zip(*by_rank, strict=True), start=1):
-            most = Usage(*map(max, zip(*usages, strict=True)))
-            print(f"  {number * steps // 10:6} {most.resident_bytes / 2**20:8.1f}", *most[1:])
-        for rank, usages in enumerate(by_rank):
-            half, end = usages[len(usages) // 2 - 1], usages[-1]
-            if end.resident_bytes > half.resident_bytes + MAX_GROWTH_BYTES or end[1:] > half[1:]:
-                grown.append(f"{name}, rank {rank}: {half} at half of the run, {end} at its end")
+        for number in range(NUM_PARTS):
+            each = [typical(runs[name][number]) for runs in by_rank]
+            most = Usage(*map(max, zip(*each, strict=True)))
+            step = (number + 1) * options.steps // NUM_PARTS
+            print(f"  {step:6} {most.resident_bytes / 2**20:8.1f}", *most[1:])
+    grown = [f"rank {rank}: {text}" for rank, runs in enumerate(by_rank) for text in findings(runs)]
     print("\n".join(grown or ["nothing has grown"]))
     return bool(grown)
 

@@ -1,0 +1,463 @@
+"""The exchanges of bags and rows train the unsharded model, and send only what is needed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, product
+from pathlib import Path
+
+import pytest
+import torch
+from torchrec.distributed.fbgemm_qcomm_codec import CommType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import (
+    PIPELINES,
+    all_to_all_bytes,
+    by_pipelines,
+    largest_gap,
+    make_stream,
+    plain_loop,
+    shard,
+    train,
+    warnings_of,
+)
+from tests.support.models import (
+    ALL_ROWS,
+    BAGS,
+    HOT_ROWS,
+    MIXED,
+    ONE_TABLE,
+    SEQUENCES,
+    ModelSpec,
+    TableSpec,
+    build,
+)
+from tests.support.parity import (
+    FOUR,
+    LR,
+    ONE,
+    TWO,
+    Cell,
+    check_cells,
+    group_plan,
+    make_optimizer,
+    make_sharder,
+)
+from tests.support.ranks import RankPool, RanksFailed
+from tests.support.slices import Deal
+from tests.support.trips import Trip, check_arrivals, stock
+from torchrec_2dsp.comms.counting import count_collectives
+
+LONG_BAGS_TOLERANCE = {"row": 4e-6, "nonempty": 1e-5}
+"""Sums of many rows round more often, in parts even more."""
+
+INSIDE = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
+KINDS = ("table_wise", "column_wise", "row_wise")
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+NONEMPTY = Cell(ONE, exchange="nonempty")
+ROWS = Cell(ONE, exchange="row")
+HASH = replace(ROWS, owners="hash")
+PER_HOST = Cell(ONE, exchange="row_per_host")
+AVERAGED = Cell(TWO, exchange="row", optimizer="sgd", sync=tdsp.WeightSync(dense_above=1.0))
+"""With SGD an average of replicas is exact, and it needs to know which rows change."""
+TINY = ModelSpec((TableSpec("t0", 3, 8, ("f0", "f1")),))
+"""Fewer rows than ranks."""
+
+
+def nonempty_cells(mesh: tdsp.Mesh2D) -> list[Cell]:
+    cells = [
+        replace(NONEMPTY, mesh=mesh, sharding=kind, spec=spec, hot_rows=hot_rows)
+        for kind, spec, hot_rows in product(KINDS, BAGS, ((), HOT_ROWS))
+    ]
+    cells += [
+        replace(NONEMPTY, mesh=mesh, sharding=kind, optimizer=optimizer)
+        for kind, optimizer in product(KINDS, OPTIMIZERS[:2])
+    ]
+    return [
+        *cells,
+        replace(NONEMPTY, mesh=mesh, sharding="table_column_wise", hot_rows=HOT_ROWS),
+    ]
+
+
+def row_cells(mesh: tdsp.Mesh2D) -> list[Cell]:
+    return [
+        replace(ROWS, mesh=mesh, spec=spec, optimizer=optimizer, hot_rows=hot_rows)
+        for spec, optimizer, hot_rows in product(BAGS, OPTIMIZERS, ((), HOT_ROWS))
+    ]
+
+
+def hash_cells(mesh: tdsp.Mesh2D) -> list[Cell]:
+    return [
+        *(
+            replace(HASH, mesh=mesh, spec=spec, optimizer=optimizer)
+            for spec, optimizer in product((*BAGS, MIXED, SEQUENCES), OPTIMIZERS)
+        ),
+        replace(HASH, mesh=mesh, hot_rows=HOT_ROWS),
+        replace(AVERAGED, mesh=mesh, owners="hash"),
+        replace(HASH, mesh=mesh, spec=TINY),
+    ]
+
+
+EQUAL: dict[str, tuple[str, Sequence[Cell]]] = {
+    "nonempty bags of one group": ("ranks4", nonempty_cells(ONE)),
+    "nonempty bags of two groups": ("ranks4", nonempty_cells(TWO)),
+    "rows of one group": ("ranks4", row_cells(ONE)),
+    "rows of two groups": ("ranks4", row_cells(TWO)),
+    "spread rows": ("ranks4", [*hash_cells(ONE), *hash_cells(TWO)]),
+    "sequences": (
+        "ranks4",
+        [
+            replace(ROWS, mesh=mesh, spec=SEQUENCES, optimizer=optimizer)
+            for mesh, optimizer in product((ONE, TWO), OPTIMIZERS)
+        ],
+    ),
+    "averaged replicas": (
+        "ranks4",
+        [
+            *(replace(AVERAGED, spec=spec) for spec in (*BAGS, SEQUENCES)),
+            *(replace(AVERAGED, exchange="nonempty", sharding=kind) for kind in KINDS),
+        ],
+    ),
+    # FBGEMM can't look up a kernel whose tables have no rows on a rank.
+    "ranks without rows": (
+        "ranks4",
+        [
+            Cell(ONE, spec=TINY),
+            replace(NONEMPTY, spec=TINY),
+            replace(ROWS, spec=TINY, hot_rows=(("t0", (1,)),)),
+            replace(ROWS, spec=replace(TINY, sequence=True)),
+            # So few ids that the one row doesn't run away.
+            replace(
+                ROWS,
+                mesh=TWO,
+                spec=ModelSpec((TableSpec("t0", 1, 8, ("f0",)),)),
+                batch_sizes=(1, 0, 0, 1),
+                max_length=1,
+            ),
+        ],
+    ),
+    "one rank, several dimensions": (
+        "ranks2",
+        [
+            replace(cell, mesh=mesh, spec=MIXED)
+            for mesh in (tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1))
+            for cell in (ROWS, *(replace(NONEMPTY, sharding=kind) for kind in KINDS))
+        ],
+    ),
+    "rows that hosts ask for": (
+        "two_hosts",
+        [
+            *(
+                replace(PER_HOST, spec=spec, optimizer=optimizer)
+                for spec, optimizer in product((*BAGS, MIXED, SEQUENCES), OPTIMIZERS)
+            ),
+            # Ranks and hosts without samples, or with hot rows alone.
+            *(
+                replace(PER_HOST, hot_rows=hot_rows, batch_sizes=sizes)
+                for hot_rows, sizes in product(
+                    ((), HOT_ROWS, ALL_ROWS), ((3, 0, 5, 2), (0, 0, 1, 0), (2, 2, 2, 2))
+                )
+            ),
+            replace(PER_HOST, owners="hash", hot_rows=HOT_ROWS),
+            replace(PER_HOST, owners="hash", spec=SEQUENCES),
+        ],
+    ),
+    # Four hosts with two ranks each as one group, then as two groups over two hosts each.
+    "groups over many hosts": (
+        "ranks8",
+        [
+            *(replace(ROWS, mesh=mesh) for mesh in (tdsp.Mesh2D(1, 8), tdsp.Mesh2D(2, 4))),
+            *(
+                replace(PER_HOST, mesh=mesh, spec=spec)
+                for mesh, spec in product(
+                    (tdsp.Mesh2D(1, 8), replace(INSIDE, group_size=4)), (ModelSpec(), SEQUENCES)
+                )
+            ),
+            replace(AVERAGED, mesh=replace(INSIDE, group_size=4), exchange="row_per_host"),
+        ],
+    ),
+    "rows of groups in hosts": ("ranks4", row_cells(INSIDE)),
+}
+"""For each name the ranks, and cells."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("in hosts")) for name in EQUAL],
+)
+def test_training_equals_the_unsharded_model(
+    request: pytest.FixtureRequest, name: str, dealt: Deal
+) -> None:
+    pool, cells = EQUAL[name]
+    check_cells(dealt(cells), request.getfixturevalue(pool))
+
+
+@pytest.mark.parametrize("exchange", LONG_BAGS_TOLERANCE)
+def test_unusual_batches_equal_the_unsharded_model(
+    ranks4: RankPool, exchange: str, dealt: Deal
+) -> None:
+    """Ranks without samples, or with hot rows alone; ids many times in a bag."""
+    cells = [
+        Cell(
+            mesh,
+            kind,
+            exchange=exchange,
+            hot_rows=hot_rows,
+            batch_sizes=sizes,
+            max_length=length,
+        )
+        for mesh, kind, hot_rows, (sizes, length) in product(
+            (ONE, TWO),
+            ("row_wise",) if exchange == "row" else ("table_wise", "row_wise"),
+            ((), (("t0", (3,)),), ALL_ROWS),
+            (((3, 0, 5, 2), 4), ((0, 0, 1, 0), 4), ((2, 2, 2, 2), 60)),
+        )
+    ]
+    check_cells(dealt(cells), ranks4, 3, long_bags=LONG_BAGS_TOLERANCE[exchange])
+
+
+HOT = replace(ROWS, mesh=TWO, hot_rows=HOT_ROWS)
+
+
+@pytest.mark.dealt_file
+@pytest.mark.parametrize(
+    "cell",
+    [
+        replace(HOT, exchange="nonempty", sharding="table_wise"),
+        replace(HOT, exchange="nonempty"),
+        replace(ROWS, mesh=TWO),
+        HOT,
+        replace(HOT, owners="hash"),
+        replace(PER_HOST, hot_rows=HOT_ROWS),
+    ],
+    ids=str,
+)
+def test_pipelines_change_nothing(two_hosts: RankPool, cell: Cell) -> None:
+    for gaps in two_hosts.run(by_pipelines, cell):
+        assert gaps == [0.0] * len(PIPELINES)
+
+
+def as_pooled(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    """Return each cell's gap to TorchRec's own exchange."""
+    gaps = []
+    for cell in cells:
+        stream = make_stream(cell, 4)
+        whole = train(replace(cell, exchange="pooled"), rank, stream)
+        gaps.append(largest_gap(train(cell, rank, stream), whole))
+    return gaps
+
+
+@pytest.mark.dealt_file
+def test_whole_bags_have_the_bits_of_the_pooled_exchange(ranks4: RankPool) -> None:
+    cells = [
+        replace(NONEMPTY, mesh=mesh, sharding=kind) for mesh in (ONE, TWO) for kind in KINDS[:2]
+    ]
+    assert ranks4.run(as_pooled, cells) == [[0.0] * len(cells)] * 4
+
+
+ADAGRAD = replace(ROWS, optimizer="adagrad")
+TRIPS = [
+    Trip(replace(HOT, exchange="nonempty", sharding="table_wise"), stock("row_wise")),
+    Trip(stock("table_wise"), NONEMPTY),
+    Trip(replace(NONEMPTY, sharding="column_wise"), stock("column_wise")),
+    Trip(HOT, stock("table_wise")),
+    Trip(stock("row_wise"), ROWS),
+    Trip(ADAGRAD, Cell(TWO, "column_wise", optimizer="adagrad", hot_rows=HOT_ROWS)),
+    Trip(replace(ROWS, spec=SEQUENCES), stock("row_wise", spec=SEQUENCES)),
+    Trip(replace(HOT, owners="hash"), stock("table_wise")),
+    Trip(stock("row_wise"), HASH),
+    Trip(replace(ADAGRAD, owners="hash"), Cell(TWO, "column_wise", optimizer="adagrad")),
+    Trip(replace(HASH, spec=SEQUENCES), stock("row_wise", spec=SEQUENCES)),
+    Trip(Cell(TWO), replace(HASH, mesh=TWO)),
+]
+
+
+def test_checkpoints_are_those_of_the_sharding_type(
+    ranks4: RankPool, tmp_path: Path, dealt: Deal
+) -> None:
+    check_arrivals(ranks4, dealt(TRIPS), tmp_path)
+
+
+IDS = [
+    [[0, 0, 1, 15], [], [0, 39], [3]],
+    [[7, 7, 7, 7], [2], [], []],
+    [[], [], [], []],
+    [[9, 10, 19, 20, 29, 30], [], [0], [38, 39]],
+]
+"""Of each rank's bags: two samples of the first feature, then of the second. Row-wise, the owners
+have the rows 0-9, 10-19, 20-29 and 30-39."""
+DISTINCT = [set(chain(*bags)) for bags in IDS]
+
+
+def batch_of(rank: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_lengths_sync(
+        keys=["f0", "f1"],
+        values=torch.tensor([row for bag in IDS[rank] for row in bag], dtype=torch.int64),
+        lengths=torch.tensor([len(bag) for bag in IDS[rank]]),
+    )
+
+
+def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> list[int]:
+    """Return the bytes that each all-to-all of a step sends."""
+    parallel = shard(replace(cell, spec=ONE_TABLE))
+    optimizer = make_optimizer(parallel)
+    plain_loop(parallel, optimizer, [batch_of(rank)])
+    with count_collectives() as seen:
+        plain_loop(parallel, optimizer, [batch_of(rank)])
+    return all_to_all_bytes(seen)
+
+
+def test_only_bags_with_ids_travel(ranks4: RankPool) -> None:
+    filled = [sum(bool(bag) for bag in bags) for bags in IDS]
+    sent = ranks4.run(bytes_of_a_step, replace(NONEMPTY, sharding="table_wise"))
+    assert sorted(embeddings for _, _, _, embeddings, _ in sent) == [0, 0, 0, sum(filled) * 8 * 4]
+    assert [gradients for *_, gradients in sent] == [entry * 8 * 4 for entry in filled]
+
+
+def test_only_parts_of_bags_with_ids_travel(ranks4: RankPool) -> None:
+    """Send a partial bag from each owner that has any row in the bag."""
+    parts = [
+        [sum(any(row // 10 == owner for row in bag) for bag in bags) for owner in range(4)]
+        for bags in IDS
+    ]
+    for rank, sent in enumerate(ranks4.run(bytes_of_a_step, NONEMPTY)):
+        assert sent[3:] == [sum(of[rank] for of in parts) * 8 * 4, sum(parts[rank]) * 8 * 4]
+
+
+def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
+    """Sizes, then distinct ids; rows from their owners, and gradients to them."""
+    asked = [[sum(row // 10 == owner for row in rows) for owner in range(4)] for rows in DISTINCT]
+    for rank, sent in enumerate(ranks4.run(bytes_of_a_step, ROWS)):
+        splits, lengths, ids, rows, gradients = sent
+        # For each owner: how many lengths, ids and samples come, 8 bytes each; one length.
+        # Rows of a shard of ten have a byte each.
+        assert (splits, lengths) == (4 * 3 * 8, 4 * 8)
+        assert ids == sum(asked[rank])
+        assert rows == sum(of_rank[rank] for of_rank in asked) * 8 * 4
+        assert gradients == sum(asked[rank]) * 8 * 4
+
+
+@pytest.mark.dealt_file
+def test_a_row_comes_to_a_host_once(two_hosts: RankPool) -> None:
+    """Owners 0 and 2 are asked by ranks 0 and 2, owners 1 and 3 by the others."""
+    asks = [
+        [{row for row in own if row // 10 % 2 == place} for place in (0, 1)] for own in DISTINCT
+    ]
+    together = [
+        asks[rank // 2 * 2][rank % 2] | asks[rank // 2 * 2 + 1][rank % 2] for rank in range(4)
+    ]
+    answers = two_hosts.run(bytes_of_a_step, PER_HOST)
+    for rank, (counts, keys, splits, lengths, ids, fetched, given, back, gradients) in enumerate(
+        answers
+    ):
+        host, place = divmod(rank, 2)
+        num_given = sum(len(asks[2 * host + other][place]) for other in (0, 1))
+        num_owned = sum(
+            sum(row // 10 == rank for row in together[2 * other + place]) for other in (0, 1)
+        )
+        assert (counts, keys) == (2 * 8, len(DISTINCT[rank]) * 4)
+        # For each host: how many lengths, ids and samples come, 8 bytes each; one length.
+        # Rows of a shard of ten have a byte each.
+        assert (splits, lengths, ids) == (2 * 3 * 8, 2 * 8, len(together[rank]))
+        assert (fetched, given) == (num_owned * 8 * 4, num_given * 8 * 4)
+        assert (back, gradients) == (len(DISTINCT[rank]) * 8 * 4, len(together[rank]) * 8 * 4)
+
+
+@pytest.mark.dealt_file
+def test_inside_one_host_nothing_is_asked_twice(ranks4: RankPool) -> None:
+    assert ranks4.run(bytes_of_a_step, ROWS) == ranks4.run(bytes_of_a_step, PER_HOST)
+
+
+@pytest.mark.parametrize(
+    "cell", [ROWS, NONEMPTY, replace(NONEMPTY, sharding="table_wise")], ids=str
+)
+def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool, cell: Cell) -> None:
+    cell = replace(cell, hot_rows=(("t0", tuple(range(40))),))
+    for _, _, ids, rows, gradients, *hot in ranks4.run(bytes_of_a_step, cell):
+        assert (ids, rows, gradients) == (0, 0, 0)
+        assert len(hot) == 2
+
+
+def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple[float, int, int]:
+    """Return the gap to fp32 after some steps, and the bytes of rows or bags without and with."""
+    batches = [step[rank] for step in make_stream(cell, 4)]
+    losses, sent = [], []
+    for comms in (None, qcomms):
+        parallel = shard(cell, make_sharder(cell, comms))
+        optimizer = make_optimizer(parallel)
+        losses.append(plain_loop(parallel, optimizer, batches[:-1]))
+        with count_collectives() as seen:
+            plain_loop(parallel, optimizer, batches[-1:])
+        sent.append(sum(all_to_all_bytes(seen)[3:]))
+    gap = max(abs(loss - other) for loss, other in zip(*losses, strict=True))
+    return gap, sent[0], sent[1]
+
+
+@pytest.mark.dealt_file
+@pytest.mark.parametrize(
+    ("cell", "qcomms"),
+    [
+        (replace(NONEMPTY, sharding="table_wise"), CommType.FP16),
+        (NONEMPTY, CommType.FP16),
+        (ROWS, CommType.FP16),
+        (ROWS, CommType.BF16),
+        (ROWS, CommType.FP32),
+        (PER_HOST, CommType.FP16),
+    ],
+    ids=str,
+)
+def test_quantised_communication_halves_the_bytes(
+    two_hosts: RankPool, cell: Cell, qcomms: CommType
+) -> None:
+    for gap, full, short in two_hosts.run(quantised, cell, qcomms):
+        if qcomms is CommType.FP32:
+            assert (gap, short) == (0.0, full)
+            continue
+        assert 0.0 < gap < 10 * LR * 2**-8
+        # What hosts do among themselves stays as it is.
+        assert short * 2 == full > 0 or (cell is PER_HOST and full / 2 < short < full)
+
+
+def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
+    stock_exchange = Cell(TWO, hot_rows=HOT_ROWS)
+    quiet = [replace(ROWS, hot_rows=HOT_ROWS), Cell(TWO), replace(stock_exchange, mesh=FOUR)]
+    first, *others = ranks4.run(warnings_of, [stock_exchange, *quiet])
+    ((message,), *silent) = first
+    assert message.startswith("hot rows of t0, t1 save no bytes: TorchRec's output exchange ships")
+    assert silent == [[], [], []]
+    assert others == [[[], [], [], []]] * 3
+
+
+@pytest.mark.parametrize(
+    ("sharding", "pinned", "text"),
+    [
+        (
+            "table_wise",
+            {"exchange": "row"},
+            "2d_table_wise, but exchange='row' is for tables sharded row_wise: constrain it with",
+        ),
+        ("table_row_wise", {"exchange": "nonempty"}, "'nonempty' is for tables sharded table_wise"),
+        ("row_wise", {"exchange": "rows"}, "'rows' is unknown; use one of 'pooled', 'nonempty'"),
+        ("row_wise", {"owners": "hash"}, "owners='hash', which is for row exchange: pin it"),
+        (
+            "row_wise",
+            {"exchange": "row", "owners": "rows"},
+            "owners='rows' is unknown; use one of 'block', 'hash'",
+        ),
+    ],
+)
+def test_a_plan_says_what_it_needs(sharding: str, pinned: dict[str, str], text: str) -> None:
+    cell = Cell(ONE, sharding)
+    plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
+    with pytest.raises(tdsp.errors.PlanError, match=text):
+        tdsp.pin(plan, "t0", **pinned)
+
+
+def sharded(rank: int, world_size: int, cell: Cell) -> None:
+    shard(cell)
+
+
+def test_sequences_have_no_empty_bags(ranks4: RankPool) -> None:
+    with pytest.raises(RanksFailed, match="has exchange='nonempty', which is for bags"):
+        ranks4.run(sharded, replace(NONEMPTY, spec=SEQUENCES))

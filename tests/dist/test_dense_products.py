@@ -18,10 +18,16 @@ ON_FOUR_RANKS = [form for form in FORMS if form not in ("PP, TP, FSDP", "PP zero
 ON_EIGHT_RANKS = [form for form in FORMS if form != "TP"]
 """All forms except four ranks per layer: hosts have two."""
 
+COPIES = {"FSDP": 1, "FSDP at once": 1, "FSDP, gathered once": 1, "HSDP": 2, "TP, HSDP": 2}
+"""How many copies of the dense part all ranks keep together, in some forms."""
+
 
 def check(gaps: list[list[ProductGap]], cells: list[ProductCell]) -> None:
     for cell, of_ranks in zip(cells, zip(*gaps, strict=True), strict=True):
         assert sum(gap.num_values for gap in of_ranks) > 0
+        if copies := COPIES.get(cell.form):
+            held = sum(gap.held_share for gap in of_ranks)
+            assert copies <= held < 1.2 * copies, (cell, held)
         for gap in of_ranks:
             assert gap.num_moments > 0, cell
             assert gap.tables < ROUNDING, (cell, gap)

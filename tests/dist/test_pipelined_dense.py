@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchrec_2dsp as tdsp
+from tests.support.dense_products import FORMS
 from tests.support.parity import LR, Gap, compare, local_shards
 from tests.support.pipelining import (
     TABLES,
@@ -331,26 +332,25 @@ def test_only_what_a_thresholded_layer_keeps_travels(
             assert backward[:5] == [size * 3 * num_bytes for size in sizes]
 
 
-def stock(rank: int, world_size: int) -> list[float]:
+def stock(rank: int, world_size: int, form: str) -> list[float]:
     """Return two steps' losses under TorchRec's own wrapper, then under ours."""
     losses = []
     for is_stock in (True, False):
         cell = replace(TABLES["row-wise"], stock_wrapper=is_stock, always_capture=False)
-        options = TWO_RANKS[0]
-        pipeline = PipelineCell(cell, tuple(options.items()))
-        with pipelined(cell, tdsp.PipelinedDense(**options)) as (model, params):
+        with pipelined(cell, FORMS[form]()) as (model, params):
             optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
             for step in range(2):
                 optimizer.zero_grad()
-                loss = model(batch_for(pipeline, step, 0, rank)).mean()
+                loss = model(batch_for(PipelineCell(cell, ()), step, 0, rank)).mean()
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
     return losses
 
 
-def test_a_stock_wrapper_takes_it(ranks4: RankPool) -> None:
-    for losses in ranks4.run(stock):
+@pytest.mark.parametrize("form", ["PP 1F1B", "FSDP", "TP, FSDP"])
+def test_a_stock_wrapper_takes_it(ranks4: RankPool, form: str) -> None:
+    for losses in ranks4.run(stock, form):
         assert losses[:2] == losses[2:]
 
 

@@ -1,6 +1,5 @@
-"""Dense layers that ranks share, fully sharded or split, train as copies do."""
+"""Dense layers that ranks share: joint batches of split layers, and what is refused."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,17 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.dense_training import (
-    LR,
-    NUM_STEPS,
-    batch_of,
-    cell_of,
-    dense_of,
-    model_of,
-    train as train_by_ddp,
-    train_dtensors,
-    whole,
-)
+from tests.support.dense_training import cell_of, model_of
 from tests.support.loops import shard
 from tests.support.models import BagModel
 from tests.support.parity import make_sharder
@@ -29,60 +18,6 @@ from torchrec_2dsp.dense.sharded_dense import JointBatch
 from torchrec_2dsp.errors import ConfigError, MeshError, UnsupportedError
 
 pytestmark = pytest.mark.dealt_file
-
-ROUNDING = 1e-6
-OPTIONS: dict[str, dict[str, Any]] = {
-    "all at once": {},
-    "by layer": {"units": [nn.Linear]},
-    "kept": {"units": [nn.Linear], "reshard_after_forward": False},
-    "two copies": {"num_copies": 2},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_fully_sharded_weights_are_those_of_ddp(ranks4: RankPool, name: str) -> None:
-    for cell in (cell_of(4), cell_of(4, groups=2), cell_of(4, stock=True)):
-        by_ddp = ranks4.run(train_by_ddp, cell, None)[0]
-        ours = ranks4.run(train_dtensors, cell, tdsp.FullyShardedDense(**OPTIONS[name]))
-        assert len({rank.digest for rank in ours}) == 1
-        assert ours[0].held_share < 1.1 * OPTIONS[name].get("num_copies", 1) / 4
-        for actual, wanted in zip(ours[0].weights, by_ddp.weights, strict=True):
-            assert actual.keys() == wanted.keys()
-            for param, value in wanted.items():
-                torch.testing.assert_close(actual[param], value, rtol=0, atol=ROUNDING)
-
-
-def accumulate(rank: int, world_size: int, kind: str) -> list[dict[str, torch.Tensor]]:
-    """Return the dense weights after each step of two batches."""
-    plan = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
-    wrappers: dict[str, Any] = {
-        "ddp": lambda: None,
-        "sharded": tdsp.FullyShardedDense,
-        "split": lambda: tdsp.TensorParallelDense(plan, tp=2),
-    }
-    cell = replace(cell_of(world_size), always_capture=True)
-    model = model_of(cell, wrappers[kind]())
-    dense = dense_of(model)
-    optimizer = torch.optim.SGD(dense.values(), lr=LR, foreach=False)
-    weights = []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        for batch in tdsp.accumulate(
-            model, [batch_of(cell, 2 * step + part, rank) for part in (0, 1)]
-        ):
-            (model(batch) / 2).backward()
-        optimizer.step()
-        named = {name.removeprefix("module."): value for name, value in dense.items()}
-        weights.append({name: whole(value) for name, value in named.items()})
-    return weights
-
-
-def test_several_batches_make_one_update(ranks4: RankPool) -> None:
-    by_ddp = ranks4.run(accumulate, "ddp")[0]
-    for kind in ("sharded", "split"):
-        for actual, wanted in zip(ranks4.run(accumulate, kind)[0], by_ddp, strict=True):
-            for name, value in wanted.items():
-                torch.testing.assert_close(actual[name], value, rtol=0, atol=ROUNDING)
 
 
 class WithParameter(BagModel):
@@ -121,47 +56,6 @@ def test_impossible_shards_are_refused(ranks4: RankPool) -> None:
 
 
 PLAN = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_split_weights_are_those_of_ddp(ranks4: RankPool, tp: int) -> None:
-    for cell in (cell_of(4), cell_of(4, groups=2), cell_of(4, stock=True)):
-        by_ddp = ranks4.run(train_by_ddp, cell, None)[0]
-        ours = ranks4.run(train_dtensors, cell, tdsp.TensorParallelDense(PLAN, tp=tp))
-        assert len({rank.digest for rank in ours}) == 1
-        for actual, wanted in zip(ours[0].weights, by_ddp.weights, strict=True):
-            assert actual.keys() == wanted.keys()
-            for param, value in wanted.items():
-                torch.testing.assert_close(actual[param], value, rtol=0, atol=ROUNDING)
-
-
-@pytest.mark.parametrize(("tp", "num_copies"), [(2, 2), (1, 2), (1, 4), (4, 1)])
-def test_each_host_may_have_a_copy_of_what_is_split(
-    ranks4: RankPool, tp: int, num_copies: int
-) -> None:
-    cell = cell_of(4)
-    by_ddp = ranks4.run(train_by_ddp, cell, None)[0]
-    check_copies(ranks4, by_ddp.weights, cell, tp, num_copies)
-
-
-@pytest.mark.slow
-def test_copies_shares_and_splits_on_eight_ranks(ranks8: RankPool) -> None:
-    cell = cell_of(8, groups=2)
-    by_ddp = ranks8.run(train_by_ddp, cell, None)[0]
-    for num_copies in (1, 2, 4):
-        check_copies(ranks8, by_ddp.weights, cell, 2, num_copies)
-
-
-def check_copies(ranks: RankPool, expected: Any, cell: Any, tp: int, num_copies: int) -> None:
-    """Compare each step's weights with DDP's, and what a rank holds with its share."""
-    wrapper = tdsp.TensorParallelDense(PLAN, tp=tp, num_copies=num_copies)
-    ours = ranks.run(train_dtensors, cell, wrapper)
-    assert len({rank.digest for rank in ours}) == 1
-    assert ours[0].held_share < 1.1 * num_copies / cell.mesh.world_size
-    for actual, wanted in zip(ours[0].weights, expected, strict=True):
-        assert actual.keys() == wanted.keys()
-        for param, value in wanted.items():
-            torch.testing.assert_close(actual[param], value, rtol=0, atol=ROUNDING)
 
 
 class Sums(nn.Module):

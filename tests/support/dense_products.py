@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
@@ -59,10 +60,16 @@ def tensor_parallel() -> dict[str, Any]:
 FORMS: dict[str, Callable[[], Any]] = {
     "DDP": lambda: None,
     "FSDP": lambda: tdsp.FullyShardedDense(units=[Residual]),
+    "FSDP at once": tdsp.FullyShardedDense,
+    "FSDP, gathered once": lambda: tdsp.FullyShardedDense(
+        units=[Residual], reshard_after_forward=False
+    ),
     "HSDP": lambda: tdsp.FullyShardedDense(num_copies=2),
     "TP": split(4),
     "TP, FSDP": split(2),
     "TP, HSDP": split(2, num_copies=2),
+    "TP of one rank, HSDP": split(1, num_copies=2),
+    "TP of one rank, copies": split(1, num_copies=4),
     **{f"PP {schedule}": pipeline(schedule) for schedule in SCHEDULES},
     **{f"PP {schedule}, FSDP": pipeline(schedule, fully_shard=True) for schedule in SCHEDULES},
     "PP strided, FSDP": pipeline("1F1B", fully_shard=True, layout=tdsp.RankLayout.STRIDED),
@@ -100,6 +107,9 @@ class ProductGap:
 
     num_moments: int
     num_values: int
+
+    held_share: float
+    """The share of the dense elements that a rank holds."""
 
 
 def dense_adagrad(params: Any) -> torch.optim.Optimizer:
@@ -153,11 +163,16 @@ def run_product(rank: int, world_size: int, cell: ProductCell) -> ProductGap:
             optimizer.step()
             loss_gap = max(loss_gap, abs(total - expected_losses[step][rank]))
         gap = compare(model, oracle, loss_gap)
+        held = [
+            param.to_local() if isinstance(param, DTensor) else param for param in params.values()
+        ]
+        num_dense = sum(param.numel() for param in oracle.dense.values())
+        held_share = sum(part.numel() for part in held) / num_dense
         moments = [
             _relative_gap(whole(optimizer.state[param]["sum"]), _moment(oracle, name))
             for name, param in params.items()
         ]
-    return ProductGap(gap.worst, max(moments), len(moments), gap.num_values)
+    return ProductGap(gap.worst, max(moments), len(moments), gap.num_values, held_share)
 
 
 def run_products(rank: int, world_size: int, cells: list[ProductCell]) -> list[ProductGap]:

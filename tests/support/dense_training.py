@@ -49,8 +49,6 @@ class Trained:
     reports: list[Any] = field(default_factory=list)
     counts: list[dict[str, int]] = field(default_factory=list)
     residual_norm: float = 0.0
-    held_share: float = 1.0
-    """The share of all dense elements that the rank holds."""
 
     @property
     def digest(self) -> str:
@@ -110,24 +108,6 @@ def train(
             trained.reports.append(wrapper.total)
     if wrapper is not None:
         trained.residual_norm = wrapper.residual_norm()
-    return trained
-
-
-def train_dtensors(rank: int, world_size: int, cell: Cell, wrapper: Any) -> Trained:
-    """Train as `train` does, with a wrapper whose parameters are DTensors."""
-    model = model_of(cell, wrapper)
-    dense = dense_of(model)
-    tensors = [value for value in dense.values() if isinstance(value, DTensor)]
-    assert tensors
-    optimizer = torch.optim.SGD(dense.values(), lr=LR, foreach=False)
-    trained = Trained()
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        model(batch_of(cell, step, rank)).backward()
-        optimizer.step()
-        trained.weights.append({name: whole(value) for name, value in dense.items()})
-    held = sum(value.to_local().numel() for value in tensors)
-    trained.held_share = held / sum(value.numel() for value in tensors)
     return trained
 
 

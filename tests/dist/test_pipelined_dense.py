@@ -1,10 +1,13 @@
 """Pipelined layers against the unsharded model, and what their steps send, measure and clip."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_products import FORMS
@@ -46,6 +49,21 @@ FOUR_RANKS: list[dict[str, Any]] = [
     ),
 ]
 """One pipeline with four ranks for each schedule."""
+
+SHARED: list[dict[str, Any]] = [option | {"fully_shard": True} for option in TWO_RANKS]
+"""Two pipelines with two ranks, with one and two stages per rank."""
+SPLIT: dict[str, Any] = {
+    "num_stages": 1,
+    "num_micro_batches": 5,
+    "fully_shard": True,
+    "plan": tensor_parallel_plan(),
+    "tp": 2,
+}
+"""Two pipelines with one stage, in which two ranks compute each layer."""
+
+
+def pipeline_cell(options: dict[str, Any], sizes: tuple[int, ...] = (7, 7, 7, 7)) -> PipelineCell:
+    return PipelineCell(TABLES["row-wise"], tuple(options.items()), sizes=sizes)
 
 
 def check(gaps: list[list[Gap]], cells: list[PipelineCell]) -> None:
@@ -96,13 +114,17 @@ def test_ranks_may_have_different_numbers_of_samples(ranks4: RankPool, reduction
         TWO_RANKS[0],
     ]
     cells = [
-        PipelineCell(
-            TABLES["row-wise"],
-            tuple((option | {"reduction": reduction}).items()),
-            sizes=sizes,
-        )
+        pipeline_cell(option | {"reduction": reduction}, sizes)
         for option in options
         for sizes in ((5, 0, 2, 7), (1, 3, 2, 1))
+    ]
+    # Of two pipelines one may have no samples.
+    cells += [
+        pipeline_cell(option | {"reduction": reduction}, sizes)
+        for option, sizes in (
+            *product(SHARED, ((5, 0, 2, 7), (0, 0, 3, 1))),
+            (SPLIT, (5, 0, 2, 7)),
+        )
     ]
     check(ranks4.run(run_pipelines, cells), cells)
 
@@ -195,24 +217,23 @@ def test_updates_by_micro_batch_are_another_training(ranks4: RankPool) -> None:
     assert by_micro_batch > 1e-2
 
 
-def step_collectives(rank: int, world_size: int) -> dict[str, int]:
-    """List what this rank issues in pipeline groups in the second step."""
-    cell = PipelineCell(TABLES["row-wise"], tuple(TWO_RANKS[0].items()))
-    with pipelined(cell.cell, tdsp.PipelinedDense(**dict(cell.options))) as (model, _):
-        counts: dict[str, int] = {}
+def step_collectives(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, int]:
+    """List what this rank issues in groups of pipelines and of copies in the second step."""
+    cell = pipeline_cell(options)
+    with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, _):
         model(batch_for(cell, 0, 0, rank)).mean().backward()
         with count_collectives() as seen:
             model(batch_for(cell, 1, 0, rank)).mean().backward()
-        for record in seen.records:
-            if record.group.startswith("pipeline"):
-                name = f"{record.group.removeprefix('pipeline_')} {record.op}"
-                counts[name] = counts.get(name, 0) + 1
-    return counts
+    return Counter(
+        f"{record.group.removeprefix('pipeline_')} {record.op}"
+        for record in seen.records
+        if record.group.startswith(("pipeline", "mesh_copy"))
+    )
 
 
 def test_collectives_of_a_step(ranks4: RankPool) -> None:
     """Five micro-batches cross one boundary, beside the samples and results."""
-    first, last, *_ = ranks4.run(step_collectives)
+    first, last, *_ = ranks4.run(step_collectives, TWO_RANKS[0])
     # A rank's objects travel as their size and their bytes.
     alike = {"agreements all_gather": 2, "copies all_reduce": 1}
     # The targets and the activations one way; of the gradients of the inputs the other rank's.
@@ -230,9 +251,18 @@ def test_collectives_of_a_step(ranks4: RankPool) -> None:
     }
 
 
+def test_shares_are_gathered_once_for_all_micro_batches(ranks4: RankPool) -> None:
+    for counts in ranks4.run(step_collectives, SHARED[0]):
+        of_copies = {name: num for name, num in counts.items() if "cop" in name.split()[0]}
+        assert of_copies == {
+            "mesh_copy all_gather_into_tensor": 1,
+            "copies reduce_scatter_tensor": 1,
+        }
+
+
 def by_dense_norm(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float, float]:
     """Return the norm of all dense gradients and the weight gap after a clipped step."""
-    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    cell = pipeline_cell(options)
     wrapper = tdsp.PipelinedDense(**options)
     oracle = StackOracle(cell.cell)
     oracle.step_on(batches_for(cell, 0))
@@ -243,17 +273,19 @@ def by_dense_norm(rank: int, world_size: int, options: dict[str, Any]) -> tuple[
         parallel(batch_for(cell, 0, 0, rank)).mean().backward()
         gap = abs(wrapper.clip_grad_norm_(float(norm) / 2) / float(norm) - 1)
         clipped = wrapper.clip_grad_norm_(1e9) / float(norm)
-        assert len(params) < len(dense)
         times = wrapper.stage_times()["stack"]
         assert len(times.seconds_of_stage) == options["num_stages"]
         assert min(times.seconds_of_stage) > 0
-        assert 0 < times.bubble < 1
         assert times.imbalance >= 1
+        if options["num_stages"] > 1:
+            assert len(params) < len(dense)
+            assert 0 < times.bubble < 1
     return gap, abs(clipped - 0.5)
 
 
 def test_gradients_are_clipped_by_the_norm_of_all_layers(ranks4: RankPool) -> None:
-    for options in (*TWO_RANKS, TWO_RANKS[0] | {"plan": tensor_parallel_plan(), "tp": 2}):
+    split = TWO_RANKS[0] | {"plan": tensor_parallel_plan(), "tp": 2}
+    for options in (*TWO_RANKS, split, *SHARED, SPLIT):
         for gap, clipped in ranks4.run(by_dense_norm, options):
             assert gap < ROUNDING
             assert clipped < ROUNDING
@@ -264,7 +296,7 @@ def rounded(rank: int, world_size: int) -> list[float]:
     losses = []
     for values in ("fp32", "bf16", "fp16"):
         options: dict[str, Any] = TWO_RANKS[0] | {"values": values}
-        cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+        cell = pipeline_cell(options)
         with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, _):
             loss = model(batch_for(cell, 0, 0, rank)).mean()
             loss.backward()
@@ -361,7 +393,7 @@ def measured(rank: int, world_size: int) -> tuple[int, ...]:
     )
     options: dict[str, Any] = TWO_RANKS[1] | {"cuts": cuts}
     wrapper = tdsp.PipelinedDense(**options)
-    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    cell = pipeline_cell(options)
     with pipelined(cell.cell, wrapper) as (model, _):
         model(batch_for(cell, 0, 0, rank)).mean().backward()
         return wrapper.cuts["stack"]
@@ -371,3 +403,50 @@ def test_all_ranks_cut_by_the_mean_of_their_times(ranks4: RankPool) -> None:
     (cuts,) = set(ranks4.run(measured))
     assert len(cuts) == TWO_RANKS[1]["num_stages"] - 1
     assert list(cuts) == sorted(set(cuts))
+
+
+def held(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int]:
+    """Count the stack's elements that this rank keeps between steps, and its layers' elements."""
+    cell = pipeline_cell(options)
+    with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, params):
+        layers = {name: param for name, param in params.items() if "stack" in name}
+        whole_layers = {name: id(param) for name, param in layers.items()}
+        model(batch_for(cell, 0, 0, rank)).mean().backward()
+        with torch.no_grad():
+            model(batch_for(cell, 1, 0, rank))
+        after = dict(model.named_parameters())
+        assert whole_layers == {name: id(after[name]) for name in layers}, "shares are back"
+        assert all(isinstance(param, DTensor) for param in layers.values())
+        for param in layers.values():
+            gradient: Any = param.grad
+            assert gradient.to_local().shape == param.to_local().shape  # type: ignore[operator]
+        return (
+            sum(param.to_local().numel() for param in layers.values()),  # type: ignore[operator]
+            sum(param.numel() for param in layers.values()),
+        )
+
+
+@pytest.mark.parametrize("options", SHARED, ids=["1F1B", "ZBVZeroBubble"])
+def test_each_pipeline_keeps_a_share(ranks4: RankPool, options: dict[str, Any]) -> None:
+    ranks = ranks4.run(held, options)
+    for position in (0, 1):
+        (first, whole), (second, whole_there) = ranks[position], ranks[position + 2]
+        assert whole == whole_there == first + second
+        assert abs(first - second) < 0.1 * whole
+
+
+def test_split_layers_are_shared_as_well(ranks4: RankPool) -> None:
+    for kept, whole in ranks4.run(held, SPLIT):
+        # What isn't split is on both ranks of a tensor-parallel group.
+        assert whole / 4 < kept < whole / 2
+
+
+def one_pipeline(rank: int, world_size: int) -> bool:
+    """Return whether any parameter of a single pipeline is sharded."""
+    options: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 5, "fully_shard": True}
+    with pipelined(pipeline_cell(options).cell, tdsp.PipelinedDense(**options)) as (_, params):
+        return any(isinstance(param, DTensor) for name, param in params.items() if "stack" in name)
+
+
+def test_one_pipeline_keeps_its_layers_whole(ranks4: RankPool) -> None:
+    assert not any(ranks4.run(one_pipeline))

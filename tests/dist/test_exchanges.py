@@ -28,6 +28,7 @@ from tests.support.models import (
     HOT_ROWS,
     MIXED,
     ONE_TABLE,
+    SEQUENCE_TABLES,
     SEQUENCES,
     ModelSpec,
     TableSpec,
@@ -61,8 +62,8 @@ HASH = replace(ROWS, owners="hash")
 PER_HOST = Cell(ONE, exchange="row_per_host")
 AVERAGED = Cell(TWO, exchange="row", optimizer="sgd", sync=tdsp.WeightSync(dense_above=1.0))
 """With SGD an average of replicas is exact, and it needs to know which rows change."""
-TINY = ModelSpec((TableSpec("t0", 3, 8, ("f0", "f1")),))
-"""Fewer rows than ranks."""
+HOT_SEQUENCES = tuple((table.name, tuple(range(table.num_rows))) for table in SEQUENCE_TABLES)
+"""All rows."""
 
 
 def nonempty_cells(mesh: tdsp.Mesh2D) -> list[Cell]:
@@ -95,7 +96,7 @@ def hash_cells(mesh: tdsp.Mesh2D) -> list[Cell]:
         ),
         replace(HASH, mesh=mesh, hot_rows=HOT_ROWS),
         replace(AVERAGED, mesh=mesh, owners="hash"),
-        replace(HASH, mesh=mesh, spec=TINY),
+        replace(HASH, mesh=mesh, spec=ModelSpec((TableSpec("t0", 3, 8, ("f0", "f1")),))),
     ]
 
 
@@ -117,24 +118,6 @@ EQUAL: dict[str, tuple[str, Sequence[Cell]]] = {
         [
             *(replace(AVERAGED, spec=spec) for spec in (*BAGS, SEQUENCES)),
             *(replace(AVERAGED, exchange="nonempty", sharding=kind) for kind in KINDS),
-        ],
-    ),
-    # FBGEMM can't look up a kernel whose tables have no rows on a rank.
-    "ranks without rows": (
-        "ranks4",
-        [
-            Cell(ONE, spec=TINY),
-            replace(NONEMPTY, spec=TINY),
-            replace(ROWS, spec=TINY, hot_rows=(("t0", (1,)),)),
-            replace(ROWS, spec=replace(TINY, sequence=True)),
-            # So few ids that the one row doesn't run away.
-            replace(
-                ROWS,
-                mesh=TWO,
-                spec=ModelSpec((TableSpec("t0", 1, 8, ("f0",)),)),
-                batch_sizes=(1, 0, 0, 1),
-                max_length=1,
-            ),
         ],
     ),
     "one rank, several dimensions": (
@@ -161,6 +144,41 @@ EQUAL: dict[str, tuple[str, Sequence[Cell]]] = {
             ),
             replace(PER_HOST, owners="hash", hot_rows=HOT_ROWS),
             replace(PER_HOST, owners="hash", spec=SEQUENCES),
+        ],
+    ),
+    "hot rows of sequences": (
+        "ranks4",
+        [
+            replace(cell, mesh=mesh, spec=SEQUENCES, hot_rows=hot_rows)
+            for mesh, cell, hot_rows in product(
+                (ONE, TWO),
+                (
+                    Cell(ONE, "table_wise", optimizer="sgd"),
+                    Cell(ONE, "table_wise", optimizer="sgd", sync=tdsp.WeightSync()),
+                    Cell(ONE, "column_wise", optimizer="adagrad"),
+                    Cell(ONE),
+                    ROWS,
+                    HASH,
+                ),
+                ((("t1", (7,)),), HOT_ROWS, HOT_SEQUENCES),
+            )
+        ],
+    ),
+    # An unsharded `EmbeddingCollection` ignores a batch's weights, in the backward, too.
+    "sequences with weights": (
+        "ranks4",
+        [
+            replace(cell, spec=replace(SEQUENCES, weighted=True), hot_rows=hot_rows)
+            for cell, hot_rows in product(
+                (
+                    Cell(TWO),
+                    Cell(TWO, exchange="row"),
+                    Cell(TWO, optimizer="sgd", sync=tdsp.WeightSync()),
+                    Cell(ONE, optimizer="sgd"),
+                    Cell(TWO, "table_wise"),
+                ),
+                ((), HOT_ROWS),
+            )
         ],
     ),
     # Four hosts with two ranks each as one group, then as two groups over two hosts each.

@@ -52,7 +52,8 @@ def test_one_group_equals_the_unsharded_model(ranks4: RankPool) -> None:
         for spec, exchange in product(SPECS, ("nonempty", "row"))
     ]
     cells += [Cell(ONE, "table_row_wise", spec=spec) for spec in SPECS]
-    cells += [Cell(ONE, spec=SEQUENCE)]
+    cells += [Cell(ONE, spec=SEQUENCE), Cell(ONE, exchange="row", spec=SEQUENCE)]
+    cells += [Cell(ONE, exchange="row", spec=TWO_ROWS_FIRST, hot_rows=(("t0", (1,)),))]
     check_gaps(ranks4, cells)
 
 
@@ -63,6 +64,7 @@ def test_exact_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
         Cell(meshes[0], spec=ONE_ROW_FIRST, sync=tdsp.WeightSync(), optimizer="sgd"),
         Cell(meshes[0], spec=ONE_ROW_FIRST, sync=tdsp.GradientSync(drift_every=1)),
         Cell(meshes[0], spec=ONE_ROW_FIRST, exchange="nonempty"),
+        Cell(meshes[0], spec=ONE_ROW_FIRST, exchange="row", batch_sizes=(1, 0, 0, 1)),
         Cell(meshes[0], spec=ONE_ROW_FIRST, in_world=("t0",)),
         Cell(meshes[0], spec=ONE_ROW_FIRST, hot_rows=(("t0", (0,)),)),
     ]

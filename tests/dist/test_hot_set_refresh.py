@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from tests.support.loops import (
     snapshot,
     warnings_of,
 )
-from tests.support.models import SEQUENCE_TABLES, SEQUENCES, ModelSpec
+from tests.support.models import SEQUENCES, ModelSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import (
     ONE,
@@ -34,7 +33,6 @@ from tests.support.parity import (
     compare,
     make_optimizer,
     make_oracle,
-    run_cells,
 )
 from tests.support.planning import group_plan_of
 from tests.support.ranks import RankPool
@@ -234,41 +232,7 @@ def test_a_refresh_says_what_it_needs(ranks4: RankPool) -> None:
 
 
 SOME = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
-EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in SEQUENCE_TABLES)
 HOT_SEQUENCES = Cell(ONE, "table_wise", spec=SEQUENCES, hot_rows=SOME)
-
-
-@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
-def test_training_equals_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
-    cells = [
-        replace(HOT_SEQUENCES, mesh=mesh, sharding=sharding, optimizer=optimizer, hot_rows=hot_rows)
-        for (sharding, optimizer), hot_rows in product(
-            (("table_wise", "sgd"), ("column_wise", "adagrad"), ("row_wise", "rowwise_adagrad")),
-            ((("t1", (7,)),), SOME, EVERYTHING),
-        )
-    ]
-    rows = replace(HOT_SEQUENCES, mesh=mesh, sharding="row_wise", exchange="row")
-    cells += [rows, replace(rows, hot_rows=EVERYTHING), replace(rows, owners="hash")]
-    cells += [replace(HOT_SEQUENCES, mesh=mesh, optimizer="sgd", sync=tdsp.WeightSync())]
-    for gaps in ranks4.run(run_cells, cells, 4, timeout_s=200):
-        for cell, gap in zip(cells, gaps, strict=True):
-            assert gap.worst <= TOLERANCE, f"{cell}: {gap}"
-
-
-@pytest.mark.parametrize("hot_rows", [(), SOME], ids=["cold", "hot"])
-def test_a_batch_s_weights_are_ignored(ranks4: RankPool, hot_rows: Any) -> None:
-    """An unsharded `EmbeddingCollection` ignores them, in the backward, too."""
-    spec = replace(SEQUENCES, weighted=True)
-    cold = Cell(TWO, "row_wise", spec=spec, hot_rows=hot_rows)
-    cells = [
-        cold,
-        replace(cold, exchange="row"),
-        replace(cold, optimizer="sgd", sync=tdsp.WeightSync()),
-    ]
-    cells += [replace(cold, mesh=ONE, optimizer="sgd"), replace(cold, sharding="table_wise")]
-    for gaps in ranks4.run(run_cells, cells, 4):
-        for cell, gap in zip(cells, gaps, strict=True):
-            assert gap.worst <= TOLERANCE, f"{cell}: {gap}"
 
 
 def test_refreshes_of_sequences_change_nothing(ranks4: RankPool) -> None:

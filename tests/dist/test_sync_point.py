@@ -21,7 +21,6 @@ from tests.support.loops import (
     shard,
     sharded_tables,
     snapshot,
-    train,
 )
 from tests.support.models import SEQUENCES, build
 from tests.support.oracle import Oracle, local_loss
@@ -129,21 +128,6 @@ def read_in_inference_mode(rank: int, world_size: int, cell: Cell) -> float:
 @pytest.mark.parametrize("cell", [EXACT, HOT], ids=str)
 def test_the_state_can_be_read_in_inference_mode(ranks4: RankPool, cell: Cell) -> None:
     assert max(ranks4.run(read_in_inference_mode, cell)) < ROUNDING
-
-
-def without_sync(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """Compare stock DistributedModelParallel without syncs to ModelParallel2D with them."""
-    gaps = []
-    for cell in cells:
-        stream = make_stream(cell, 3)
-        ours = train(cell, rank, stream)
-        gaps.append(largest_gap(ours, train(replace(cell, stock_wrapper=True), rank, stream)))
-    return gaps
-
-
-def test_stock_dmp_trains_the_same_bit_for_bit(ranks4: RankPool) -> None:
-    cells = [EXACT, HOT, AVERAGED, BOTH, SEQUENCE, replace(EXACT, sync=tdsp.WeightSync())]
-    assert ranks4.run(without_sync, cells) == [[0.0] * len(cells)] * 4
 
 
 def sync_now(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, ...]:

@@ -135,7 +135,7 @@ def _damage(folder: Path, damaged: Path, random: Random) -> tuple[str, bool]:
 
 
 def _some_files(folder: Path, damaged: Path, random: Random) -> str:
-    return "; ".join(str(damage_folder(damaged, random)) for _ in range(random.randint(1, 2)))
+    return "; ".join(damage_folder(damaged, random) for _ in range(random.randint(1, 2)))
 
 
 def _mixed(folder: Path, damaged: Path, random: Random) -> str:

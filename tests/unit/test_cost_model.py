@@ -257,13 +257,6 @@ def test_parts_add_up_and_larger_batches_cost_more() -> None:
     assert small.total_s < large.total_s < 4 * small.total_s
 
 
-def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="batch_size=0 leaves nothing to do; use 1 or more"
-    ):
-        Workload(batch_size=0, tables={})
-
-
 def test_a_table_without_its_workload_is_named() -> None:
     with pytest.raises(tdsp.errors.ConfigError, match="the workload has no table 'x'; it has none"):
         Workload(batch_size=1, tables={}).table("x")

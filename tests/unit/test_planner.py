@@ -20,7 +20,6 @@ from tests.support.planning import (
     world,
 )
 from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
-from torchrec_2dsp.plan.plan2d import plan_for_rank
 from torchrec_2dsp.planner.topology import Shortfall
 
 ALL_2D = [member.value for member in ShardingType2D]
@@ -132,26 +131,6 @@ def test_a_constraint_may_name_either_form(mesh: tdsp.Mesh2D, type_2d: str) -> N
     assert {table.sharding_type for _, table in dict(plan.modules())[""].tables()} == {type_2d}
 
 
-def test_a_free_search_gives_2d_types() -> None:
-    mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
-
-    plan = planner_for(mesh).plan(bags(num_tables=5), STOCK_SHARDERS)
-
-    assert len(dict(plan.modules())[""]) == 5
-    assert {table.sharding_type for _, table in dict(plan.modules())[""].tables()} <= set(ALL_2D)
-
-
-def test_every_rank_runs_the_plan_of_its_group() -> None:
-    mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
-    plan = group_plan_of(bags(), mesh, constraints=constrained("row_wise"))
-
-    owners = [
-        [owner for owner, _, _ in layout(plan_for_rank(plan, rank), "t0")] for rank in range(4)
-    ]
-
-    assert owners == [[0, 2], [1, 3], [0, 2], [1, 3]]
-
-
 def test_an_unknown_type_is_refused_with_the_table() -> None:
     with pytest.raises(
         tdsp.errors.PlanError, match=r"table 't0'.*'diagonal' has no 2D form; use one of"
@@ -170,28 +149,6 @@ def test_nothing_given_is_changed() -> None:
 
     assert (repr(topology), constraints) == before[:2]
     assert all(dict(model.named_parameters())[name] is value for name, value in before[2].items())
-
-
-def test_a_module_without_tables_gives_an_empty_plan() -> None:
-    plan = planner_for(tdsp.Mesh2D(2, 2)).plan(nn.Linear(2, 2), STOCK_SHARDERS)
-
-    assert (plan.plan, plan.mesh, plan.sync) == ({}, tdsp.Mesh2D(2, 2), tdsp.GradientSync())
-
-
-def test_a_table_is_spread_over_the_group_when_it_fits_no_rank() -> None:
-    rows, dim = 10_000, 64
-    table_bytes = rows * dim * 4
-    model = bags(num_tables=1, rows=rows, dim=dim)
-    cap = int(0.75 * table_bytes)
-
-    with pytest.raises(tdsp.errors.PlanError):
-        planner_for(tdsp.Mesh2D(4, 1), world(4, ddr_cap=cap)).plan(model, STOCK_SHARDERS)
-    planner = planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap))
-    plan = planner.plan(model, STOCK_SHARDERS)
-
-    largest = max(size[0] * size[1] * 4 for _, _, size in layout(plan, "t0"))
-    assert {rank for rank, _, _ in layout(plan, "t0")} == {0, 1}
-    assert largest == table_bytes / 2
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 8])
@@ -270,15 +227,6 @@ def test_the_error_names_the_table_that_fits_no_rank() -> None:
     assert "Mesh2D(2x2, strided): table 't0' needs 2,5" in text
     assert "more than the 1,000,000 there are" in text
     assert "use a larger group_size, reserve a smaller share of the memory" in text
-
-
-def test_the_error_sums_the_tables_when_each_alone_fits() -> None:
-    planner = planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=600_000))
-
-    with pytest.raises(
-        tdsp.errors.PlanError, match=r"the tables need 2,\d{3},\d{3} bytes on a group"
-    ):
-        planner.plan(bags(num_tables=10, rows=1_000), STOCK_SHARDERS)
 
 
 def test_no_sentence_where_the_sums_explain_nothing() -> None:

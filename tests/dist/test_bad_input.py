@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
@@ -13,14 +14,16 @@ from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import plan_as_torchrec
-from tests.support.models import SEQUENCES, Model, ModelSpec, TableSpec, build
+from tests.support.models import SEQUENCES, Model, ModelSpec, TableSpec, build, tables_of
 from tests.support.parity import TWO, Cell, group_plan, local_world_size, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.mesh import RankLayout
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 
 MAX_SECONDS = 5.0
 CELL = Cell(TWO)
+WEIGHTED_MEANS = ModelSpec(pooling="mean", weighted=True)
 
 
 def raised(rank: int, world_size: int, case: str) -> tuple[str, str, float]:
@@ -215,6 +218,62 @@ def table_without_rows(rank: int) -> None:
     plan_as_torchrec(CELL, model, make_sharder(CELL))
 
 
+def ranks_with_different_init_seeds(rank: int) -> None:
+    model, _, plan = planned()
+    construct(model, tdsp.EmbeddingBagCollectionSharder2D(init_seed=rank), plan)
+
+
+def scaled(scale: Any, sync: Any) -> None:
+    """Shard tables with scaled moments."""
+    model, _, plan = planned(replace(CELL, sync=sync))
+    rule = tdsp.MomentScaledRowWiseAdaGrad(lr=0.1, moment_scale=scale)
+    construct(model, tdsp.EmbeddingBagCollectionSharder2D(rule), plan)
+
+
+def scale_of_exact_moments(rank: int) -> None:
+    scaled(2.0, tdsp.GradientSync())
+
+
+def scales_of_exact_moments(rank: int) -> None:
+    scaled(dict.fromkeys(("t0", "t1", "t2"), 2.0), tdsp.GradientSync())
+
+
+def scales_of_some_tables(rank: int) -> None:
+    scaled({"t0": 2.0}, tdsp.WeightSync())
+
+
+def scale_of_exact_moments_in_backward(rank: int) -> None:
+    model, _, plan = planned()
+    options = {"lr": 0.1, "moment_scale": 2.0}
+    rule = MomentScaledRowWiseAdaGradOptimizer
+    _apply_optimizer_in_backward(rule, tables_of(model).parameters(), options)
+    construct(model, tdsp.EmbeddingBagCollectionSharder2D(), plan)
+
+
+def policy_for_moments_of_sgd(rank: int) -> None:
+    sync = tdsp.WeightSync(moments_policy=tdsp.every(4))
+    construct(*planned(Cell(TWO, optimizer="sgd", sync=sync)))
+
+
+def short_transport_of_short_tables(rank: int) -> None:
+    sync = tdsp.WeightSync(transport=tdsp.Transport.BF16)
+    construct(*planned(Cell(TWO, spec=ModelSpec(data_type=DataType.FP16), sync=sync)))
+
+
+def nonempty_bags_of_sequences(rank: int) -> None:
+    construct(*planned(Cell(TWO, exchange="nonempty", spec=SEQUENCES)))
+
+
+def weighted_means(rank: int) -> None:
+    planned(replace(CELL, spec=WEIGHTED_MEANS))
+
+
+def weighted_means_with_a_plan_of_sums(rank: int) -> None:
+    _, sharder, plan = planned()
+    construct(build(WEIGHTED_MEANS), sharder, plan)
+
+
+NO_SCALE = "moment_scale=2.0 with GradientSync, whose moments are exact; leave it at FROM_MESH or"
 CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
     case.__name__: (case, error, text)
     for case, error, text in (
@@ -251,6 +310,28 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
         (stochastic_rounding, "UnsupportedError", "asks for stochastic_rounding"),
         (odd_dim, "PlanError", "table 't0' of module 'ebc' has embedding_dim=6; FBGEMM's kernels"),
         (odd_dim_with_a_plan_by_hand, "PlanError", "need a multiple of 4, such as 8"),
+        (ranks_with_different_init_seeds, "ConfigError", "init_seed differs between ranks: rank 0"),
+        (scale_of_exact_moments, "ConfigError", NO_SCALE),
+        (scales_of_exact_moments, "ConfigError", NO_SCALE),
+        (scale_of_exact_moments_in_backward, "ConfigError", NO_SCALE),
+        (scales_of_some_tables, "ConfigError", "moment_scale has nothing for table 't1'"),
+        (
+            policy_for_moments_of_sgd,
+            "ConfigError",
+            "that moments_policy=every(4) could sync;",
+        ),
+        (
+            short_transport_of_short_tables,
+            "UnsupportedError",
+            "table 't0' has torch.float16 values, which transport='bf16' wouldn't make smaller",
+        ),
+        (
+            nonempty_bags_of_sequences,
+            "UnsupportedError",
+            "has exchange='nonempty', which is for",
+        ),
+        (weighted_means, "UnsupportedError", "table 't0' averages weighted bags"),
+        (weighted_means_with_a_plan_of_sums, "UnsupportedError", "averages weighted bags"),
         (table_without_rows, "PlanError", "table 't0' of module 'ebc' has 0 rows; give it at"),
     )
 }

@@ -18,7 +18,7 @@ ON_FOUR_RANKS = [form for form in FORMS if form not in ("PP, TP, FSDP", "PP zero
 ON_EIGHT_RANKS = [form for form in FORMS if form != "TP"]
 """All forms except four ranks per layer: hosts have two."""
 
-COPIES = {"FSDP": 1, "FSDP at once": 1, "FSDP, gathered once": 1, "HSDP": 2, "TP, HSDP": 2}
+COPIES = {"FSDP": 1, "FSDP at once": 1, "FSDP, gathered once": 1, "HSDP": 2}
 """How many copies of the dense part all ranks keep together, in some forms."""
 
 

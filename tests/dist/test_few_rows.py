@@ -168,18 +168,3 @@ def test_tables_start_equal_everywhere(two_hosts: RankPool) -> None:
     assert not wrong
     for cell, *counts in zip(CELLS, *by_rank, strict=True):
         assert sum(count for _, count in counts) == cell.num_values, str(cell)
-
-
-def differing_seeds(rank: int, world_size: int) -> str:
-    cell = Cell(MESHES[1], spec=BAGS)
-    model = build(cell.spec)
-    plan = group_plan(cell, model, make_sharder(cell), local_world_size())
-    sharder = tdsp.EmbeddingBagCollectionSharder2D(init_seed=rank)
-    with pytest.raises(tdsp.errors.ConfigError) as error:
-        tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
-    return str(error.value)
-
-
-def test_all_ranks_need_the_same_seed(two_hosts: RankPool) -> None:
-    (text,) = set(two_hosts.run(differing_seeds))
-    assert text.startswith("init_seed differs between ranks: rank 0 has 0, rank 1 has 1")

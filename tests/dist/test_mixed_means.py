@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
 
-import pytest
 import torch
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -40,12 +39,11 @@ def features_of(tables: tuple[MixedTable, ...]) -> list[str]:
     return [table.feature or f"f{index}" for index, table in enumerate(tables)]
 
 
-def collection(tables: tuple[MixedTable, ...], weighted: bool = False) -> EmbeddingBagCollection:
+def collection(tables: tuple[MixedTable, ...]) -> EmbeddingBagCollection:
     """Build a collection with the same weights on all ranks."""
     torch.manual_seed(0)
     return EmbeddingBagCollection(
         device=rank_device(),
-        is_weighted=weighted,
         tables=[
             EmbeddingBagConfig(
                 name=f"t{index}",
@@ -59,11 +57,10 @@ def collection(tables: tuple[MixedTable, ...], weighted: bool = False) -> Embedd
     )
 
 
-def planned(
-    tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D, weighted: bool = False
-) -> tuple[torch.nn.ModuleDict, Any, tdsp.Plan2D]:
-    """Return the collection in a model, its sharder, and the tables' plan."""
-    model = torch.nn.ModuleDict({"ebc": collection(tables, weighted)})
+def sharded(tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D) -> tdsp.ModelParallel2D:
+    """Shard the collection by its tables' plan, with the weights of `collection`."""
+    model = torch.nn.ModuleDict({"ebc": collection(tables)})
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
     sharder: Any = tdsp.EmbeddingBagCollectionSharder2D(
         EmbOptimType.EXACT_SGD, fused_params={"learning_rate": LR}
     )
@@ -74,13 +71,6 @@ def planned(
     plan = group_plan_of(model, mesh, sharders=[sharder], constraints=constraints)
     for index, table in enumerate(tables):
         plan = tdsp.pin(plan, f"t{index}", exchange=table.exchange)
-    return model, sharder, plan
-
-
-def sharded(tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D) -> tdsp.ModelParallel2D:
-    """Shard the collection by its tables' plan, with the weights of `collection`."""
-    model, sharder, plan = planned(tables, mesh)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
     parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
     parallel.load_state_dict(cast(Any, weights))
     return parallel
@@ -183,24 +173,3 @@ def test_ranks_without_samples_average_too(ranks4: RankPool, dealt: Deal) -> Non
         for kind, mesh, sizes in product(TYPES, meshes, uneven)
     ]
     check(ranks4, dealt(cases))
-
-
-def refusals(rank: int, world_size: int) -> list[str]:
-    """Return the errors for a planned weighted mean, and for one with a plan of sums."""
-    mesh, tables = tdsp.Mesh2D(2, 2), (MixedTable("mean", "table_wise"),)
-    message = []
-    with pytest.raises(tdsp.errors.UnsupportedError) as when_planned:
-        planned(tables, mesh, weighted=True)
-    message.append(str(when_planned.value))
-    _, sharder, plan = planned(tables, mesh)
-    model = torch.nn.ModuleDict({"ebc": collection(tables, weighted=True)})
-    with pytest.raises(tdsp.errors.UnsupportedError) as when_sharded:
-        tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
-    message.append(str(when_sharded.value))
-    return message
-
-
-def test_weighted_means_are_refused(ranks4: RankPool) -> None:
-    for texts in ranks4.run(refusals):
-        assert len(set(texts)) == 1, texts
-        assert texts[0].startswith("table 't0' averages weighted bags"), texts

@@ -72,11 +72,15 @@ def train_scaled(rank: int, world_size: int, cell: Cell, scale: Any) -> float:
     return compare(parallel, emulation.groups[0]).worst
 
 
-def emulate(cell: Cell, scale: float | None = None) -> Emulation:
+def emulate(cell: Cell, scale: Any = None) -> Emulation:
     """Train the cell as `MomentScaledRowWiseAdaGrad` defines it; exact sync is one group."""
     if isinstance(cell.sync, tdsp.GradientSync):
         return Emulation(replace(cell, mesh=tdsp.Mesh2D(1, 4)), 1.0)
     return Emulation(cell, scale or float(cell.mesh.num_groups))
+
+
+def scales_of(cell: Cell) -> dict[str, float]:
+    return {table.name: 1.5 + number for number, table in enumerate(cell.spec.tables)}
 
 
 CASES = {
@@ -86,6 +90,8 @@ CASES = {
     "plain row-wise AdaGrad, averaged": (AVERAGED, 1.0),
     "sequences": (SEQUENCE, None),
     "hot rows, whose moments are exact": (replace(AVERAGED, hot_rows=HOT), None),
+    "each table's own": (AVERAGED, scales_of(AVERAGED)),
+    "each table's own, of sequences": (SEQUENCE, scales_of(SEQUENCE)),
     "1 with GradientSync": (EXACT, None),
     "1 with GradientSync, written out": (EXACT, 1.0),
     "hot rows with GradientSync": (replace(EXACT, hot_rows=HOT), None),
@@ -97,27 +103,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_algorithm(ranks4: RankPool, case: str) -> None:
     assert max(ranks4.run(train_scaled, *CASES[case])) < ROUNDING
-
-
-def refusals(rank: int, world_size: int) -> list[str]:
-    messages = []
-    for way in (
-        by_sharder(moment_scaled(moment_scale=2.0)),
-        in_backward(OUR_CLASS, lr=LR, moment_scale=2.0),
-    ):
-        model, sharder = way(EXACT)
-        with pytest.raises(ConfigError) as caught:
-            shard(EXACT, sharder, model)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_an_inexact_scale_is_refused_with_exact_moments(ranks4: RankPool) -> None:
-    text = (
-        "moment_scale=2.0 with GradientSync, whose moments are exact; leave it at FROM_MESH or "
-        "use WeightSync"
-    )
-    assert ranks4.run(refusals) == [[text, text]] * 4
 
 
 def test_an_optimizer_is_given_once() -> None:
@@ -365,56 +350,3 @@ def test_ddp_goes_on_in_its_order_and_keeps_its_hook(ranks4: RankPool, kind: str
         assert not all(plain)
         # Two buckets in each step.
         assert num_calls == (8 if kind == "hook" else 0)
-
-
-TABLES = [table.name for table in AVERAGED.spec.tables]
-SHARDERS = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D)
-"""The emulation adds and scales in another order: some float32 roundings of values below 1."""
-
-
-def scaled(scales: dict[str, float]) -> tdsp.MomentScaledRowWiseAdaGrad:
-    return tdsp.MomentScaledRowWiseAdaGrad(lr=LR, eps=EPS, moment_scale=scales)
-
-
-def train_otherwise(
-    rank: int, world_size: int, cell: Cell, optimizer: Any, way: dict[str, Any]
-) -> float:
-    """Another optimizer of ours on the sharder, against the emulation."""
-    parallel = shard(cell, SHARDERS[cell.spec.sequence](optimizer))
-    stream = make_stream(cell, STEPS)
-    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
-    if isinstance(cell.sync, tdsp.GradientSync):
-        cell = replace(cell, mesh=tdsp.Mesh2D(1, 4))
-    emulation = Emulation(cell, **way)
-    for batches in stream:
-        emulation.step(batches)
-    return compare(parallel, emulation.groups[0]).worst
-
-
-@pytest.mark.dealt_file
-@pytest.mark.parametrize("cell", [AVERAGED, SEQUENCE], ids=str)
-def test_each_table_has_a_scale_of_its_own(ranks4: RankPool, cell: Cell) -> None:
-    scales = {table.name: 1.5 + number for number, table in enumerate(cell.spec.tables)}
-    optimizer = scaled(scales)
-    answers = ranks4.run(train_otherwise, cell, optimizer, {"moment_scale": scales})
-    assert max(answers) < ROUNDING
-
-
-def refused(cell: Cell, optimizer: Any) -> str:
-    with pytest.raises(tdsp.TwoDError) as caught:
-        shard(cell, SHARDERS[cell.spec.sequence](optimizer))
-    return str(caught.value)
-
-
-def scale_refusals(rank: int, world_size: int) -> list[str]:
-    return [
-        refused(AVERAGED, scaled({"t0": 2.0})),
-        refused(EXACT, scaled(dict.fromkeys(TABLES, 2.0))),
-    ]
-
-
-@pytest.mark.dealt_file
-def test_rules_that_would_not_hold_for_all_rows_are_refused(ranks4: RankPool) -> None:
-    for missing, exact in ranks4.run(scale_refusals):
-        assert missing.startswith(f"moment_scale has nothing for table '{TABLES[1]}'")
-        assert exact.startswith("moment_scale=2.0 with GradientSync")

@@ -284,7 +284,7 @@ def model_with(spec: ModelSpec, parameter: torch.Tensor) -> StackModel:
 
 def refused(rank: int, world_size: int) -> list[str]:
     """Return all refusals; the parameter sits in the first stage alone."""
-    options = TWO_RANKS[0] | {"fully_shard": True}
+    options: dict[str, Any] = TWO_RANKS[0] | {"fully_shard": True}
 
     def wrap(cell: Cell, model: StackModel | None = None, **more: Any) -> None:
         with pipelined(cell, tdsp.PipelinedDense(**(options | more)), model):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import Tensors, largest_gap, make_stream, shard, snapshot
@@ -21,7 +20,7 @@ from tests.support.parity import (
     make_oracle,
     make_sharder,
 )
-from tests.support.ranks import RankPool, RanksFailed
+from tests.support.ranks import RankPool
 from tests.support.rounding import HOT_ROWS, ROUNDING, RoundingOracle, train_late
 
 pytestmark = pytest.mark.dealt_file
@@ -87,17 +86,6 @@ def test_short_changes(ranks4: RankPool, transport: tdsp.Transport) -> None:
     for mesh in (FOUR, TWO):
         exact = Cell(mesh, spec=LARGE, sync=tdsp.WeightSync(policy=tdsp.every(2)))
         check(ranks4, replace(exact, sync=sync), exact, transport)
-
-
-def shard_half_precision(rank: int, world_size: int, sync: tdsp.WeightSync) -> None:
-    shard(Cell(TWO, spec=ModelSpec(data_type=DataType.FP16), sync=sync))
-
-
-def test_a_table_that_is_as_short_already(ranks4: RankPool) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        ranks4.run(shard_half_precision, tdsp.WeightSync(transport=tdsp.Transport.BF16))
-    message = "table 't0' has torch.float16 values, which transport='bf16' wouldn't make smaller"
-    assert all(message in report for report in failed.value.reports.values())
 
 
 def test_late_updates_equal_the_late_oracle(ranks4: RankPool) -> None:

@@ -11,7 +11,7 @@ from tests.support.loops import Tensors, largest_gap, make_stream, shard, snapsh
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import FOUR, TWO, Cell, make_optimizer, sharded_tables
-from tests.support.ranks import RankPool, RanksFailed
+from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.sync import SyncPolicy
 from torchrec_2dsp.replicas import row_average, whole_shard
@@ -292,19 +292,6 @@ def test_a_bad_value_stops_all_peers_before_anything_is_written(
         assert message.startswith("table 't1' has weights or optimizer state that are not finite")
         assert message.endswith("(found on rank 1)")
         assert change == 0.0
-
-
-def shard_stateless(rank: int, world_size: int) -> None:
-    sync = tdsp.WeightSync(moments_policy=tdsp.every(4))
-    shard(Cell(TWO, optimizer="sgd", sync=sync))
-
-
-@pytest.mark.dealt_file
-def test_a_policy_for_moments_that_do_not_exist_is_refused(ranks4: RankPool) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        ranks4.run(shard_stateless)
-    message = r"has no optimizer state that moments_policy=every(4) could sync; leave it out"
-    assert all(message in report for report in failed.value.reports.values())
 
 
 def whole_in_chunks(rank: int, world_size: int, chunk_bytes: int) -> tuple[Tensors, set[str]]:

@@ -154,8 +154,9 @@ def program_numbers(folder: Path) -> Numbers:
     if not (folder / "record.json").exists():
         return {}
     (record,) = TrainRecord.load(folder / "record.json").runs
-    losses: Numbers = {f"step {point.step}": [point.loss] for point in record.curve}
-    return losses | {"evaluations": [record.evaluations]}
+    numbers: Numbers = {f"step {point.step}": [point.loss] for point in record.curve}
+    numbers["evaluations"] = [record.evaluations]
+    return numbers
 
 
 SUBJECTS = {

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -465,7 +466,7 @@ def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
         ),
     ],
 )
-def test_a_plan_says_what_it_needs(sharding: str, pinned: dict[str, str], text: str) -> None:
+def test_a_plan_says_what_it_needs(sharding: str, pinned: dict[str, Any], text: str) -> None:
     cell = Cell(ONE, sharding)
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
     with pytest.raises(tdsp.errors.PlanError, match=text):

@@ -36,6 +36,8 @@ def device_env(rank: int) -> dict[str, str]:
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
+        # Else its watchdog aborts a process whose peer has gone, before that can say why.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     }
 
 

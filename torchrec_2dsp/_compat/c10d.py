@@ -62,6 +62,29 @@ def own_connection(store: dist.Store) -> dist.Store:
     return clone
 
 
+def nccl_abort(world: dist.ProcessGroup) -> Callable[[], None] | None:
+    """Return what ends all collectives of an NCCL world, from any thread; `None` for others."""
+    return _abort_nccl if dist.get_backend(world) == dist.Backend.NCCL else None
+
+
+def _abort_nccl() -> None:
+    groups = [group for group in _c10d._world.pg_names if dist.get_backend(group) == "nccl"]
+    backends = [_of_gpu(group) for group in groups]
+    _abort_together(backends[0], backends)
+
+
+def _abort_together(first: Backend, backends: list[Backend]) -> None:
+    # One after the other, a group's abort may wait for another's.
+    first._group_start()  # pyright: ignore[reportAttributeAccessIssue]
+    for backend in backends:
+        backend.abort()
+    first._group_end()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _of_gpu(group: dist.ProcessGroup) -> Backend:
+    return group._get_backend(torch.device("cuda"))
+
+
 def pass_on_to(group: dist.ProcessGroup, backend: dist.ProcessGroupGloo) -> None:
     """Route to ``backend`` what torch doesn't call on a group in Python."""
     kind = dist.ProcessGroup.BackendType.GLOO

@@ -24,6 +24,11 @@ When a rank fails, the others would wait forever:
 
 `alarm` has the agreement between ranks. `failure_detection` finds out which rank failed: one that
 doesn't answer for `ANSWER_S` is silent. The process group's timeout says how late a rank may be.
+NCCL's collectives don't break when a rank fails; the `Watch` of `breaking` ends them:
+
+    rank 1 raises   -> posts it -> all abort -> all raise RankError(1)
+    rank 1 is silent for 30 s   -> rank 0 asks -> all abort -> all raise RankError(1)
+
 `shard` and `replicas` decide what travels and when; `codecs` encodes it.
 """
 

@@ -188,6 +188,8 @@ class Check:
         except RuntimeError as error:
             raise board.explain(error) from error
         total = int(self.total.item())
+        if board.has_aborted:
+            raise board.explain()
         counts = {signal: total // int(signal) % (1 << _BITS) for signal in Signal if signal.value}
         if counts[Signal.FAILED]:
             agree(group, error=self.error)

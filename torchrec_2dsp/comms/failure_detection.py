@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -23,7 +23,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from torchrec_2dsp._compat.c10d import own_connection, store_of_world
+from torchrec_2dsp._compat.c10d import nccl_abort, own_connection, store_of_world
+from torchrec_2dsp.comms.breaking import Watch, causes_of, is_broken_connection
 from torchrec_2dsp.errors import RankError, TwoDError
 
 _AT_START = "before the first step"
@@ -225,6 +226,9 @@ class NoticeBoard:
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
         self._standing, self._error = Standing.HERE, ""
         self._heard: RankError | None = None
+        self._watch: Watch | None = None
+        if (abort := nccl_abort(world)) is not None:
+            self._watch = Watch(self._store, _PREFIX, self._rank, self._num_ranks, abort)
         self._last_alarm = self._store.add(_ALARMS, 0)
         self._post()
         self._is_closing = threading.Event()
@@ -265,6 +269,28 @@ class NoticeBoard:
         """Post that this rank is about to raise an error of its own."""
         if (text := described(error)) != self._error:
             self._post_standing(Standing.FAILED, text)
+            if self._watch is not None:
+                self._within_time(self._ring)
+
+    def _ring(self) -> bool:
+        """Tell ranks that can't notice this rank's error why it is raised."""
+        text = f"{name_of(self._rank)} failed {self.activity}: {self._error}"
+        if self._verdict(self.activity.step - _STEPS_APART) is None:
+            verdict = encoded_verdict(RankError(text, (self._rank,)), self.activity.step)
+            self._store.set(_VERDICT, verdict)
+        self._last_alarm = self._store.add(_ALARMS, 1)
+        return True
+
+    @property
+    def has_aborted(self) -> bool:
+        """Whether this rank's collectives were ended for another's failure, see `Watch`."""
+        has_aborted = self._watch is not None and self._watch.has_aborted
+        return has_aborted and self._standing is not Standing.FAILED
+
+    def wait_for_others(self, change: int) -> None:
+        """Count a context in which this rank may wait for others, or uncount it."""
+        if self._watch is not None:
+            self._watch.num_waiting += change
 
     def raise_failure(self) -> None:
         """Raise the error that has stopped the ranks, if any."""
@@ -389,8 +415,20 @@ class NoticeBoard:
                 if wait_s == _LISTEN_S and self._heard is None:
                     # The store may be gone by the time that this rank notices the failure.
                     self._heard = self._verdict(self.activity.step - _STEPS_APART)
+                if self._watch is not None:
+                    self._keep(self._watch)
             except RuntimeError:
                 return
+
+    def _keep(self, watch: Watch) -> None:
+        """Look for a silent rank, and end this rank's collectives once a rank is to blame."""
+        if watch.next_is_silent() and self._heard is None:
+            here = Standing.HERE.value
+            if any(notice.standing != here for notice in self._ask()):
+                self._heard = self._judge("")
+        self.failure = self.failure or self._heard
+        if self.failure is not None:
+            watch.end_collectives()
 
 
 def described(error: BaseException) -> str:
@@ -416,40 +454,6 @@ def _key(rank: int) -> str:
     return f"{_PREFIX}notice/{rank}"
 
 
-_OF_GLOO = re.compile(
-    r"/gloo/\S*:\d+\]|Connection (closed|reset) by peer|pair closure|an all-to-all isn't over"
-    r"|all-to-all with rank"
-)
-"""Texts of errors, bare ``RuntimeError``s, from gloo and from the full-duplex all-to-all."""
-
-
-def is_broken_connection(error: BaseException) -> bool:
-    """Return whether an exception, or one of its causes, comes from a failed collective.
-
-    Example:
-        >>> from torchrec_2dsp.comms.failure_detection import is_broken_connection
-        >>> is_broken_connection(RuntimeError("[/t/gloo/pair.cc:5] Connection closed by peer"))
-        True
-        >>> is_broken_connection(RuntimeError("shape '[2, 3]' is invalid for input of size 5"))
-        False
-    """
-    return any(
-        isinstance(cause, dist.DistError)
-        or (isinstance(cause, RuntimeError) and _OF_GLOO.search(str(cause)) is not None)
-        for cause in causes_of(error)
-    )
-
-
-def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception itself, then its cause, and so on."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-
-
 class naming_faults(AbstractContextManager[None]):
     """A context whose errors tell which rank failed.
 
@@ -464,6 +468,7 @@ class naming_faults(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._board.raise_failure()
+        self._board.wait_for_others(1)
         if self._phase is not None:
             self._board.activity.begin(self._phase)
 
@@ -473,6 +478,11 @@ class naming_faults(AbstractContextManager[None]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._board.wait_for_others(-1)
+        # Whatever happens then, aborted collectives are to blame: they leave any numbers behind.
+        has_aborted = self._board.has_aborted and isinstance(error, Exception | None)
+        if has_aborted and not _is_explained(error):
+            raise self._board.explain(error) from error
         if error is None:
             if self._phase is not None:
                 self._board.activity.phase = f"after {self._phase}"
@@ -482,7 +492,7 @@ class naming_faults(AbstractContextManager[None]):
             self._board.fail(error)
 
 
-def _is_explained(error: BaseException) -> bool:
+def _is_explained(error: BaseException | None) -> bool:
     """Return whether the other ranks know about the error already."""
     return any(
         isinstance(cause, RankError) or (isinstance(cause, TwoDError) and cause.is_on_all_ranks)

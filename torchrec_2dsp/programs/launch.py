@@ -56,6 +56,8 @@ def launched_world(
     keep_freed_memory()
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+        # A rank whose peer is gone can say so only if NCCL's watchdog doesn't end the process.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     yield dist.get_rank()

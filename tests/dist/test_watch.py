@@ -1,0 +1,169 @@
+"""Ranks whose collectives wait forever, as NCCL's do, end with the error that names the rank."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from tests.support.slices import patient
+from torchrec_2dsp._compat import c10d
+from torchrec_2dsp.comms import breaking, failure_detection
+from torchrec_2dsp.comms.alarm import Alarm
+from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
+from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.errors import RankError
+
+Answer = tuple[str, tuple[int, ...], bool]
+"""A rank's error, the ranks that it names, and whether its collectives were aborted."""
+
+
+def in_context(rank: int, world_size: int, work: Callable[..., None], silent_s: float) -> Answer:
+    """Do work that waits as for NCCL, until collectives are aborted."""
+    aborted = threading.Event()
+    error: BaseException | None = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failure_detection, "nccl_abort", lambda world: aborted.set)
+        patch.setattr(breaking, "SILENT_S", silent_s)
+        patch.setattr(breaking, "_BEAT_S", 0.2)
+        board = NoticeBoard(world_group())
+        dist.barrier()
+        try:
+            with naming_faults(board, "a step"):
+                work(rank, board, aborted)
+        except (RankError, ValueError) as raised:
+            error = raised
+        # The others' threads still ask this one.
+        time.sleep(silent_s)
+        board._is_closing.set()
+        board._thread.join()
+    return f"{type(error).__name__}: {error}", getattr(error, "ranks", ()), board.has_aborted
+
+
+def answers_of(work: Callable[..., None], silent_s: float = 2.0) -> list[Answer]:
+    return run_ranks(in_context, 3, work, silent_s, start_method="forkserver")
+
+
+def wait_as_nccl(aborted: threading.Event) -> None:
+    """Wait until a kernel is aborted; the next call says so."""
+    assert aborted.wait(patient(60))
+    raise RuntimeError("NCCL communicator was aborted on rank 0.")
+
+
+def one_raises(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
+    if rank == 1:
+        raise ValueError("no such row")
+    wait_as_nccl(aborted)
+
+
+def one_raises_and_nobody_looks(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
+    """Let no further call fail: an aborted kernel only leaves any numbers behind."""
+    with suppress(RuntimeError):
+        one_raises(rank, board, aborted)
+
+
+def one_raises_before_an_alarm(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
+    with suppress(RuntimeError):
+        one_raises(rank, board, aborted)
+    # It would be trusted, were it not known that collectives were aborted.
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(alone, dist.ProcessGroup)
+    Alarm(alone, torch.device("cpu"), board).check().wait()
+    pytest.fail("the numbers of aborted collectives were trusted")
+
+
+@pytest.mark.parametrize(
+    "work",
+    [one_raises, one_raises_and_nobody_looks, one_raises_before_an_alarm],
+    ids=lambda work: work.__name__,
+)
+def test_an_error_of_one_rank_ends_the_others(work: Callable[..., None]) -> None:
+    first, second, third = answers_of(work)
+    assert second[0].startswith("ValueError: no such row")
+    for message, ranks, has_aborted in (first, third):
+        assert message.startswith("RankError: rank 1 failed at step 0, in a step: ValueError: no s")
+        assert ranks == (1,)
+        assert has_aborted
+
+
+def one_is_silent(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
+    if rank != 1:
+        wait_as_nccl(aborted)
+    board._is_closing.set()
+
+
+def test_a_silent_rank_is_noticed_and_named() -> None:
+    first, _, third = answers_of(one_is_silent)
+    for message, ranks, has_aborted in (first, third):
+        assert message.startswith("RankError: rank 1 did not answer: killed, stopped, or cut off")
+        assert ranks == (1,)
+        assert has_aborted
+
+
+def all_compute(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
+    assert not aborted.wait(4.0)
+
+
+def one_leaves(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
+    """Nobody waits for others outside of the contexts, so nobody is missed there."""
+    board.wait_for_others(-1)
+    if rank == 1:
+        board._is_closing.set()
+    assert not aborted.wait(4.0)
+    board.wait_for_others(1)
+
+
+@pytest.mark.parametrize("work", [all_compute, one_leaves], ids=lambda work: work.__name__)
+def test_nothing_is_aborted_without_a_reason(work: Callable[..., None]) -> None:
+    assert answers_of(work, silent_s=1.5) == [("NoneType: None", (), False)] * 3
+
+
+def test_gloo_breaks_by_itself_and_has_no_watch() -> None:
+    assert run_ranks(has_watch, 2, start_method="forkserver") == [False, False]
+
+
+def has_watch(rank: int, world_size: int) -> bool:
+    return NoticeBoard(world_group())._watch is not None
+
+
+class FakeBackend:
+    """Writes down its calls, as NCCL's has them."""
+
+    def __init__(self, calls: list[str], name: str) -> None:
+        self._calls, self._name = calls, name
+
+    def _group_start(self) -> None:
+        self._calls.append("start")
+
+    def abort(self) -> None:
+        self._calls.append(self._name)
+
+    def _group_end(self) -> None:
+        self._calls.append("end")
+
+
+class FakeGroup:
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def _get_backend(self, device: object) -> Any:
+        return self._backend
+
+
+def test_all_nccl_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    groups = {FakeGroup(FakeBackend(calls, name)): name for name in ("nccl", "gloo", "more nccl")}
+    monkeypatch.setattr(dist, "get_backend", lambda group: groups[group].split()[-1])
+    monkeypatch.setattr(c10d._c10d, "_world", SimpleNamespace(pg_names=groups))
+    nccl, gloo, _ = groups
+    assert c10d.nccl_abort(cast(Any, gloo)) is None
+    abort = c10d.nccl_abort(cast(Any, nccl))
+    assert abort is not None
+    abort()
+    assert calls == ["start", "nccl", "more nccl", "end"]

@@ -1,0 +1,91 @@
+"""Collectives that a failed rank breaks: gloo's by themselves, NCCL's by a `Watch`.
+
+gloo raises an error when a rank ends. NCCL's kernels wait forever: a thread has to notice the
+failure, and abort them.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+_BEAT_S = 1.0
+"""The interval at which a rank shows that it runs."""
+SILENT_S = 30.0
+"""The time after which a rank that doesn't show it counts as silent."""
+GRACE_S = 1.0
+"""The time in which a collective may break by itself after a failure."""
+
+
+class Watch:
+    """A rank's signs of life, its eye on the next rank, and the means to end its collectives."""
+
+    def __init__(
+        self, store: dist.Store, prefix: str, rank: int, num_ranks: int, abort: Callable[[], None]
+    ) -> None:
+        self.has_aborted = False
+        """Whether this rank's collectives were ended: what they have computed is worthless."""
+        self.num_waiting = 0
+        """The contexts open in which this rank may wait for others; without one nobody is late."""
+        self._store, self._abort = store, abort
+        self._own, self._next = (f"{prefix}beat/{r}" for r in (rank, (rank + 1) % num_ranks))
+        self._num_beats = 0
+        self._due = self._seen_at = time.monotonic()
+        self._seen = b""
+        self._failed_at: float | None = None
+
+    def next_is_silent(self) -> bool:
+        """Show that this rank runs, once in a while; return whether the next rank doesn't."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + _BEAT_S
+        self._num_beats += 1
+        self._store.set(self._own, str(self._num_beats))
+        seen = self._store.get(self._next) if self._store.check([self._next]) else b""
+        if seen != self._seen or not self.num_waiting:
+            self._seen, self._seen_at = seen, now
+        return now > self._seen_at + SILENT_S
+
+    def end_collectives(self) -> None:
+        """Abort all collectives, if they haven't broken some time after the first call."""
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        if not self.has_aborted and now >= self._failed_at + GRACE_S:
+            self.has_aborted = True
+            self._abort()
+
+
+_OF_GLOO = re.compile(
+    r"/gloo/\S*:\d+\]|Connection (closed|reset) by peer|pair closure|an all-to-all isn't over"
+    r"|all-to-all with rank"
+)
+"""Texts of errors, bare ``RuntimeError``s, from gloo and from the full-duplex all-to-all."""
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Return whether an exception, or one of its causes, comes from a failed collective.
+
+    Example:
+        >>> from torchrec_2dsp.comms.breaking import is_broken_connection
+        >>> is_broken_connection(RuntimeError("[/t/gloo/pair.cc:5] Connection closed by peer"))
+        True
+        >>> is_broken_connection(RuntimeError("shape '[2, 3]' is invalid for input of size 5"))
+        False
+    """
+    return any(
+        isinstance(cause, dist.DistError)
+        or (isinstance(cause, RuntimeError) and _OF_GLOO.search(str(cause)) is not None)
+        for cause in causes_of(error)
+    )
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the exception itself, then its cause, and so on."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import largest_gap, make_stream, shard, snapshot
+from tests.support.loops import largest_gap, make_stream, plain_loop, shard, snapshot
 from tests.support.models import SEQUENCES, ModelSpec, make_batch
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import TWO, Cell, make_optimizer
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
+from torchrec_2dsp.shard.parted import sharded_tables
+from torchrec_2dsp.shard.sharded_modules import EmptyBatches
+from torchrec_2dsp.shard.stages import BatchNotes
 
 CELLS = [
     Cell(TWO, "table_wise"),
@@ -153,6 +156,53 @@ def test_ranks_without_samples_need_no_weights(ranks4: RankPool) -> None:
     for with_weights, without in ranks4.run(empty_losses):
         assert with_weights == without
         assert len(with_weights) == 3
+
+
+class NotedBatches(EmptyBatches):
+    """Notes how many samples the batches have that TorchRec gets."""
+
+    num_samples: ClassVar[list[int]] = []
+
+    def before_ids_travel(
+        self, notes: BatchNotes, features: KeyedJaggedTensor
+    ) -> KeyedJaggedTensor:
+        features = super().before_ids_travel(notes, features)
+        self.num_samples.append(features.stride())
+        return features
+
+
+def filled_gaps(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, list[int]]]:
+    """Compare training with and without samples for empty batches, as GPUs need them."""
+    gaps = []
+    for cell in cells:
+        NotedBatches.num_samples.clear()
+        snapshots = []
+        for is_filled in (False, True):
+            parallel = shard(cell)
+            for part in sharded_tables(parallel) if is_filled else ():
+                part.stages.append(NotedBatches())
+            batches = [
+                batches_of(cell.spec, 0, cell.batch_sizes, 4, step)[rank] for step in range(3)
+            ]
+            plain_loop(parallel, make_optimizer(parallel), batches)
+            snapshots.append(snapshot(parallel))
+        gaps.append((largest_gap(*snapshots), [*NotedBatches.num_samples]))
+    return gaps
+
+
+def test_batches_without_samples_train_the_same_with_one_that_is_cut(
+    ranks4: RankPool, dealt: Deal
+) -> None:
+    cells = [cell for cell in CELLS if not cell.spec.sequence]
+    cells = dealt([replace(cell, batch_sizes=(3, 0, 5, 0)) for cell in cells])
+    for answers in zip(*ranks4.run(filled_gaps, cells), strict=True):
+        assert [gap for gap, _ in answers] == [0.0] * 4
+        assert [num_samples[:3] for _, num_samples in answers] == [
+            [3] * 3,
+            [1] * 3,
+            [5] * 3,
+            [1] * 3,
+        ]
 
 
 def without_a_feature(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:

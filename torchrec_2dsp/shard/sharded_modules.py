@@ -80,6 +80,8 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
         device = stock["device"] or torch.device("cpu")
         outputs = JoinBags(_outputs_of(configs, averaged))
         self.tables = Tables2D(self, module, configs, plan, replication, device, outputs)
+        if device.type == "cuda":
+            self.tables.stages.append(EmptyBatches())
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -253,6 +255,35 @@ class JoinBags(Stage):
         return KeyedTensor(
             keys=cold.keys(), length_per_key=dims, values=torch.cat(bags, dim=1), key_dim=1
         )
+
+
+class EmptyBatches(Stage):
+    """Gives a batch without samples one that has no ids, and cuts its bags from the output.
+
+    The CUDA kernel of FBGEMM that sorts ids by row owner fails without samples.
+    """
+
+    def before_ids_travel(
+        self, notes: BatchNotes, features: KeyedJaggedTensor
+    ) -> KeyedJaggedTensor:
+        """Return a batch that has samples."""
+        notes.is_empty = not features.variable_stride_per_key() and not features.stride()
+        if not notes.is_empty:
+            return features
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            weights=features.weights_or_none(),
+            lengths=features.lengths().new_zeros(len(features.keys())),
+        )
+
+    def on_output(self, notes: BatchNotes, output: Output) -> Output:
+        """Return bags without those of the sample that was added."""
+        if not notes.is_empty:
+            return output
+        assert isinstance(output, KeyedTensor)
+        dims, bags = output.length_per_key(), output.values()[:0]
+        return KeyedTensor(keys=output.keys(), length_per_key=dims, values=bags, key_dim=1)
 
 
 class JoinSequences(Stage):

@@ -141,6 +141,8 @@ class BatchNotes:
     error: InputError | None = None
     check: Check | None = None
     """The check on all ranks' batches, in flight."""
+    is_empty: bool = False
+    """True if the batch has no samples, where that needs care."""
     bags_of_samples: BagsOfSamples | None = None
     """Each sample's bags, with variable batch sizes."""
     bag_lengths: dict[str, torch.Tensor] = field(default_factory=dict)

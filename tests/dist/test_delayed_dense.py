@@ -14,6 +14,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import TowerModel, batch_of, cell_of, dense_of, model_of
+from tests.support.devices import copied
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
 from tests.support.resuming import Run, Variant
@@ -101,7 +102,7 @@ def train(rank: int, world_size: int, way: Way) -> Late:
         if step == way.flush_at:
             late.flushed = [dense.flush(optimizer), dense.flush(optimizer)]
         named = {name.removeprefix("module."): value for name, value in params.items()}
-        late.weights.append({name: value.detach().clone() for name, value in named.items()})
+        late.weights.append({name: copied(value) for name, value in named.items()})
     late.num_late_steps, late.num_bytes = dense.num_late_steps, dense.total.num_bytes
     return late
 

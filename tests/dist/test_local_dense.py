@@ -10,6 +10,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import TowerModel, Trained, batch_of, cell_of, dense_of, model_of
+from tests.support.devices import copied
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError, SyncError
@@ -40,7 +41,7 @@ def train(
         optimizer.zero_grad()
         model(batch_of(cell, step, rank)).backward()
         optimizer.step()
-        trained.weights.append({name: value.detach().clone() for name, value in params.items()})
+        trained.weights.append({name: copied(value) for name, value in params.items()})
         trained.reports.append(dense.total)
     trained.residual_norm = dense.residual_norm()
     return trained

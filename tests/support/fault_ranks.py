@@ -18,6 +18,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import device_env, join_world, on_gpus, rank_device, ranks_per_host
 from tests.support.fault_cases import (
     DIFFERS,
     ENDS,
@@ -37,8 +38,8 @@ from tests.support.oracle import local_loss
 from tests.support.parity import make_optimizer, make_sharder
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
-TIMEOUT_S = 8.0
-"""The timeout of all process groups."""
+TIMEOUT_S = 30.0 if on_gpus() else 8.0
+"""The timeout of all process groups; NCCL takes seconds to connect each."""
 
 
 class Faults:
@@ -72,14 +73,11 @@ def run_rank(case: Case, rank: int, store: dist.Store, folder: Path) -> None:
     """Train; what came of it is written to the folder, and then raised, as in any program."""
     torch.set_num_threads(1)
     program = PROGRAMS[case.program]
-    os.environ |= {
-        "LOCAL_WORLD_SIZE": str(program.ranks_per_host),
-        "LOCAL_RANK": str(rank % program.ranks_per_host),
-    }
-    size = program.cell.mesh.world_size
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
-    )
+    of_host = ranks_per_host(program.ranks_per_host)
+    os.environ |= {"LOCAL_WORLD_SIZE": str(of_host), "LOCAL_RANK": str(rank % of_host)}
+    os.environ |= device_env(rank)
+    size, timeout = program.cell.mesh.world_size, timedelta(seconds=TIMEOUT_S)
+    join_world(rank, store=store, rank=rank, world_size=size, timeout=timeout)
     result: dict[str, Any] = {}
     try:
         _train(case, rank, Faults(case, rank, folder))
@@ -197,7 +195,7 @@ def _spoil(case: Case, model: Any, faults: Faults, where: str) -> bool:
 def _pipelined(case: Case, model: Any, optimizer: Any, batches: Any, faults: Faults) -> None:
     is_prefetch = PROGRAMS[case.program].loop == "prefetch"
     kind = tdsp.TrainPipelineRowPrefetch if is_prefetch else TrainPipelineSparseDist
-    pipeline: Any = kind(model, optimizer, torch.device("cpu"))
+    pipeline: Any = kind(model, optimizer, rank_device())
     batches = iter(batches)
     while True:
         faults.step += 1

@@ -6,6 +6,8 @@
 #   SECONDS=3600         how long `make fuzz` draws cases; SEED=... draws those of another run again
 #   LANES=3              how many tests run side by side; each lane has its own ranks
 #   SLICES=205           `make test` runs one of so many slices of the long tests
+#   GPUS=90              the generations of GPUs that `make gpu-bundle` packs code for, as 80,90
+#   MINUTES=12           how long `make gpu-queue` runs jobs
 #   TORCH_PIP_ARGS=...   more pip arguments for torch alone, such as an index that has its CPU
 #                        build. The default build works with VARIANT=cpu too; it is only larger.
 
@@ -15,6 +17,8 @@ TORCHREC ?= 1.8
 SECONDS ?= 3600
 LANES ?= 3
 SLICES ?= 205
+GPUS ?= 90
+MINUTES ?= 12
 TORCH_PIP_ARGS ?=
 TORCH_VERSION_1.8 := 2.13.0
 TORCH_VERSION_1.9 := 2.14.1
@@ -51,7 +55,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo bench test test-all smoke smoke-newer fuzz lint package docs clean
+.PHONY: help demo bench test test-all smoke smoke-newer fuzz gpu-bundle gpu-queue lint package docs clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -99,6 +103,12 @@ smoke-newer:  ## the same with TorchRec 1.9, in an environment of its own
 
 fuzz: $(INSTALLED)  ## run random cases on two cores, for SECONDS=3600
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+gpu-bundle: $(INSTALLED)  ## pack an environment for a machine with a GPU and no network, into build/gpu
+	$(BIN)/python -m tests.gpu.bundle --gpus $(GPUS)
+
+gpu-queue: $(INSTALLED)  ## run jobs on a GPU for MINUTES=12, from where the last run ended
+	$(BIN)/python -m tests.gpu.queue --minutes $(MINUTES)
 
 lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff check

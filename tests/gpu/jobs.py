@@ -1,0 +1,154 @@
+"""The jobs of the queue, in the order in which they run."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+ALL_LANES = 99
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command whose end says whether all is well."""
+
+    name: str
+    arguments: Sequence[str]
+    """The arguments of Python."""
+    budget_s: float
+    in_small: Sequence[str] = field(default=())
+    """Other arguments where there is no GPU."""
+    lanes: int = 1
+    """How many lanes it needs for itself: all, if it measures."""
+    shares_gpu: bool = True
+    """Whether its ranks compute at once, under an MPS server, rather than in turns."""
+
+
+FAULTS = {
+    "2x2 exact": (
+        ("raises in the loader", "raises in the forward", "raises in the loss"),
+        ("raises in the backward", "raises in the optimizer", "kill -9 in the loader"),
+        ("kill -9 in the forward", "kill -9 in the backward", "kill -9 in the optimizer"),
+        ("SIGSTOP in the loader", "SIGSTOP in the forward", "SIGSTOP in the backward"),
+        ("out of batches, then ends", "out of batches, then saves", "out of batches, then is told"),
+        ("NaN in the loss", "another plan", "another learning rate"),
+    ),
+    "1x4 prefetch": (
+        ("raises in the forward", "kill -9 in the forward", "out of batches, then is told"),
+        ("kill -9 in the backward", "SIGSTOP in the forward", "kill -9 in the save"),
+    ),
+    "1x4 pipeline": (("raises in the loader", "raises in the backward", "kill -9 in the forward"),),
+    "2x2 delayed": (("kill -9 in the sync", "kill -9 in the refresh", "raises in the backward"),),
+}
+"""Thirty faults of `tests.support.fault_cases`, by program; each tuple is a job."""
+
+SHARDINGS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise")
+SHARDINGS += ("grid_shard", "data_parallel")
+PARITY = ("planned_parity", "row_exchange", "weight_sync", "optimizer", "row_prefetch")
+PARITY += ("pooled_exchange", "model_parallel2d", "variable_batch_sizes", "data_parallel")
+PARITY += ("mixed_means", "one_group", "accumulate", "loops", "parallelize")
+RESUMES = ("checkpoint", "train_state", "thresholded_data_parallel", "delayed_dense", "local_dense")
+
+NUM_CASES, CASES_OF_JOB = 500, 25
+
+
+def _tests(name: str, *arguments: str, budget_s: float = 150) -> Job:
+    command = ("-m", "pytest", "-p", "tests.gpu.recorder", "-q", "--timeout", "120", *arguments)
+    return Job(
+        name=name,
+        arguments=command,
+        budget_s=budget_s,
+        in_small=(*command, "--slow-slice", "0/205"),
+    )
+
+
+def _faults() -> Iterator[Job]:
+    for program, groups in FAULTS.items():
+        for number, faults in enumerate(groups, 1):
+            cases = [f"--case={program}: {fault}" for fault in faults]
+            command = ("-m", "tests.support.faults")
+            yield Job(
+                name=f"faults of {program}, {number}: {'; '.join(faults)}",
+                arguments=(*command, *cases),
+                budget_s=240,
+                in_small=(*command, *cases[:1]),
+                shares_gpu=False,  # Killing a rank would take the others of its server along.
+            )
+
+
+def _parity() -> Iterator[Job]:
+    file = "tests/dist/test_parity.py"
+    yield _tests("parity, one test of each kind", file, "-k", "not all_cells and not eight_ranks")
+    for sharding in SHARDINGS:
+        yield _tests(
+            f"parity, all cells of {sharding} bags",
+            f"{file}::test_bags_in_all_cells",
+            "-k",
+            f"[{sharding}-",
+            budget_s=200,
+        )
+    yield _tests("parity, eight ranks", file, "-k", "eight_ranks", budget_s=200)
+    for name in PARITY:
+        yield _tests(f"parity, {name.replace('_', ' ')}", f"tests/dist/test_{name}.py")
+
+
+def _random_cases() -> Iterator[Job]:
+    command = ("-m", "tests.fuzz", "--jobs", "1")
+    once = (*command, "--seed", "840", "--cases", "1")
+    yield Job(name="random case 840", arguments=once, budget_s=100)
+    for first in range(0, NUM_CASES, CASES_OF_JOB):
+        drawn = (*command, "--seed", f"{10_000 + first}", "--cases")
+        yield Job(
+            name=f"random cases {first + 1} to {first + CASES_OF_JOB}",
+            arguments=(*drawn, str(CASES_OF_JOB)),
+            budget_s=200,
+            in_small=(*drawn, "1"),
+        )
+
+
+def _resumes() -> Iterator[Job]:
+    for name in RESUMES:
+        yield _tests(f"resumes, {name.replace('_', ' ')}", f"tests/dist/test_{name}.py")
+
+
+def _speed() -> Iterator[Job]:
+    small = ("--tables", "3", "--rows", "1000", "--dim", "32", "--samples", "64", "--repeat", "3")
+    for dtype in ("fp32", "fp16"):
+        for num_ids in (1, 20):
+            command = ("-m", "tests.gpu.speed", "--dtype", dtype, "--ids", str(num_ids))
+            samples = "65536" if num_ids == 1 else "8192"
+            yield Job(
+                name=f"speed of parts, {dtype}, {num_ids} ids",
+                arguments=(*command, "--samples", samples),
+                budget_s=90,
+                in_small=(*command, *small),
+                lanes=ALL_LANES,
+                shares_gpu=False,
+            )
+
+
+CONTESTANTS = ("planner_fp16", "table_wise_int8", "rows", "rows_prefetch", "rows_int4_duplex")
+CONTESTANTS += ("rows_hot", "exact_in_host", "parallelized", "parallelized_any")
+"""Those of the config ``bench_criteo`` that run beside TorchRec's planner on NCCL."""
+
+
+def _ratios() -> Iterator[Job]:
+    command = ("-m", "tests.gpu.launch", "-m", "torchrec_2dsp", "bench", "--config")
+    brief = ("--set", "schedule.rounds=3", "--set", "schedule.block_s=1.0")
+    only = [argument for name in CONTESTANTS for argument in ("--only", name)]
+    yield Job(
+        name="ratios, NCCL over sockets",
+        arguments=(*command, "bench_criteo", "--set", "schedule.device=cuda", *brief, *only),
+        budget_s=300,
+        in_small=(*command, "bench", *brief, "--only", "exact"),
+        lanes=ALL_LANES,
+    )
+
+
+JOBS: tuple[Job, ...] = (
+    *_faults(),
+    *_parity(),
+    *_random_cases(),
+    *_resumes(),
+    *_speed(),
+    *_ratios(),
+)
+"""All jobs: faults, parity, random cases, checkpoints and resumes, speed, ratios."""

@@ -1,0 +1,234 @@
+"""The queue for GPUs runs what there is time for, goes on where it ended, and survives its jobs."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import page as gpu_page
+from tests.gpu.jobs import FAULTS, JOBS, Job
+from tests.gpu.lanes import CONTROL, Lane
+from tests.gpu.queue import Machine, Queue
+from tests.gpu.results import CRASHED, PASSED, STOPPED, TIMED_OUT, Result, read_results, sum_of_code
+from tests.support.fault_cases import all_cases
+from tests.support.slices import patient
+
+CPU = Machine("CPU", {"torch": "2.13.0"})
+
+LEAVES_A_PROCESS = """
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("child", child.pid, flush=True)
+"""
+
+
+def job_of(name: str, code: str, **options: float) -> Job:
+    return Job(name=name, arguments=(), in_small=("-c", code), **({"budget_s": 60.0} | options))  # type: ignore[arg-type]
+
+
+def run_queue(folder: Path, jobs: list[Job], *, seconds: float = 60, code: str = "c") -> Queue:
+    """Run jobs in two lanes; each run has a file of its own."""
+    place = folder / f"run{time.monotonic_ns()}"
+    place.mkdir()
+    lanes = [Lane(number, place, has_gpu=False) for number in range(2)]
+    end = time.monotonic() + seconds
+    before = read_results([folder])
+    queue = Queue(CPU, lanes, folder / f"{place.name}.jsonl", before, end, code=code)
+    queue.run(jobs, place)
+    return queue
+
+
+def outcomes(queue: Queue) -> dict[str, str]:
+    return {result.name: result.outcome for result in queue.results}
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process is there, and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_queue_survives_its_jobs_and_goes_on(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    jobs = [
+        job_of("crashes", f"import os; os.path.exists({str(done)!r}) or os.abort()"),
+        job_of("hangs", "import time; print('here', flush=True); time.sleep(1000)", budget_s=2),
+        job_of("passes", "print('well')"),
+    ]
+    first = run_queue(tmp_path, jobs, seconds=patient(90))
+    assert outcomes(first) == {"crashes": CRASHED, "hangs": TIMED_OUT, "passes": PASSED}
+    (hung,) = [result for result in first.results if result.name == "hangs"]
+    # It was asked first, and could say where it was.
+    assert "here" in hung.tail
+    assert "KeyboardInterrupt" in hung.tail
+    assert [job.name for job in first.left(jobs)] == ["crashes", "hangs"]
+
+    done.touch()
+    second = run_queue(tmp_path, jobs, seconds=patient(90))
+    assert outcomes(second) == {"crashes": PASSED, "hangs": TIMED_OUT}
+    assert outcomes(run_queue(tmp_path, jobs[::2], code="other")) == dict.fromkeys(
+        ("crashes", "passes"), PASSED
+    )
+    written = read_results([tmp_path])
+    assert len(written) == 7
+    assert all((result.card, result.versions) == ("CPU", CPU.versions) for result in written)
+
+
+def test_what_failed_comes_after_what_has_not_run(tmp_path: Path) -> None:
+    jobs = [job_of("fails", "1 / 0"), job_of("second", "")]
+    queue = run_queue(tmp_path, jobs[:1])
+    assert "ZeroDivisionError" in queue.results[0].tail
+    assert [job.name for job in queue.left(jobs)] == ["second", "fails"]
+
+
+def test_the_end_of_the_queue_is_no_fault_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.gpu.queue._LEAST_S", 0.5)
+    jobs = [job_of("long", "import time; time.sleep(1000)"), job_of("later", "", lanes=2)]
+    queue = run_queue(tmp_path, jobs, seconds=3)
+    assert outcomes(queue) == {"long": STOPPED}
+    assert [job.name for job in queue.left(jobs)] == ["long", "later"]
+
+
+def test_no_process_of_a_job_is_left(tmp_path: Path) -> None:
+    (result,) = run_queue(tmp_path, [job_of("leaves", LEAVES_A_PROCESS)]).results
+    assert result.outcome == PASSED
+    assert not is_running(int(result.tail.split()[1]))
+
+
+def test_tests_that_passed_do_not_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "test_three.py"
+    file.write_text(
+        "import pathlib, pytest\n"
+        "def test_good(): pass\n"
+        f"def test_bad(): assert pathlib.Path({str(tmp_path / 'mended')!r}).exists()\n"
+    )
+    command = (
+        "-m",
+        "pytest",
+        "-p",
+        "tests.gpu.recorder",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(file),
+    )
+    jobs = [Job(name="tests", arguments=(), in_small=command, budget_s=60)]
+    first = run_queue(tmp_path, jobs)
+    assert sorted(how for _, how in first.results[0].tests.items()) == ["failed", "passed"]
+    (tmp_path / "mended").touch()
+    second = run_queue(tmp_path, jobs)
+    assert [test.partition("::")[2] for test in second.results[0].tests] == ["test_bad"]
+    assert outcomes(second) == {"tests": PASSED}
+
+
+FAKE_CONTROL = """#!/bin/sh
+[ "$1" = -d ] && text=begin || read -r text
+echo "$text $CUDA_MPS_PIPE_DIRECTORY" >> "$MPS_LOG"
+"""
+
+
+def test_each_lane_has_a_server_and_another_one_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, control = tmp_path / "log", tmp_path / CONTROL
+    control.write_text(FAKE_CONTROL)
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("MPS_LOG", str(log))
+    monkeypatch.setattr("tests.gpu.lanes._PROBE", "")
+    lanes = [Lane(number, tmp_path, has_gpu=True) for number in range(2)]
+    places = [lane.environ(shares=True)["CUDA_MPS_PIPE_DIRECTORY"] for lane in lanes]
+    assert len({*places}) == 2
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in lanes[0].environ(shares=False)
+    assert lanes[0].renew(is_sure=False)
+    monkeypatch.setattr("tests.gpu.lanes._PROBE", "raise SystemExit(1)")
+    assert not lanes[1].renew(is_sure=False)
+    for lane in lanes:
+        lane.close()
+    other = f"{places[0][:-1]}2"
+    last = f"{places[1][:-1]}2"
+    assert log.read_text().splitlines() == [
+        *(f"begin {place}" for place in places),
+        f"quit {places[0]}",
+        f"begin {other}",
+        f"quit {places[1]}",
+        f"begin {last}",
+        f"quit {last}",
+        f"quit {other}",
+    ]
+
+
+def test_the_sum_changes_with_the_code(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    sums = []
+    for text in ("x = 1", "x = 2"):
+        (tmp_path / "a" / "b.py").write_text(text)
+        sums.append(sum_of_code(tmp_path, ["a"]))
+    (tmp_path / "a" / "b.pyc").touch()
+    assert sum_of_code(tmp_path, ["a"]) == sums[1] != sums[0]
+
+
+def test_jobs_are_what_they_say() -> None:
+    assert len({job.name for job in JOBS}) == len(JOBS)
+    cases = {str(case) for case in all_cases()}
+    faults = [
+        f"{program}: {fault}" for program, groups in FAULTS.items() for g in groups for fault in g
+    ]
+    assert len(faults) == 30
+    assert {*faults} <= cases
+    files = {part.partition("::")[0] for job in JOBS for part in job.arguments if ".py" in part}
+    assert all(Path(file).exists() for file in files)
+
+
+def test_the_page_says_what_ran_and_what_did_not() -> None:
+    result = Result(
+        name=JOBS[1].name,
+        outcome=TIMED_OUT,
+        seconds=20.0,
+        exit_code=None,
+        code="abc",
+        commit="f00",
+        card="NVIDIA H100",
+        versions={"torch": "2.13.0"},
+        started="2026-01-02T03:04:05",
+        tests={"a": "passed", "b": "failed"},
+    )
+    again = replace(
+        result, outcome=PASSED, started="2026-01-02T04", tests={"b": "passed"}, numbers={"x": 0.5}
+    )
+    text = gpu_page.page([result, again, replace(result, card="CPU", name="small")], "\nrest\n")
+    assert f"| {JOBS[1].name} | passed | 2, 0 | 40 |" in text
+    assert "Commit f00 (code abc); torch 2.13.0." in text
+    assert f"Not run: {JOBS[0].name}; {JOBS[2].name}" in text
+    assert "| x | 0.500 |" in text
+    assert "small" not in text
+    assert text.endswith("## Tried by hand\nrest\n")
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    text = gpu_page.PAGE.read_text()
+    results = read_results([gpu_page.RESULTS])
+    assert gpu_page.page(results, text.partition("## Tried by hand")[2]) == text
+
+
+def test_the_speed_of_parts_is_measured_in_small(tmp_path: Path) -> None:
+    job = next(job for job in JOBS if job.name.startswith("speed of parts, fp16"))
+    (result,) = run_queue(tmp_path, [job], seconds=patient(120)).results
+    assert result.outcome == PASSED, result.tail
+    assert result.numbers["copy, share of copy"] == 1.0
+    assert result.numbers["fused forward and backward, ms"] > 0
+    assert result.numbers["distinct rows"] <= result.numbers["ids of a batch"]
+
+
+def test_a_failed_rank_ends_the_others() -> None:
+    code = "import os, time; os.environ['RANK'] == '1' and exit(7); time.sleep(1000)"
+    command = [sys.executable, "-m", "tests.gpu.launch", "--ranks", "2", "-c", code]
+    assert subprocess.run(command, timeout=patient(60), check=False).returncode == 7

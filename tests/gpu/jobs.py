@@ -42,8 +42,8 @@ FAULTS = {
 
 SHARDINGS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise")
 SHARDINGS += ("grid_shard", "data_parallel")
-PARITY = ("planned_parity", "row_exchange", "weight_sync", "optimizer", "row_prefetch")
-PARITY += ("pooled_exchange", "model_parallel2d", "variable_batch_sizes", "data_parallel")
+PARITY = ("planned_parity", "exchanges", "batch_form", "weight_sync", "optimizer", "row_prefetch")
+PARITY += ("model_parallel2d", "variable_batch_sizes", "data_parallel")
 PARITY += ("mixed_means", "one_group", "accumulate", "loops", "parallelize")
 RESUMES = ("checkpoint", "train_state", "thresholded_data_parallel", "delayed_dense", "local_dense")
 

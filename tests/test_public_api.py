@@ -30,6 +30,8 @@ PUBLIC_NAMES = [
     "HotSetRefresh",
     "LayerStack",
     "LocalDense",
+    "ManagedCollisionEmbeddingBagCollectionSharder2D",
+    "ManagedCollisionEmbeddingCollectionSharder2D",
     "MeasuredCuts",
     "Mesh2D",
     "ModelParallel2D",

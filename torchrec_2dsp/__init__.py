@@ -90,6 +90,8 @@ if TYPE_CHECKING:
     from torchrec_2dsp.shard.sharders import (
         EmbeddingBagCollectionSharder2D as EmbeddingBagCollectionSharder2D,
         EmbeddingCollectionSharder2D as EmbeddingCollectionSharder2D,
+        ManagedCollisionEmbeddingBagCollectionSharder2D as ManagedCollisionEmbeddingBagCollectionSharder2D,  # noqa: E501
+        ManagedCollisionEmbeddingCollectionSharder2D as ManagedCollisionEmbeddingCollectionSharder2D,  # noqa: E501
         get_default_sharders as get_default_sharders,
     )
 
@@ -149,6 +151,8 @@ _MODULE_OF = {
     "SampleCost": "torchrec_2dsp.samples.deal",
     "get_default_sharders": "torchrec_2dsp.shard.sharders",
     "EmbeddingCollectionSharder2D": "torchrec_2dsp.shard.sharders",
+    "ManagedCollisionEmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.sharders",
+    "ManagedCollisionEmbeddingCollectionSharder2D": "torchrec_2dsp.shard.sharders",
     "EmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.sharders",
 }
 """The module of each public name."""

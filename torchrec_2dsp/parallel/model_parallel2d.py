@@ -35,6 +35,8 @@ from torchrec_2dsp.shard.parted import groups_of, sharded_tables
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
+    ManagedCollisionEmbeddingBagCollectionSharder2D,
+    ManagedCollisionEmbeddingCollectionSharder2D,
     get_default_sharders,
 )
 from torchrec_2dsp.shard.tables import Tables2D
@@ -45,7 +47,12 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_SHARDERS = (EmbeddingBagCollectionSharder2D, EmbeddingCollectionSharder2D)
+_SHARDERS = (
+    EmbeddingBagCollectionSharder2D,
+    EmbeddingCollectionSharder2D,
+    ManagedCollisionEmbeddingBagCollectionSharder2D,
+    ManagedCollisionEmbeddingCollectionSharder2D,
+)
 _NO_COMPILE = "torch.compile can't trace sharded tables; compile dense modules before you shard"
 
 

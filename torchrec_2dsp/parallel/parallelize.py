@@ -8,10 +8,13 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner.types import ParameterConstraints, StorageReservation
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_2dsp._compat.managed_collisions import table_sharder_of
 from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.access.stats import AccessStats
@@ -30,6 +33,9 @@ from torchrec_2dsp.shard.optimizers import Optimizer
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
+    ManagedCollisionEmbeddingBagCollectionSharder2D,
+    ManagedCollisionEmbeddingCollectionSharder2D,
+    all_sharders,
 )
 
 
@@ -87,7 +93,7 @@ def parallelize(
             are hot.
         storage_reservation: the memory that isn't for tables, as in TorchRec.
         plan: run this plan, or the plan in this file, instead of searching one.
-        sharders: shard by these instead of one for bags and one for sequences. TorchRec's own are
+        sharders: shard by these instead of one for each kind of module. TorchRec's own are
             replaced by this package's, with their parameters.
         data_parallel_wrapper: as in `ModelParallel2D`.
 
@@ -150,13 +156,13 @@ def _sharders(
             "nothing says how tables are trained: give optimizer=..., such as "
             "tdsp.MomentScaledRowWiseAdaGrad(lr=0.02)"
         )
-    return [
+    return all_sharders(
         EmbeddingBagCollectionSharder2D(optimizer, keep_weights=True),
         EmbeddingCollectionSharder2D(optimizer),
-    ]
+    )
 
 
-def _as_ours(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
+def _as_ours(sharder: Any) -> Any:
     """Return this package's sharder in place of TorchRec's, with its parameters."""
     if type(sharder) is EmbeddingBagCollectionSharder:
         return EmbeddingBagCollectionSharder2D(
@@ -166,4 +172,8 @@ def _as_ours(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
         return EmbeddingCollectionSharder2D(
             sharder.fused_params, sharder.qcomm_codecs_registry, dedups_ids(sharder)
         )
+    if type(sharder) is ManagedCollisionEmbeddingBagCollectionSharder:
+        return ManagedCollisionEmbeddingBagCollectionSharder2D(_as_ours(table_sharder_of(sharder)))
+    if type(sharder) is ManagedCollisionEmbeddingCollectionSharder:
+        return ManagedCollisionEmbeddingCollectionSharder2D(_as_ours(table_sharder_of(sharder)))
     return sharder

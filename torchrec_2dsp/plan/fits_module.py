@@ -7,6 +7,7 @@ frozen, and where one collection has two names.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch import nn
@@ -28,9 +29,19 @@ from torchrec.modules.itep_embedding_modules import (
     ITEPEmbeddingBagCollection,
     ITEPEmbeddingCollection,
 )
-from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp._compat.managed_collisions import (
+    collection_of,
+    id_maps_of,
+    table_configs,
+    unequal_on_ranks,
+)
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D
@@ -48,6 +59,8 @@ COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 _FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
 _PROCESSED = FeatureProcessedEmbeddingBagCollection
+_MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
+_NO_PLAN: Mapping[str, ParameterSharding] = MappingProxyType({})
 _REASONS: dict[type[nn.Module], str] = dict.fromkeys(
     _FUSED,
     "updates its tables by an optimizer of its own; use EmbeddingBagCollection or "
@@ -59,8 +72,9 @@ _REASONS |= dict.fromkeys(
 )
 _REASONS |= {
     BaseManagedCollisionEmbeddingCollection: (
-        "maps raw ids to rows by what each rank has seen; map ids to rows before the model, by "
-        "hashing or a vocabulary, and use its collection alone"
+        "maps raw ids to rows by what each rank has seen where its collection alone is sharded; "
+        "pass a ManagedCollisionEmbeddingBagCollectionSharder2D or "
+        "ManagedCollisionEmbeddingCollectionSharder2D, which get_default_sharders() has"
     ),
     _PROCESSED: (
         "trains weights of ids, whose gradients are lost where ids travel; freeze its feature "
@@ -75,7 +89,7 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
 
     Args:
         model: an unsharded model.
-        paths: the collections that are sharded, all of them by default.
+        paths: the modules that are sharded, all of them by default.
 
     Example:
         >>> from torch import nn
@@ -99,7 +113,17 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         for path, module in model.named_modules()
         if isinstance(module, COLLECTIONS) and (chosen is None or path in chosen)
     }
+    managed = {
+        module: path
+        for path, module in model.named_modules()
+        if isinstance(module, _MANAGED) and (chosen is None or path in chosen)
+    }
+    for module, path in managed.items():
+        check_managed(module, path)
+        sharded[collection_of(module)] = path
     for path, module in model.named_modules():
+        if module in managed:
+            continue
         if isinstance(module, _FUSED) or any(child in sharded for child in module.children()):
             check_holder(module, path)
     _check_tied(model, sharded)
@@ -130,6 +154,41 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
                 "only; keep one of the names"
             )
         first_names[child] = name
+
+
+def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] = _NO_PLAN) -> None:
+    """Raise `UnsupportedError` unless id maps stay equal on all ranks, and the plan suits them.
+
+    Args:
+        module: a collection with managed collisions.
+        path: its path in the model.
+        plan: of its tables, if known.
+    """
+    users = Counter(feature for config in table_configs(module) for feature in config.feature_names)
+    for name, id_map in id_maps_of(module).items():
+        reason = unequal_on_ranks(id_map)
+        if reason is not None:
+            raise UnsupportedError(
+                f"the managed collision module of table {name!r} in module {path!r} {reason}; use "
+                "MCHManagedCollisionModule with LFU, LRU or DistanceLFU, and another filter if any"
+            )
+        if getattr(plan.get(name), "hot_set", None) is not None:
+            raise UnsupportedError(
+                f"table {name!r} of module {path!r} has hot rows, but managed collisions, which "
+                "give its rows to other ids; remove its hot set"
+            )
+    shared = [feature for feature, count in users.items() if count > 1]
+    if shared:
+        raise UnsupportedError(
+            f"feature {shared[0]!r} looks up several tables of module {path!r}, which TorchRec's "
+            "managed collisions don't map apart; give each table a feature of its own"
+        )
+    sync = getattr(plan, "sync", None)
+    if isinstance(sync, GradientSync) and sync.delay:
+        raise UnsupportedError(
+            f"module {path!r} has managed collisions, whose rows begin anew at times, but "
+            f"GradientSync(delay={sync.delay}) updates rows later; leave the delay out"
+        )
 
 
 def check_trained(collection: nn.Module, path: str) -> None:

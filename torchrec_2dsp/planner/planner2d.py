@@ -25,6 +25,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlanner, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 
+from torchrec_2dsp._compat.managed_collisions import collection_of
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport, transports_of
 from torchrec_2dsp.cost.calibration import Calibration
@@ -36,6 +37,7 @@ from torchrec_2dsp.plan.parameter_sharding import Exchange, kinds_of
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.explanation import Explanation, explain
+from torchrec_2dsp.planner.search.choices import sharded_parts
 from torchrec_2dsp.planner.search.cost_search import CostSearch
 from torchrec_2dsp.planner.search.placement import SearchResult
 from torchrec_2dsp.planner.topology import group_topology, no_plan_text, world_topology
@@ -217,7 +219,8 @@ class Planner2D(ShardingPlanner):
             PlanError: nothing fits.
         """
         self._options = None
-        check_model(module)
+        by_type = {sharder.module_type: sharder for sharder in sharders}
+        check_model(module, [path for path, *_ in sharded_parts(module, by_type)])
         check_tables(module)
         started_s = time.perf_counter()
         result = self.search(module, sharders)
@@ -415,7 +418,7 @@ def _possible_exchanges(
     """Return the exchanges for the types that sharder and constraint allow for a table."""
     allowed = offered if constraint.sharding_types is None else constraint.sharding_types
     types = set(offered) & set(allowed) - {ShardingType.DATA_PARALLEL.value}
-    is_sequence = isinstance(part, EmbeddingCollectionInterface)
+    is_sequence = isinstance(collection_of(part), EmbeddingCollectionInterface)
     return [
         exchange
         for exchange in Exchange

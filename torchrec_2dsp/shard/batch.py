@@ -195,7 +195,7 @@ class BatchForm:
             self._types = self._joined_types(batch)
             self._keys = [key for key in keys if key in self._needed]
             self._keys += sorted(self._needed.difference(keys))
-        error = error or self._error(batch)
+        error = error or self.error_in(batch)
         if error is not None:
             return self._without_ids(num_samples, batch.values().device), error
         batch = self._usable(batch)
@@ -211,7 +211,8 @@ class BatchForm:
         weights = joined.weights or torch.float32
         return replace(joined, weights=weights if self._is_weighted else None)
 
-    def _error(self, batch: KeyedJaggedTensor) -> InputError | None:
+    def error_in(self, batch: KeyedJaggedTensor) -> InputError | None:
+        """Return the error in a batch's form, if any."""
         ids, lengths, weights = batch.values(), batch.lengths(), batch.weights_or_none()
         missing = sorted(self._needed.difference(batch.keys()))
         if missing:

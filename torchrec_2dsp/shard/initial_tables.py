@@ -3,9 +3,12 @@
 TorchRec lets each shard draw its own numbers, so one seed gives other tables on each mesh. Here a
 table is cut into blocks of rows, and each block is drawn by itself, from a seed that follows from
 the user's, the table's name and the block's number. A rank draws the blocks in which it has rows.
+
+`EvictedRows` gives initial values to rows that get another id, with managed collisions.
 """
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +16,11 @@ from torch import nn
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.replicas.synced_shard import UNSYNCED_STATES
+from torchrec_2dsp.shard.kernels import Kernel, TableShard
+from torchrec_2dsp.shard.row_exchange.stages import RowArrangement
+from torchrec_2dsp.shard.stages import BatchNotes, Stage
 
 BLOCK_ROWS = 1024
 """Rows of a block: few enough that a shard draws little that isn't its own, and enough that
@@ -87,9 +94,99 @@ def drawn_block(config: Any, seed: int, number: int) -> torch.Tensor:
         torch.Size([476, 4])
     """
     size = min(BLOCK_ROWS, config.num_embeddings - number * BLOCK_ROWS)
-    text = f"{seed}, {config.name}, {number}".encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return _drawn(config, f"{seed}, {config.name}, {number}", size)
+
+
+def drawn_rows(config: Any, seed: int, number: int, num_rows: int) -> torch.Tensor:
+    """Return new initial values for rows that an id map has given to other ids.
+
+    ``number`` is the batch's. The CPU's generator stays as it is.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return _drawn(config, f"{seed}, {config.name}, evicted {number}", num_rows)
+
+
+def _drawn(config: Any, text: str, num_rows: int) -> torch.Tensor:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest) >> 1)
-    block = torch.empty(size, config.embedding_dim)
+    block = torch.empty(num_rows, config.embedding_dim)
     config.init_fn(block)
     return block
+
+
+class EvictedRows(Stage):
+    """Resets the rows that a batch's id maps have given to other ids.
+
+    A reset row has a new initial value, drawn alike on all ranks, and no moments. It comes after
+    all updates by earlier batches, and before the batch is looked up.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[Any],
+        kernels: Sequence[Kernel],
+        arrangement: RowArrangement | None,
+        before_use: Callable[[], None],
+        seed: int,
+    ) -> None:
+        self._configs = {config.name: config for config in configs}
+        self._kernels = list(kernels)
+        self._arrangement = arrangement
+        self._before_use = before_use
+        self._seed = seed
+
+    def before_accumulating(self) -> None:
+        """Refuse to accumulate: gradients for an evicted id would change the row's next owner."""
+        raise UnsupportedError(
+            "accumulate() doesn't know managed collisions, which may give a row to another id "
+            "while gradients for the first one wait; use larger batches"
+        )
+
+    # The first lookup may be in inference mode, whose tensors can't be changed afterwards.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def before_lookup(self, notes: BatchNotes) -> None:
+        """Reset the rows; all earlier stages have applied what was pending."""
+        evictions, notes.evictions = notes.evictions, []
+        for eviction in evictions:
+            if eviction.rows.keys() & self._configs.keys():
+                self._before_use()
+                self._reset(eviction.rows, eviction.number)
+
+    def _reset(self, rows: Mapping[str, torch.Tensor], number: int) -> None:
+        values = {
+            name: drawn_rows(self._configs[name], self._seed, number, evicted.numel())
+            for name, evicted in rows.items()
+            if name in self._configs
+        }
+        for kernel in self._kernels:
+            places = []
+            for shard in kernel.shards():
+                evicted = rows.get(shard.table, _NO_ROWS)
+                place, is_here = self._places(shard, evicted.to(shard.device))
+                places.append((shard, place, is_here))
+            kernel.tell_write([place for _, place, _ in places])
+            for shard, place, is_here in places:
+                if place.numel():
+                    _write(shard, place, values[shard.table].to(shard.device)[is_here])
+
+    def _places(self, shard: TableShard, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows' places in a shard, and which rows it has."""
+        if self._arrangement is not None:
+            rows = self._arrangement.positions(shard.table, rows)
+        places = rows - shard.row
+        is_here = (places >= 0) & (places < shard.num_rows)
+        return places[is_here], is_here
+
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+def _write(shard: TableShard, places: torch.Tensor, values: torch.Tensor) -> None:
+    for name, tensor in shard.tensors.items():
+        if name == "weight":
+            columns = slice(shard.column, shard.column + tensor.shape[1])
+            # Unseen by autograd, like an update.
+            tensor.data[places] = values[:, columns].to(tensor.dtype)
+        elif name not in UNSYNCED_STATES:
+            tensor.data[places] = 0

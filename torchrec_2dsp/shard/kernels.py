@@ -91,8 +91,7 @@ class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
         )
 
     def _set_learning_rate(self) -> None:
-        lr = to_kernel_units(self._group["lr"], self._moment_scale)
-        set_learning_rate(self._tbe, lr)
+        set_learning_rate(self._tbe, to_kernel_units(self._group["lr"], self._moment_scale))
 
 
 @dataclass(frozen=True)
@@ -223,12 +222,16 @@ class _CapturingKernel:
         shape = tbe_shape(self.tbe)
         dims = [shape.table_dims[table] for table in shape.feature_tables]
         size = (0, dims[0]) if shape.is_sequence else (features.stride(), sum(dims))
-        needs_grad = torch.is_grad_enabled()
-        return torch.zeros(size, device=features.device(), requires_grad=needs_grad)
+        return torch.zeros(size, device=features.device(), requires_grad=torch.is_grad_enabled())
 
     def tell_updates(self, watcher: Callable[[Callable[[], list[torch.Tensor]]], None]) -> None:
         """Call ``watcher`` before each immediate update, with a function that returns its rows."""
         self._update_watchers.append(watcher)
+
+    def tell_write(self, rows: list[torch.Tensor]) -> None:
+        """Tell the watchers of updates which rows of each table are about to be written."""
+        for watcher in self._update_watchers:
+            watcher(lambda: rows)
 
     def _announce_update(self, output: torch.Tensor, features: KeyedJaggedTensor) -> None:
         ids, _ = last_lookup(self.tbe)

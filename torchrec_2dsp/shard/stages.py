@@ -132,6 +132,16 @@ class PrefetchNotes:
     """The batch whose early rows are sent behind this one's rows."""
 
 
+@dataclass(frozen=True)
+class Eviction:
+    """The rows that a batch's id maps have given to other ids."""
+
+    number: int
+    """The batch's number, from which the rows' initial values follow."""
+    rows: Mapping[str, torch.Tensor]
+    """Row ids, by table."""
+
+
 @dataclass
 class BatchNotes:
     """The stages' notes on a batch; each stage has its own fields."""
@@ -157,6 +167,8 @@ class BatchNotes:
     contexts, which know what will come."""
     asked: Any = None
     """The batch's input exchange, until its lookup."""
+    evictions: list[Eviction] = field(default_factory=list)
+    """The rows to reset before the lookup, with managed collisions."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``, to which a pipeline hands the batch."""

@@ -35,6 +35,7 @@ from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize
 from torchrec_2dsp.shard.codecs import pack_size
 from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_action
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
+from torchrec_2dsp.shard.initial_tables import EvictedRows
 from torchrec_2dsp.shard.kernels import Kernel, RowLookup
 from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication, SyncedOptimizer
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
@@ -103,6 +104,7 @@ class Tables2D:
             self.prefetch,
         ]
         """The work beside TorchRec, in this order; see `Stage`."""
+        self._configs, self._arrangement = configs, arrangement
         self._needs_keyed_jagged = any(stage.needs_keyed_jagged for stage in self.stages)
         self._watch_state()
 
@@ -114,6 +116,11 @@ class Tables2D:
             drift_every = replication.sync.drift_every
             yield whole_tables_action(self._whole_tables, self.groups, drift_every)
         yield self.prefetch.lagging
+
+    def reset_evicted_rows(self, seed: int) -> None:
+        """Reset the rows that id maps give to other ids, from now on."""
+        kernels, arrangement = self.kernels(), self._arrangement
+        self.stages.append(EvictedRows(self._configs, kernels, arrangement, self._before_use, seed))
 
     def keep_weights(self, unsharded: Any) -> None:
         """Take over the unsharded module's weights, if it has some."""

@@ -1,4 +1,4 @@
-"""The state of a model beside its weights: policy steps, hot sets, routes, DDP's buckets."""
+"""A model's state beside its weights: policy steps, hot sets, id maps' histories, DDP's buckets."""
 
 import hashlib
 import json
@@ -9,10 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
+from torchrec_2dsp._compat.managed_collisions import History
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import CheckpointError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
+from torchrec_2dsp.shard.managed_collisions import managed_collisions
 from torchrec_2dsp.shard.parted import sharded_tables
 from torchrec_2dsp.shard.tables import (
     count_iterations_from,
@@ -48,6 +50,11 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
             }
             for tables in all_tables
             for name, hot_set in tables.hot_sets.by_table.items()
+        },
+        "id_maps": {
+            table: dict(vars(history))
+            for module in managed_collisions(model)
+            for table, history in module.histories().items()
         },
         "gradient_orders": {name: gradient_order(ddp) for name, ddp in _ddps(model)},
     }
@@ -122,6 +129,9 @@ def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -
                 for batch in range(num_older)
             ]
         )
+    histories = {name: History(**saved_map) for name, saved_map in saved.get("id_maps", {}).items()}
+    for module in managed_collisions(model):
+        module.set_histories(histories)
 
 
 def restore_rank_state(model: nn.Module, saved: dict[str, Any]) -> None:

@@ -113,12 +113,12 @@ class Saved:
 class TrainState:
     """Everything that a run needs to go on, beside the weights and the optimizer state.
 
-    It holds the steps of sync policies, the hot rows in use, the routes of gradients, learning
-    rates and other hyper-parameters, the iterations of fused optimizers, the residuals of a
-    `ThresholdedDataParallel`, the gradients in flight of a `DelayedDense`, the random number
-    generators of each rank, and what you give it by name: objects with ``state_dict()`` and
-    ``load_state_dict()``, such as a `HotSetRefresh`, a `RowCounter` or a scheduler, and dicts of
-    plain values, which are loaded in place.
+    It holds the steps of sync policies, the hot rows in use, what id maps have seen since they last
+    evicted, the routes of gradients, learning rates and other hyper-parameters, the iterations of
+    fused optimizers, the residuals of a `ThresholdedDataParallel`, the gradients in flight of a
+    `DelayedDense`, the random number generators of each rank, and what you give it by name: objects
+    with ``state_dict()`` and ``load_state_dict()``, such as a `HotSetRefresh`, a `RowCounter` or a
+    scheduler, and dicts of plain values, which are loaded in place.
 
     A run that saves a checkpoint with its train state and one that loads it go on with the same
     losses, bit for bit, on as many ranks and under the same plan.

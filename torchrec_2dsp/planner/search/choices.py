@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
 )
 
+from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import Transport
@@ -258,7 +259,7 @@ def candidates_of(
     """
     sharder_of = {sharder.module_type: sharder for sharder in sharders}
     tables = _Tables(constraints or {}, workload, device, transports)
-    for path, part, sharder in _sharded_parts(module, sharder_of):
+    for path, part, sharder in sharded_parts(module, sharder_of):
         params = cast(Any, sharder).fused_params or {}
         available = {
             (kind, kernel)
@@ -348,7 +349,7 @@ class _Tables:
         )
 
 
-def _sharded_parts(
+def sharded_parts(
     module: nn.Module, sharders: Mapping[type, ModuleSharder[nn.Module]], path: str = ""
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[nn.Module]]]:
     """Yield modules with a sharder, which takes all that is below them."""
@@ -357,11 +358,13 @@ def _sharded_parts(
         yield path, module, sharder
         return
     for name, child in module.named_children():
-        yield from _sharded_parts(child, sharders, f"{path}.{name}" if path else name)
+        yield from sharded_parts(child, sharders, f"{path}.{name}" if path else name)
 
 
 def _always_cold(part: nn.Module) -> set[str]:
-    """Return the tables for which `shard` refuses hot rows: those that share a feature."""
+    """Return the tables for which `shard` refuses hot rows: shared features, managed collisions."""
+    if collection_of(part) is not part:
+        return set(id_maps_of(cast(Any, part)))
     if isinstance(part, EmbeddingBagCollectionInterface):
         configs = part.embedding_bag_configs()
     elif isinstance(part, EmbeddingCollectionInterface):

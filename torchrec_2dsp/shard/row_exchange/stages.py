@@ -90,6 +90,13 @@ class RowArrangement(Stage):
         if self._is_by_owner:
             self._move()
 
+    def positions(self, table: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return where a table's rows are now, counted from its first shard on."""
+        for spread_shard in self._shards if self._is_by_owner else ():
+            if spread_shard.shard.table == table:
+                return spread_shard.spread.positions(rows)
+        return rows
+
     # The state may be read in inference mode, whose tensors can't be changed afterwards.
     @torch.inference_mode(mode=False)
     @torch.no_grad()

@@ -1,0 +1,360 @@
+"""Managed collisions train as TorchRec's unsharded module on the batches of all ranks."""
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    MCHManagedCollisionModule,
+    probabilistic_threshold_filter,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.cells import Cell, group_plan
+from tests.support.managed_collisions import (
+    BAGS,
+    SEQUENCES,
+    Case,
+    ManagedModel,
+    Twin,
+    batch_of,
+)
+from tests.support.oracle import local_loss
+from tests.support.parity import TWO, local_shards, make_optimizer, make_sharder
+from tests.support.ranks import RankPool
+from torchrec_2dsp.parallel.checkpoint.load import load_weights
+from torchrec_2dsp.shard.parted import sharded_tables
+
+STEPS = 7
+
+
+def sharder_of(case: Case) -> Any:
+    tables = make_sharder(case.cell)
+    kind: Any = (
+        tdsp.ManagedCollisionEmbeddingCollectionSharder2D
+        if case.cell.spec.sequence
+        else tdsp.ManagedCollisionEmbeddingBagCollectionSharder2D
+    )
+    return kind(tables, reset_evicted_rows=case.resets)
+
+
+def plan_of(case: Case, sharder: Any) -> tdsp.Plan2D:
+    """Plan the tables as if there were no id maps, which TorchRec's planner cuts into buckets."""
+    tables = nn.ModuleDict({"mc": ManagedModel(Case(case.cell)).mc._embedding_module})
+    return group_plan(case.cell, tables, sharder.tables, dist.get_world_size())
+
+
+def sharded(case: Case) -> tdsp.ModelParallel2D:
+    """Shard the model of seed 0."""
+    model, sharder = ManagedModel(case), sharder_of(case)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = plan_of(case, sharder)
+    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
+    parallel.load_state_dict(weights)  # type: ignore[arg-type]
+    return parallel
+
+
+def train(
+    case: Case, parallel: tdsp.ModelParallel2D, rank: int, steps: range
+) -> list[torch.Tensor]:
+    """Train some steps by the case's loop; return each step's scores."""
+    optimizer = make_optimizer(parallel)
+    batches = [batch_of(case, step, rank) for step in steps]
+    scores: list[torch.Tensor] = []
+    if case.loop != "plain":
+        kinds: dict[str, Any] = {
+            "sparse dist": TrainPipelineSparseDist,
+            "prefetch": tdsp.TrainPipelineRowPrefetch,
+        }
+        pipeline = kinds[case.loop](parallel, optimizer, torch.device("cpu"))
+        stream = iter(batches)
+        with suppress(StopIteration):
+            while True:
+                scores.append(pipeline.progress(stream))
+        return scores
+    for batch in batches:
+        optimizer.zero_grad()
+        loss, found = parallel(batch)
+        loss.backward()
+        parallel.sync()
+        optimizer.step()
+        scores.append(found)
+    return scores
+
+
+def train_beside_twin(rank: int, world_size: int, case: Case) -> tuple[float, float, int]:
+    """Train beside the twin; return the gaps of losses and of state, and what was evicted."""
+    twin, parallel = Twin(case), sharded(case)
+    scores = train(case, parallel, rank, range(STEPS))
+    gap = 0.0
+    for step in range(STEPS):
+        wanted = twin.step([batch_of(case, step, other) for other in range(world_size)])[rank]
+        gap = max(gap, abs(local_loss(scores[step]).item() - wanted) / (1 + wanted))
+    assert len(scores) == STEPS
+    return gap, state_gap(parallel, twin), twin.num_evicted
+
+
+def state_gap(parallel: tdsp.ModelParallel2D, twin: Twin) -> float:
+    """Compare maps, which must be equal, and weights and moments."""
+    expected, gap = twin.model.state_dict(), 0.0
+    state = parallel.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        if "_managed_collision_modules" in name:
+            assert torch.equal(value, expected[name]), name
+            continue
+        for part, (row, column) in local_shards(value):
+            wanted = expected[name]
+            if wanted.dim() == 2:
+                wanted = wanted[row : row + part.shape[0], column : column + part.shape[1]]
+            gap = max(gap, _gap(part, wanted))
+    for tables in sharded_tables(parallel):
+        for kernel in tables.kernels():
+            for shard in kernel.shards():
+                moments = [value for name, value in shard.tensors.items() if name != "weight"]
+                for moment in moments:
+                    rows = slice(shard.row, shard.row + shard.num_rows)
+                    gap = max(gap, _gap(moment, twin.moments[shard.table][rows]))
+    return gap
+
+
+def _gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return (actual - expected).abs().max().item() if actual.numel() else 0.0
+
+
+CASES = [
+    Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS), "lfu"),
+    Case(Cell(TWO, spec=BAGS), "lru"),
+    Case(Cell(TWO, "table_wise", BAGS, "sgd"), "lfu", hashed=True),
+    Case(Cell(TWO, spec=BAGS, exchange="row", owners="hash"), "lru", loop="sparse dist"),
+    Case(Cell(tdsp.Mesh2D(4, 1), spec=BAGS), "distance", interval=2),
+    Case(Cell(TWO, spec=SEQUENCES), "lfu", loop="sparse dist"),
+    Case(Cell(TWO, "table_wise", SEQUENCES), "lru", interval=3),
+    Case(Cell(TWO, spec=SEQUENCES, exchange="row"), "lru", loop="prefetch"),
+    Case(Cell(tdsp.Mesh2D(1, 4), spec=SEQUENCES, exchange="row"), loop="prefetch", hashed=True),
+    Case(Cell(TWO, "data_parallel", BAGS), "lru"),
+    Case(Cell(TWO, spec=BAGS, in_world=("t1",)), "lru", loop="sparse dist"),
+    Case(Cell(TWO, "column_wise", BAGS, "sgd"), "lru", resets=False),
+    Case(Cell(TWO, spec=BAGS), "lru", empty_on=(1, 2)),
+    Case(Cell(TWO, spec=BAGS, optimizer="sgd", sync=tdsp.WeightSync()), "lru", loop="sparse dist"),
+]
+TOLERANCE = 2e-6
+"""A few float32 roundings, through seven steps."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_equals_torchrecs_module(ranks4: RankPool, case: Case) -> None:
+    for loss_gap, gap, num_evicted in ranks4.run(train_beside_twin, case, timeout_s=60):
+        assert loss_gap < TOLERANCE
+        assert gap < TOLERANCE
+        assert num_evicted > 20 or not case.resets
+
+
+def go_on(
+    rank: int, world_size: int, case: Case, mesh: tdsp.Mesh2D, folder: Path, save_at: int
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Train, save while a pipeline holds a batch, and go on with another mesh, beside the twin.
+
+    Returns the largest gap, and what the unsharded module has after it took the checkpoint.
+    """
+    parallel, twin = sharded(case), Twin(case)
+    optimizer = make_optimizer(parallel)
+    stream = (batch_of(case, step, rank) for step in range(STEPS))
+    pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
+    for step in range(save_at):
+        pipeline.progress(stream)
+        twin.step([batch_of(case, step, other) for other in range(world_size)])
+    state = tdsp.TrainState(parallel, optimizer)
+    tdsp.save_checkpoint(folder, parallel, optimizer, train_state=state)
+    gap = state_gap(parallel, twin)
+    with pytest.raises(tdsp.errors.UnsupportedError, match="a pipeline has batches whose ids"):
+        parallel.load_state_dict(parallel.state_dict())  # type: ignore[arg-type]
+    del pipeline
+    other = sharded(replace(case, cell=replace(case.cell, mesh=mesh)))
+    optimizer = make_optimizer(other)
+    tdsp.load_checkpoint(folder, other, optimizer, train_state=tdsp.TrainState(other, optimizer))
+    scores = train(replace(case, loop="plain"), other, rank, range(save_at, STEPS))
+    for step in range(save_at, STEPS):
+        wanted = twin.step([batch_of(case, step, other) for other in range(world_size)])[rank]
+        gap = max(gap, abs(local_loss(scores[step - save_at]).item() - wanted) / (1 + wanted))
+    alone = ManagedModel(case)
+    load_weights(folder, alone)
+    return max(gap, state_gap(other, twin)), alone.state_dict()
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_checkpoint_goes_on_with_another_mesh(
+    ranks4: RankPool, tmp_path: Path, interval: int
+) -> None:
+    case = Case(Cell(TWO, spec=BAGS, exchange="row"), "lru", interval)
+    twin, save_at = Twin(case), 4
+    for step in range(save_at):
+        twin.step([batch_of(case, step, rank) for rank in range(4)])
+    args = (case, tdsp.Mesh2D(1, 4), tmp_path / "4", save_at)
+    for gap, alone in ranks4.run(go_on, *args, timeout_s=60):
+        assert gap < TOLERANCE
+        for name, value in twin.model.state_dict().items():
+            assert torch.allclose(alone[name].float(), value.float(), atol=TOLERANCE), name
+
+
+def around_training(rank: int, world_size: int) -> list[str]:
+    """Pause a pipeline, evaluate, and pass batches that can't be right; return the errors."""
+    case, errors = replace(CASES[3], loop="sparse dist"), []
+    twin, parallel = Twin(case), sharded(case)
+    batches = [[batch_of(case, step, other) for other in range(world_size)] for step in range(6)]
+    pipeline = TrainPipelineSparseDist(parallel, make_optimizer(parallel), torch.device("cpu"))
+    stream = iter([batch[rank] for batch in batches])
+    for step in range(4):
+        scores = pipeline.progress(stream)
+        assert abs(local_loss(scores).item() - twin.step(batches[step])[rank]) < 1e-5
+        if step in (1, 2):
+            pipeline.detach().eval()
+            with torch.no_grad():
+                parallel(batch_of(case, 9, rank))
+            parallel.train()
+    with suppress(StopIteration):
+        while True:
+            pipeline.progress(stream)
+    for batch in batches[4:]:
+        twin.step(batch)
+    assert state_gap(parallel, twin) < TOLERANCE
+    pipeline.detach()
+    parallel.eval()
+    with torch.inference_mode():
+        _, scores = parallel(batches[5][rank])
+    twin.model.eval()
+    _, expected = twin.model(batches[5][rank])
+    assert torch.allclose(scores, expected, atol=1e-5)
+    remapped: Any = parallel.module.remapped
+    assert remapped.keys() == twin.model.remapped.keys()
+    assert torch.equal(remapped.values(), twin.model.remapped.values())
+    assert torch.equal(remapped.lengths(), twin.model.remapped.lengths())
+    wrong = batches[0][rank]
+    if rank == 1:
+        wrong = KeyedJaggedTensor(["f0"], torch.tensor([1]), lengths=torch.tensor([1, 0, 0, 0]))
+    parallel.train(rank != 2)
+    errors.append(error_of(lambda: parallel(wrong)))
+    parallel.train()
+    errors.append(error_of(lambda: parallel(wrong)))
+    return errors
+
+
+def error_of(run: Any) -> str:
+    try:
+        run()
+    except tdsp.errors.TwoDError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_pauses_evaluations_and_wrong_batches(ranks4: RankPool) -> None:
+    first, *others = ranks4.run(around_training, timeout_s=60)
+    assert others == [first] * 3
+    assert first[0].startswith("ConfigError: the model trains on rank 0 and is evaluated on rank 2")
+    assert first[1].startswith("InputError: this rank's batch has no feature 'f1'")
+
+
+class OwnMap(MCHManagedCollisionModule):
+    """A map that nobody here knows."""
+
+
+def refused(change: str) -> tuple[Case, Any]:
+    """Return a case and its model, which can't be sharded."""
+    case = Case(Cell(TWO, spec=BAGS, hot_rows=(("t0", (1,)),) if change == "hot" else ()))
+    if change == "late":
+        case = replace(case, cell=replace(case.cell, sync=tdsp.GradientSync(delay=1)))
+    model = ManagedModel(case)
+    (id_map, *_) = model.mc._managed_collision_collection._managed_collision_modules.values()
+    if change == "own map":
+        id_map.__class__ = OwnMap
+    elif change == "probabilistic":
+        id_map._eviction_policy._threshold_filtering_func = partial(
+            probabilistic_threshold_filter, per_id_probability=0.1
+        )
+    elif change == "own policy":
+        id_map._eviction_policy = type("Own", (LFU_EvictionPolicy,), {})()
+    elif change == "other state" and dist.get_rank() == 3:
+        id_map._mch_sorted_raw_ids[0] = 7
+    return case, model
+
+
+def refusal(rank: int, world_size: int, change: str) -> str:
+    case, model = refused(change)
+    sharder = sharder_of(case)
+    plan = plan_of(case, sharder)
+    return error_of(lambda: tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder]))
+
+
+REFUSALS = {
+    "hot": "UnsupportedError: table 't0' of module 'mc' has hot rows, but managed collisions",
+    "late": "UnsupportedError: module 'mc' has managed collisions, whose rows begin anew",
+    "own map": "UnsupportedError: the managed collision module of table 't0' in module 'mc' is a ",
+    "own policy": "UnsupportedError: the managed collision module of table 't0' in module 'mc' ev",
+    "probabilistic": "UnsupportedError: the managed collision module of table 't0' in module 'mc'",
+    "other state": "ConfigError: the id map of table 't0' differs between ranks: rank 0 has",
+}
+
+
+@pytest.mark.parametrize("change", REFUSALS)
+def test_what_would_differ_between_ranks_is_refused(ranks4: RankPool, change: str) -> None:
+    for text in ranks4.run(refusal, change):
+        assert text.startswith(REFUSALS[change])
+
+
+def by_one_call(rank: int, world_size: int) -> tuple[float, str]:
+    case = CASES[0]
+    parallel = tdsp.parallelize(
+        ManagedModel(case),
+        batch_size=4,
+        optimizer=None,
+        sharders=[ManagedCollisionEmbeddingBagCollectionSharder(make_sharder(case.cell))],
+        calibration="emulated_200mbit",
+    )
+    parallel.load_state_dict(ManagedModel(case).state_dict())  # type: ignore[arg-type]
+    twin = Twin(case)
+    gap = 0.0
+    for step, scores in enumerate(train(case, parallel, rank, range(STEPS))):
+        wanted = twin.step([batch_of(case, step, other) for other in range(world_size)])[rank]
+        gap = max(gap, abs(local_loss(scores).item() - wanted) / (1 + wanted))
+    model = tdsp.ModelParallel2D(
+        ManagedModel(case), plan=parallel.plan, sharders=[sharder_of(case)]
+    )
+    optimizer = make_optimizer(model)
+    text = error_of(lambda: next(tdsp.accumulate(model, [batch_of(case, 0, rank)] * 2)))
+    optimizer.zero_grad()
+    return gap, text
+
+
+def test_parallelize_shards_behind_id_maps(ranks4: RankPool) -> None:
+    for gap, text in ranks4.run(by_one_call, timeout_s=60):
+        assert gap < TOLERANCE
+        assert "managed collisions" in text
+
+
+def touched_against_all(rank: int, world_size: int) -> float:
+    """Return the gap between averages of touched rows and of whole shards, every third step."""
+    states = []
+    for rows in (tdsp.SyncedRows.TOUCHED, tdsp.SyncedRows.ALL):
+        share: dict[str, Any] = {"dense_above": 1.0} if rows is tdsp.SyncedRows.TOUCHED else {}
+        sync = tdsp.WeightSync(policy=tdsp.every(3), rows=rows, **share)
+        case = Case(Cell(TWO, spec=BAGS, optimizer="sgd", sync=sync), "lru")
+        parallel = sharded(case)
+        train(case, parallel, rank, range(6))
+        tables = [value for name, value in parallel.state_dict().items() if "t0.w" in name]
+        states.append([part for value in tables for part, _ in local_shards(value)])
+    (touched,), (whole,) = states
+    return _gap(touched, whole)
+
+
+def test_averages_know_rows_that_were_reset(ranks4: RankPool) -> None:
+    assert max(ranks4.run(touched_against_all)) < TOLERANCE

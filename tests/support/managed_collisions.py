@@ -1,0 +1,198 @@
+"""A model behind id maps, its twin on all ranks' batches, and batches whose ids drift."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+    average_threshold_filter,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.support.cells import Cell
+from tests.support.models import BagModel, ModelSpec, SequenceModel, TableSpec
+from tests.support.oracle import local_loss, row_wise_adagrad_, sgd_
+from tests.support.parity import LR
+from torchrec_2dsp.shard.initial_tables import configs_of, drawn_rows
+
+TABLES = (TableSpec("t0", 12, 8, ("f0",)), TableSpec("t1", 17, 8, ("f1", "f2")))
+"""Fewer rows than a few batches have ids."""
+BAGS, SEQUENCES = ModelSpec(TABLES), ModelSpec(TABLES, sequence=True)
+FAR = 2**40 + 1
+"""The distance between two raw ids."""
+POLICIES = {
+    "lfu": LFU_EvictionPolicy,
+    "lru": LRU_EvictionPolicy,
+    "distance": lambda: DistanceLFU_EvictionPolicy(
+        decay_exponent=0.5, threshold_filtering_func=average_threshold_filter
+    ),
+}
+
+
+def halved(ids: torch.Tensor, size: int) -> torch.Tensor:
+    """Hash ids, some of which collide."""
+    return (ids // FAR * 3 // 2) % size
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model with managed collisions is sharded, and trained."""
+
+    cell: Cell
+    policy: str = "lfu"
+    interval: int = 1
+    loop: str = "plain"
+    hashed: bool = False
+    resets: bool = True
+    empty_on: tuple[int, ...] = ()
+    """The ranks whose batches have no ids."""
+
+    def __str__(self) -> str:
+        kept = "" if self.resets else " kept"
+        return f"{self.cell} {self.policy} {self.interval} {self.loop}{kept}"
+
+
+class Head(nn.Module):
+    """Scores of bags, or of sequences that are summed by hand. Pipelines don't trace it."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.features = [feature for feature, _ in spec.features]
+        self.is_sequence = spec.sequence
+        self.over = nn.Linear(sum(table.dim for _, table in spec.features), 1)
+
+    def forward(self, rows: Any) -> torch.Tensor:
+        return self.over(torch.cat([self.bags(rows[f]) for f in self.features], 1)).squeeze(1)
+
+    def bags(self, rows: Any) -> torch.Tensor:
+        if not self.is_sequence:
+            return rows
+        sample = torch.arange(rows.lengths().numel()).repeat_interleave(rows.lengths())
+        bags = rows.values().new_zeros(rows.lengths().numel(), rows.values().shape[1])
+        return bags.index_add(0, sample, rows.values().tanh())
+
+
+class ManagedModel(nn.Module):
+    """Bags or sequences behind id maps, and one dense layer: a loss, and scores."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        spec = case.cell.spec
+        collection: Any = SequenceModel(spec).ec if spec.sequence else BagModel(spec).ebc
+        configs = configs_of(collection)
+        maps: dict[str, ManagedCollisionModule] = {
+            config.name: MCHManagedCollisionModule(
+                zch_size=config.num_embeddings,
+                device=torch.device("cpu"),
+                eviction_policy=POLICIES[case.policy](),
+                eviction_interval=case.interval,
+                input_hash_size=1_000,
+                input_hash_func=halved if case.hashed else None,
+            )
+            for config in configs
+        }
+        sequences, bags = (
+            ManagedCollisionEmbeddingCollection,
+            ManagedCollisionEmbeddingBagCollection,
+        )
+        kind: Any = sequences if spec.sequence else bags
+        ids = ManagedCollisionCollection(maps, configs)
+        self.mc = kind(collection, ids, return_remapped_features=True)
+        self.head = Head(spec)
+        self.remapped: Any = None
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, self.remapped = self.mc(features)
+        scores = self.head(rows)
+        return local_loss(scores), scores.detach()
+
+
+def batch_of(case: Case, step: int, rank: int, size: int = 4) -> KeyedJaggedTensor:
+    """Draw a batch whose ids drift, some of them often, so that rows are evicted."""
+    generator = torch.Generator().manual_seed(100 * step + rank + 1)
+    keys = [feature for feature, _ in case.cell.spec.features]
+    longest = 0 if rank in case.empty_on else 3
+    lengths = torch.randint(0, longest + 1, (len(keys) * size,), generator=generator)
+    num_ids = int(lengths.sum())
+    new = torch.randint(3 * step, 3 * step + 12, (num_ids,), generator=generator)
+    often = torch.randint(0, 4, (num_ids,), generator=generator)
+    ids = torch.where(torch.rand(num_ids, generator=generator) < 0.4, often, new)
+    return KeyedJaggedTensor(keys=keys, values=ids * FAR, lengths=lengths)
+
+
+def together(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Join batches sample by sample, those of rank 0 first."""
+    keys = batches[0].keys()
+    by_key = [[batch[key] for batch in batches] for key in keys]
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.cat([jagged.values() for parts in by_key for jagged in parts]),
+        lengths=torch.cat([jagged.lengths() for parts in by_key for jagged in parts]),
+    )
+
+
+@dataclass
+class Twin:
+    """TorchRec's unsharded module, which resets evicted rows by hand, on all ranks' batches."""
+
+    case: Case
+    model: Any = None
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_evicted: int = 0
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.model = ManagedModel(self.case)
+        self.moments = {name: torch.zeros(table.shape[0]) for name, table in self.tables().items()}
+
+    def tables(self) -> dict[str, nn.Parameter]:
+        collection = self.model.mc._embedding_module
+        is_sequence = self.case.cell.spec.sequence
+        tables = collection.embeddings if is_sequence else collection.embedding_bags
+        return {name: table.weight for name, table in tables.items()}
+
+    def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
+        self.model.zero_grad()
+        self.num_steps += 1
+        maps = self.model.mc._managed_collision_collection
+        features = maps(together(batches))
+        for name, rows in maps.evict().items():
+            if rows is not None and self.case.resets:
+                self.reset(name, rows, maps)
+        scores = self.model.head(self.model.mc._embedding_module(features))
+        losses = [local_loss(part) for part in scores.split([b.stride() for b in batches])]
+        torch.stack(losses).mean().backward()
+        with torch.no_grad():
+            for param in self.model.head.parameters():
+                param -= LR * param.grad
+            for name, table in self.tables().items():
+                self.update(name, table)
+        return [loss.item() for loss in losses]
+
+    @torch.no_grad()
+    def reset(self, name: str, rows: torch.Tensor, maps: Any) -> None:
+        (config,) = (config for config in maps.embedding_configs() if config.name == name)
+        self.num_evicted += rows.numel()
+        self.tables()[name][rows] = drawn_rows(config, 0, self.num_steps, rows.numel())
+        self.moments[name][rows] = 0
+
+    def update(self, name: str, table: nn.Parameter) -> None:
+        assert table.grad is not None
+        if self.case.cell.optimizer == "sgd":
+            sgd_(table, table.grad, lr=LR)
+        else:
+            moment, eps = self.moments[name], self.case.cell.eps
+            row_wise_adagrad_(table, table.grad, moment, lr=LR, eps=eps)

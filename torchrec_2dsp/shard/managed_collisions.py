@@ -1,0 +1,468 @@
+"""Managed collisions: ids without an end, mapped to rows by one map for the whole world.
+
+Each rank holds TorchRec's own id maps, unsharded. Before ids travel to tables, all ranks send each
+other the ids of their batches, so that every map sees the batches of the world in rank order and
+stays equal to all others, and to that of an unsharded model. Then a rank maps its own ids.
+
+    rank 0:  ids 7, 9  \\                    / map of 7, 9, 4    7, 9 -> rows 0, 1
+                        - ids of all ranks -
+    rank 1:  ids 4, 9  /                    \\ map of 7, 9, 4    4, 9 -> rows 2, 1
+
+What a map evicts is reset on all copies, see `EvictedRows`.
+"""
+
+import weakref
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+from torchrec.distributed.types import Awaitable, ShardedModule
+from torchrec.distributed.utils import append_prefix
+from torchrec.modules.mc_modules import ManagedCollisionCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
+
+from torchrec_2dsp._compat.c10d import IncompatibleKeys
+from torchrec_2dsp._compat.managed_collisions import (
+    BATCHES_SEEN,
+    MAP_NAMES,
+    NO_HISTORY,
+    History,
+    IdMap,
+    batches_seen,
+    copy_to,
+    evicts_next,
+    fingerprint_of,
+    history_of,
+    id_maps_of,
+    returns_features,
+    set_history,
+    table_configs,
+)
+from torchrec_2dsp.codecs.ids import pack_ids, unpack_ids
+from torchrec_2dsp.comms.collectives import all_gather_ragged
+from torchrec_2dsp.comms.failure_detection import naming_faults
+from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group
+from torchrec_2dsp.errors import ConfigError, SyncError, UnsupportedError
+from torchrec_2dsp.shard.batch import BatchForm, distinct_bags
+from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D
+from torchrec_2dsp.shard.stages import Eviction
+
+_LABEL = "## map ids ##"
+
+
+class _MapState(NamedTuple):
+    """What a batch may change in an id map."""
+
+    buffers: Mapping[str, torch.Tensor]
+    history: History
+
+    @classmethod
+    def of(cls, id_map: IdMap) -> "_MapState":
+        """Copy a map's state, before the map sees a batch."""
+        changing = {BATCHES_SEEN} if not evicts_next(id_map) else None
+        buffers = {
+            name: value.clone()
+            for name, value in id_map.state_dict().items()
+            if changing is None or name in changing
+        }
+        return cls(buffers, history_of(id_map))
+
+
+@dataclass(eq=False)
+class MappedBatch:
+    """A batch whose ids were mapped."""
+
+    features: KeyedJaggedTensor
+    """The batch, with row ids."""
+    source: "weakref.ref[KeyedJaggedTensor]"
+    """The batch with its own ids."""
+    eviction: Eviction | None = None
+    """The rows that the maps have given to other ids."""
+    before: "Mapping[str, _MapState]" = field(default_factory=dict)
+    """The maps as they were before, unless the batch was evaluated."""
+
+
+@dataclass
+class MappedContext(Multistreamable):
+    """A batch's context in the tables, and what its ids were mapped to."""
+
+    of_tables: Any
+    mapped: MappedBatch | None = None
+
+    @property
+    def sharding_contexts(self) -> list[Any]:
+        """The tables' contexts, in which TorchRec's pipelines note what they exchange."""
+        return getattr(self.of_tables, "sharding_contexts", [])
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        self.of_tables.record_stream(stream)
+        if self.mapped is not None:
+            self.mapped.features.record_stream(cast(Any, stream))
+
+
+class IdsOfWorld:
+    """Sends ids between all ranks, in a group of its own."""
+
+    def __init__(self, groups: MeshGroups, device: torch.device) -> None:
+        self._board = groups.board
+        shared = WorldGroups.current().shared
+        if "id_maps" not in shared:
+            shared["id_maps"] = own_group(groups.world, device, "id_maps")
+        self.group: dist.ProcessGroup = shared["id_maps"]
+
+    def gathered(
+        self, own: list[torch.Tensor], *, is_training: bool, fingerprint: int
+    ) -> list[torch.Tensor]:
+        """Return each feature's ids on all ranks, in rank order; none if the model is evaluated.
+
+        Raises:
+            ConfigError: some ranks train, and others evaluate.
+            SyncError: the maps differ.
+
+        Collectives:
+            An all-gather of 8 bytes per feature and 32 more, waited for; in training an all-to-all
+            of ids, in as few bytes as the largest one needs, waited for.
+        """
+        ids = torch.cat(own)
+        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+        counts = [feature.numel() for feature in own]
+        facts = ids.new_tensor([int(is_training), fingerprint, low, high, *counts])
+        by_rank = [torch.empty_like(facts) for _ in range(dist.get_world_size(self.group))]
+        with naming_faults(self._board):
+            dist.all_gather(by_rank, facts, group=self.group)
+            modes, fingerprints, lows, highs, *counts_there = torch.stack(by_rank, 1).tolist()
+            _check_alike(modes, fingerprints)
+            if not is_training:
+                return []
+            num_bytes = 8 if min(lows) < 0 else max(1, -(-max(highs).bit_length() // 8))
+            sizes = [sum(counts) for counts in zip(*counts_there, strict=True)]
+            packed = all_gather_ragged(pack_ids(ids, num_bytes), sizes, self.group)
+        split = [
+            unpack_ids(part).split(list(counts))
+            for part, counts in zip(packed, zip(*counts_there, strict=True), strict=True)
+        ]
+        return [torch.cat(parts) for parts in zip(*split, strict=True)]
+
+
+def _check_alike(modes: list[int], fingerprints: list[int]) -> None:
+    if len(set(modes)) > 1:
+        raise ConfigError(
+            f"the model trains on rank {modes.index(1)} and is evaluated on rank "
+            f"{modes.index(0)}, which changes id maps on one of them alone; call train() or "
+            "eval() on all ranks"
+        )
+    if len(set(fingerprints)) > 1:
+        raise SyncError(
+            "the id maps differ between ranks, after they saw the same ids; a hash function or an "
+            "admission filter must give the same on all ranks, and all must load the same state"
+        )
+
+
+class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
+    """A sharded collection behind id maps that are equal on all ranks."""
+
+    def __init__(
+        self,
+        module: Any,
+        sharded: ShardedModule2D | PartedModule,
+        device: torch.device,
+        *,
+        resets: bool,
+        init_seed: int,
+    ) -> None:
+        super().__init__(sharded.qcomm_codecs_registry)
+        configs = table_configs(module)
+        self._unsharded_type = type(module)
+        self._maps: dict[str, IdMap] = {
+            table: copy_to(id_map, device) for table, id_map in id_maps_of(module).items()
+        }
+        # Both under TorchRec's names, which those in a state dict begin with.
+        self._embedding_module: Any = sharded
+        self._managed_collision_collection: Any = ManagedCollisionCollection(
+            dict(self._maps), configs
+        ).train(module.training)
+        self._returns_features = returns_features(module)
+        self._resets = resets
+        self._features = [name for config in configs for name in config.feature_names]
+        self._table_of = {name: config.name for config in configs for name in config.feature_names}
+        groups = self._parts[0].tables.groups
+        self._world = IdsOfWorld(groups, device)
+        self._form = BatchForm(self._features, groups.alarm.group, is_weighted=False)
+        self._fingerprint = self._new_fingerprint()
+        self._waiting: list[MappedBatch] = []
+        """Batches that the maps have seen, and that weren't looked up yet."""
+        for part in self._parts:
+            part.tables.reset_evicted_rows(init_seed)
+        self.register_state_dict_post_hook(_show_trained_maps)
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """The unsharded module's type."""
+        return self._unsharded_type
+
+    @property
+    def _parts(self) -> list[ShardedModule2D]:
+        sharded = self._embedding_module
+        return sharded.parts if isinstance(sharded, PartedModule) else [sharded]
+
+    def create_context(self) -> MappedContext:
+        """Make a batch's context."""
+        return MappedContext(self._embedding_module.create_context())
+
+    @torch.no_grad()
+    def input_dist(
+        self, ctx: MappedContext, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
+    ) -> Awaitable[Awaitable[Any]]:
+        """Map the batch's ids, then distribute them.
+
+        Collectives:
+            As in `IdsOfWorld.gathered`, then the tables'.
+        """
+        if not isinstance(features, KeyedJaggedTensor):
+            raise UnsupportedError(
+                f"managed collisions need a KeyedJaggedTensor, but the batch is a "
+                f"{type(features).__name__}; convert it first"
+            )
+        with record_function(_LABEL):
+            ctx.mapped = self._mapped(features, mutate_miss_lengths)
+        return self._embedding_module.input_dist(ctx.of_tables, ctx.mapped.features)
+
+    def compute(self, ctx: MappedContext, dist_input: Any) -> Any:
+        """Look up in the tables."""
+        return self._embedding_module.compute(ctx.of_tables, dist_input)
+
+    def output_dist(self, ctx: MappedContext, output: Any) -> Any:
+        """Return the tables' output, and the mapped features where they are asked for."""
+        return self._embedding_module.output_dist(ctx.of_tables, output), self._features_of(ctx)
+
+    def compute_and_output_dist(self, ctx: MappedContext, input: Any) -> Any:
+        """Reset what was evicted, then look up in the tables.
+
+        Collectives:
+            The tables'.
+        """
+        assert ctx.mapped is not None
+        due = self._waiting_until(ctx.mapped)
+        contexts = getattr(ctx.of_tables, "of_parts", [ctx.of_tables])
+        for part_ctx in contexts:
+            part_ctx.notes.evictions = [batch.eviction for batch in due if batch.eviction]
+        output = self._embedding_module.compute_and_output_dist(ctx.of_tables, input)
+        # Only now: a batch that was refused has reset nothing.
+        self._waiting = self._waiting[len(due) :]
+        return output, self._features_of(ctx)
+
+    def _mapped(self, features: KeyedJaggedTensor, mutates_lengths: bool) -> MappedBatch:
+        for waiting in self._waiting:
+            # A pipeline that is attached again distributes its next batch for a second time.
+            if waiting.source() is features:
+                return waiting
+        bags = distinct_bags(features, self._features)
+        # A batch that can't be right is refused by the tables, on all ranks.
+        is_right = bags.error is None and self._form.error_in(bags.features) is None
+        own = self._hashed(features) if is_right else self._no_ids(features)
+        mapped = MappedBatch(features, weakref.ref(features))
+        is_training = self._managed_collision_collection.training
+        of_world = self._world.gathered(
+            list(own.values()), is_training=is_training, fingerprint=self._fingerprint
+        )
+        if is_training:
+            mapped.before = {table: _MapState.of(id_map) for table, id_map in self._maps.items()}
+            mapped.eviction = self._profile(dict(zip(own, of_world, strict=True)))
+            self._waiting.append(mapped)
+        if is_right:
+            mapped.features = self._with_rows(features, own, mutates_lengths)
+        return mapped
+
+    def _no_ids(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        nothing = torch.empty(0, dtype=torch.int64, device=features.values().device)
+        return dict.fromkeys(self._features, nothing)
+
+    def _hashed(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        """Return each feature's ids as its map sees them."""
+        places = _places(features)
+        values = features.values().long()
+        hashed = {}
+        for feature in self._features:
+            table = self._table_of[feature]
+            ids = {table: _jagged([values[places[feature]]])}
+            hashed[feature] = self._maps[table].preprocess(ids)[table].values()
+        return hashed
+
+    def _profile(self, ids: Mapping[str, torch.Tensor]) -> Eviction:
+        """Let the maps see the ids of all ranks; return the rows that they have evicted."""
+        evicted = {}
+        for table, id_map in self._maps.items():
+            of_table = [ids[feature] for feature in self._features_in(table)]
+            id_map.profile({table: _jagged(of_table)})
+            rows = id_map.evict()
+            if rows is not None:
+                evicted[table] = rows
+        if evicted:
+            self._fingerprint = self._new_fingerprint()
+        number = batches_seen(next(iter(self._maps.values())))
+        return Eviction(number, evicted if self._resets else {})
+
+    def _with_rows(
+        self, features: KeyedJaggedTensor, ids: Mapping[str, torch.Tensor], mutates_lengths: bool
+    ) -> KeyedJaggedTensor:
+        """Return the batch with row ids, in the form that it has."""
+        places = _places(features)
+        values = features.values().clone()
+        for feature in self._features:
+            table = self._table_of[feature]
+            jagged = {table: _jagged([ids[feature]])}
+            mapped = self._maps[table].remap(jagged, mutate_miss_lengths=mutates_lengths)
+            values[places[feature]] = mapped[table].values().to(values.dtype)
+        if not features.variable_stride_per_key():
+            return KeyedJaggedTensor(
+                keys=features.keys(),
+                values=values,
+                weights=features.weights_or_none(),
+                lengths=features.lengths(),
+                stride=features.stride(),
+            )
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=values,
+            weights=features.weights_or_none(),
+            lengths=features.lengths(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank(),
+            inverse_indices=features.inverse_indices_or_none(),
+        )
+
+    def _features_in(self, table: str) -> list[str]:
+        return [name for name in self._features if self._table_of[name] == table]
+
+    def _features_of(self, ctx: MappedContext) -> KeyedJaggedTensor | None:
+        """Return the mapped features in the tables' order, as the unsharded module does."""
+        if not self._returns_features:
+            return None
+        assert ctx.mapped is not None
+        features = ctx.mapped.features
+        keys = features.keys()
+        if keys == self._features:
+            return features
+        return features.permute([keys.index(name) for name in self._features])
+
+    def _waiting_until(self, mapped: MappedBatch) -> list[MappedBatch]:
+        """Return the batches up to this one that weren't looked up; some may never be."""
+        return self._waiting[: self._waiting.index(mapped) + 1] if mapped in self._waiting else []
+
+    def _new_fingerprint(self) -> int:
+        prints = [fingerprint_of(id_map) for id_map in self._maps.values()]
+        # As an int64 number.
+        return (hash(tuple(prints)) + 2**63) % 2**64 - 2**63
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the tables' parameters."""
+        path = append_prefix(prefix, _TABLES)
+        return self._embedding_module.named_parameters(path, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tables' buffers and the maps'."""
+        for name in (_TABLES, _MAPS):
+            path = append_prefix(prefix, name)
+            yield from getattr(self, name).named_buffers(path, recurse, remove_duplicate)
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Yield what data parallelism leaves alone: tables, and maps, which are equal anyway."""
+        yield from self._embedding_module.sharded_parameter_names(append_prefix(prefix, _TABLES))
+        maps = self._managed_collision_collection.named_buffers(append_prefix(prefix, _MAPS))
+        yield from (name for name, _ in maps)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load tables and maps; a map goes on as TorchRec's does after a load."""
+        if self.maps_before_waiting():
+            raise UnsupportedError(
+                "a pipeline has batches whose ids were mapped already; train them, or drop the "
+                "pipeline, before you load other id maps"
+            )
+        keys = IncompatibleKeys([], [])
+        for name, part in (
+            (_TABLES, self._embedding_module),
+            (_MAPS, self._managed_collision_collection),
+        ):
+            own = {
+                key.removeprefix(f"{name}."): value
+                for key, value in state_dict.items()
+                if key.startswith(f"{name}.")
+            }
+            missing, unexpected = part.load_state_dict(
+                own, strict=strict and bool(own), assign=assign
+            )
+            keys.missing_keys.extend(f"{name}.{key}" for key in missing)
+            keys.unexpected_keys.extend(f"{name}.{key}" for key in unexpected)
+        for id_map in self._maps.values():
+            set_history(id_map, NO_HISTORY)
+        self._fingerprint = self._new_fingerprint()
+        return keys
+
+    def histories(self) -> dict[str, History]:
+        """Return what maps remember beside their buffers, by table, as far as was trained."""
+        before = self.maps_before_waiting()
+        return {
+            table: before[table].history if before else history_of(id_map)
+            for table, id_map in self._maps.items()
+        }
+
+    def set_histories(self, histories: Mapping[str, History]) -> None:
+        """Continue from other maps' histories, after their buffers were loaded."""
+        for table in histories.keys() & self._maps.keys():
+            set_history(self._maps[table], histories[table])
+
+    def maps_before_waiting(self) -> Mapping[str, _MapState]:
+        """Return the maps before the oldest batch that a pipeline still has to look up."""
+        waiting = [batch.before for batch in self._waiting if batch.source() is not None]
+        oldest = waiting[0] if waiting else {}
+        # Later batches have copied what the older ones didn't change.
+        return {
+            table: _MapState(
+                dict(ChainMap(*(cast(Any, before[table].buffers) for before in waiting))),
+                state.history,
+            )
+            for table, state in oldest.items()
+        }
+
+
+def managed_collisions(model: nn.Module) -> list[ShardedManagedCollisions2D]:
+    """Return a model's sharded modules with id maps."""
+    return [part for part in model.modules() if isinstance(part, ShardedManagedCollisions2D)]
+
+
+_TABLES, _MAPS = "_embedding_module", "_managed_collision_collection"
+"""TorchRec's names, with which those in a state dict begin."""
+
+
+def _show_trained_maps(
+    module: ShardedManagedCollisions2D, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Show maps in a state dict as they were when the last trained batch was looked up."""
+    for table, before in module.maps_before_waiting().items():
+        path = f"{prefix}{_MAPS}.{MAP_NAMES}.{table}."
+        state |= {f"{path}{name}": value for name, value in before.buffers.items()}
+
+
+def _places(features: KeyedJaggedTensor) -> dict[str, slice]:
+    """Return where each feature's ids are among a batch's."""
+    bounds = features.offset_per_key()
+    return {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
+
+
+def _jagged(ids_by_feature: list[torch.Tensor]) -> JaggedTensor:
+    """Return a table's ids as TorchRec hands them to its map, which looks at values alone."""
+    lengths = [ids.numel() for ids in ids_by_feature]
+    values = torch.cat(ids_by_feature)
+    return JaggedTensor(values, lengths=torch.tensor(lengths, device=values.device))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
@@ -59,7 +60,9 @@ def sharded(case: Case) -> tdsp.ModelParallel2D:
     model, sharder = ManagedModel(case), sharder_of(case)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     plan = plan_of(case, sharder)
-    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
+    # TorchRec's own wrapper trains the same.
+    wrapper: Any = DistributedModelParallel if case.cell.stock_wrapper else tdsp.ModelParallel2D
+    parallel = wrapper(module=model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
     parallel.load_state_dict(weights)  # type: ignore[arg-type]
     return parallel
 
@@ -86,7 +89,8 @@ def train(
         optimizer.zero_grad()
         loss, found = parallel(batch)
         loss.backward()
-        parallel.sync()
+        if not case.cell.stock_wrapper:
+            parallel.sync()
         optimizer.step()
         scores.append(found)
     return scores
@@ -146,6 +150,9 @@ CASES = [
     Case(Cell(TWO, spec=BAGS, in_world=("t1",)), "lru", loop="sparse dist"),
     Case(Cell(TWO, "column_wise", BAGS, "sgd"), "lru", resets=False),
     Case(Cell(TWO, spec=BAGS), "lru", empty_on=(1, 2)),
+    Case(Cell(TWO, spec=BAGS, exchange="nonempty", stock_wrapper=True), "lru"),
+    Case(Cell(TWO, "table_row_wise", BAGS, stock_wrapper=True), "lfu", loop="sparse dist"),
+    Case(Cell(tdsp.Mesh2D(1, 4), "grid_shard", BAGS, "sgd"), "lru", loop="prefetch"),
     Case(Cell(TWO, spec=BAGS, optimizer="sgd", sync=tdsp.WeightSync()), "lru", loop="sparse dist"),
 ]
 TOLERANCE = 2e-6

@@ -1,6 +1,7 @@
 """`Planner2D`: which plan it makes, and what it says when there is none."""
 
 import copy
+from itertools import product
 
 import pytest
 from torch import nn
@@ -26,68 +27,30 @@ ALL_2D = [member.value for member in ShardingType2D]
 SEARCHED = [name for name in ALL_2D if name not in ("2d_table_column_wise", "2d_grid_shard")]
 
 
+def grid(*ranks: int) -> list[tuple[int, list[int], list[int]]]:
+    """Return the shards of a table whose second half of columns is on these ranks."""
+    places = zip((0, 1, *ranks), product((0, 32), (0, 20)), strict=True)
+    return [(rank, [row, column], [20, 32]) for rank, (column, row) in places]
+
+
+HALVES = [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])]
+COLUMNS = [(0, [0, 0], [40, 32]), (1, [0, 32], [40, 32])]
+QUARTERS = [(rank, [10 * rank, 0], [10, 64]) for rank in range(4)]
 GOLDEN = {
     # (group size, type): shards of t0, shards of t1, on hosts of four ranks
-    (2, "table_wise"): (
-        [(0, [0, 0], [40, 64])],
-        [(1, [0, 0], [40, 64])],
-    ),
-    (2, "column_wise"): (
-        [(0, [0, 0], [40, 32]), (1, [0, 32], [40, 32])],
-        [(0, [0, 0], [40, 32]), (1, [0, 32], [40, 32])],
-    ),
-    (2, "row_wise"): (
-        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
-        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
-    ),
-    (2, "table_row_wise"): (
-        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
-        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
-    ),
-    (2, "grid_shard"): (
-        [
-            (0, [0, 0], [20, 32]),
-            (1, [20, 0], [20, 32]),
-            (0, [0, 32], [20, 32]),
-            (1, [20, 32], [20, 32]),
-        ],
-        [
-            (0, [0, 0], [20, 32]),
-            (1, [20, 0], [20, 32]),
-            (0, [0, 32], [20, 32]),
-            (1, [20, 32], [20, 32]),
-        ],
-    ),
-    (4, "table_wise"): (
-        [(0, [0, 0], [40, 64])],
-        [(2, [0, 0], [40, 64])],
-    ),
+    (2, "table_wise"): ([(0, [0, 0], [40, 64])], [(1, [0, 0], [40, 64])]),
+    (2, "column_wise"): (COLUMNS, COLUMNS),
+    (2, "row_wise"): (HALVES, HALVES),
+    (2, "table_row_wise"): (HALVES, HALVES),
+    (2, "grid_shard"): (grid(0, 1), grid(0, 1)),
+    (4, "table_wise"): ([(0, [0, 0], [40, 64])], [(2, [0, 0], [40, 64])]),
     (4, "column_wise"): (
         [(0, [0, 0], [40, 32]), (2, [0, 32], [40, 32])],
         [(1, [0, 0], [40, 32]), (3, [0, 32], [40, 32])],
     ),
-    (4, "row_wise"): (
-        [(rank, [10 * rank, 0], [10, 64]) for rank in range(4)],
-        [(rank, [10 * rank, 0], [10, 64]) for rank in range(4)],
-    ),
-    (4, "table_row_wise"): (
-        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
-        [(2, [0, 0], [20, 64]), (3, [20, 0], [20, 64])],
-    ),
-    (4, "grid_shard"): (
-        [
-            (0, [0, 0], [20, 32]),
-            (1, [20, 0], [20, 32]),
-            (2, [0, 32], [20, 32]),
-            (3, [20, 32], [20, 32]),
-        ],
-        [
-            (0, [0, 0], [20, 32]),
-            (1, [20, 0], [20, 32]),
-            (2, [0, 32], [20, 32]),
-            (3, [20, 32], [20, 32]),
-        ],
-    ),
+    (4, "row_wise"): (QUARTERS, QUARTERS),
+    (4, "table_row_wise"): (HALVES, [(2, [0, 0], [20, 64]), (3, [20, 0], [20, 64])]),
+    (4, "grid_shard"): (grid(2, 3), grid(2, 3)),
 }
 
 

@@ -1,10 +1,12 @@
 """`Planner2D`: in place of TorchRec's planner, a search for sharding groups by predicted cost."""
 
+import gc
 import logging
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -115,6 +117,18 @@ class ParameterConstraints2D(ParameterConstraints):
             raise ConfigError(f"hot_rows={self.hot_rows} is no number of rows; use 0 or more")
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector, which otherwise walks a million small objects many times."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Planner2D(ShardingPlanner):
     """Searches the plan that every sharding group runs, and the mesh, by predicted cost.
 
@@ -212,6 +226,7 @@ class Planner2D(ShardingPlanner):
         self._result: SearchResult | None = None
         self._options: PlannedOptions | None = None
 
+    @_without_garbage_collection()
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Plan2D:
         """Plan ``module`` in this process alone.
 
@@ -230,6 +245,7 @@ class Planner2D(ShardingPlanner):
         self._log_stats(plan, sharders, result, time.perf_counter() - started_s)
         return plan
 
+    @_without_garbage_collection()
     def search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchResult:
         """Search by cost, and return the placements and all attempts.
 

@@ -132,7 +132,7 @@ CONTESTANTS += ("rows_hot", "exact_in_host", "parallelized", "parallelized_any")
 
 def _ratios() -> Iterator[Job]:
     command = ("-m", "tests.gpu.launch", "-m", "torchrec_2dsp", "bench", "--config")
-    brief = ("--set", "schedule.rounds=3", "--set", "schedule.block_s=1.0")
+    brief = ("--set", "schedule.rounds=5", "--set", "schedule.block_s=0.7")
     only = [argument for name in CONTESTANTS for argument in ("--only", name)]
     yield Job(
         name="ratios, NCCL over sockets",

@@ -149,7 +149,7 @@ class Queue:
         environ = os.environ | lanes[0].environ(shares=job.shares_gpu)
         environ |= {TESTS_FILE: str(place / "tests"), PASSED_FILE: str(place / "passed")}
         environ |= {NUMBERS_FILE: str(place / "numbers"), _MARK: str(place)}
-        arguments = job.arguments if self.machine.has_gpu else job.in_small
+        arguments = job.in_small if job.in_small and not self.machine.has_gpu else job.arguments
         with (place / "output").open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, *arguments],

@@ -81,7 +81,7 @@ def test_a_queue_survives_its_jobs_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_failed_comes_after_what_has_not_run(tmp_path: Path) -> None:
-    jobs = [job_of("fails", "1 / 0"), job_of("second", "")]
+    jobs = [Job(name="fails", arguments=("-c", "1 / 0"), budget_s=60), job_of("second", "")]
     queue = run_queue(tmp_path, jobs[:1])
     assert "ZeroDivisionError" in queue.results[0].tail
     assert [job.name for job in queue.left(jobs)] == ["second", "fails"]

@@ -176,8 +176,8 @@ def test_plans_progress_and_figures_are_shown_in_80_columns(trained: Trained) ->
     lines = [line.split() for line in shown.splitlines()]
     assert ["t_user", "100", "8"] in [line[:3] for line in lines]
     # Of the run that isn't as in TorchRec, and of no other.
-    ends = [" ".join(line[-5:]) for line in lines if line[:1] == ["t_user"]]
-    assert [end.endswith("3 row, hash, 4 hot") for end in ends] == [False] * 3 + [True]
+    ends = [" ".join(line[-6:]) for line in lines if line[:1] == ["t_user"]]
+    assert [end.endswith("3 row, hash owners, 4 hot") for end in ends] == [False] * 3 + [True]
     assert shown.count("exchange") == 1
     words = [" ".join(line) for line in lines]
     losses = words.index("loss loss NE AUC NE step one_group")

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from torchrec_2dsp.programs.cli.console import ReadingProgress, check_writable, shown_errors
+from torchrec_2dsp.report.table import MISSING, Table
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.access import AccessResult
@@ -70,22 +68,19 @@ def _access(name: str, output: Path, overrides: list[str]) -> None:
 
 def show_access(result: "AccessResult", console: Console) -> None:
     """Print a line for each table, and what its numbers mean."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    table.add_column("table", no_wrap=True)
     headings = ("rows", "used", "lookups\nper sample", "top 1 %\ntake", "values\nthat share")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for line in result.tables:
-        rate = line.collision_rate
-        table.add_row(
-            Text(line.table),
+    rows = [
+        [
+            line.table,
             f"{line.num_rows:,}",
             f"{line.used_rows:,}",
             f"{line.num_lookups / max(result.num_samples, 1):.2f}",
             f"{line.top_share:.0%}",
-            "-" if rate is None else f"{rate:.2%}",
-        )
-    console.print(table)
+            MISSING if line.collision_rate is None else f"{line.collision_rate:.2%}",
+        ]
+        for line in result.tables
+    ]
+    console.print(Table(["table", *headings], rows, words={"table"}))
     console.print(
         f"{result.num_samples:,} rows of the log were read, {result.num_malformed:,} of which "
         "could not be and were left to their neighbours. Top 1 %: of the rows that are used, by "

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import ProgressBars, check_writable, shown_errors
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.bench.config import BenchConfig
@@ -88,8 +88,8 @@ def _bench(
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if warning := calibration_warning(config, local_world_size):
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
-    with BenchDisplay(console, config) as display:
-        result = run_bench(config, [display])
+    with ProgressBars(console, TimeElapsedColumn()) as bars:
+        result = run_bench(config, [BenchDisplay(console, bars, config)])
     show_bench(result, console)
     if output is not None:
         result.save(output.with_suffix(".json"))
@@ -101,29 +101,12 @@ def _bench(
 class BenchDisplay:
     """A progress bar on a terminal, lines elsewhere."""
 
-    def __init__(self, console: Console, config: "BenchConfig") -> None:
-        self._console = console
-        num_contestants = len(config.contestants)
-        self._rounds = config.schedule.rounds
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[last]}", markup=False),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._built = self._bar.add_task("built", total=num_contestants, last="")
-        self._blocks = self._bar.add_task("blocks", total=num_contestants * self._rounds, last="")
+    def __init__(self, console: Console, bars: ProgressBars, config: "BenchConfig") -> None:
+        self._console, self._bars = console, bars
+        self._num_contestants, self._rounds = len(config.contestants), config.schedule.rounds
+        self._num_built = self._num_blocks = 0
         self._last_round = -1
-
-    def __enter__(self) -> "BenchDisplay":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        bars.show("built", 0, self._num_contestants)
 
     def speeds_measured(self, speeds: "LinkSpeeds") -> None:
         """Show the bandwidths that the planner will be told."""
@@ -139,21 +122,27 @@ class BenchDisplay:
         parts = [f"{count} {kind}" for kind, count in sharding.items()]
         if dense_plan:
             parts.append(f"dense part {dense_plan}")
-        self._bar.advance(self._built)
+        self._built()
         self._say(f"{name}: {', '.join(parts)}")
 
     def block_measured(self, name: str, block: "ContestantBlock") -> None:
         """Advance the bar; without one, say when a round begins."""
+        self._num_blocks += 1
+        num_blocks = self._num_contestants * self._rounds
         last = f"{name} {block.step_s * 1e3:.0f} ms"
-        self._bar.update(self._blocks, advance=1, last=last)
-        if not self._console.is_terminal and block.round != self._last_round:
+        self._bars.show("blocks", self._num_blocks, num_blocks, last)
+        if not self._bars.are_shown and block.round != self._last_round:
             self._last_round = block.round
             self._say(f"round {block.round + 1} of {self._rounds}")
 
     def contestant_out(self, name: str, outcome: "Outcome", reason: str) -> None:
         """Give the reason in full: the closing table has less room."""
-        self._bar.advance(self._built)
+        self._built()
         self._console.print(Text(f"{name} {outcome}, {reason}", style="red"), soft_wrap=True)
+
+    def _built(self) -> None:
+        self._num_built += 1
+        self._bars.show("built", self._num_built, self._num_contestants)
 
     def _say(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)

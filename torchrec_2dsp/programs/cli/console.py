@@ -9,7 +9,14 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+)
 from rich.text import Text
 
 from torchrec_2dsp.errors import ConfigError, TwoDError
@@ -80,13 +87,15 @@ class ProgressBars:
         False
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *columns: ProgressColumn) -> None:
+        """Prepare bars on this console; ``columns`` stand between bars and figures."""
         self.are_shown = console.is_terminal
         """True if there is a terminal."""
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
+            *columns,
             TextColumn("{task.fields[figures]}", markup=False),
             console=console,
             disable=not console.is_terminal,

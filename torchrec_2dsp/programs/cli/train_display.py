@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, RowOwners
+from torchrec_2dsp.plan import serialize
+from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.programs.cli.console import ProgressBars
+from torchrec_2dsp.programs.run_report.contents import RunPlan
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained, best_of
 from torchrec_2dsp.programs.train.results import (
@@ -122,43 +123,12 @@ def plan_table(name: str, planned: PlannedRun) -> Table:
     plan = planned.plan
     how = f", kept equal by {type(plan.sync).__name__}" if plan.mesh.num_groups > 1 else ""
     how += f"; dense part: {planned.dense}" if planned.dense else ""
-    ranks = "ranks" if plan.mesh.num_groups == 1 else "ranks (a+b: replica peers)"
-    tables = [table for _, module in plan.modules() for table in module.tables()]
-    rows = [
-        [
-            key,
-            f"{planned.tables[key][0]:,}",
-            str(planned.tables[key][1]),
-            sharding.sharding_type,
-            _ranks(plan.mesh, sharding.ranks),
-            _exchange(sharding),
-        ]
-        for key, sharding in tables
-    ]
-    headings = ["table", "rows", "dim", "2D type", ranks, "exchange"]
-    if not any(row[-1] for row in rows):
-        headings, rows = headings[:-1], [row[:-1] for row in rows]
-    words = {"table", "2D type", ranks, "exchange"}
-    return Table(headings, rows, words, title=f"{name}: {plan.mesh}{how}")
-
-
-def _exchange(sharding: ParameterSharding2D) -> str:
-    """Say how rows travel, who owns them, and how many are hot, where that isn't TorchRec's way."""
-    parts = []
-    if sharding.exchange is not Exchange.POOLED:
-        parts.append(sharding.exchange.value)
-    if sharding.owners is not RowOwners.BLOCK:
-        parts.append(sharding.owners.value)
-    if sharding.transport is not Transport.FP32:
-        parts.append(sharding.transport.value)
-    if sharding.hot_set is not None:
-        parts.append(f"{len(sharding.hot_set):,} hot")
-    return ", ".join(parts)
-
-
-def _ranks(mesh: Mesh2D, shard_indices: list[int] | None) -> str:
-    peers = [mesh.replica_peers(mesh.rank_at(0, index)) for index in shard_indices or []]
-    return "  ".join("+".join(str(rank) for rank in group) for group in peers)
+    table = RunPlan.of_json(serialize.to_json(plan)).table(planned.tables)
+    if all(row[-1] == Exchange.POOLED.value for row in table.rows):
+        # All rows travel as in TorchRec.
+        rows = [row[:-1] for row in table.rows]
+        table = replace(table, headings=table.headings[:-1], rows=rows)
+    return replace(table, title=f"{name}: {plan.mesh}{how}")
 
 
 def show_result(result: TrainResult, console: Console) -> None:

@@ -124,17 +124,22 @@ class RunPlan:
             ConfigError: it can't be read, or has another format.
         """
         try:
-            plan = _Plan.model_validate_json(path.read_text())
-            mesh = Mesh2D(plan.mesh.num_groups, plan.mesh.group_size, plan.mesh.layout)
-            lines = tuple(
-                _line(name, table, mesh)
-                for tables in plan.modules.values()
-                for name, table in tables.items()
-            )
+            return cls.of_json(path.read_text())
         except OSError as error:
             raise ConfigError(f"{path} can't be read: {error.strerror}") from error
         except (ValidationError, MeshError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not a plan file: {error}") from error
+
+    @classmethod
+    def of_json(cls, text: str) -> Self:
+        """Read a plan file's text."""
+        plan = _Plan.model_validate_json(text)
+        mesh = Mesh2D(plan.mesh.num_groups, plan.mesh.group_size, plan.mesh.layout)
+        lines = tuple(
+            _line(name, table, mesh)
+            for tables in plan.modules.values()
+            for name, table in tables.items()
+        )
         return cls(
             mesh=mesh,
             sync=plan.sync.kind if mesh.num_groups > 1 else "",
@@ -169,19 +174,13 @@ class RunPlan:
         )
         return f"{self.mesh_text}. {tables}.{hot}{pipeline}"
 
-    def table(self) -> Table:
-        """Return the lines as a table."""
-        rows = [
-            (
-                line.name,
-                "" if line.num_rows is None else f"{line.num_rows:,}",
-                "" if line.dim is None else str(line.dim),
-                line.sharding_type,
-                line.ranks,
-                line.exchange,
-            )
-            for line in self.lines
-        ]
+    def table(self, sizes: Mapping[str, tuple[int, int]] = {}) -> Table:
+        """Return the lines as a table, with ``sizes`` (rows, dim) for tables without shards."""
+        rows = []
+        for line in self.lines:
+            num_rows, dim = sizes.get(line.name, (line.num_rows, line.dim))
+            size = ("" if num_rows is None else f"{num_rows:,}", "" if dim is None else str(dim))
+            rows.append((line.name, *size, line.sharding_type, line.ranks, line.exchange))
         headings = ("table", "rows", "dim", "type", "ranks", "exchange")
         return Table(headings, rows, words=("table", "type", "ranks", "exchange"))
 

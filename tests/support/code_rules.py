@@ -298,7 +298,7 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 262
-MAX_LINES = {"the library": 39_230, "the programs": 24_620, "tests": 54_946}
+MAX_LINES = {"the library": 39_230, "the programs": 24_539, "tests": 54_946}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

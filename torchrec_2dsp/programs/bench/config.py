@@ -360,6 +360,12 @@ class BenchConfig(Section):
             if not isinstance(contestant, CeilingContestant)
         }
 
+    def planned_by(self, name: str) -> "PlannedContestant":
+        """Return a contestant, or the one that a ceiling repeats."""
+        contestant = self.contestants[name]
+        is_ceiling = isinstance(contestant, CeilingContestant)
+        return self.planned[contestant.of] if is_ceiling else contestant
+
     @property
     def reference(self) -> str:
         """The contestant whose losses the others are compared with."""

@@ -17,6 +17,7 @@ from torchrec_2dsp.programs.bench.statistics import (
     Summary,
     config_of,
     interval_coverage,
+    median_s,
     summarize,
 )
 from torchrec_2dsp.programs.bench.tables import (
@@ -24,7 +25,6 @@ from torchrec_2dsp.programs.bench.tables import (
     counts_link,
     dense_table,
     encoded_table,
-    measured_s,
     names_in,
     noise_table,
     overview_table,
@@ -334,7 +334,7 @@ def _quality(result: BenchResult) -> str:
     errors = []
     for contestant in predicted:
         cost = predicted_cost(contestant)
-        rest_s = measured_s(contestant) - cost.dense_s
+        rest_s = median_s(contestant) - cost.dense_s
         if rest_s > 0:
             errors.append(cost.tables_s / rest_s - 1)
     if errors:
@@ -343,7 +343,7 @@ def _quality(result: BenchResult) -> str:
 
 
 def _how_good(contestants: Sequence[ContestantResult]) -> str:
-    measured = [measured_s(contestant) for contestant in contestants]
+    measured = [median_s(contestant) for contestant in contestants]
     predicted = [predicted_cost(contestant).total_s for contestant in contestants]
     errors = [abs(a / b - 1) for a, b in zip(predicted, measured, strict=True)]
     text = f"Median error: {statistics.median(errors):.0%}; largest: {max(errors):.0%}."

@@ -10,8 +10,8 @@ import numpy as np
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.labels import places, setting_labels
 from torchrec_2dsp.programs.bench.results import BenchResult, Outcome
+from torchrec_2dsp.programs.bench.statistics import median_s
 from torchrec_2dsp.programs.bench.tables import (
-    measured_s,
     ms,
     names_in,
     phase_label,
@@ -240,7 +240,7 @@ def predicted_plot(results: Sequence[BenchResult], path: str | Path) -> None:
     points = [
         Line(
             name=label,
-            x=[measured_s(contestant) * 1e3 for contestant in contestants],
+            x=[median_s(contestant) * 1e3 for contestant in contestants],
             y=[predicted_cost(contestant).total_s * 1e3 for contestant in contestants],
             way="points",
         )

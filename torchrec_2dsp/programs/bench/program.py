@@ -137,7 +137,7 @@ def predicted_steps(
             plan
             if isinstance(plan, Plan2D)
             else Plan2D.from_stock(plan, Mesh2D(1, place.world_size)),
-            _planned(config, name),
+            config.planned_by(name),
         )
         for name, plan in plans.items()
     }
@@ -150,7 +150,7 @@ def predicted_steps(
         contestant = config.contestants[name]
         # Keeping replicas equal is partly compute, too.
         if isinstance(contestant, CeilingContestant) and in_2d[name].mesh.num_groups == 1:
-            of_tables = cost(in_2d[name], config.planned[contestant.of], DenseWork())
+            of_tables = cost(in_2d[name], config.planned_by(name), DenseWork())
             rest_s = step_s - of_tables.lookup_s - of_tables.rows_s - of_tables.update_s
             if rest_s > 0:
                 beside[name] = rest_s
@@ -162,12 +162,6 @@ def predicted_steps(
         if name in config.planned
     }
     return Predicted(steps, tuple(beside))
-
-
-def _planned(config: BenchConfig, name: str) -> PlannedContestant:
-    """Return a contestant, or the one that a ceiling repeats."""
-    contestant = config.contestants[name]
-    return config.planned[contestant.of if isinstance(contestant, CeilingContestant) else name]
 
 
 def _as_long_as(dense: DenseWork, seconds: float) -> DenseWork:

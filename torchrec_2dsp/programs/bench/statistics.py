@@ -146,18 +146,23 @@ def interval_coverage(num_values: int) -> float:
     return 1 - 2 * num_outside / 2**num_values
 
 
-def step_time(contestant: ContestantResult, *, seed: int = 0) -> StepTime:
-    """Compute a contestant's step time."""
+def median_s(contestant: ContestantResult) -> float:
+    """Return the median step time over a contestant's blocks."""
     if not contestant.blocks:
         raise ConfigError(
             f"contestant {contestant.name!r} counts as {contestant.outcome} but has no blocks, so "
             "it has no step time; measure it again"
         )
-    steps_s = [block.step_s for block in contestant.blocks]
+    return float(np.median([block.step_s for block in contestant.blocks]))
+
+
+def step_time(contestant: ContestantResult, *, seed: int = 0) -> StepTime:
+    """Compute a contestant's step time."""
+    median, steps_s = median_s(contestant), [block.step_s for block in contestant.blocks]
     low_s, high_s = median_interval(steps_s, seed=seed)
     return StepTime(
         min_s=min(steps_s),
-        median_s=float(np.median(steps_s)),
+        median_s=median,
         max_s=max(steps_s),
         low_s=low_s,
         high_s=high_s,
@@ -209,9 +214,9 @@ def summarize(result: BenchResult) -> Summary:
         for contestant in result.measured()
         if is_stock(config.contestants.get(contestant.name))
     ]
-    best_stock = _fastest(stock)
-    best_plain = _fastest(contestant for contestant in stock if not _is_duplex(config, contestant))
-    ceiling = _fastest(
+    best_stock = fastest(stock)
+    best_plain = fastest(contestant for contestant in stock if not _is_duplex(config, contestant))
+    ceiling = fastest(
         contestant for contestant in result.measured() if contestant.kind == "ceiling"
     )
     global_batch_size = (
@@ -228,7 +233,7 @@ def summarize(result: BenchResult) -> Summary:
             samples_per_s=global_batch_size / step.median_s,
             over_best_stock=speedup(contestant, best_stock, seed=seed) if best_stock else None,
             over_plain_stock=speedup(contestant, best_plain, seed=seed) if best_plain else None,
-            share_of_ceiling=_median_s(ceiling) / step.median_s if ceiling else None,
+            share_of_ceiling=median_s(ceiling) / step.median_s if ceiling else None,
             link_bytes=float(np.median(counted)) if counted else None,
             sent_bytes=sum(part.sent_bytes for part in contestant.traffic),
             foreign_load_cores=float(
@@ -256,13 +261,9 @@ def summarize(result: BenchResult) -> Summary:
     )
 
 
-def _fastest(contestants: Iterable[ContestantResult]) -> ContestantResult | None:
+def fastest(contestants: Iterable[ContestantResult]) -> ContestantResult | None:
     """Return the contestant with the lowest median, the first if several are equal."""
-    return min(contestants, key=_median_s, default=None)
-
-
-def _median_s(contestant: ContestantResult) -> float:
-    return step_time(contestant).median_s
+    return min(contestants, key=median_s, default=None)
 
 
 def _is_duplex(config: "BenchConfig", contestant: ContestantResult) -> bool:

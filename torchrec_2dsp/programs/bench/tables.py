@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.programs.bench.labels import setting_labels
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
-from torchrec_2dsp.programs.bench.statistics import Agreement, ContestantSummary, Speedup, Summary
+from torchrec_2dsp.programs.bench.statistics import (
+    Agreement,
+    ContestantSummary,
+    Speedup,
+    Summary,
+    median_s,
+)
 from torchrec_2dsp.programs.traces import RankShares
 from torchrec_2dsp.report.table import MISSING, Table
 
@@ -300,11 +306,6 @@ def predicted_in(result: BenchResult) -> list[ContestantResult]:
     return [contestant for contestant in result.measured() if contestant.predicted is not None]
 
 
-def measured_s(contestant: ContestantResult) -> float:
-    """Return a measured contestant's median step."""
-    return statistics.median(block.step_s for block in contestant.blocks)
-
-
 def predicted_cost(contestant: ContestantResult) -> StepCost:
     """Return a contestant's predicted step."""
     assert contestant.predicted is not None
@@ -320,7 +321,7 @@ def predicted_table(result: BenchResult) -> Table | None:
     ]
     rows = []
     for contestant, cost in zip(predicted, costs, strict=True):
-        total_s, step_s = predicted_cost(contestant).total_s, measured_s(contestant)
+        total_s, step_s = predicted_cost(contestant).total_s, median_s(contestant)
         cells = [ms(step_s), ms(total_s), f"{total_s / step_s - 1:+.0%}"]
         rows.append([contestant.name, *cells, *(ms(cost[name]) for name in parts)])
     headings = ("measured ms", "predicted ms", "error")

@@ -152,11 +152,8 @@ class Worker:
         self._name = name
         self._place = place
         self._measured = measured
-        contestant = config.contestants[name]
-        self._is_ceiling = isinstance(contestant, CeilingContestant)
-        self._planned = config.planned[
-            contestant.of if isinstance(contestant, CeilingContestant) else name
-        ]
+        self._is_ceiling = isinstance(config.contestants[name], CeilingContestant)
+        self._planned = config.planned_by(name)
         self._feed = Feed(
             config,
             rank=place.rank,

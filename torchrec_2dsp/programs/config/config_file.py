@@ -226,8 +226,8 @@ def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | Non
 
 
 def with_absolute_paths(config: BaseModel) -> dict[str, Any]:
-    """Return a config as plain data with absolute paths."""
-    return _with_paths(type(config), config.model_dump(mode="json"), Path.cwd())
+    """Return a config as plain data with absolute paths, without `None`, which TOML lacks."""
+    return _with_paths(type(config), config.model_dump(mode="json", exclude_none=True), Path.cwd())
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.errors import ConfigError
 
 
 class Split(enum.Enum):
@@ -19,6 +20,19 @@ class Split(enum.Enum):
 
     EVAL = 1
     """The batches that are held out."""
+
+
+def check_batch(global_batch_size: int, rank: int, world_size: int, start: int) -> None:
+    """Raise `ConfigError` unless a batch's samples divide equally among ranks."""
+    if world_size < 1 or global_batch_size < 1 or global_batch_size % world_size:
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} must be a positive multiple of the "
+            f"{world_size} ranks, so that each gets as many samples"
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} is not in 0..{world_size - 1}")
+    if start < 0:
+        raise ConfigError(f"start={start} is not the number of a batch")
 
 
 class DatasetFeature(Protocol):

@@ -19,9 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.section import Section
-from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split, check_batch
 from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
 
 _MAX_HEAD_ROWS = 10_000
@@ -300,13 +299,7 @@ def make_batch(
         world_size: the number of equal parts.
         split: the stream's split.
     """
-    if global_batch_size < 1 or global_batch_size % world_size:
-        raise ConfigError(
-            f"global_batch_size={global_batch_size} must be a positive multiple of the "
-            f"{world_size} ranks, so that each gets as many samples"
-        )
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank={rank} is not in 0..{world_size - 1}")
+    check_batch(global_batch_size, rank, world_size, 0)
     size = global_batch_size // world_size
     samples = step * global_batch_size + rank * size + np.arange(size)
     dense = normals(

@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split, check_batch
 from torchrec_2dsp.programs.data.draws import Zipf, uniforms
 
 _Ids = NDArray[np.int64]
@@ -145,11 +144,7 @@ class SyntheticSequences:
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:
         """Make this rank's part of a split's global batches, endlessly; see `Dataset.batches`."""
-        if global_batch_size < 1 or global_batch_size % world_size:
-            raise ConfigError(
-                f"global_batch_size={global_batch_size} must be a positive multiple of the "
-                f"{world_size} ranks, so that each gets as many samples"
-            )
+        check_batch(global_batch_size, rank, world_size, start)
         size = global_batch_size // world_size
         for number in count(start):
             yield self.batch(split, number * global_batch_size + rank * size + np.arange(size))

@@ -193,7 +193,7 @@ def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
     data = config.data
     if not isinstance(data, LogConfig | InteractionsConfig):
         return
-    section: dict[str, Any] = _without_none(with_absolute_paths(config)["data"])
+    section: dict[str, Any] = with_absolute_paths(config)["data"]
     copies = folder / PREPARED_FOLDER
     if isinstance(dataset, SequenceData):
         items = pa.table({"value": dataset.log.item_values})
@@ -232,12 +232,3 @@ def read_items(folder: Path, feature: str) -> pa.BinaryArray:
 
 def _items_path(folder: Path, feature: str) -> Path:
     return folder / PREPARED_FOLDER / f"vocabulary_{feature}.parquet"
-
-
-def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop `None` values, which TOML can't express."""
-    return {
-        key: _without_none(value) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-        if value is not None
-    }

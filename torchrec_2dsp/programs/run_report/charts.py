@@ -114,15 +114,8 @@ def rates_chart(contents: RunContents) -> LineChart:
 
 def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
     """Draw each evaluation metric that has a finite value; yield its name and the chart."""
-    metrics = dict.fromkeys(
-        metric
-        for run in contents.runs
-        for evaluation in run.evaluations
-        for metric, value in evaluation.metrics.items()
-        if math.isfinite(value)
-    )
     look_of = looks(contents)
-    for metric in metrics:
+    for metric in contents.finite_metrics:
         lines: list[Line] = []
         for run in contents.runs:
             points = _numbers((part.step, part.metrics.get(metric)) for part in run.evaluations)

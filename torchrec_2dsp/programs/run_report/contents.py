@@ -1,6 +1,7 @@
 """`RunContents`: the files in a training program's folder, run by run."""
 
 import json
+import math
 import re
 import tomllib
 from collections import Counter
@@ -331,6 +332,13 @@ class RunContents:
         if self.record is not None:
             return self.record.world_size
         return next((run.plan.mesh.world_size for run in self.runs if run.plan is not None), None)
+
+    @property
+    def finite_metrics(self) -> tuple[str, ...]:
+        """Every metric that an evaluation has a finite value for, once."""
+        metrics = [part.metrics for run in self.runs for part in run.evaluations]
+        names = (name for part in metrics for name, value in part.items() if math.isfinite(value))
+        return tuple(dict.fromkeys(names))
 
     @property
     def metric(self) -> str:

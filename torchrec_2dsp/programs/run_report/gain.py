@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
-from torchrec_2dsp.programs.bench.statistics import CONFIDENCE, Speedup, speedup, step_time
+from torchrec_2dsp.programs.bench.statistics import CONFIDENCE, Speedup, fastest, median_s, speedup
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.report.charts import PALETTE, BarChart, Bars
 from torchrec_2dsp.report.page import Page
@@ -36,10 +36,10 @@ class Contenders:
         stock = [contestant for contestant in result.measured() if _is_stock(result, contestant)]
         own = [each for each in result.measured() if each.kind not in ("stock", "ceiling")]
         return cls(
-            stock_exact=_fastest(filter(_is_exact, stock)),
-            stock=_fastest(iter(stock)),
-            own_exact=_fastest(filter(_is_exact, own)),
-            own=_fastest(iter(own)),
+            stock_exact=fastest(filter(_is_exact, stock)),
+            stock=fastest(stock),
+            own_exact=fastest(filter(_is_exact, own)),
+            own=fastest(own),
         )
 
     def distinct(self) -> list[ContestantResult]:
@@ -70,10 +70,6 @@ def _is_stock(result: BenchResult, contestant: ContestantResult) -> bool:
 def _is_exact(contestant: ContestantResult) -> bool:
     """Tell whether a contestant's losses were held step by step against one table's."""
     return contestant.loss_bound is not None
-
-
-def _fastest(contestants: Iterator[ContestantResult]) -> ContestantResult | None:
-    return min(contestants, key=lambda each: step_time(each).median_s, default=None)
 
 
 def add_gain(page: Page, contents: RunContents) -> None:
@@ -139,7 +135,7 @@ def _times_chart(contestants: Sequence[ContestantResult]) -> BarChart:
         Bars(
             name=name,
             values={
-                contestant.name: 1e3 * step_time(contestant).median_s
+                contestant.name: 1e3 * median_s(contestant)
                 for contestant in contestants
                 if (contestant.kind == "stock") is is_stock
             },
@@ -167,7 +163,7 @@ def _contestants_table(
             [
                 contestant.name,
                 _how(contestant),
-                f"{1e3 * step_time(contestant).median_s:,.1f}",
+                f"{1e3 * median_s(contestant):,.1f}",
                 *(_factor(speedup(contestant, base)) for base in bases),
                 MISSING if gap is None or contestant.name == result.reference else f"{gap:+.3%}",
                 contestant.description,

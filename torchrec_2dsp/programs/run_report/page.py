@@ -114,15 +114,7 @@ def _runs_table(contents: RunContents) -> Table:
 
 def _results_table(contents: RunContents) -> Table:
     """Return a row for each run: last training loss, last evaluation, best evaluation."""
-    metrics = list(
-        dict.fromkeys(
-            metric
-            for run in contents.runs
-            for evaluation in run.evaluations
-            for metric, value in evaluation.metrics.items()
-            if math.isfinite(value)
-        )
-    )
+    metrics = contents.finite_metrics
     compared = [metric for metric in metrics if metric == contents.metric]
     rows = []
     for run in contents.runs:

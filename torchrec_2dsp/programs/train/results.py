@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 from pydantic import ConfigDict, Field
@@ -189,7 +188,7 @@ class RunFolder(TrainWatcher):
             raise ConfigError(
                 f"output.folder={str(folder)!r} can't be written to: {error.strerror}; use another"
             ) from error
-        content = tomli_w.dumps(_without_none(with_absolute_paths(config)))
+        content = tomli_w.dumps(with_absolute_paths(config))
         write_whole(self._folder / "config.toml", content)
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
@@ -228,15 +227,6 @@ class RunFolder(TrainWatcher):
     def all_finished(self, result: TrainResult) -> None:
         """Write the record with all runs."""
         result.record(self._config).save(self._folder / "record.json")
-
-
-def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop `None` values, which TOML can't express."""
-    return {
-        key: _without_none(value) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-        if value is not None
-    }
 
 
 class TensorBoardWatcher(TrainWatcher):

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.programs.data.dataset import Progress, Split
-from torchrec_2dsp.programs.data.logs.batches import BatchStream, EpochPlan, check_batch, row_order
+from torchrec_2dsp.programs.data.dataset import Progress, Split, check_batch
+from torchrec_2dsp.programs.data.logs.batches import BatchStream, EpochPlan, row_order
 from torchrec_2dsp.programs.data.logs.config import InteractionsLayout
 from torchrec_2dsp.programs.data.logs.conversion import ConvertedFile
 from torchrec_2dsp.programs.data.logs.encoder import FeatureIds, LogFeature, Samples

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Progress, Split
+from torchrec_2dsp.programs.data.dataset import Progress, Split, check_batch
 from torchrec_2dsp.programs.data.logs.batches import (
     BatchStream,
     EpochPlan,
     PartReader,
-    check_batch,
 )
 from torchrec_2dsp.programs.data.logs.config import HeldOut, TableLayout
 from torchrec_2dsp.programs.data.logs.conversion import ConvertedFile

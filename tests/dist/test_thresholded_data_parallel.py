@@ -41,8 +41,10 @@ class ThresholdOracle:
     values: Transport
     dense_below: int
     warm_up: int
+    preconditioner: str = "none"
     residuals: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     """What each rank hasn't sent of each parameter."""
+    moments: dict[tuple[int, str], tuple[Any, Any, int]] = field(default_factory=dict)
     num_steps: int = 0
 
     def mean(
@@ -50,20 +52,47 @@ class ThresholdOracle:
     ) -> dict[str, torch.Tensor]:
         """Return what all ranks get, from the gradients of each."""
         is_dense = flush or self.num_steps < self.warm_up
+        is_warm = self.num_steps >= self.warm_up
         self.num_steps += 1
         num_ranks = len(gradients)
         means = {}
         for name, first in gradients[0].items():
-            is_whole = is_dense or first.numel() < self.dense_below or self.density == 1
+            is_small = first.numel() < self.dense_below or self.density == 1
+            is_whole = is_dense or is_small
+            is_divided = is_warm and not is_small
             total = torch.zeros(first.numel(), dtype=torch.float64)
             for rank, by_name in enumerate(gradients):
                 none = torch.zeros(first.numel())
-                due = by_name[name].reshape(-1) + self.residuals.get((rank, name), none)
+                own = by_name[name].reshape(-1)
+                if is_divided:
+                    own = self._update(rank, name, own.double(), num_ranks).float()
+                due = own + self.residuals.get((rank, name), none)
                 sent = due if is_whole else self._largest(due)
                 self.residuals[rank, name] = due - sent
                 total += sent
-            means[name] = (total / num_ranks).float().view_as(first)
+            total /= num_ranks
+            if not is_divided:
+                for rank in range(num_ranks):
+                    update = self._update(rank, name, total, 1)
+                total = update
+            means[name] = total.float().view_as(first)
         return means
+
+    def _update(self, rank: int, name: str, mean: torch.Tensor, num_ranks: int) -> torch.Tensor:
+        """Return Adam's or AdaGrad's direction for a gradient of a rank."""
+        if self.preconditioner == "none":
+            return mean
+        first, second, steps = self.moments.get((rank, name), (0.0, 0.0, 0))
+        steps += 1
+        square = mean**2 / num_ranks
+        if self.preconditioner == "adagrad":
+            second = second + square
+            update = mean / (second**0.5 + 1e-10)
+        else:
+            first, second = 0.9 * first + 0.1 * mean, 0.999 * second + 0.001 * square
+            update = first / (1 - 0.9**steps) / ((second / (1 - 0.999**steps)) ** 0.5 + 1e-8)
+        self.moments[rank, name] = first, second, steps
+        return update
 
     def _largest(self, due: torch.Tensor) -> torch.Tensor:
         """Return the tensor, with zeros in place of all but its largest elements."""
@@ -111,6 +140,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16 values": {"density": 0.1, "values": "fp16"},
     "warm-up": {"density": 0.05, "warm_up": 2},
     "all large": {"density": 0.05, "dense_below": 0},
+    "Adam": {"density": 0.05, "warm_up": 2, "preconditioner": "adam"},
+    "AdaGrad": {"density": 0.05, "warm_up": 1, "preconditioner": "adagrad", "values": "fp32"},
     "small buckets": {"density": 0.05, "bucket_cap_mb": 0.005},
 }
 
@@ -125,6 +156,7 @@ def check_against_oracle(
         tdsp.Transport(options.get("values", "bf16")),
         options.get("dense_below", 1024),
         options.get("warm_up", 0),
+        options.get("preconditioner", "none"),
     )
     expected = expected_weights(world_size, cell, oracle, flush_at)
     assert len({rank.digest for rank in trained}) == 1
@@ -184,6 +216,21 @@ def test_dense_steps_are_those_of_ddp_bit_for_bit(
     dense = ranks4.run(train, cell_of(4), options)
     assert dense[0].digest == stock[0].digest
     assert dense[0].reports[-1].num_thresholded_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "optimizer"), [("adam", torch.optim.Adam), ("adagrad", torch.optim.Adagrad)]
+)
+def test_dense_steps_of_updates_are_those_of_the_optimizer(
+    ranks2: RankPool, rule: str, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    stock = ranks2.run(train, cell_of(2), None, NUM_STEPS, -1, optimizer)
+    for options in ({"warm_up": 100}, {"density": 1.0}, {"route": "dense"}):
+        dense = ranks2.run(train, cell_of(2), {"preconditioner": rule, **options})
+        assert len({rank.digest for rank in dense}) == 1
+        for name, value in stock[0].weights[-1].items():
+            # Updates that gradients near zero turn into noise.
+            torch.testing.assert_close(dense[0].weights[-1][name], value, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("density", [0.02, 0.3])
@@ -278,6 +325,23 @@ def accumulate(rank: int, world_size: int) -> list[tuple[int, int]]:
     return counts
 
 
+def accumulate_updates(rank: int, world_size: int) -> str:
+    dense = tdsp.ThresholdedDataParallel(0.1, preconditioner="adam")
+    cell = cell_of(world_size, groups=world_size)
+    model = model_of(cell, dense)
+    for batch in tdsp.accumulate(model, [batch_of(cell, i, rank) for i in (0, 1)]):
+        try:
+            model(batch).backward()
+        except ConfigError as error:
+            return str(error)
+    return "no error"
+
+
+def test_updates_of_a_part_of_a_step_are_refused(ranks2: RankPool) -> None:
+    (message,) = set(ranks2.run(accumulate_updates))
+    assert message.endswith("in DDP's first step; set static_graph=False")
+
+
 def test_the_batches_of_a_step_are_one_step_of_the_warm_up(ranks2: RankPool) -> None:
     assert ranks2.run(accumulate) == [[(1, 0), (2, 1), (3, 2)]] * 2
 
@@ -344,6 +408,11 @@ def test_a_wrapper_keeps_to_its_model(ranks2: RankPool) -> None:
         (lambda: tdsp.ThresholdedDataParallel(1.5), "density=1.5 is no share"),
         (lambda: tdsp.ThresholdedDataParallel(float("nan")), "density=nan is no share"),
         (lambda: tdsp.ThresholdedDataParallel(warm_up=-1), "warm_up=-1 is no count; use 0 or more"),
+        (
+            lambda: tdsp.ThresholdedDataParallel(preconditioner="lamb"),
+            "preconditioner='lamb' is unknown; use one of none, adagrad, adam",
+        ),
+        (lambda: tdsp.ThresholdedDataParallel(betas=(0.9, 1.0)), "aren't both at least 0, below 1"),
         (lambda: tdsp.ThresholdedDataParallel(refresh=0), "refresh=0 is no count; use 1 or more"),
         (
             lambda: tdsp.ThresholdedDataParallel(values="fp64"),

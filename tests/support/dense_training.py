@@ -86,12 +86,14 @@ def train(
     options: dict[str, Any] | None,
     num_steps: int = NUM_STEPS,
     flush_at: int = -1,
+    optimizer_class: Any = None,
 ) -> Trained:
     """Train with these options of the wrapper, or with TorchRec's own one."""
     wrapper = None if options is None else tdsp.ThresholdedDataParallel(**options)
     model = model_of(cell, wrapper)
     dense = dense_of(model)
-    optimizer = torch.optim.SGD(dense.values(), lr=LR)
+    kind = torch.optim.SGD if optimizer_class is None else optimizer_class
+    optimizer = kind(dense.values(), lr=LR)
     trained = Trained()
     for step in range(num_steps):
         optimizer.zero_grad()

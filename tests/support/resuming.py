@@ -74,6 +74,9 @@ VARIANTS = {
     "thresholded": Variant(Cell(M22), dense=lambda: _thresholded(warm_up=2)),
     "thresholded rarely": Variant(Cell(M14), dense=lambda: _thresholded(refresh=3, values="int8")),
     "thresholded owners": Variant(Cell(M14), dense=lambda: _thresholded(route="owners")),
+    "preconditioned": Variant(
+        Cell(M22), dense=lambda: _thresholded(warm_up=2, preconditioner="adam", route="gather")
+    ),
     "delayed": Variant(Cell(M14), dense=lambda: tdsp.DelayedDense(warm_up=2)),
     "powersgd": Variant(
         Cell(M14), dense=lambda: tdsp.HookedDataParallel("powersgd", rank=1, warm_up=3)

@@ -18,6 +18,7 @@ from torchrec_2dsp.codecs.sparse import ThresholdRule
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.dense.dense_parts import ddp_params, group_of, have_gradients
 from torchrec_2dsp.dense.gradient_sums import GradientReport, GradientRoute
+from torchrec_2dsp.dense.preconditioner import Preconditioning
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
 from torchrec_2dsp.errors import ConfigError
 
@@ -39,6 +40,9 @@ class ThresholdedDataParallel(DataParallelWrapper):
         refresh: interval in steps at which thresholds are measured. 1 sends about the share
             asked for, more often sends less.
         exact_thresholds: measure thresholds with all elements rather than a sample.
+        preconditioner: "adagrad" or "adam" lets each rank compute its update first, so that updates
+            are what is sent and left; let `torch.optim.SGD` apply them. "none" for gradients.
+        betas: Adam's.
         dense_below: parameters with fewer elements are sent whole.
         route: "gather", "owners", "dense", or "auto" for the one that sends least.
         bucket_cap_mb: DDP's bucket size.
@@ -64,6 +68,8 @@ class ThresholdedDataParallel(DataParallelWrapper):
         values: Transport | str = Transport.BF16,
         refresh: int = 1,
         exact_thresholds: bool = False,
+        preconditioner: Preconditioning | str = Preconditioning.NONE,
+        betas: tuple[float, float] = (0.9, 0.999),
         dense_below: int = 1_024,
         route: GradientRoute | str = _AUTO,
         bucket_cap_mb: int = 25,
@@ -81,6 +87,14 @@ class ThresholdedDataParallel(DataParallelWrapper):
             route == _AUTO or route in routes,
             f"route={route!r} is unknown; use one of {', '.join([_AUTO, *routes])}",
         )
+        rules = [rule.value for rule in Preconditioning]
+        _check(
+            preconditioner in rules,
+            f"preconditioner={preconditioner!r} is unknown; use one of {', '.join(rules)}",
+        )
+        _check(
+            all(0 <= beta < 1 for beta in betas), f"betas={betas!r} aren't both at least 0, below 1"
+        )
         self._settings = ThresholdSettings(
             density=float(density),
             warm_up=warm_up,
@@ -88,6 +102,8 @@ class ThresholdedDataParallel(DataParallelWrapper):
             values=FlatCodec(Transport(values).codec),
             rule=ThresholdRule(refresh=refresh, is_exact=exact_thresholds),
             route=None if route == _AUTO else GradientRoute(route),
+            preconditioner=Preconditioning(preconditioner),
+            betas=betas,
         )
         self._wrapper = DefaultDataParallelWrapper(
             bucket_cap_mb=bucket_cap_mb,
@@ -146,7 +162,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
             self._gradients.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals and thresholds; a `TrainState` stores them."""
+        """Return this rank's residuals, thresholds and moments; a `TrainState` stores them."""
         return self._gradients.state_dict() if self._gradients else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -25,7 +25,8 @@ from torchrec_2dsp.dense.gradient_sums import (
     UnusedParameters,
     all_reduce,
 )
-from torchrec_2dsp.errors import SyncError
+from torchrec_2dsp.dense.preconditioner import Preconditioner, Preconditioning
+from torchrec_2dsp.errors import ConfigError, SyncError
 
 _THRESHOLDED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -115,6 +116,9 @@ class ThresholdSettings:
     route: GradientRoute | None
     """`None` for the route that sends least."""
 
+    preconditioner: Preconditioning = Preconditioning.NONE
+    betas: tuple[float, float] = (0.9, 0.999)
+
 
 @dataclass(frozen=True)
 class _Standing:
@@ -136,11 +140,13 @@ class ThresholdedGradients:
         self._settings, self._names, self._group = settings, names, group
         self._num_ranks = dist.get_world_size(group)
         self._feedback = ErrorFeedback()
+        self._preconditioner = Preconditioner(settings.preconditioner, settings.betas)
         self._thresholds: dict[str, Threshold] = {}
         self._stored_thresholds: dict[str, Any] = {}
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._step = 0
         self._has_reduced = self._goes_on = False
+        self._is_levelling = False
         self._is_flush_due = self._is_flushing = False
         self.total = GradientReport()
 
@@ -163,11 +169,14 @@ class ThresholdedGradients:
         return self._feedback.square_norm() ** 0.5
 
     def reduce(self, _: object, bucket: dist.GradBucket) -> TensorFuture:
-        """Replace a bucket's gradients by their mean over the ranks; DDP calls it.
+        """Replace a bucket's gradients by their mean over the ranks, or the mean of updates.
+
+        DDP calls it.
 
         Collectives:
             One 24-byte all-reduce, waited for; then an all-reduce of the bucket, or those of
-            the route and an all-reduce of whole parameters, not waited for.
+            the route and an all-reduce of whole parameters, not waited for. In the first step on
+            another number of ranks than at the save, also two for each preconditioned parameter.
         """
         layout, buffer, unused = self._layout(bucket), bucket.buffer(), UnusedParameters(bucket)
         standing = self._agree(buffer, layout)
@@ -175,7 +184,14 @@ class ThresholdedGradients:
             layout.num_elements, layout.capacity, self._num_ranks, self._settings.values
         )
         route = self._route(size, layout)
-        if standing.wants_dense or standing.step < self._settings.warm_up:
+        is_warm = standing.step >= self._settings.warm_up
+        divided = layout.thresholded if is_warm and route is not GradientRoute.DENSE else []
+        if self._is_levelling:
+            for part in layout.parts:
+                self._preconditioner.level(part.name, buffer[part.place], self._group)
+        for part in divided:
+            self._precondition(buffer, part, self._num_ranks)
+        if standing.wants_dense or not is_warm:
             route = GradientRoute.DENSE
         report = GradientReport(dense_bytes=size.sent_bytes(GradientRoute.DENSE))
         if route is GradientRoute.DENSE:
@@ -192,12 +208,26 @@ class ThresholdedGradients:
         if bucket.is_last():
             self._step = standing.step + 1
             self._is_flush_due, self._is_flushing = False, standing.wants_dense
-            self._has_reduced = True
+            self._has_reduced, self._is_levelling = True, False
             is_thresholded = route is not GradientRoute.DENSE
             if not self._goes_on:
                 report += GradientReport(num_steps=1, num_thresholded_steps=int(is_thresholded))
         self.total += report
-        return future.then(lambda arrived: unused.give(arrived.value()))
+
+        def finish(arrived: TensorFuture) -> torch.Tensor:
+            means = arrived.value()
+            for part in layout.parts:
+                if part not in divided:
+                    self._precondition(means, part, 1)
+            return unused.give(means)
+
+        return future.then(finish)
+
+    def _precondition(self, buffer: torch.Tensor, part: Part, num_ranks: int) -> None:
+        """Replace a gradient by its update, in place."""
+        if self._settings.preconditioner is not Preconditioning.NONE:
+            update = self._preconditioner.update(part.name, buffer[part.place], num_ranks=num_ranks)
+            buffer[part.place] = update
 
     def _layout(self, bucket: dist.GradBucket) -> BucketLayout:
         params = [(self._names[id(param)], param) for param in bucket.parameters()]
@@ -223,6 +253,12 @@ class ThresholdedGradients:
         if has_failed:
             agree(self._group, error=None if is_finite else self._not_finite(buffer, layout))
         if self._goes_on:
+            if self._settings.preconditioner is not Preconditioning.NONE:
+                raise ConfigError(
+                    "ThresholdedDataParallel's preconditioner needs the sum of a step's batches, "
+                    "and a static graph reduces each of them in DDP's first step; "
+                    "set static_graph=False"
+                )
             return _Standing(step - 1, bool(wants_dense) or self._is_flushing)
         return _Standing(step, bool(wants_dense))
 
@@ -297,6 +333,7 @@ class ThresholdedGradients:
             "step": self._step,
             "num_ranks": self._num_ranks,
             "residuals": self._feedback.state_dict(),
+            "moments": self._preconditioner.state_dict(),
             "thresholds": {
                 **self._stored_thresholds,
                 **{name: threshold.state_dict() for name, threshold in self._thresholds.items()},
@@ -304,7 +341,7 @@ class ThresholdedGradients:
         }
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over several ranks' summed residuals.
+        """Take over several ranks' summed residuals, and the mean of their moments.
 
         On another number of ranks than at the save, thresholds are measured again. A rank without
         states learns the step from the others.
@@ -321,6 +358,10 @@ class ThresholdedGradients:
                 for state in states
             ]
         )
+        moments = [state.get("moments", {}) for state in states]
+        self._preconditioner.load_mean(moments)
+        is_preconditioned = self._settings.preconditioner is not Preconditioning.NONE
+        self._is_levelling = is_preconditioned and not is_same
         self._thresholds = {}
         self._stored_thresholds = dict(states[0]["thresholds"]) if is_same else {}
 

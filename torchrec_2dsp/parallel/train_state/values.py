@@ -245,7 +245,7 @@ def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]])
 
 def check_left_out(states: Sequence[Mapping[str, Any]]) -> None:
     """Raise if dense gradients would be lost in a model that takes over none."""
-    if any(_holds_gradients(state) for state in states):
+    if any(_holds_gradients(state.get("residuals", state)) for state in states):
         raise CheckpointError(
             "the train state holds dense gradients that weren't sent before the save, and this "
             "model has no wrapper that sends them; make it with the data_parallel_wrapper of the "

@@ -13,6 +13,7 @@ from torchrec_2dsp.programs.config.dense import (
     DensePartConfig,
     PipelinedConfig,
     check_calibrated,
+    check_preconditioned,
 )
 from torchrec_2dsp.programs.config.section import Section, for_kind
 from torchrec_2dsp.programs.config.sections import (
@@ -322,6 +323,7 @@ class BenchConfig(Section):
         for name, own in self.planned.items():
             check_balance(f"contestants.{name}", own, self.model, self.schedule.device)
             check_calibrated(f"contestants.{name}", own.dense, self.calibration)
+            check_preconditioned(f"contestants.{name}", own.dense, self.optimizer.dense_optimizer)
             if isinstance(own.dense, PipelinedConfig) and own.dense.recut_every:
                 raise ValueError(
                     f"contestants.{name}.dense.recut_every is for training, and a benchmark leaves "

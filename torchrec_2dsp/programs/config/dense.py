@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.dense.preconditioner import Preconditioning
 from torchrec_2dsp.mesh import RankLayout
 from torchrec_2dsp.programs.config.section import Section, for_kind
 
@@ -71,6 +72,10 @@ class ThresholdedConfig(_WarmUp):
     density: float = Field(default=0.005, gt=0, le=1)
     """The share of elements that are sent in a step."""
 
+    preconditioner: Preconditioning = Preconditioning.NONE
+    """none, or the rule by which ranks compute updates before they send: adagrad or adam. The
+    dense optimizer is sgd, then."""
+
     values: Transport = Transport.BF16
     """The elements' wire format: fp32, bf16, fp16, int8 or int4."""
 
@@ -80,7 +85,10 @@ class ThresholdedConfig(_WarmUp):
     @property
     def text(self) -> str:
         """The difference from DDP, in words."""
-        return f"{self.density:.3%} of dense gradients, in {self.values.value}"
+        what = "gradients"
+        if self.preconditioner is not Preconditioning.NONE:
+            what = f"{self.preconditioner.value} updates"
+        return f"{self.density:.3%} of dense {what}, in {self.values.value}"
 
 
 class DelayedConfig(_WarmUp):
@@ -241,6 +249,21 @@ DensePartConfig = Annotated[
     ),
 ]
 """A section ``dense``, with DDP as the default kind."""
+
+
+def check_preconditioned(
+    key: str, dense: DenseKinds, optimizer: str, clip_norm: float = 0.0
+) -> None:
+    """Raise `ValueError` if updates would be fed to an optimizer for gradients."""
+    is_other = isinstance(dense, ThresholdedConfig) and (
+        dense.preconditioner is not Preconditioning.NONE
+    )
+    if is_other and (optimizer != "sgd" or clip_norm):
+        raise ValueError(
+            f"{key}.dense.preconditioner gives updates instead of gradients, for an optimizer that "
+            'applies them as they are; set optimizer.dense_optimizer="sgd" and leave '
+            "optimizer.dense_clip_norm out"
+        )
 
 
 def check_calibrated(key: str, dense: DenseKinds, calibration: str) -> None:

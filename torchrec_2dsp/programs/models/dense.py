@@ -185,6 +185,7 @@ def dense_wrapper(
                 config.density,
                 values=config.values,
                 route=config.route,
+                preconditioner=config.preconditioner,
                 warm_up=config.warm_up,
                 static_graph=static_graph,
             )

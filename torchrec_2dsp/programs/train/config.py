@@ -13,6 +13,7 @@ from torchrec_2dsp.programs.config.dense import (
     DensePartConfig,
     LocalConfig,
     check_calibrated,
+    check_preconditioned,
 )
 from torchrec_2dsp.programs.config.section import Section, for_kind
 from torchrec_2dsp.programs.config.sections import (
@@ -383,6 +384,10 @@ class TrainConfig(Section):
     def _check_run(self, name: str, run: RunConfig) -> None:
         check_balance(f"runs.{name}", run, self.model, self.loop.device)
         check_calibrated(f"runs.{name}", run.dense, run.calibration)
+        optimizer = self.optimizer
+        check_preconditioned(
+            f"runs.{name}", run.dense, optimizer.dense_optimizer, optimizer.dense_clip_norm
+        )
         if isinstance(run.dense, LocalConfig):
             self._check_meetings(name, run.dense.local_steps)
         if self.loop.accumulate > 1 and run.prefetch_rows:

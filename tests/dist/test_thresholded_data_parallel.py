@@ -72,9 +72,8 @@ class ThresholdOracle:
                 total += sent
             total /= num_ranks
             if not is_divided:
-                for rank in range(num_ranks):
-                    update = self._update(rank, name, total, 1)
-                total = update
+                updates = [self._update(rank, name, total, 1) for rank in range(num_ranks)]
+                total = updates[0]
             means[name] = total.float().view_as(first)
         return means
 

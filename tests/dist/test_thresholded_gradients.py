@@ -249,6 +249,50 @@ def test_more_ranks_take_over_the_sum(ranks4: RankPool, ranks2: RankPool, tmp_pa
         assert loss > 0
 
 
+def preconditioned_run(world_size: int) -> Run:
+    """Build a run of many ranks as one of few can be, with every rank's own moments."""
+    variant = VARIANTS["preconditioned"]
+    return Run(replace(variant, cell=Cell(tdsp.Mesh2D(1, world_size))))
+
+
+def save_moments(rank: int, world_size: int, folder: Path) -> None:
+    run = preconditioned_run(world_size)
+    for _ in range(NUM_RESUMED_STEPS):
+        run.step()
+    run.losses.sum = 0.0
+    run.save(folder)
+
+
+def resume_moments(rank: int, world_size: int, path: Path) -> tuple[list[bytes], list[bytes], int]:
+    """Return the dense weights after two more steps, the whole parameters' moments, and steps."""
+    run = preconditioned_run(world_size)
+    run.load(path)
+    run.step()
+    run.step()
+    moments = wrapper_of(run).state_dict()["moments"]
+    weights = {name: value for name, value in run.model.named_parameters() if "tower" in name}
+    assert weights
+    shared = [moments[name] for name in moments if "bias" in name]
+    return (
+        [value.detach().numpy().tobytes() for value in weights.values()],
+        [state["second"].numpy().tobytes() for state in shared],
+        min(state["num_steps"] for state in moments.values()),
+    )
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_other_ranks_go_on_with_the_mean_of_the_moments(
+    ranks4: RankPool, ranks2: RankPool, tmp_path: Path, grows: bool
+) -> None:
+    before, after = (ranks2, ranks4) if grows else (ranks4, ranks2)
+    before.run(save_moments, tmp_path)
+    resumed = after.run(resume_moments, tmp_path / str(NUM_RESUMED_STEPS))
+    for weights, moments, num_steps in resumed:
+        assert moments
+        assert (weights, moments) == resumed[0][:2]
+        assert num_steps == NUM_RESUMED_STEPS + 2
+
+
 def load_without_wrapper(rank: int, world_size: int, path: Path) -> str:
     run = Run(Variant(Cell(tdsp.Mesh2D(1, world_size))))
     with pytest.raises(CheckpointError) as raised:

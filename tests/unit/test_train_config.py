@@ -289,3 +289,12 @@ def test_measured_steps_are_averaged() -> None:
 
     assert measured.loss == pytest.approx(0.6)
     assert measured.ne == pytest.approx(0.6 / math.log(2))
+
+
+@pytest.mark.parametrize("override", ["dense_optimizer=adam", "dense_clip_norm=1.0"])
+def test_updates_are_for_sgd_without_clipping(override: str) -> None:
+    tree = overridden(MINIMAL, "runs.one.dense.kind=thresholded")
+    tree = overridden(tree, "runs.one.dense.preconditioner=adam")
+    assert make_config(TrainConfig, tree).optimizer.dense_optimizer == "sgd"
+    with pytest.raises(tdsp.errors.ConfigError, match="gives updates instead of gradients"):
+        make_config(TrainConfig, overridden(tree, f"optimizer.{override}"))

@@ -41,7 +41,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
             asked for, more often sends less.
         exact_thresholds: measure thresholds with all elements rather than a sample.
         preconditioner: "adagrad" or "adam" lets each rank compute its update first, so that updates
-            are what is sent and left; let `torch.optim.SGD` apply them. "none" for gradients.
+            are what is sent and left; let `torch.optim.SGD` apply them. "none" sends gradients.
         betas: Adam's.
         dense_below: parameters with fewer elements are sent whole.
         route: "gather", "owners", "dense", or "auto" for the one that sends least.

@@ -411,7 +411,6 @@ def test_a_wrapper_keeps_to_its_model(ranks2: RankPool) -> None:
             lambda: tdsp.ThresholdedDataParallel(preconditioner="lamb"),
             "preconditioner='lamb' is unknown; use one of none, adagrad, adam",
         ),
-        (lambda: tdsp.ThresholdedDataParallel(betas=(0.9, 1.0)), "aren't both at least 0, below 1"),
         (lambda: tdsp.ThresholdedDataParallel(refresh=0), "refresh=0 is no count; use 1 or more"),
         (
             lambda: tdsp.ThresholdedDataParallel(values="fp64"),

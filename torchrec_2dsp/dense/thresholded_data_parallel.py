@@ -42,7 +42,6 @@ class ThresholdedDataParallel(DataParallelWrapper):
         exact_thresholds: measure thresholds with all elements rather than a sample.
         preconditioner: "adagrad" or "adam" lets each rank compute its update first, so that updates
             are what is sent and left; let `torch.optim.SGD` apply them. "none" sends gradients.
-        betas: Adam's.
         dense_below: parameters with fewer elements are sent whole.
         route: "gather", "owners", "dense", or "auto" for the one that sends least.
         bucket_cap_mb: DDP's bucket size.
@@ -69,7 +68,6 @@ class ThresholdedDataParallel(DataParallelWrapper):
         refresh: int = 1,
         exact_thresholds: bool = False,
         preconditioner: Preconditioning | str = Preconditioning.NONE,
-        betas: tuple[float, float] = (0.9, 0.999),
         dense_below: int = 1_024,
         route: GradientRoute | str = _AUTO,
         bucket_cap_mb: int = 25,
@@ -92,9 +90,6 @@ class ThresholdedDataParallel(DataParallelWrapper):
             preconditioner in rules,
             f"preconditioner={preconditioner!r} is unknown; use one of {', '.join(rules)}",
         )
-        _check(
-            all(0 <= beta < 1 for beta in betas), f"betas={betas!r} aren't both at least 0, below 1"
-        )
         self._settings = ThresholdSettings(
             density=float(density),
             warm_up=warm_up,
@@ -103,7 +98,6 @@ class ThresholdedDataParallel(DataParallelWrapper):
             rule=ThresholdRule(refresh=refresh, is_exact=exact_thresholds),
             route=None if route == _AUTO else GradientRoute(route),
             preconditioner=Preconditioning(preconditioner),
-            betas=betas,
         )
         self._wrapper = DefaultDataParallelWrapper(
             bucket_cap_mb=bucket_cap_mb,

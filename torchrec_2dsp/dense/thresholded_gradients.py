@@ -117,7 +117,6 @@ class ThresholdSettings:
     """`None` for the route that sends least."""
 
     preconditioner: Preconditioning = Preconditioning.NONE
-    betas: tuple[float, float] = (0.9, 0.999)
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class ThresholdedGradients:
         self._settings, self._names, self._group = settings, names, group
         self._num_ranks = dist.get_world_size(group)
         self._feedback = ErrorFeedback()
-        self._preconditioner = Preconditioner(settings.preconditioner, settings.betas)
+        self._preconditioner = Preconditioner(settings.preconditioner)
         self._thresholds: dict[str, Threshold] = {}
         self._stored_thresholds: dict[str, Any] = {}
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
@@ -176,7 +175,7 @@ class ThresholdedGradients:
         Collectives:
             One 24-byte all-reduce, waited for; then an all-reduce of the bucket, or those of
             the route and an all-reduce of whole parameters, not waited for. In the first step on
-            another number of ranks than at the save, also two for each preconditioned parameter.
+            another number of ranks than at the save, also one for each preconditioned parameter.
         """
         layout, buffer, unused = self._layout(bucket), bucket.buffer(), UnusedParameters(bucket)
         standing = self._agree(buffer, layout)
@@ -226,7 +225,7 @@ class ThresholdedGradients:
     def _precondition(self, buffer: torch.Tensor, part: Part, num_ranks: int) -> None:
         """Replace a gradient by its update, in place."""
         if self._settings.preconditioner is not Preconditioning.NONE:
-            update = self._preconditioner.update(part.name, buffer[part.place], num_ranks=num_ranks)
+            update = self._preconditioner.update(part.name, buffer[part.place], num_ranks)
             buffer[part.place] = update
 
     def _layout(self, bucket: dist.GradBucket) -> BucketLayout:
@@ -341,7 +340,7 @@ class ThresholdedGradients:
         }
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over several ranks' summed residuals, and the mean of their moments.
+        """Take over several ranks' summed residuals, and moments.
 
         On another number of ranks than at the save, thresholds are measured again. A rank without
         states learns the step from the others.
@@ -358,8 +357,8 @@ class ThresholdedGradients:
                 for state in states
             ]
         )
-        moments = [state.get("moments", {}) for state in states]
-        self._preconditioner.load_mean(moments)
+        # Of several states' moments one is enough: ranks share the mean of those they have.
+        self._preconditioner.load_state_dict(states[0].get("moments", {}) if states else {})
         is_preconditioned = self._settings.preconditioner is not Preconditioning.NONE
         self._is_levelling = is_preconditioned and not is_same
         self._thresholds = {}

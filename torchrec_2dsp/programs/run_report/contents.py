@@ -182,8 +182,10 @@ class RunPlan:
             num_rows, dim = sizes.get(line.name, (line.num_rows, line.dim))
             size = ("" if num_rows is None else f"{num_rows:,}", "" if dim is None else str(dim))
             rows.append((line.name, *size, line.sharding_type, line.ranks, line.exchange))
-        headings = ("table", "rows", "dim", "type", "ranks", "exchange")
-        return Table(headings, rows, words=("table", "type", "ranks", "exchange"))
+        has_peers = any("+" in line.ranks for line in self.lines)
+        ranks = "ranks (+: replica peers)" if has_peers else "ranks"
+        headings = ("table", "rows", "dim", "type", ranks, "exchange")
+        return Table(headings, rows, words=("table", "type", ranks, "exchange"))
 
 
 def _line(name: str, table: _PlannedTable, mesh: Mesh2D) -> PlanLine:

@@ -152,7 +152,8 @@ class Queue:
         arguments = job.in_small if job.in_small and not self.machine.has_gpu else job.arguments
         with (place / "output").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                # Where the queue runs in a shell's background, SIGINT is ignored, and inherited so.
+                ["env", "--default-signal=INT", sys.executable, *arguments],
                 cwd=ROOT,
                 env=environ,
                 stdin=subprocess.DEVNULL,

@@ -182,7 +182,8 @@ def soak_program(rank: int, kind: str, steps: int, folder: Path) -> Runs:
             "report_every": steps // (NUM_PARTS * SAMPLES_PER_PART),
         },
         checkpoint={"folder": str(folder / "saved"), "every": every, "asynchronous": True},
-        output={"folder": str(folder / "out")},
+        # The profiler keeps tens of megabytes of a trace.
+        output={"folder": str(folder / "out"), "traced_steps": 0},
         runs=dict.fromkeys(RUNS, PROGRAM[kind]),
     )
     sampler = Sampler()

@@ -251,7 +251,7 @@ _NAMES: dict[StepPhase, re.Pattern[str]] = {
             StepPhase.IDS,
             r"^## (start|wait)_sparse_data_dist|^\[(splits|input)_dist|^## all2all_data"
             r"|^## \w*(KJT|Splits)\w* wait|^## (runtime_forward_assemble_KJT|dist_init)"
-            r"|^## ((request|announce) rows|check ids)",
+            r"|^## ((request|announce) rows|(check|map) ids)",
         ),
         (
             StepPhase.TABLE_UPDATE,

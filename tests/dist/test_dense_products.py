@@ -19,7 +19,7 @@ ON_EIGHT_RANKS = [form for form in FORMS if form != "TP"]
 """All forms except four ranks per layer: hosts have two."""
 
 COPIES = {"FSDP": 1, "FSDP at once": 1, "FSDP, gathered once": 1, "HSDP": 2}
-"""How many copies of the dense part all ranks keep together, in some forms."""
+"""The number of copies of the dense part on all ranks together, in some forms."""
 
 
 def check(gaps: list[list[ProductGap]], cells: list[ProductCell]) -> None:

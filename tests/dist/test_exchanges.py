@@ -304,8 +304,8 @@ IDS = [
     [[], [], [], []],
     [[9, 10, 19, 20, 29, 30], [], [0], [38, 39]],
 ]
-"""Of each rank's bags: two samples of the first feature, then of the second. Row-wise, the owners
-have the rows 0-9, 10-19, 20-29 and 30-39."""
+"""The ids in each rank's bags: two samples of the first feature, then of the second. Row-wise, the
+owners have the rows 0-9, 10-19, 20-29 and 30-39."""
 DISTINCT = [set(chain(*bags)) for bags in IDS]
 
 

@@ -17,9 +17,9 @@ class Job:
     in_small: Sequence[str] = field(default=())
     """Other arguments where there is no GPU."""
     lanes: int = 1
-    """How many lanes it needs for itself: all, if it measures."""
+    """The lanes that it needs for itself: all, if it measures."""
     shares_gpu: bool = True
-    """Whether its ranks compute at once, under an MPS server, rather than in turns."""
+    """True if its ranks compute at once, under an MPS server, rather than in turns."""
 
 
 FAULTS = {

@@ -40,13 +40,13 @@ _NO_TESTS = 5
 _LEAST_S = 20.0
 """No job starts with less time than this."""
 _GRACE_S = 10.0
-"""How long a job that was interrupted may take to say where it was."""
+"""The time in which an interrupted job may say where it was."""
 _TAIL = 4_000
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where jobs run."""
+    """A machine that runs jobs."""
 
     card: str
     """The GPU's name, or "CPU"."""
@@ -78,7 +78,7 @@ class Running:
     start: float
     deadline: float
     is_last: bool
-    """Whether the deadline is the queue's."""
+    """True if the deadline is the queue's."""
     interrupted_at: float | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""What jobs of the queue came to: lines of JSON that travel between machines."""
+"""Results of the queue's jobs: lines of JSON that travel between machines."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ PASSED, FAILED, TIMED_OUT, CRASHED, STOPPED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a job ended, and where."""
+    """A job's end, and the machine that ran it."""
 
     name: str
     outcome: str
@@ -44,11 +44,11 @@ class Result:
     tests: dict[str, str] = field(default_factory=dict)
     """The outcomes of single tests by their ids, where the job is one of pytest."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """What it measured."""
+    """Its measurements."""
     tail: str = ""
     """The end of its output."""
     is_usable_after: bool = True
-    """Whether the GPU could still be used afterwards."""
+    """True if the GPU could still be used afterwards."""
 
     @property
     def passed_tests(self) -> list[str]:

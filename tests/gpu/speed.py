@@ -30,7 +30,7 @@ from torchrec_2dsp.rows.gradients import RowSum
 from torchrec_2dsp.rows.update import RowUpdater
 
 _SHARE_OF_MEMORY = 0.6
-"""What tables may take of the GPU's free memory."""
+"""The share of the GPU's free memory that tables may take."""
 
 
 @dataclass(kw_only=True)

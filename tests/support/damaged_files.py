@@ -75,7 +75,7 @@ BYTE_DAMAGES: dict[str, Callable[[bytes, Random], bytes]] = {
 }
 """What can happen to the bytes of one file."""
 FILE_DAMAGES = ("delete", "swap")
-"""What can happen to the files of a folder."""
+"""Damages to the files of a folder."""
 
 
 class Damage(NamedTuple):

@@ -30,12 +30,12 @@ SAVE_EVERY, KEPT = 4, 2
 DEADLINE_S = 900
 
 Numbers = dict[str, list[object]]
-"""What a run computed under each name, in all lives that came so far."""
+"""The numbers that a run computed under each name, in all lives so far."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What trains under torchrun, in some variants."""
+    """A program that trains under torchrun, in some variants."""
 
     variants: tuple[str, ...]
     num_steps: int
@@ -43,9 +43,9 @@ class Subject:
     command: Callable[[str, Path, int], list[str]]
     """The module and its arguments, for a variant, a folder and a number of steps."""
     checkpoints: str
-    """Where a variant saves, below its folder."""
+    """The places below its folder where a variant saves."""
     numbers: Callable[[Path], Numbers]
-    """What a run has left in its folder."""
+    """Reads the numbers that a run has left in its folder."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Launch:
     exit_code: int
     numbers: Numbers
     kills: list[str] = field(default_factory=list)
-    """When each came."""
+    """The time of each."""
     output: str = ""
     """The end of what it said."""
 

@@ -48,7 +48,7 @@ def halved(ids: torch.Tensor, size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """How a model with managed collisions is sharded, and trained."""
+    """A way to shard and train a model with managed collisions."""
 
     cell: Cell
     policy: str = "lfu"

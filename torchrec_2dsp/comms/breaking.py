@@ -25,7 +25,7 @@ class Watch:
         self, store: dist.Store, prefix: str, rank: int, num_ranks: int, abort: Callable[[], None]
     ) -> None:
         self.has_aborted = False
-        """Whether this rank's collectives were ended: what they have computed is worthless."""
+        """True if this rank's collectives were ended: what they have computed is worthless."""
         self.num_waiting = 0
         """The contexts open in which this rank may wait for others; without one nobody is late."""
         self._store, self._abort = store, abort

@@ -283,7 +283,7 @@ class NoticeBoard:
 
     @property
     def has_aborted(self) -> bool:
-        """Whether this rank's collectives were ended for another's failure, see `Watch`."""
+        """True if this rank's collectives were ended for another's failure, see `Watch`."""
         has_aborted = self._watch is not None and self._watch.has_aborted
         return has_aborted and self._standing is not Standing.FAILED
 

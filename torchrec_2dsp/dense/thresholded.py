@@ -82,8 +82,7 @@ class Thresholded(nn.Module):
         magnitudes = activations.detach().abs()
         running_threshold = self.running_threshold
         if running_threshold is None:
-            num_kept = self.num_kept(activations.shape[-1])
-            places = magnitudes.topk(num_kept, dim=-1, sorted=False).indices
+            places = self._largest(magnitudes)
             is_left_out = torch.ones_like(magnitudes, dtype=torch.bool).scatter(-1, places, False)
         else:
             lowest = running_threshold
@@ -92,6 +91,10 @@ class Thresholded(nn.Module):
             is_left_out = magnitudes <= lowest
         # Not a product with the mask, because infinity times zero isn't zero.
         return activations.masked_fill(is_left_out & ~magnitudes.isnan(), 0.0)
+
+    def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
+        """Return the places of each sample's largest elements, in any order."""
+        return magnitudes.topk(self.num_kept(magnitudes.shape[-1]), dim=-1, sorted=False).indices
 
     def num_kept(self, dim: int) -> int:
         """Return how many of ``dim`` elements are kept; about as many with "laplace"."""
@@ -111,15 +114,13 @@ class Thresholded(nn.Module):
             backward: whether gradients travel.
         """
         num_kept = self.num_kept(dim)
-        places = 0 if backward or num_kept == dim else place_bits(num_kept, dim) // 8
+        places = 0 if backward or num_kept == dim else place_bytes(num_kept, dim)
         return num_samples * (4 * num_kept + places)
 
     @torch.jit.unused
     def kept(self, activations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the elements that "exact" keeps, and their places in the last dim, ascending."""
-        num_kept = self.num_kept(activations.shape[-1])
-        places = activations.detach().abs().topk(num_kept, dim=-1, sorted=False).indices
-        places = places.sort(dim=-1).values
+        places = self._largest(activations.detach().abs()).sort(dim=-1).values
         return activations.gather(-1, places), places
 
     def extra_repr(self) -> str:
@@ -141,9 +142,9 @@ class Thresholded(nn.Module):
         return fitted
 
 
-def place_bits(num_kept: int, dim: int) -> int:
-    """Return the bits that say where a sample's kept elements are, in whole bytes.
+def place_bytes(num_kept: int, dim: int) -> int:
+    """Return the bytes that say where a sample's kept elements are.
 
     Samples with more elements than 16 bits can tell apart have places of 32.
     """
-    return min(num_kept * (16 if dim <= 2**16 else 32), (dim + 7) // 8 * 8)
+    return min(num_kept * (2 if dim <= 2**16 else 4), (dim + 7) // 8)

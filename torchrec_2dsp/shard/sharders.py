@@ -363,7 +363,7 @@ class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[
         self.tables = tables
         """Shards the collection inside."""
         self.resets = resets
-        """Whether rows that get another id begin anew."""
+        """True if rows that get another id begin anew."""
 
     @property
     def optimizer(self) -> Optimizer | None:

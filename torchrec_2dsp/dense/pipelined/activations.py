@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchrec_2dsp.dense.thresholded import place_bits
+from torchrec_2dsp.dense.thresholded import place_bytes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER_SIZE = 16
@@ -63,8 +63,8 @@ class TensorKind:
         if is_gradient or not self.whole_dim:
             return TensorKind(self.shape, dtype)
         num_rows, num_kept = math.prod(self.shape[:-1]), self.shape[-1]
-        bits = num_kept * dtype.itemsize * 8 + place_bits(num_kept, self.whole_dim)
-        return TensorKind((num_rows * bits // 8,), torch.uint8)
+        row_bytes = num_kept * dtype.itemsize + place_bytes(num_kept, self.whole_dim)
+        return TensorKind((num_rows * row_bytes,), torch.uint8)
 
 
 class Activations(NamedTuple):
@@ -137,7 +137,7 @@ def _decoded_places(encoded: torch.Tensor, shape: tuple[int, ...], whole_dim: in
 
 def _are_bits(num_kept: int, whole_dim: int) -> bool:
     """Return whether each place has a bit, and not each kept element a number."""
-    return place_bits(num_kept, whole_dim) < num_kept * 8 * _place_dtype(whole_dim).itemsize
+    return place_bytes(num_kept, whole_dim) < num_kept * _place_dtype(whole_dim).itemsize
 
 
 def _place_dtype(whole_dim: int) -> torch.dtype:

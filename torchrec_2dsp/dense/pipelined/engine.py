@@ -346,8 +346,7 @@ class _Run:
                 _leaf(target[rows], needs_gradient=needs)
                 for target, needs in zip(batch.targets, batch.targets_need_gradient, strict=True)
             ]
-        here = self._groups.position
-        travels = not is_last and self._receiver(work) != here
+        travels = not is_last and self._receiver(work) != self._groups.position
         with torch.set_grad_enabled(self._trains):
             output = self._timed(
                 work,

@@ -1,5 +1,6 @@
 """The `torchrec-2dsp` command, which is also `python -m torchrec_2dsp`."""
 
+import os
 import sys
 
 _NEEDED = ("rich", "typer")
@@ -7,6 +8,9 @@ _NEEDED = ("rich", "typer")
 
 def main() -> None:
     """Run the command line, or say what to install for it."""
+    # FBGEMM's import asks whether there is a GPU. Asked in another way, processes forked later, as
+    # those of `bench`, couldn't use it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         from torchrec_2dsp.programs.cli.app import app
     except ModuleNotFoundError as error:

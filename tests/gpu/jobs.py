@@ -125,6 +125,19 @@ def _speed() -> Iterator[Job]:
             )
 
 
+def _steps() -> Iterator[Job]:
+    small = ("--tables", "2", "--rows", "1000", "--dim", "16", "--samples", "32")
+    for num_ranks, word in ((1, "one rank"), (2, "two ranks")):
+        command = ("-m", "tests.gpu.launch", "--ranks", str(num_ranks), "-m", "tests.gpu.steps")
+        yield Job(
+            name=f"steps of {word}",
+            arguments=command,
+            budget_s=150,
+            in_small=(*command, *small, "--only", "row_wise"),
+            lanes=ALL_LANES,
+        )
+
+
 CONTESTANTS = ("planner_fp16", "table_wise_int8", "rows", "rows_prefetch", "rows_int4_duplex")
 CONTESTANTS += ("rows_hot", "exact_in_host", "parallelized", "parallelized_any")
 """Those of the config ``bench_criteo`` that run beside TorchRec's planner on NCCL."""
@@ -149,6 +162,7 @@ JOBS: tuple[Job, ...] = (
     *_random_cases(),
     *_resumes(),
     *_speed(),
+    *_steps(),
     *_ratios(),
 )
-"""All jobs: faults, parity, random cases, checkpoints and resumes, speed, ratios."""
+"""All jobs: faults, parity, random cases, checkpoints and resumes, speed, steps, ratios."""

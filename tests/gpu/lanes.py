@@ -57,7 +57,8 @@ class Lane:
         """Return the variables of a job; ``shares`` for ranks that compute at once."""
         environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         if self._has_gpu:
-            environ["TESTS_DEVICE"] = "cuda"
+            # Else FBGEMM's import forbids the GPU to forks.
+            environ |= {"TESTS_DEVICE": "cuda", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         return environ | (self._server_environ() if shares else {})
 
     def renew(self, *, is_sure: bool) -> bool:

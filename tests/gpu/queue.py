@@ -41,7 +41,8 @@ _LEAST_S = 20.0
 """No job starts with less time than this."""
 _GRACE_S = 10.0
 """The time in which an interrupted job may say where it was."""
-_TAIL = 4_000
+_TAIL, _LOGGED = 4_000, 400_000
+"""Characters of a job's output in its result, and in the log beside the results."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ class Queue:
         )
         self.results.append(result)
         append_result(self.out, result)
+        with self.out.with_suffix(".log").open("a") as log:
+            log.write(f"\n##### {result}\n{text[-_LOGGED:]}")
         print(f"{self.end - time.monotonic():4.0f} s left: {result}", flush=True)
 
     def _outcome(self, entry: Running) -> str:
@@ -258,7 +261,7 @@ def main() -> int:
     parser.add_argument(
         "--state", type=Path, default=ROOT / "tests/gpu/runs", help="has earlier results"
     )
-    parser.add_argument("--only", default="", help="jobs whose name contains this")
+    parser.add_argument("--only", action="append", help="jobs whose name contains this; repeatable")
     parser.add_argument("--lanes", type=int, default=4, help="jobs side by side on a GPU")
     parser.add_argument("--commit", default="", help="where there is no repository")
     options = parser.parse_args()
@@ -268,7 +271,7 @@ def main() -> int:
     git = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}.jsonl"
-    jobs = [job for job in JOBS if options.only in job.name]
+    jobs = [job for part in options.only or [""] for job in JOBS if part in job.name]
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         num_lanes = options.lanes if machine.has_gpu else 1

@@ -39,17 +39,20 @@ from tests.support.parity import (
     FOUR,
     LR,
     ONE,
+    TOLERANCE,
     TWO,
     Cell,
     check_cells,
     group_plan,
     make_optimizer,
     make_sharder,
+    run_cells,
 )
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from tests.support.trips import Trip, check_arrivals, stock
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.shard.row_exchange import lookup
 
 LONG_BAGS_TOLERANCE = {"row": 4e-6, "nonempty": 1e-5}
 """Sums of many rows round more often, in parts even more."""
@@ -199,6 +202,19 @@ EQUAL: dict[str, tuple[str, Sequence[Cell]]] = {
     "rows of groups in hosts": ("ranks4", row_cells(INSIDE)),
 }
 """For each name the ranks, and cells."""
+
+
+def gaps_of_even_bags(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    """Return the worst gaps to the oracle if rows are looked up as a GPU does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup, "is_on_gpu", lambda tbe: True)
+        return [gap.worst for gap in run_cells(rank, world_size, cells, 4)]
+
+
+def test_rows_in_even_bags_train_as_the_unsharded_model(ranks4: RankPool) -> None:
+    cells = [Cell(ONE, spec=spec, exchange="row") for spec in (MIXED, ONE_TABLE, SEQUENCES)]
+    for gaps in ranks4.run(gaps_of_even_bags, cells):
+        assert max(gaps) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,10 @@ def time_lookups(speeds: Speeds, options: argparse.Namespace) -> None:
         for pending in capture.take():
             updater.apply(pending.gradients())
 
+    capture.lookup(lambda: tbe(ids, offsets), None).backward(gradient)
+    kept = capture.take()[0].gradients()
+    speeds.time("update", lambda: updater.apply(kept))
+    speeds.time("captured forward", lambda: capture.lookup(lambda: tbe(ids, offsets), None))
     forward = speeds.time("fused forward", lambda: tbe(ids, offsets))
     fused_ms = speeds.time("fused forward and backward", fused)
     captured_ms = speeds.time("captured forward, backward and update", captured)

@@ -47,7 +47,8 @@ class Scores(BagModel):
     """Returns what TorchRec's pipelines want; a long run stays finite."""
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        scores = super().forward(features)
+        # Taken apart and joined again, each feature would cost a copy of all in the backward.
+        scores = self.over(self.ebc(features).values()).squeeze(1)
         return scores.square().mean(), scores.detach()
 
 

@@ -66,6 +66,11 @@ def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
     )
 
 
+def is_on_gpu(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    """Tell whether a kernel computes on a GPU."""
+    return torch.device(tbe.current_device).type != "cpu"
+
+
 def tell_empty_tables_apart(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
     """Keep the kernel's backward from confusing a table without rows with the next table.
 

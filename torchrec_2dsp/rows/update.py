@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,8 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbOptimType,
     OptimizerStep,
     SplitTableBatchedEmbeddingBagsCodegen,
+    TbeShape,
+    is_on_gpu,
     iteration_of,
     last_lookup,
     learning_rate_of,
@@ -48,19 +50,44 @@ _MAX_PADDING = 4
 """The most bags per row with which rows are looked up as bags, whose kernel is faster per row."""
 
 
+def even_bags(starts: torch.Tensor, num_ids: int) -> torch.Tensor:
+    """Return offsets that cut each feature's ids into equally many bags, alike in size.
+
+    A GPU's warp takes one bag after the other, so for a sequence kernel, whose output doesn't know
+    of bags, many short ones are read by many warps at once.
+
+    Args:
+        starts: each feature's first place among the ids, and the end of the last.
+        num_ids: the number of all ids, which is known without asking the GPU.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.rows.update import even_bags
+        >>> even_bags(torch.tensor([0, 5, 6]), num_ids=6)
+        tensor([0, 2, 4, 5, 6, 6, 6])
+    """
+    num_features = starts.numel() - 1
+    num_bags = max(num_ids // max(num_features, 1), 1)
+    first, sizes = starts[:-1, None], starts.diff()[:, None]
+    places = torch.arange(num_bags, device=starts.device) * ((sizes + num_bags - 1) // num_bags)
+    return torch.cat([(first + places.minimum(sizes)).view(-1), starts[-1:]])
+
+
 class RowUpdater:
     """Applies `RowGradients` to a TBE, as its fused backward would have.
 
     A forward over the distinct rows, one row per bag, and a backward with each row's gradient equal
     the fused update bit for bit, for FBGEMM's exact optimizers. Each feature has as many bags as
     the one with the most rows; where most bags would be empty, rows are looked up as a sequence,
-    whose kernel rounds differently.
+    whose kernel rounds differently. So they are on a GPU.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._tbe = tbe
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
+        self.in_even_bags = is_on_gpu(tbe) and len(self._blocks) == 1
+        """True if rows are always looked up as a sequence, in `even_bags`, without a wait."""
 
     @property
     def num_tables(self) -> int:
@@ -71,6 +98,11 @@ class RowUpdater:
         """Run one fused update with ``gradients``, at their lookup's step."""
         if gradients.num_rows == 0:
             return
+        if self.in_even_bags:
+            (block,) = gradients.blocks
+            ids, starts = self._starts.of(block.keys)
+            self._update(ids, even_bags(starts, ids.numel()), block.grads, gradients.step)
+            return
         features = self._by_feature(gradients)
         ids = torch.cat([feature.rows for feature in features])
         num_bags = max(feature.rows.numel() for feature in features) * len(features)
@@ -79,14 +111,27 @@ class RowUpdater:
         )
         if as_sequence:
             (block,) = gradients.blocks
-            offsets, grad_output = _as_sequence(features), block.grads
+            offsets = _as_sequence(features).to(ids.device)
+            self._update(ids, offsets, block.grads, gradients.step)
         else:
-            offsets, grad_output = _as_bags(features)
-        with (
-            updating_as_of(self._tbe, gradients.step, as_sequence=as_sequence),
-            torch.enable_grad(),
-        ):
-            self._tbe(ids, offsets.to(ids.device)).backward(grad_output)
+            self._update(ids, *_as_bags(features), gradients.step, as_sequence=False)
+
+    def _update(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        grad_output: torch.Tensor,
+        step: OptimizerStep,
+        *,
+        as_sequence: bool = True,
+    ) -> None:
+        with updating_as_of(self._tbe, step, as_sequence=as_sequence), torch.enable_grad():
+            self._tbe(ids, offsets).backward(grad_output)
+
+    @cached_property
+    @torch.inference_mode(mode=False)
+    def _starts(self) -> "_Starts":
+        return _Starts(self._shape, self._blocks[0], torch.device(self._tbe.current_device))
 
     def _by_feature(self, gradients: RowGradients) -> list["_FeatureRows"]:
         """Return each feature's rows; a table's first feature has all its rows."""
@@ -101,6 +146,25 @@ class RowUpdater:
             for feature, table in enumerate(self._shape.feature_tables)
         }
         return [carried.get(feature, empty[feature]) for feature in sorted(empty)]
+
+
+class _Starts:
+    """Finds the rows of each feature among keys, on their device."""
+
+    def __init__(self, shape: TbeShape, block: Block, device: torch.device) -> None:
+        firsts = [shape.features_of(table)[0] for table in block.tables]
+        features = range(len(shape.feature_tables) + 1)
+        # A feature that isn't its table's first has no rows: it starts where the next one does.
+        starts = [sum(first < feature for first in firsts) for feature in features]
+        self._bases = torch.tensor([*block.bases, block.num_rows], device=device)
+        self._starts = torch.tensor(starts, device=device)
+
+    def of(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the row numbers of ascending ``keys``, and where each feature's begin."""
+        keys = keys.long()
+        starts = torch.searchsorted(keys, self._bases)
+        tables = torch.searchsorted(self._bases, keys, right=True) - 1
+        return keys - self._bases[tables], starts[self._starts]
 
 
 class _FeatureRows(NamedTuple):
@@ -120,9 +184,10 @@ def _as_sequence(features: list[_FeatureRows]) -> torch.Tensor:
 
 def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return offsets with one row per bag and empty bags at the end, and the bags' gradient."""
-    sizes = torch.tensor([feature.rows.numel() for feature in features])
-    batch_size = int(sizes.max())
-    ends = torch.arange(1, batch_size + 1).minimum(sizes[:, None])
+    device = features[0].rows.device
+    num_rows = [feature.rows.numel() for feature in features]
+    batch_size, sizes = max(num_rows), torch.tensor(num_rows, device=device)
+    ends = torch.arange(1, batch_size + 1, device=device).minimum(sizes[:, None])
     ends += (sizes.cumsum(0) - sizes)[:, None]
     offsets = torch.cat([ends.new_zeros(1), ends.view(-1)])
     dims = [feature.grads.shape[1] for feature in features]
@@ -223,10 +288,9 @@ def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
     """
     if updates_by_rule(tbe):
         return RULES_WITHOUT_KERNEL[tbe.optimizer]
-    is_on_cpu = torch.device(tbe.current_device).type == "cpu"
     is_float = all(weight.is_floating_point() for weight in tbe.split_embedding_weights())
     rule = RULES.get(tbe.optimizer)
-    if rule is None or not is_on_cpu or not is_float:
+    if rule is None or is_on_gpu(tbe) or not is_float:
         return None
     return rule if all(set(states) <= {"sum"} for states in optimizer_states(tbe)) else None
 

@@ -36,9 +36,10 @@ from torchrec_2dsp.shard.codecs import pack_size
 from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_action
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows
-from torchrec_2dsp.shard.kernels import Kernel, RowLookup
+from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication, SyncedOptimizer
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
+from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
 from torchrec_2dsp.shard.shardings import widen_contexts
 from torchrec_2dsp.shard.stages import BagContext, BatchNotes, Output, SequenceContext, Stage

@@ -4,7 +4,7 @@
     rank 1 needs rows 8, 8, 1    -> asks owners for 1, 8    -> gets 2 rows -> pools its samples
 
 In a batch's order: `requests` finds the distinct rows and asks their owners (once per host, if
-several ranks need them), `kernels.RowLookup` looks rows up for other ranks, and `exchange` fetches
+several ranks need them), `lookup.RowLookup` looks rows up for other ranks, and `exchange` fetches
 them; `journey` carries rows that come early. `stages` moves rows within their shards before a read
 or an update, and sends rows before their step.
 """

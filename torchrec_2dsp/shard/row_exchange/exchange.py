@@ -27,8 +27,8 @@ from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
 from torchrec_2dsp.shard.codecs import codecs_by_dim
-from torchrec_2dsp.shard.kernels import OwnedRows, RowLookup, config_by_row
 from torchrec_2dsp.shard.row_exchange.journey import AskedRows, RowJourney
+from torchrec_2dsp.shard.row_exchange.lookup import OwnedRows, RowLookup, config_by_row
 from torchrec_2dsp.shard.row_exchange.requests import (
     HostHandover,
     Requested,

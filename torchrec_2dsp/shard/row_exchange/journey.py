@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp._compat.fbgemm import OptimizerStep
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.comms.row_wire import RowWire, TravellingRows
-from torchrec_2dsp.shard.kernels import RowKernel
+from torchrec_2dsp.shard.row_exchange.lookup import RowKernel
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp.plan.parameter_sharding import RowOwners, RowSpread, num_rows
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
-from torchrec_2dsp.shard.kernels import Kernel, RowLookup, TableShard
+from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.row_exchange.exchange import RowContext, RowFetch
 from torchrec_2dsp.shard.row_exchange.journey import RowJourney
+from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.stages import BatchNotes, HotIds, Output, Stage
 
 _ARRANGE_LABEL = "## arrange rows ##"

@@ -227,8 +227,12 @@ def around_training(rank: int, world_size: int) -> list[str]:
         if step in (1, 2):
             pipeline.detach().eval()
             with torch.no_grad():
-                parallel(batch_of(case, 9, rank))
+                # Of the ids of the batch under way, whose rows aren't theirs yet, too.
+                batch = batches[step + 1][rank]
+                _, scores = parallel(batch)
+                assert (scores - twin.model.eval()(batch)[1]).abs().max() < 1e-5
             parallel.train()
+            twin.model.train()
     with suppress(StopIteration):
         while True:
             pipeline.progress(stream)
@@ -271,6 +275,50 @@ def test_pauses_evaluations_and_wrong_batches(ranks4: RankPool) -> None:
     assert first[1].startswith("InputError: this rank's batch has no feature 'f1'")
 
 
+def drop_a_batch(rank: int, world_size: int, folder: Path, reads_state: bool) -> tuple[float, str]:
+    """Drop a pipeline that holds a batch, go back to a checkpoint and on; then let maps differ."""
+    case = CASES[3]
+    twin, parallel = Twin(case), sharded(case)
+    optimizer = make_optimizer(parallel)
+    steps = [[batch_of(case, step, other) for other in range(world_size)] for step in range(6)]
+    stream = iter([batches[rank] for batches in steps])
+    pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
+    state, gap = tdsp.TrainState(parallel, optimizer), 0.0
+    for step in range(3):
+        if step == 2:
+            tdsp.save_checkpoint(folder, parallel, optimizer, train_state=state)
+        pipeline.progress(stream)
+        twin.step(steps[step])
+    pipeline.detach()
+    del pipeline
+    if reads_state:
+        twin.see(steps[3])
+        gap = state_gap(parallel, twin)
+    twin = Twin(case)
+    tdsp.load_checkpoint(folder, parallel, optimizer, train_state=state)
+    train(replace(case, loop="plain"), parallel, rank, range(2, 6))
+    for batches in steps:
+        twin.step(batches)
+    gap = max(gap, state_gap(parallel, twin))
+    weights = parallel.state_dict()
+    rows = weights[
+        "mc._managed_collision_collection._managed_collision_modules.t0._mch_remapped_ids_mapping"
+    ]
+    if rank == 1:
+        rows[:2] = rows[:2].flip(0)
+    parallel.load_state_dict(weights)  # type: ignore[arg-type]
+    return gap, error_of(lambda: parallel(steps[0][rank]))
+
+
+@pytest.mark.parametrize("reads_state", [True, False])
+def test_a_batch_that_is_never_looked_up_leaves_nothing_behind(
+    ranks4: RankPool, tmp_path: Path, reads_state: bool
+) -> None:
+    for gap, text in ranks4.run(drop_a_batch, tmp_path / "3", reads_state, timeout_s=60):
+        assert gap < TOLERANCE
+        assert text.startswith("SyncError: the id maps differ between ranks")
+
+
 class OwnMap(MCHManagedCollisionModule):
     """A map that nobody here knows."""
 
@@ -288,6 +336,8 @@ def refused(change: str) -> tuple[Case, Any]:
         id_map._eviction_policy._threshold_filtering_func = partial(
             probabilistic_threshold_filter, per_id_probability=0.1
         )
+    elif change == "shared map":
+        model.mc._managed_collision_collection._managed_collision_modules["t1"] = id_map
     elif change == "own policy":
         id_map._eviction_policy = type("Own", (LFU_EvictionPolicy,), {})()
     elif change == "other state" and dist.get_rank() == 3:
@@ -306,6 +356,7 @@ REFUSALS = {
     "hot": "UnsupportedError: table 't0' of module 'mc' has hot rows, but managed collisions",
     "late": "UnsupportedError: module 'mc' has managed collisions, whose rows begin anew",
     "own map": "UnsupportedError: the managed collision module of table 't0' in module 'mc' is a ",
+    "shared map": "UnsupportedError: tables of module 'mc' share a managed collision module",
     "own policy": "UnsupportedError: the managed collision module of table 't0' in module 'mc' ev",
     "probabilistic": "UnsupportedError: the managed collision module of table 't0' in module 'mc'",
     "other state": "ConfigError: the id map of table 't0' differs between ranks: rank 0 has",

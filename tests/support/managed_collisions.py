@@ -166,12 +166,7 @@ class Twin:
 
     def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
         self.model.zero_grad()
-        self.num_steps += 1
-        maps = self.model.mc._managed_collision_collection
-        features = maps(together(batches))
-        for name, rows in maps.evict().items():
-            if rows is not None and self.case.resets:
-                self.reset(name, rows, maps)
+        features = self.see(batches)
         scores = self.model.head(self.model.mc._embedding_module(features))
         losses = [local_loss(part) for part in scores.split([b.stride() for b in batches])]
         torch.stack(losses).mean().backward()
@@ -181,6 +176,16 @@ class Twin:
             for name, table in self.tables().items():
                 self.update(name, table)
         return [loss.item() for loss in losses]
+
+    def see(self, batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """Let the maps see a batch, and reset what they evict; return it with row ids."""
+        self.num_steps += 1
+        maps = self.model.mc._managed_collision_collection
+        features = maps(together(batches))
+        for name, rows in maps.evict().items():
+            if rows is not None and self.case.resets:
+                self.reset(name, rows, maps)
+        return features
 
     @torch.no_grad()
     def reset(self, name: str, rows: torch.Tensor, maps: Any) -> None:

@@ -21,8 +21,10 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHEvictionPolicy,
     MCHManagedCollisionModule,
+    _mch_remap,
     probabilistic_threshold_filter,
 )
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 IdMap = MCHManagedCollisionModule
 _POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
@@ -177,8 +179,20 @@ def batches_seen(id_map: MCHManagedCollisionModule) -> int:
 
 def fingerprint_of(id_map: MCHManagedCollisionModule) -> int:
     """Return a number that tells maps apart."""
-    mapped = id_map._mch_remapped_ids_mapping
-    return int((id_map._mch_sorted_raw_ids * 0x9E3779B1 + mapped * mapped * 0x85EBCA6B).sum())
+    rows = id_map._mch_remapped_ids_mapping
+    # Squared, since a plain sum wouldn't tell which id has which row.
+    mixed = id_map._mch_sorted_raw_ids * 0x9E3779B1 ^ rows * 0x85EBCA6B
+    return int((mixed * mixed).sum())
+
+
+def rows_of(
+    id_map: MCHManagedCollisionModule, ids: JaggedTensor, buffers: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the ids' rows, by earlier buffers where some are given."""
+    raw = buffers.get("_mch_sorted_raw_ids", id_map._mch_sorted_raw_ids)
+    rows = buffers.get("_mch_remapped_ids_mapping", id_map._mch_remapped_ids_mapping)
+    last_row = id_map._output_global_offset + id_map.output_size() - 1
+    return _mch_remap({"": ids}, raw, rows, last_row)[""].values()
 
 
 def described(id_map: MCHManagedCollisionModule) -> str:

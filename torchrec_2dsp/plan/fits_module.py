@@ -165,7 +165,12 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
         plan: of its tables, if known.
     """
     users = Counter(feature for config in table_configs(module) for feature in config.feature_names)
-    for name, id_map in id_maps_of(module).items():
+    maps = id_maps_of(module)
+    if len(set(maps.values())) < len(maps):
+        raise UnsupportedError(
+            f"tables of module {path!r} share a managed collision module; give each its own"
+        )
+    for name, id_map in maps.items():
         reason = unequal_on_ranks(id_map)
         if reason is not None:
             raise UnsupportedError(

@@ -15,6 +15,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,6 +42,7 @@ from torchrec_2dsp._compat.managed_collisions import (
     history_of,
     id_maps_of,
     returns_features,
+    rows_of,
     set_history,
     table_configs,
 )
@@ -51,7 +53,7 @@ from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group
 from torchrec_2dsp.errors import ConfigError, SyncError, UnsupportedError
 from torchrec_2dsp.shard.batch import BatchForm, distinct_bags
 from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D
-from torchrec_2dsp.shard.stages import Eviction
+from torchrec_2dsp.shard.stages import BatchNotes, Eviction
 
 _LABEL = "## map ids ##"
 
@@ -65,13 +67,9 @@ class _MapState(NamedTuple):
     @classmethod
     def of(cls, id_map: IdMap) -> "_MapState":
         """Copy a map's state, before the map sees a batch."""
-        changing = {BATCHES_SEEN} if not evicts_next(id_map) else None
-        buffers = {
-            name: value.clone()
-            for name, value in id_map.state_dict().items()
-            if changing is None or name in changing
-        }
-        return cls(buffers, history_of(id_map))
+        buffers = id_map.state_dict()
+        changing = buffers if evicts_next(id_map) else [BATCHES_SEEN]
+        return cls({name: buffers[name].clone() for name in changing}, history_of(id_map))
 
 
 @dataclass(eq=False)
@@ -82,10 +80,17 @@ class MappedBatch:
     """The batch, with row ids."""
     source: "weakref.ref[KeyedJaggedTensor]"
     """The batch with its own ids."""
+    context: "weakref.ref[MappedContext]"
+    """The context that it was mapped for."""
     eviction: Eviction | None = None
     """The rows that the maps have given to other ids."""
     before: "Mapping[str, _MapState]" = field(default_factory=dict)
-    """The maps as they were before, unless the batch was evaluated."""
+    """The maps as they were before, if a pipeline trains the batch."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Tell whether a batch that wasn't looked up won't be: refused, or its pipeline is gone."""
+        return not self.before or (self.source() is None and self.context() is None)
 
 
 @dataclass
@@ -94,6 +99,8 @@ class MappedContext(Multistreamable):
 
     of_tables: Any
     mapped: MappedBatch | None = None
+    is_at_once: bool = False
+    """True if the batch is looked up as soon as its ids have travelled, without a pipeline."""
 
     @property
     def sharding_contexts(self) -> list[Any]:
@@ -198,8 +205,8 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         self._fingerprint = self._new_fingerprint()
         self._waiting: list[MappedBatch] = []
         """Batches that the maps have seen, and that weren't looked up yet."""
-        for part in self._parts:
-            part.tables.reset_evicted_rows(init_seed)
+        self._evicted_rows = [part.tables.reset_evicted_rows(init_seed) for part in self._parts]
+        self.register_state_dict_pre_hook(lambda *_: self._reset_dropped())
         self.register_state_dict_post_hook(_show_trained_maps)
 
     @property
@@ -216,6 +223,13 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         """Make a batch's context."""
         return MappedContext(self._embedding_module.create_context())
 
+    def forward(self, *input: Any, **kwargs: Any) -> Any:
+        """Look up a batch at once, beside those that a detached pipeline holds."""
+        ctx = self.create_context()
+        ctx.is_at_once = True
+        arrived = self.input_dist(ctx, *input, **kwargs).wait().wait()
+        return self.compute_and_output_dist(ctx, arrived)
+
     @torch.no_grad()
     def input_dist(
         self, ctx: MappedContext, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
@@ -231,7 +245,7 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
                 f"{type(features).__name__}; convert it first"
             )
         with record_function(_LABEL):
-            ctx.mapped = self._mapped(features, mutate_miss_lengths)
+            ctx.mapped = self._mapped(ctx, features)
         return self._embedding_module.input_dist(ctx.of_tables, ctx.mapped.features)
 
     def compute(self, ctx: MappedContext, dist_input: Any) -> Any:
@@ -249,7 +263,7 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
             The tables'.
         """
         assert ctx.mapped is not None
-        due = self._waiting_until(ctx.mapped)
+        due = self._due(ctx.mapped)
         contexts = getattr(ctx.of_tables, "of_parts", [ctx.of_tables])
         for part_ctx in contexts:
             part_ctx.notes.evictions = [batch.eviction for batch in due if batch.eviction]
@@ -258,7 +272,7 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         self._waiting = self._waiting[len(due) :]
         return output, self._features_of(ctx)
 
-    def _mapped(self, features: KeyedJaggedTensor, mutates_lengths: bool) -> MappedBatch:
+    def _mapped(self, ctx: MappedContext, features: KeyedJaggedTensor) -> MappedBatch:
         for waiting in self._waiting:
             # A pipeline that is attached again distributes its next batch for a second time.
             if waiting.source() is features:
@@ -266,23 +280,23 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         bags = distinct_bags(features, self._features)
         # A batch that can't be right is refused by the tables, on all ranks.
         is_right = bags.error is None and self._form.error_in(bags.features) is None
-        own = self._hashed(features) if is_right else self._no_ids(features)
-        mapped = MappedBatch(features, weakref.ref(features))
+        no_ids = features.lengths().new_empty(0, dtype=torch.int64)
+        own = self._hashed(features) if is_right else dict.fromkeys(self._features, no_ids)
+        mapped = MappedBatch(features, weakref.ref(features), weakref.ref(ctx))
         is_training = self._managed_collision_collection.training
         of_world = self._world.gathered(
             list(own.values()), is_training=is_training, fingerprint=self._fingerprint
         )
+        # What is evaluated at once sees the maps to which the tables' rows belong.
+        maps = self.maps_before_waiting() if ctx.is_at_once and not is_training else {}
         if is_training:
-            mapped.before = {table: _MapState.of(id_map) for table, id_map in self._maps.items()}
+            if not ctx.is_at_once:
+                mapped.before = {name: _MapState.of(id_map) for name, id_map in self._maps.items()}
             mapped.eviction = self._profile(dict(zip(own, of_world, strict=True)))
             self._waiting.append(mapped)
         if is_right:
-            mapped.features = self._with_rows(features, own, mutates_lengths)
+            mapped.features = self._with_rows(features, own, maps)
         return mapped
-
-    def _no_ids(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        nothing = torch.empty(0, dtype=torch.int64, device=features.values().device)
-        return dict.fromkeys(self._features, nothing)
 
     def _hashed(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         """Return each feature's ids as its map sees them."""
@@ -299,7 +313,7 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         """Let the maps see the ids of all ranks; return the rows that they have evicted."""
         evicted = {}
         for table, id_map in self._maps.items():
-            of_table = [ids[feature] for feature in self._features_in(table)]
+            of_table = [ids[name] for name in self._features if self._table_of[name] == table]
             id_map.profile({table: _jagged(of_table)})
             rows = id_map.evict()
             if rows is not None:
@@ -310,35 +324,30 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         return Eviction(number, evicted if self._resets else {})
 
     def _with_rows(
-        self, features: KeyedJaggedTensor, ids: Mapping[str, torch.Tensor], mutates_lengths: bool
+        self,
+        features: KeyedJaggedTensor,
+        ids: Mapping[str, torch.Tensor],
+        maps: Mapping[str, _MapState],
     ) -> KeyedJaggedTensor:
         """Return the batch with row ids, in the form that it has."""
         places = _places(features)
         values = features.values().clone()
         for feature in self._features:
             table = self._table_of[feature]
-            jagged = {table: _jagged([ids[feature]])}
-            mapped = self._maps[table].remap(jagged, mutate_miss_lengths=mutates_lengths)
-            values[places[feature]] = mapped[table].values().to(values.dtype)
-        if not features.variable_stride_per_key():
-            return KeyedJaggedTensor(
-                keys=features.keys(),
-                values=values,
-                weights=features.weights_or_none(),
-                lengths=features.lengths(),
-                stride=features.stride(),
-            )
+            buffers = maps[table].buffers if maps else {}
+            rows = rows_of(self._maps[table], _jagged([ids[feature]]), buffers)
+            values[places[feature]] = rows.to(values.dtype)
+        sizes: dict[str, Any] = {"stride": features.stride()}
+        if features.variable_stride_per_key():
+            sizes = {"stride_per_key_per_rank": features.stride_per_key_per_rank()}
         return KeyedJaggedTensor(
             keys=features.keys(),
             values=values,
             weights=features.weights_or_none(),
             lengths=features.lengths(),
-            stride_per_key_per_rank=features.stride_per_key_per_rank(),
             inverse_indices=features.inverse_indices_or_none(),
+            **sizes,
         )
-
-    def _features_in(self, table: str) -> list[str]:
-        return [name for name in self._features if self._table_of[name] == table]
 
     def _features_of(self, ctx: MappedContext) -> KeyedJaggedTensor | None:
         """Return the mapped features in the tables' order, as the unsharded module does."""
@@ -351,9 +360,20 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
             return features
         return features.permute([keys.index(name) for name in self._features])
 
-    def _waiting_until(self, mapped: MappedBatch) -> list[MappedBatch]:
+    def _due(self, mapped: MappedBatch | None = None) -> list[MappedBatch]:
         """Return the batches up to this one that weren't looked up; some may never be."""
-        return self._waiting[: self._waiting.index(mapped) + 1] if mapped in self._waiting else []
+        if mapped in self._waiting:
+            return self._waiting[: self._waiting.index(mapped) + 1]
+        return list(takewhile(lambda batch: batch.is_dropped, self._waiting))
+
+    def _reset_dropped(self) -> None:
+        """Reset what dropped batches have evicted, as the maps that state dicts show have."""
+        due = self._due()
+        self._waiting = self._waiting[len(due) :]
+        for part, evicted_rows in zip(self._parts, self._evicted_rows, strict=True) if due else ():
+            part.tables.complete_state()
+            evictions = [batch.eviction for batch in due if batch.eviction]
+            evicted_rows.before_lookup(BatchNotes(evictions=evictions))
 
     def _new_fingerprint(self) -> int:
         prints = [fingerprint_of(id_map) for id_map in self._maps.values()]
@@ -405,6 +425,7 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
             )
             keys.missing_keys.extend(f"{name}.{key}" for key in missing)
             keys.unexpected_keys.extend(f"{name}.{key}" for key in unexpected)
+        self._waiting = []
         for id_map in self._maps.values():
             set_history(id_map, NO_HISTORY)
         self._fingerprint = self._new_fingerprint()
@@ -425,7 +446,7 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
 
     def maps_before_waiting(self) -> Mapping[str, _MapState]:
         """Return the maps before the oldest batch that a pipeline still has to look up."""
-        waiting = [batch.before for batch in self._waiting if batch.source() is not None]
+        waiting = [batch.before for batch in self._waiting if not batch.is_dropped]
         oldest = waiting[0] if waiting else {}
         # Later batches have copied what the older ones didn't change.
         return {

@@ -118,10 +118,12 @@ class Tables2D:
             yield whole_tables_action(self._whole_tables, self.groups, drift_every)
         yield self.prefetch.lagging
 
-    def reset_evicted_rows(self, seed: int) -> None:
-        """Reset the rows that id maps give to other ids, from now on."""
+    def reset_evicted_rows(self, seed: int) -> EvictedRows:
+        """Reset the rows that id maps give to other ids, from now on; return the stage."""
         kernels, arrangement = self.kernels(), self._arrangement
-        self.stages.append(EvictedRows(self._configs, kernels, arrangement, self._before_use, seed))
+        stage = EvictedRows(self._configs, kernels, arrangement, self._before_use, seed)
+        self.stages.append(stage)
+        return stage
 
     def keep_weights(self, unsharded: Any) -> None:
         """Take over the unsharded module's weights, if it has some."""

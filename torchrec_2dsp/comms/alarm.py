@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchrec_2dsp.comms.collectives import beside_kernels
 from torchrec_2dsp.comms.failure_detection import NoticeBoard, described, name_of
 from torchrec_2dsp.errors import ConfigError, RankError, TwoDError
 
@@ -149,7 +150,7 @@ class Alarm:
         """All ranks that must stop together."""
         self.board = board
         """The board on which ranks post a failure's details."""
-        self._device = device
+        self.device = device
 
     def check(self, error: TwoDError | None = None, signal: Signal = Signal.WELL) -> "Check":
         """Signal this rank's state or its error, without waiting.
@@ -158,8 +159,9 @@ class Alarm:
             One all-reduce of 8 bytes, not waited for.
         """
         own_signal = Signal.FAILED if error is not None else signal
-        total = torch.tensor([int(own_signal)], device=self._device)
-        work = dist.all_reduce(total, dist.ReduceOp.SUM, group=self.group, async_op=True)
+        with beside_kernels(self.device):
+            total = torch.full((1,), int(own_signal), device=self.device)
+            work = dist.all_reduce(total, dist.ReduceOp.SUM, group=self.group, async_op=True)
         assert work is not None
         return Check(self, work, total, error)
 
@@ -183,11 +185,12 @@ class Check:
             An agreement, if a rank has failed.
         """
         group, board = self.alarm.group, self.alarm.board
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise board.explain(error) from error
-        total = int(self.total.item())
+        with beside_kernels(self.alarm.device):
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise board.explain(error) from error
+            total = int(self.total.item())
         if board.has_aborted:
             raise board.explain()
         counts = {signal: total // int(signal) % (1 << _BITS) for signal in Signal if signal.value}

@@ -8,6 +8,7 @@ gradients. When a lookup needs the rows again, each rank waits for the sums:
 """
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from torchrec_2dsp._compat.fbgemm import OptimizerStep
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec
-from torchrec_2dsp.comms.collectives import Arriving, start_all_to_all_ragged
+from torchrec_2dsp.comms.collectives import Arriving, beside_kernels, start_all_to_all_ragged
 from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.rows.gradients import Block, BlockGradients, LookupRows, RowGradients, RowSum
@@ -46,11 +47,12 @@ class Hop:
         """The owners that share a rank's rows; 1 if all ranks receive all rows."""
         return self.num_ranks if self.stride else 1
 
-    def part_sizes(self, keys: torch.Tensor) -> list[int]:
-        """Count the rows for each owner."""
+    def part_sizes(self, keys: torch.Tensor) -> torch.Tensor:
+        """Count the rows for each owner, without waiting for a GPU."""
         if not self.stride:
-            return [keys.numel()]
-        return torch.bincount(self._owners(keys), minlength=self.num_owners).tolist()
+            return torch.full((1,), keys.numel(), device=keys.device)
+        owners = self._owners(keys)
+        return owners.new_zeros(self.num_owners).index_add_(0, owners, torch.ones_like(owners))
 
     def start(
         self,
@@ -260,21 +262,22 @@ class Announcement:
 
     def arrived(self) -> tuple[Sizes, float]:
         """Wait, then return all ranks' row counts and their common learning rate."""
-        if self.work is not None:
-            self.work.wait()
-        headers = torch.stack(self.headers).cpu()
-        rates = headers[:, -1].contiguous().view(torch.float64)
+        with beside_kernels(self.headers[0].device):
+            if self.work is not None:
+                self.work.wait()
+            headers = torch.stack(self.headers).cpu()
+        rates = headers[:, -1].contiguous().view(torch.float64).tolist()
         # NaN comes from a rank that doesn't know the learning rate.
-        distinct_rates = rates[~rates.isnan()].unique()
-        if distinct_rates.numel() != 1:
+        distinct_rates = sorted({rate for rate in rates if not math.isnan(rate)})
+        if len(distinct_rates) != 1:
             raise SyncError(
                 "ranks that hold the same rows have different learning rates "
-                f"{distinct_rates.tolist()}; set the same schedule on every rank"
+                f"{distinct_rates}; set the same schedule on every rank"
             )
         if not self.num_blocks:
-            return [], float(distinct_rates[0])
+            return [], distinct_rates[0]
         sizes = headers[:, :-1].reshape(len(headers), self.num_blocks, -1)
-        return sizes.tolist(), float(distinct_rates[0])
+        return sizes.tolist(), distinct_rates[0]
 
 
 @dataclass(frozen=True)
@@ -339,11 +342,11 @@ class GradientExchange:
         Collectives:
             One all-gather of 8 bytes per block and owner and 8 bytes more, not waited for.
         """
-        (rate,) = torch.tensor([learning_rate], dtype=torch.float64).view(torch.int64).tolist()
+        device = torch.device("cpu") if self._peers is None else self.device
+        rate = torch.full((1,), learning_rate, dtype=torch.float64, device=device).view(torch.int64)
         if self._peers is None:
-            return Announcement((torch.tensor([rate]),), 0, None)
-        sizes = [size for block_keys in keys for size in self._first_hop.part_sizes(block_keys)]
-        header = torch.tensor([*sizes, rate], device=self.device)
+            return Announcement((rate,), 0, None)
+        header = torch.cat([*(self._first_hop.part_sizes(of_block) for of_block in keys), rate])
         headers = tuple(torch.empty_like(header) for _ in range(self.num_ranks))
         work = dist.all_gather(list(headers), header, group=self._peers.everyone, async_op=True)
         return Announcement(headers, len(keys), work)
@@ -471,9 +474,7 @@ class PendingGradients:
     def _gather_sizes(self) -> Sizes:
         """Gather how many rows each rank sends on the next hop."""
         hop = self._route.hops[self._num_done]
-        own_sizes = torch.tensor(
-            [hop.part_sizes(block.keys) for block in self.blocks], device=self._exchange.device
-        )
+        own_sizes = torch.stack([hop.part_sizes(block.keys) for block in self.blocks])
         sizes = [torch.empty_like(own_sizes) for _ in range(hop.num_ranks)]
         dist.all_gather(sizes, own_sizes, group=hop.group)
         self.num_bytes += own_sizes.nbytes * (hop.num_ranks - 1)

@@ -158,9 +158,7 @@ class GradientSyncAction:
     def apply(self, *, everything: bool) -> SyncReport:
         """Apply steps, oldest first: everything, or all but those that may wait at a lookup.
 
-        All ranks raise one rank's error, before any rank applies anything.
-
-        An error of one rank is raised by all, before any has applied anything of its step.
+        All ranks raise one rank's error, before any has applied anything of its step.
 
         Collectives:
             Those of `send` for what isn't sent yet; waits for the others.

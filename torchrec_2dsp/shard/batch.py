@@ -17,8 +17,16 @@ from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.comms.alarm import Alarm
+from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.shard.stages import BagsOfSamples, BatchNotes, Output, Stage
+from torchrec_2dsp.shard.stages import (
+    BagsOfSamples,
+    BatchNotes,
+    Output,
+    Stage,
+    count_per_bag,
+    ids_per_feature,
+)
 
 
 class BadIds(enum.Enum):
@@ -57,36 +65,37 @@ class IdCheck:
         """This rank's bad ids so far."""
 
     @torch.no_grad()
-    def __call__(
-        self, features: KeyedJaggedTensor, error: InputError | None = None
-    ) -> tuple[KeyedJaggedTensor, InputError | None]:
+    def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, InputError | None]:
         """Return the features without bad ids, and the error that all ranks have to raise."""
-        values = features.values()
-        limits = self._limits(features)
-        is_bad = (values >= limits) | ((values < 0) & (limits < _NO_LIMIT))
+        values, error = features.values(), None
+        is_bad, limits = self.find(features, values)
         if bool(is_bad.any()):
             self.num_bad += int(is_bad.sum())
             if self._policy is BadIds.RAISE:
-                error = error or self._error(features, int(is_bad.nonzero()[0]))
+                error = self._error(features, int(is_bad.nonzero()[0]))
             if self._policy is BadIds.DROP:
                 features = _without(features, is_bad)
             else:
                 # What is about to be raised has to travel first, and may not hurt on its way.
                 clamped = values.long().clamp(min=0).minimum(limits - 1).to(values.dtype)
                 values = torch.where(is_bad, clamped, values)
-                features = _rebuilt(features, values, features.lengths())
+                weights = features.weights_or_none()
+                features = _rebuilt(features, values, features.lengths(), weights)
         return features, error
 
-    def _limits(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the row count in each id's table."""
-        device = features.values().device
-        keys = features.keys()
-        tables = [self._tables.get(key) for key in keys]
-        by_key = [_NO_LIMIT if table is None else table[1] for table in tables]
-        return torch.tensor(by_key, device=device).repeat_interleave(
-            torch.tensor(features.length_per_key(), device=device),
-            output_size=features.values().numel(),
-        )
+    def find(
+        self, features: KeyedJaggedTensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tell which ids are bad, and the row count in each one's table; lengths may be wrong."""
+        tables = map(self._tables.get, features.keys())
+        by_key = tuple(_NO_LIMIT if table is None else table[1] for table in tables)
+        num_ids = values.numel()
+        # Whatever the lengths are, these counts add up to `num_ids`.
+        ends = ids_per_feature(features).clamp(0, num_ids).cumsum(0).clamp_(max=num_ids)
+        ends[-1:] = num_ids
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        limits = constant(by_key, values.device).repeat_interleave(counts, output_size=num_ids)
+        return (values >= limits) | ((values < 0) & (limits < _NO_LIMIT)), limits
 
     def _error(self, features: KeyedJaggedTensor, position: int) -> InputError:
         bag = int(torch.searchsorted(features.offsets(), position, right=True)) - 1
@@ -104,33 +113,21 @@ _NO_LIMIT = torch.iinfo(torch.int64).max
 
 
 def _without(features: KeyedJaggedTensor, is_bad: torch.Tensor) -> KeyedJaggedTensor:
-    dropped = count_per_bag(is_bad, features.offsets())
+    dropped, weights = count_per_bag(is_bad, features.offsets()), features.weights_or_none()
     lengths = features.lengths() - dropped.to(features.lengths().dtype)
-    return _rebuilt(features, features.values()[~is_bad], lengths, ~is_bad)
-
-
-def count_per_bag(flags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Count the flagged ids in each bag."""
-    running = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
-    return running[offsets.long()].diff()
+    kept_weights = None if weights is None else weights[~is_bad]
+    return _rebuilt(features, features.values()[~is_bad], lengths, kept_weights)
 
 
 def _rebuilt(
     features: KeyedJaggedTensor,
     values: torch.Tensor,
     lengths: torch.Tensor,
-    is_kept: torch.Tensor | None = None,
+    weights: torch.Tensor | None,
+    num_ids: list[int] | None = None,
 ) -> KeyedJaggedTensor:
-    weights = features.weights_or_none()
-    if weights is not None and is_kept is not None:
-        weights = weights[is_kept]
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=values,
-        weights=weights,
-        lengths=lengths,
-        stride=features.stride(),
-    )
+    keys, stride = features.keys(), features.stride()
+    return KeyedJaggedTensor(keys, values, weights, lengths, stride=stride, length_per_key=num_ids)
 
 
 _ID_TYPES = (torch.int32, torch.int64)
@@ -167,6 +164,20 @@ class NumberTypes:
         )
 
 
+class _Tally(NamedTuple):
+    """What a batch's checks ask the device for, in one transfer: each one waits for a GPU."""
+
+    has_negative_lengths: bool
+    has_bad_ids: bool
+    ids_per_feature: list[int]
+
+    @classmethod
+    def of(cls, batch: KeyedJaggedTensor, is_bad: torch.Tensor) -> "_Tally":
+        flags = torch.stack([(batch.lengths() < 0).any(), is_bad.any()])
+        is_negative, has_bad, *counts = torch.cat([flags, ids_per_feature(batch)]).tolist()
+        return cls(bool(is_negative), bool(has_bad), counts)
+
+
 class BatchForm:
     """Brings batches into one form, and finds those that can't be right."""
 
@@ -180,9 +191,9 @@ class BatchForm:
         self._types: NumberTypes | None = None
 
     def fit(
-        self, batch: KeyedJaggedTensor, error: InputError | None = None
+        self, batch: KeyedJaggedTensor, ids: IdCheck, error: InputError | None = None
     ) -> tuple[KeyedJaggedTensor, InputError | None]:
-        """Return the batch in the first one's form, and the error in it, if any.
+        """Return the batch in the first one's form, without bad ids, and the error in it, if any.
 
         A wrong batch is replaced by one without ids, so that ranks that wait for them learn about
         the error.
@@ -190,18 +201,19 @@ class BatchForm:
         Collectives:
             For the first batch, an all-gather with all ranks' number types.
         """
-        keys, num_samples = batch.keys(), batch.stride()
         if self._types is None:
             self._types = self._joined_types(batch)
+            keys = batch.keys()
             self._keys = [key for key in keys if key in self._needed]
             self._keys += sorted(self._needed.difference(keys))
-        error = error or self.error_in(batch)
-        if error is not None:
-            return self._without_ids(num_samples, batch.values().device), error
-        batch = self._usable(batch)
-        if keys != self._keys:
-            batch = self._in_order(batch)
-        return self._with_types(batch), None
+        error, tally = error or self._shape_error(batch), None
+        if error is None:
+            tally = _Tally.of(batch, ids.find(batch, batch.values().to(self._types.ids))[0])
+            error = self._tally_error(batch, tally)
+        if tally is None or error is not None:
+            return self._without_ids(batch.stride(), batch.values().device), error
+        batch = self._in_form(batch, self._types, tally.ids_per_feature)
+        return ids(batch) if tally.has_bad_ids else (batch, None)
 
     def _joined_types(self, batch: KeyedJaggedTensor) -> NumberTypes:
         own = NumberTypes.of(batch)
@@ -213,7 +225,11 @@ class BatchForm:
 
     def error_in(self, batch: KeyedJaggedTensor) -> InputError | None:
         """Return the error in a batch's form, if any."""
-        ids, lengths, weights = batch.values(), batch.lengths(), batch.weights_or_none()
+        error = self._shape_error(batch)
+        return error or self._tally_error(batch, _Tally.of(batch, batch.values()[:0]))
+
+    def _shape_error(self, batch: KeyedJaggedTensor) -> InputError | None:
+        ids, lengths = batch.values(), batch.lengths()
         missing = sorted(self._needed.difference(batch.keys()))
         if missing:
             return InputError(
@@ -234,17 +250,21 @@ class BatchForm:
                 f"this rank's batch has {lengths.numel()} lengths, but {len(batch.keys())} "
                 f"features of {batch.stride()} samples; give a length for each"
             )
-        if lengths.numel() and int(lengths.min()) < 0:
+        return None
+
+    def _tally_error(self, batch: KeyedJaggedTensor, tally: _Tally) -> InputError | None:
+        lengths, num_ids = batch.lengths(), batch.values().numel()
+        if tally.has_negative_lengths:
             return InputError(
                 f"a length of this rank's batch is {int(lengths.min())}; lengths count ids, so "
                 "they are 0 or more"
             )
-        if int(lengths.sum()) != ids.numel():
+        if sum(tally.ids_per_feature) != num_ids:
             return InputError(
-                f"the lengths of this rank's batch add up to {int(lengths.sum())}, but it has "
-                f"{ids.numel()} ids; correct one of them"
+                f"the lengths of this rank's batch add up to {sum(tally.ids_per_feature)}, but it "
+                f"has {num_ids} ids; correct one of them"
             )
-        return self._weights_error(weights, ids.numel()) if self._is_weighted else None
+        return self._weights_error(batch.weights_or_none(), num_ids) if self._is_weighted else None
 
     def _weights_error(self, weights: torch.Tensor | None, num_ids: int) -> InputError | None:
         if weights is None and num_ids:
@@ -268,42 +288,25 @@ class BatchForm:
             )
         return None
 
-    def _usable(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the batch as FBGEMM needs it: in contiguous memory, without needless weights."""
-        weights = batch.weights_or_none()
-        tensors = [batch.values(), batch.lengths(), *([] if weights is None else [weights])]
-        is_needless = weights is not None and not self._is_weighted
-        if not is_needless and all(tensor.is_contiguous() for tensor in tensors):
-            return batch
-        return KeyedJaggedTensor(
-            keys=batch.keys(),
-            values=batch.values().contiguous(),
-            lengths=batch.lengths().contiguous(),
-            weights=None if weights is None or is_needless else weights.contiguous(),
-            stride=batch.stride(),
+    def _in_form(
+        self, batch: KeyedJaggedTensor, types: NumberTypes, num_ids: list[int]
+    ) -> KeyedJaggedTensor:
+        """Return the batch in contiguous memory, and in the first one's order and types."""
+        values, lengths, weights = batch.values(), batch.lengths(), batch.weights_or_none()
+        if types.weights is not None:
+            weights = (values[:0] if weights is None else weights).to(types.weights).contiguous()
+        batch = _rebuilt(
+            batch,
+            values.to(types.ids).contiguous(),
+            lengths.to(types.lengths).contiguous(),
+            None if types.weights is None else weights,
+            num_ids,
         )
-
-    def _in_order(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        if batch.keys() == self._keys:
+            return batch
         if not batch.stride():
             return self._without_ids(0, batch.values().device)
-        keys = batch.keys()
-        return batch.permute([keys.index(key) for key in self._keys])
-
-    def _with_types(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        types = self._types
-        assert types is not None
-        if NumberTypes.of(batch) == types and batch.values().dtype in _ID_TYPES:
-            return batch
-        weights = batch.weights_or_none()
-        if types.weights is not None:
-            weights = (batch.values()[:0] if weights is None else weights).to(types.weights)
-        return KeyedJaggedTensor(
-            keys=batch.keys(),
-            values=batch.values().to(types.ids),
-            lengths=batch.lengths().to(types.lengths),
-            weights=weights,
-            stride=batch.stride(),
-        )
+        return batch.permute([batch.keys().index(key) for key in self._keys])
 
     def _without_ids(self, num_samples: int, device: torch.device) -> KeyedJaggedTensor:
         types = self._types
@@ -483,8 +486,7 @@ class BatchCheck(Stage):
         Collectives:
             As in `Alarm.check`, waited for before the lookup; first as in `BatchForm.fit`.
         """
-        features, error = self._form.fit(features, notes.error)
-        features, notes.error = self.ids(features, error)
+        features, notes.error = self._form.fit(features, self.ids, notes.error)
         notes.check = self._alarm.check(notes.error)
         return features
 

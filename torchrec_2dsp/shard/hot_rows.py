@@ -36,46 +36,48 @@ from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
-from torchrec_2dsp.shard.batch import count_per_bag
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE, Kernel
-from torchrec_2dsp.shard.stages import BatchNotes, HotBatch, HotFeature, HotIds, Stage
+from torchrec_2dsp.shard.stages import (
+    BatchNotes,
+    HotBatch,
+    HotFeature,
+    HotIds,
+    Stage,
+    cold_before_hot,
+    count_per_bag,
+    ids_per_feature,
+)
 
 
 @torch.no_grad()
 def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJaggedTensor, HotBatch]:
     """Split a batch into one with the same keys and bags without hot ids, and the hot ids."""
     keys, batch_size = features.keys(), features.stride()
-    hot_ids = ids.by_feature
     values, weights = features.values(), features.weights_or_none()
     lengths = features.lengths().view(len(keys), batch_size)
-    bounds = features.offset_per_key()
-    is_hot = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
-    slots = torch.zeros(values.numel(), dtype=torch.int64, device=values.device)
-    for index, key in enumerate(keys):
-        if key in hot_ids:
-            part = slice(bounds[index], bounds[index + 1])
-            slots[part], is_hot[part] = _positions(values[part].long(), hot_ids[key])
+    slots, is_hot = ids.find(keys, values.long(), ids_per_feature(features))
     num_hot = count_per_bag(is_hot, features.offsets()).view(len(keys), batch_size)
-    hot_features = {}
-    for index, key in enumerate(keys):
-        if key in hot_ids:
-            part = slice(bounds[index], bounds[index + 1])
-            mask = is_hot[part]
-            hot_weights = None if weights is None else weights.detach()[part][mask]
-            hot_features[key] = HotFeature(slots[part][mask], num_hot[index], hot_weights, mask)
-    cold = KeyedJaggedTensor(
+    # All that a GPU is waited for, however many features there are.
+    hot_sizes, sizes = num_hot.sum(dim=1).tolist(), features.length_per_key()
+    places = cold_before_hot(is_hot, sum(hot_sizes))
+    order = torch.empty_like(places)
+    order[places] = torch.arange(places.numel(), device=places.device)
+    cold, hot = order.tensor_split([places.numel() - sum(hot_sizes)])
+    hot_slots, masks = slots.index_select(0, hot).split(hot_sizes), is_hot.split(sizes)
+    hot_weights: Sequence[torch.Tensor | None] = [None] * len(keys)
+    if weights is not None:
+        hot_weights = weights.detach().index_select(0, hot).split(hot_sizes)
+    parts = map(HotFeature, hot_slots, num_hot, hot_weights, masks)
+    by_key = zip(keys, parts, strict=True)
+    hot_features = {key: part for key, part in by_key if key in ids.by_feature}
+    cold_features = KeyedJaggedTensor(
         keys=keys,
-        values=values[~is_hot],
+        values=values.index_select(0, cold),
         lengths=(lengths - num_hot.to(lengths.dtype)).view(-1),
-        weights=None if weights is None else weights[~is_hot],
+        weights=None if weights is None else weights.index_select(0, cold),
+        length_per_key=[size - hot_size for size, hot_size in zip(sizes, hot_sizes, strict=True)],
     )
-    return cold, HotBatch(hot_features, ids)
-
-
-def _positions(ids: torch.Tensor, hot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each id's position in the sorted ``hot``, and whether it is hot."""
-    slots = torch.searchsorted(hot, ids).clamp_(max=hot.numel() - 1)
-    return slots, hot[slots] == ids
+    return cold_features, HotBatch(hot_features, ids)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from torchrec_2dsp.shard.stages import (
     Output,
     SequenceContext,
     Stage,
+    cold_before_hot,
 )
 from torchrec_2dsp.shard.tables import Tables2D
 
@@ -323,7 +324,7 @@ def _joined(
     cold: JaggedTensor, hot_rows: torch.Tensor, hot: HotFeature, hot_ids: torch.Tensor
 ) -> JaggedTensor:
     """Return the rows for all a feature's ids."""
-    order = _order(hot.is_hot)
+    order = cold_before_hot(hot.is_hot, hot.slots.numel())
     ids = cold.weights_or_none()  # Where the module is asked for indices.
     if ids is not None:
         ids = torch.cat([ids, hot_ids[hot.slots].to(ids.dtype)])[order]
@@ -332,8 +333,3 @@ def _joined(
         lengths=cold.lengths() + hot.lengths.to(cold.lengths().dtype),
         weights=ids,
     )
-
-
-def _order(is_hot: torch.Tensor) -> torch.Tensor:
-    """Return each id's position in the cold rows followed by the hot ones."""
-    return torch.cat([(~is_hot).nonzero(), is_hot.nonzero()]).squeeze(1).argsort()

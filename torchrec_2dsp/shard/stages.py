@@ -15,11 +15,12 @@ Tables are in either of two states, where training or a state reader finds its r
     before_read          backwards    all updates are done, and rows are where state dicts show them
     after_write          in order     weights were written otherwise than by training"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -43,6 +44,25 @@ class HotFeature:
     """Each id's flag, in the batch's order."""
 
 
+def ids_per_feature(features: KeyedJaggedTensor) -> torch.Tensor:
+    """Count each feature's ids, on the device."""
+    lengths = features.lengths().reshape(len(features.keys()), features.stride())
+    return lengths.sum(dim=1, dtype=torch.int64)
+
+
+def count_per_bag(flags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Count the flagged ids in each bag."""
+    running = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
+    return running[offsets.long()].diff()
+
+
+def cold_before_hot(is_hot: torch.Tensor, num_hot: int) -> torch.Tensor:
+    """Return each id's place among the cold ids followed by the hot ones, in the given order."""
+    num_ids, counts = is_hot.numel(), is_hot.cumsum(0)
+    positions = torch.arange(num_ids, device=is_hot.device)
+    return torch.where(is_hot, counts + (num_ids - num_hot - 1), positions - counts)
+
+
 @dataclass(frozen=True, eq=False)
 class HotIds:
     """A module's hot rows at one time."""
@@ -51,6 +71,36 @@ class HotIds:
     """Row ids, ascending; a row's position is its slot."""
     by_feature: Mapping[str, torch.Tensor]
     """The same row ids by feature that looks the table up."""
+    _joined: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """All features' row ids in one list, by a batch's features; see `_join`."""
+
+    def find(
+        self, keys: Sequence[str], ids: torch.Tensor, sizes: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each id's slot, if it is hot, and if it is; feature by feature, of these sizes."""
+        if tuple(keys) not in self._joined:
+            self._joined[tuple(keys)] = self._join(keys, ids.device)
+        joined, by_feature = self._joined[tuple(keys)]
+        by_id = by_feature.repeat_interleave(sizes, dim=1, output_size=ids.numel())
+        largest, shifts, starts = by_id.unbind()
+        shifted = ids + shifts
+        places = torch.searchsorted(joined, shifted)
+        is_hot = (ids >= 0) & (ids <= largest) & (joined.index_select(0, places) == shifted)
+        return places - starts, is_hot
+
+    def _join(self, keys: Sequence[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Join the features' row ids, shifted to be ascending; something larger ends the list.
+
+        Returns the list, and each feature's largest row id, shift, and start in the list.
+        """
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        hot = [self.by_feature.get(key, nothing) for key in keys]
+        largest = torch.cat([F.pad(rows, (1, 0), value=-1)[-1:] for rows in hot])
+        shifts = (largest + 1).cumsum(0) - (largest + 1)
+        sizes = torch.tensor([rows.numel() for rows in hot], device=device)
+        end = nothing.new_tensor([torch.iinfo(torch.int64).max])
+        joined = torch.cat([*(rows + shift for rows, shift in zip(hot, shifts, strict=True)), end])
+        return joined, torch.stack([largest, shifts, sizes.cumsum(0) - sizes])
 
 
 @dataclass(frozen=True)

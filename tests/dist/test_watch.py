@@ -133,19 +133,14 @@ def has_watch(rank: int, world_size: int) -> bool:
 
 
 class FakeBackend:
-    """Writes down its calls, as NCCL's has them."""
+    """Ends its abort when all groups' have begun, as NCCL's does; then says so."""
 
-    def __init__(self, calls: list[str], name: str) -> None:
-        self._calls, self._name = calls, name
-
-    def _group_start(self) -> None:
-        self._calls.append("start")
+    def __init__(self, all_begun: threading.Barrier, aborted: list[str], name: str) -> None:
+        self._all_begun, self._aborted, self._name = all_begun, aborted, name
 
     def abort(self) -> None:
-        self._calls.append(self._name)
-
-    def _group_end(self) -> None:
-        self._calls.append("end")
+        self._all_begun.wait(patient(60))
+        self._aborted.append(self._name)
 
 
 class FakeGroup:
@@ -157,8 +152,9 @@ class FakeGroup:
 
 
 def test_all_nccl_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    groups = {FakeGroup(FakeBackend(calls, name)): name for name in ("nccl", "gloo", "more nccl")}
+    aborted: list[str] = []
+    begun, names = threading.Barrier(2), ("nccl", "gloo", "more nccl")
+    groups = {FakeGroup(FakeBackend(begun, aborted, name)): name for name in names}
     monkeypatch.setattr(dist, "get_backend", lambda group: groups[group].split()[-1])
     monkeypatch.setattr(c10d._c10d, "_world", SimpleNamespace(pg_names=groups))
     nccl, gloo, _ = groups
@@ -166,4 +162,4 @@ def test_all_nccl_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -
     abort = c10d.nccl_abort(cast(Any, nccl))
     assert abort is not None
     abort()
-    assert calls == ["start", "nccl", "more nccl", "end"]
+    assert sorted(aborted) == ["more nccl", "nccl"]

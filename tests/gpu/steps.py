@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
@@ -40,6 +41,7 @@ from tests.support.models import BagModel, ModelSpec, TableSpec
 from tests.support.parity import make_optimizer, make_sharder
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
+FUSED = EmbeddingComputeKernel.FUSED.value
 Batches = Iterator[KeyedJaggedTensor]
 
 
@@ -101,7 +103,9 @@ def make(cell: Cell, is_stock: bool) -> Any:
     )
     size, of_host = dist.get_world_size(), ranks_per_host(dist.get_world_size())
     shards = {
-        table.name: row_wise() if cell.sharding == "row_wise" else table_wise(rank=number % size)
+        table.name: row_wise(compute_kernel=FUSED)
+        if cell.sharding == "row_wise"
+        else table_wise(rank=number % size, compute_kernel=FUSED)
         for number, table in enumerate(cell.spec.tables)
     }
     plan = construct_module_sharding_plan(

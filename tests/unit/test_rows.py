@@ -28,6 +28,7 @@ from tests.support.tbe import (
     tensors_of,
     upstream_gradient,
 )
+from torchrec_2dsp._compat import fbgemm
 from torchrec_2dsp._compat.fbgemm import (
     ComputeDevice,
     EmbeddingLocation,
@@ -42,6 +43,7 @@ from torchrec_2dsp._compat.fbgemm import (
 from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.gradient_sync import quickest_updater
+from torchrec_2dsp.rows.gradients import RowSum
 from torchrec_2dsp.rows.update import RULES, DirectLookup, DirectUpdater, RowUpdater
 
 ROUNDING = 1e-6
@@ -301,6 +303,29 @@ def test_any_kernel_and_batch(case: Case, seed: int, has_even_bags: bool) -> Non
     has_one_block = len({case.tables[table][1] for table in case.feature_tables}) == 1
     batches = [make_ids(case, seed + step) for step in range(2)]
     check(case, batches, in_even_bags=has_even_bags and has_one_block)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_as_on_a_gpu(weighted: bool) -> None:
+    keys = (torch.rand(9_000) ** 9 * 500).long()
+    weights = torch.rand(keys.numel()) if weighted else None
+    contributions = torch.randn(keys.numel(), 8)
+    sums = RowSum(keys, weights=weights)
+    expected = sums.of(contributions)
+    torch.testing.assert_close(
+        expected.double(),
+        torch.zeros(sums.keys.numel(), 8, dtype=torch.double).index_add(
+            0, sums.places(), contributions.double() * (1 if weights is None else weights[:, None])
+        ),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrec_2dsp.rows.gradients.sum_bags", fbgemm._sum_as_lookup)
+        assert torch.equal(sums.of(contributions), expected)
+        sums.is_in_parts = True
+        torch.testing.assert_close(sums.of(contributions), expected, rtol=1e-4, atol=1e-4)
+    assert keys.bincount().max() > 4_000
 
 
 LOOKUP_ROUNDING = {SparseType.FP32: 1e-6, SparseType.FP16: 1e-3}

@@ -16,21 +16,17 @@ from types import ModuleType, UnionType
 from typing import Any
 
 import pytest
-import torch
 
 import torchrec_2dsp
 from tests.support.import_rules import parsed
 
 PACKAGE = Path(torchrec_2dsp.__file__).parent
-STUBS = "_C/_distributed_c10d.pyi"
 UPSTREAM = ("torch", "torchrec", "fbgemm_gpu")
 ATTACHED = {
     "_optimizer_classes": "torchrec.distributed.embeddingbag",
     "_optimizer_kwargs": "torchrec.distributed.embeddingbag",
 }
 """Attributes that an upstream module looks for on objects of other classes."""
-ONLY_WITH_CUDA = {"_group_start", "_group_end"}
-"""Methods of `ProcessGroupNCCL`, which other builds only describe."""
 NAMEDTUPLE_API = {"_replace", "_asdict", "_fields", "_make"}
 
 
@@ -108,8 +104,6 @@ def has_attribute(owner: object, name: str) -> bool:
     """
     if isinstance(owner, UnionType):
         return all(has_attribute(kind, name) for kind in owner.__args__)
-    if name in ONLY_WITH_CUDA:
-        return f"def {name}(" in Path(torch.__file__).parent.joinpath(STUBS).read_text()
     if name in ATTACHED:
         return name in inspect.getsource(importlib.import_module(ATTACHED[name]))
     if hasattr(owner, name):

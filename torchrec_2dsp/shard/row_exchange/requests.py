@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.fbgemm import sum_bags
 from torchrec_2dsp._compat.torchrec import (
     GroupedEmbeddingConfig,
     KJTAllToAll,
@@ -257,23 +258,12 @@ class _Pooled(torch.autograd.Function):
         ctx.sums = needed.sums
         if needed.bags is None:
             return rows.index_select(0, needed.places)
-        # With a gradient to come, torch would note for it where every row goes.
-        return _sum_bags(rows.detach(), needed.places, needed.bags)
+        bags = needed.bags
+        return sum_bags(rows, needed.places, F.pad(bags.lengths.cumsum(0), (1, 0)), bags.weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.sums.of(grads[0].contiguous()), None
-
-
-def _sum_bags(rows: torch.Tensor, places: torch.Tensor, bags: Bags) -> torch.Tensor:
-    return F.embedding_bag(
-        places,
-        rows,
-        F.pad(bags.lengths.cumsum(0), (1, 0)),
-        mode="sum",
-        per_sample_weights=bags.weights,
-        include_last_offset=True,
-    )
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """Rows that are spread over their owners: nothing changes but who does the work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import copied
 from tests.support.loops import (
     all_to_all_bytes,
     make_stream,
@@ -23,14 +26,17 @@ from tests.support.parity import (
     compare,
     group_plan,
     local_loss,
+    local_shards,
     make_optimizer,
     make_oracle,
     make_sharder,
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.plan.serialize import from_json, to_json
 from torchrec_2dsp.programs.data.draws import Zipf
+from torchrec_2dsp.shard.initial_tables import draw_whole_tables_
 
 pytestmark = pytest.mark.dealt_file
 
@@ -110,6 +116,154 @@ def test_tables_may_be_written_by_hand(ranks4: RankPool) -> None:
     for gap, actual in ranks4.run(write_by_hand, cell):
         assert gap <= TOLERANCE
         assert actual.tolist() == list(range(40))
+
+
+def drawn(
+    cell: Cell, init_fn: Callable[[torch.Tensor], None] | None = None, init_seed: int | None = None
+) -> tdsp.ModelParallel2D:
+    """Shard a model built on the meta device; each rank draws the same rows each time."""
+    model: Any = build(cell.spec, device="meta")
+    for config in model.ebc.embedding_bag_configs():
+        config.init_fn = init_fn or config.init_fn
+    sharder: Any = make_sharder(cell)
+    sharder.init_seed = init_seed
+    torch.manual_seed(dist.get_rank())
+    return cast(tdsp.ModelParallel2D, shard(cell, sharder, model, load=False))
+
+
+def whole_state(parallel: tdsp.ModelParallel2D) -> dict[str, torch.Tensor]:
+    """Gather the state dict; copies of a row have to be equal."""
+    whole = {}
+    for name, value in parallel.state_dict().items():
+        parts: list[Any] = [None] * dist.get_world_size()
+        own = [(row, copied(part)) for part, (row, _) in local_shards(value)]
+        dist.all_gather_object(parts, own)
+        whole[name] = torch.full(value.shape, torch.nan)
+        for row, part in (numbered for of_rank in parts for numbered in of_rank):
+            place = whole[name][row : row + len(part)]
+            assert place.isnan().all() or torch.equal(place, part)
+            place.copy_(part)
+    return whole
+
+
+def bytes_of_lookup(parallel: tdsp.ModelParallel2D, batch: KeyedJaggedTensor) -> int:
+    """Return the bytes of a lookup's all-to-alls; nothing is trained."""
+    with count_collectives() as seen, torch.no_grad():
+        parallel(batch)
+    return sum(all_to_all_bytes(seen))
+
+
+def train_drawn(rank: int, world_size: int, cell: Cell, reads: bool) -> tuple[float, list[int]]:
+    """Train drawn tables beside an unsharded model with the state of a twin that is read at once.
+
+    Returns:
+        The gap, and the bytes of the twin's first lookup and of the model's first two.
+    """
+    twin, parallel = drawn(cell), drawn(cell)
+    oracle, start = make_oracle(cell), whole_state(twin)
+    oracle.model.load_state_dict(start)
+    stream = make_stream(cell, 4)
+    num_bytes = [bytes_of_lookup(model, stream[0][rank]) for model in (twin, parallel, parallel)]
+    if reads:
+        for name, value in whole_state(parallel).items():
+            assert torch.equal(value, start[name])
+    losses = plain_loop(parallel, make_optimizer(parallel), [batches[rank] for batches in stream])
+    expected = [oracle.step(batches)[rank] for batches in stream]
+    gaps = [
+        abs(loss - wanted) / (1 + wanted) for loss, wanted in zip(losses, expected, strict=True)
+    ]
+    return compare(parallel, oracle, max(gaps)).worst, num_bytes
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
+@pytest.mark.parametrize("reads", [False, True])
+def test_drawn_rows_stay_where_they_are(ranks4: RankPool, mesh: tdsp.Mesh2D, reads: bool) -> None:
+    for gap, (moving, first, second) in ranks4.run(train_drawn, replace(HASH, mesh=mesh), reads):
+        assert gap <= TOLERANCE
+        assert first == second < moving
+
+
+def test_drawn_rows_move_where_some_are_hot(ranks4: RankPool) -> None:
+    """Replicas of hot rows are filled by number."""
+    for gap, (moving, first, second) in ranks4.run(
+        train_drawn, replace(HASH, hot_rows=HOT_ROWS), False
+    ):
+        assert gap <= TOLERANCE
+        assert first == moving > second
+
+
+def number_rows(weight: torch.Tensor) -> None:
+    """Set each row to its number in the shard, as a table's init function may do."""
+    weight.data.copy_(torch.arange(float(len(weight)))[:, None])
+
+
+def known_rows(
+    cell: Cell, folder: str
+) -> Iterator[tuple[str, tdsp.ModelParallel2D, dict[str, torch.Tensor]]]:
+    """Yield models with rows that are known by number, and their tables."""
+    model, by_seed = build(cell.spec, seed=3), build(cell.spec)
+    draw_whole_tables_(by_seed, seed=5)
+    given: Any = model.state_dict()
+    tables, seeded = (
+        {name: value for name, value in made.state_dict().items() if name.startswith("ebc")}
+        for made in (model, by_seed)
+    )
+    loaded = drawn(cell)
+    loaded.load_state_dict(given)
+    yield "loaded", loaded, tables
+    sharder = make_sharder(cell)
+    sharder.keep_weights = True
+    kept: Any = shard(cell, sharder, build(cell.spec, seed=3), load=False)
+    yield "kept", kept, tables
+    save_checkpoint(folder, kept, make_optimizer(kept))
+    resumed = drawn(cell)
+    with count_collectives() as seen:
+        load_checkpoint(folder, resumed, make_optimizer(resumed))
+    assert not all_to_all_bytes(seen)
+    yield "resumed", resumed, tables
+    yield "seed", drawn(cell, init_seed=5), seeded
+    by_number = drawn(cell)
+    by_number.load_state_dict(cast(Any, {}), strict=False)
+    first_rank = whole_state(by_number)
+    numbered = {}
+    for name in tables:
+        num_rows = -(-len(tables[name]) // cell.mesh.group_size)
+        numbers = torch.arange(len(tables[name])) % num_rows
+        numbered[name] = numbers.float()[:, None].expand_as(tables[name])
+        first_rank[name][:num_rows] = tables[name][:num_rows]
+    yield "init_fn", drawn(cell, init_fn=number_rows), numbered
+    loaded = drawn(cell)
+    if dist.get_rank() == 0:
+        loaded.load_state_dict(cast(Any, dict(tables)), strict=False)
+    yield "loaded on one rank", loaded, first_rank
+    written = drawn(cell)
+    if dist.get_rank() == 0:
+        for kernel in written.sharded_tables()[0].kernels():
+            for part in kernel.shards():
+                weight = part.tensors["weight"]
+                weight.copy_(tables[f"ebc.embedding_bags.{part.table}.weight"][: len(weight)])
+    yield "written on one rank", written, first_rank
+
+
+def look_up_known_rows(
+    rank: int, world_size: int, cell: Cell, folder: str
+) -> list[tuple[str, bool, bool]]:
+    """Return for each model whether a first lookup moved rows, and whether they stayed right."""
+    batch = make_stream(cell, 1)[0][rank]
+    results = []
+    for name, parallel, tables in known_rows(cell, folder):
+        first, second = (bytes_of_lookup(parallel, batch) for _ in range(2))
+        state = whole_state(parallel)
+        is_right = all(torch.equal(state[table], tables[table]) for table in tables)
+        results.append((name, first > second, is_right))
+    return results
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
+def test_known_rows_keep_their_numbers(ranks4: RankPool, mesh: tdsp.Mesh2D, tmp_path: Path) -> None:
+    for results in ranks4.run(look_up_known_rows, replace(HASH, mesh=mesh), str(tmp_path / "0")):
+        assert len(results) == 7
+        assert all(moved and is_right for _, moved, is_right in results), results
 
 
 SORTED = ModelSpec((TableSpec("t0", 4_000, 8, ("f0",)),))

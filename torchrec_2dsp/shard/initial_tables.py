@@ -9,6 +9,7 @@ the user's, the table's name and the block's number. A rank draws the blocks in 
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,18 @@ def configs_of(module: Any) -> list[Any]:
     """Return an unsharded module's table configs."""
     is_bags = hasattr(module, "embedding_bag_configs")
     return module.embedding_bag_configs() if is_bags else module.embedding_configs()
+
+
+def is_drawn_alike(module: Any) -> bool:
+    """Return whether TorchRec draws all rows of a module's tables alike, so that any may be any."""
+    on_meta = all(weight.is_meta for weight in module.parameters())
+    return on_meta and all(_is_uniform(config.init_fn) for config in configs_of(module))
+
+
+def _is_uniform(init_fn: Any) -> bool:
+    """Return whether this is what a table config has by default."""
+    is_uniform = isinstance(init_fn, partial) and init_fn.func is nn.init.uniform_
+    return is_uniform and not init_fn.args and init_fn.keywords.keys() == {"a", "b"}
 
 
 @torch.no_grad()

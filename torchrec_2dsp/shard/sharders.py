@@ -182,6 +182,8 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             draw_tables_(sharded, configs_of(part.module), self.init_seed)
         # Only now that no rank has failed: this waits for the others.
         sharded.tables.broadcast_replicas()
+        if self.init_seed is None:
+            sharded.tables.take_drawn_rows(part.module)
         return sharded
 
     def _facts(

@@ -35,7 +35,7 @@ from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize
 from torchrec_2dsp.shard.codecs import pack_size
 from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_action
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
-from torchrec_2dsp.shard.initial_tables import EvictedRows
+from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
 from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication, SyncedOptimizer
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
@@ -94,7 +94,7 @@ class Tables2D:
             list(self._actions_beside(replication)),
             self._broadcast_shards,
         )
-        arrangement = arrangement_of(plan, self._kernels, self.groups.sharding_group)
+        arrangement = arrangement_of(plan, self._kernels, self.groups)
         self.stages: list[Stage] = [
             OneBatchSize(all_configs, _pack_size(module, plan)),
             self._batch_check,
@@ -130,6 +130,16 @@ class Tables2D:
         # A module's own word for its device stays what it was built with, whatever moved it.
         if not any(weight.is_meta for weight in unsharded.parameters()):
             self.module.load_state_dict(unsharded.state_dict(), strict=False)
+
+    def take_drawn_rows(self, unsharded: Any) -> None:
+        """Let rows that were just drawn stay where they are, if nothing says which is which.
+
+        Collectives:
+            An all-reduce of 8 bytes over the world, if rows are spread over owners.
+        """
+        # Replicas of hot rows are read by number.
+        if self._arrangement is not None and self.hot_rows is None:
+            self._arrangement.take_drawn_rows(is_drawn_alike(unsharded))
 
     def _watch_state(self) -> None:
         """Complete the module's state for every reader and writer."""
@@ -274,7 +284,13 @@ class Tables2D:
         for stage in self.stages:
             stage.before_use()
 
+    def expect_load(self) -> None:
+        """Note that the state will be loaded: drawn rows needn't move before."""
+        if self._arrangement is not None:
+            self._arrangement.before_load()
+
     def _before_load(self) -> None:
+        self.expect_load()
         self.complete_state()
         self._after_write()
 

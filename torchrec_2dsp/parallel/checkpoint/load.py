@@ -47,6 +47,7 @@ from torchrec_2dsp.parallel.checkpoint.parts import (
 from torchrec_2dsp.parallel.checkpoint.save import check_belongs, checked_folder, wait_for_save
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
 from torchrec_2dsp.parallel.model_parallel2d import called_by_all
+from torchrec_2dsp.shard.parted import sharded_tables
 
 if TYPE_CHECKING:
     from torchrec_2dsp.parallel.train_state.state import TrainState
@@ -105,6 +106,8 @@ def load_checkpoint(
         restore_train_state = train_state.prepared(saved_state)
     if stored.checksums is None and rank == 0:
         logger.warning("%s has no checksums: flipped bits in its tables go unnoticed", folder)
+    for tables in sharded_tables(model):
+        tables.expect_load()
     with dense_state_made(model, optimizer, stored.entries):
         state = live_state(model, optimizer)
         check_fits(group, folder, stored.entries, state)

@@ -3,7 +3,8 @@
 `RowArrangement`: with `RowOwners.HASH` a row's owner isn't the rank in whose shard TorchRec's state
 dicts show it. While a model trains, each owner's rows lie in its shard; before the state is read or
 written they move to where their numbers say, and back before the next lookup. So every tensor in a
-state dict is the shard itself, and checkpoints know nothing of owners.
+state dict is the shard itself, and checkpoints know nothing of owners. Drawn rows needn't move
+before the first lookup: whichever lies at an owner's place gets the number that belongs there.
 
 `RowPrefetch` sends rows early for a pipeline that announces its batches.
 """
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.plan.parameter_sharding import RowOwners, RowSpread, num_rows
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.replicas.drift import fingerprint
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.row_exchange.exchange import RowContext, RowFetch
@@ -52,7 +55,7 @@ class _Side:
 
 
 def arrangement_of(
-    plan: ModulePlan2D, kernels: Sequence[Kernel], owners: dist.ProcessGroup
+    plan: ModulePlan2D, kernels: Sequence[Kernel], groups: MeshGroups
 ) -> "RowArrangement | None":
     """Return a module's arrangement, `None` if all its tables are in blocks."""
     shards = {shard.table: shard for kernel in kernels for shard in kernel.shards()}
@@ -62,16 +65,41 @@ def arrangement_of(
         if table.owners is RowOwners.HASH and rows is not None:
             rows_per_owner = cast(Any, table.sharding_spec).shards[0].shard_sizes[0]
             spread.append(SpreadShard(shards[name], RowSpread(rows), rows_per_owner))
-    return RowArrangement(spread, owners) if spread else None
+    return RowArrangement(spread, groups) if spread else None
 
 
 class RowArrangement(Stage):
     """Moves spread tables' rows between the two arrangements."""
 
-    def __init__(self, shards: Sequence[SpreadShard], group: dist.ProcessGroup) -> None:
+    def __init__(self, shards: Sequence[SpreadShard], groups: MeshGroups) -> None:
         self._shards = list(shards)
-        self._group = group
+        self._group = groups.sharding_group
+        self._world = groups.world
         self._is_by_owner = False
+        self._drawn: torch.Tensor | None = None
+        """Fingerprints of drawn rows, until it is known whether they are at their owners."""
+
+    def take_drawn_rows(self, is_drawn_alike: bool) -> None:
+        """Let rows be at their owners from now on, if all ranks have just drawn them alike.
+
+        Collectives:
+            An all-reduce of 8 bytes over the world.
+        """
+        if self._on_all_ranks(is_drawn_alike):
+            self._drawn = self._fingerprints()
+
+    def before_load(self) -> None:
+        """Let drawn rows be where state dicts show them: they will be overwritten there."""
+        if self._drawn is not None:
+            self._drawn = self._drawn[:0]
+
+    def before_lookup(self, notes: BatchNotes) -> None:
+        """Find out where rows are, before replicas are compared, which may read them.
+
+        Collectives:
+            Before the first lookup of drawn rows, an all-reduce of 8 bytes over the world.
+        """
+        self._settle()
 
     def before_use(self) -> None:
         """Move every row to its owner.
@@ -79,6 +107,7 @@ class RowArrangement(Stage):
         Collectives:
             Unless they are there, all-to-alls on the group for tables and optimizer state.
         """
+        self._settle()
         if not self._is_by_owner:
             self._move()
 
@@ -88,6 +117,8 @@ class RowArrangement(Stage):
         Collectives:
             Unless they are there, all-to-alls on the group for tables and optimizer state.
         """
+        if self._drawn is not None and self._drawn.numel():  # Not while a rank loads by itself.
+            self._settle()
         if self._is_by_owner:
             self._move()
 
@@ -111,6 +142,22 @@ class RowArrangement(Stage):
                     for part in _in_parts(tensor.data):
                         self._send(part, start, end)
         self._is_by_owner = not self._is_by_owner
+
+    def _settle(self) -> None:
+        """Find out whether drawn rows are at their owners, or a rank has written some by number."""
+        if self._drawn is not None:
+            is_as_drawn = torch.equal(self._drawn, self._fingerprints())
+            self._is_by_owner, self._drawn = self._on_all_ranks(is_as_drawn), None
+
+    @torch.no_grad()
+    def _fingerprints(self) -> torch.Tensor:
+        tensors = [shard.shard.tensors.values() for shard in self._shards]
+        return torch.stack([fingerprint(tensor) for of_shard in tensors for tensor in of_shard])
+
+    def _on_all_ranks(self, condition: bool) -> bool:
+        flag = torch.tensor(int(condition), device=self._shards[0].shard.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._world)
+        return bool(flag)
 
     def _sides(self, spread_shard: SpreadShard) -> tuple[_Side, _Side]:
         """Return the shard's contents by owner, and by number."""

@@ -147,22 +147,26 @@ def _steps() -> Iterator[Job]:
         )
 
 
-CONTESTANTS = ("planner_fp16", "table_wise_int8", "rows", "rows_prefetch", "rows_int4_duplex")
-CONTESTANTS += ("rows_hot", "exact_in_host", "parallelized", "parallelized_any")
-"""Those of the config ``bench_criteo`` that run beside TorchRec's planner on NCCL."""
+CONTESTANTS = {
+    "ratios": ("planner_fp16", "table_wise_int8", "rows", "rows_prefetch", "rows_int4_duplex")
+    + ("rows_hot", "exact_in_host"),
+    "ratios of chosen plans": ("table_wise_int8", "parallelized", "parallelized_any"),
+}
+"""Those of the config ``bench_criteo`` that run beside TorchRec's planner on NCCL, by job."""
 
 
 def _ratios() -> Iterator[Job]:
     command = ("-m", "tests.gpu.launch", "-m", "torchrec_2dsp", "bench", "--config")
     brief = ("--set", "schedule.rounds=5", "--set", "schedule.block_s=0.7")
-    only = [argument for name in CONTESTANTS for argument in ("--only", name)]
-    yield Job(
-        name="ratios, NCCL over sockets",
-        arguments=(*command, "bench_criteo", "--set", "schedule.device=cuda", *brief, *only),
-        budget_s=300,
-        in_small=(*command, "bench", *brief, "--only", "exact"),
-        lanes=ALL_LANES,
-    )
+    for name, contestants in CONTESTANTS.items():
+        only = [argument for contestant in contestants for argument in ("--only", contestant)]
+        yield Job(
+            name=f"{name}, NCCL over sockets",
+            arguments=(*command, "bench_criteo", "--set", "schedule.device=cuda", *brief, *only),
+            budget_s=300,
+            in_small=(*command, "bench", *brief, "--only", "exact"),
+            lanes=ALL_LANES,
+        )
 
 
 JOBS: tuple[Job, ...] = (

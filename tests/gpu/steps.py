@@ -217,7 +217,7 @@ def main() -> None:
         step = stepper(model, pipeline, batches)
         for _ in range(4):
             step()
-        times = time_of(step, 5, 10)
+        times = time_of(step, 5, 5)
         waits = waits_of(step)
         kernels = kernels_of(step)
         numbers[f"{name}, ms"] = statistics.median(times)

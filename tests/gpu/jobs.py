@@ -41,10 +41,7 @@ FAULTS = {
         ("raises in the loader", "raises in the backward"),
         ("kill -9 in the forward",),
     ),
-    "2x2 delayed": (
-        ("raises in the backward",),
-        ("kill -9 in the sync", "kill -9 in the refresh"),
-    ),
+    "2x2 delayed": (("raises in the backward",), ("kill -9 in the sync", "kill -9 in the refresh")),
 }
 """Thirty faults of `tests.support.fault_cases`, by program; each tuple is a job."""
 

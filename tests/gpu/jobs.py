@@ -70,7 +70,8 @@ def _faults() -> Iterator[Job]:
         for number, faults in enumerate(groups, 1):
             cases = [f"--case={program}: {fault}" for fault in faults]
             keeps_ranks = not any(fault.startswith(("kill", "SIGSTOP")) for fault in faults)
-            command = ("-m", "tests.support.faults")
+            logs = f"build/gpu/results/faults/{program}, {number}"
+            command = ("-m", "tests.support.faults", "--logs", logs)
             yield Job(
                 name=f"faults of {program}, {number}: {'; '.join(faults)}",
                 arguments=(*command, *cases),

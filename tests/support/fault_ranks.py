@@ -1,5 +1,6 @@
 """A rank in a case of `tests.support.fault_cases`, which trains until the fault."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -72,6 +73,8 @@ class Faults:
 def run_rank(case: Case, rank: int, store: dist.Store, folder: Path) -> None:
     """Train; what came of it is written to the folder, and then raised, as in any program."""
     torch.set_num_threads(1)
+    # Says where a rank waits that should have ended.
+    faulthandler.dump_traceback_later(2 * TIMEOUT_S)
     program = PROGRAMS[case.program]
     of_host = ranks_per_host(program.ranks_per_host)
     os.environ |= {"LOCAL_WORLD_SIZE": str(of_host), "LOCAL_RANK": str(rank % of_host)}

@@ -9,6 +9,7 @@ gradients. When a lookup needs the rows again, each rank waits for the sums:
 
 import enum
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -265,10 +266,10 @@ class Announcement:
         with beside_kernels(self.headers[0].device):
             if self.work is not None:
                 self.work.wait()
-            headers = torch.stack(self.headers).cpu()
-        rates = headers[:, -1].contiguous().view(torch.float64).tolist()
+            headers = torch.stack(self.headers).tolist()
+        rates = {struct.unpack("d", struct.pack("q", header.pop()))[0] for header in headers}
         # NaN comes from a rank that doesn't know the learning rate.
-        distinct_rates = sorted({rate for rate in rates if not math.isnan(rate)})
+        distinct_rates = sorted(rate for rate in rates if not math.isnan(rate))
         if len(distinct_rates) != 1:
             raise SyncError(
                 "ranks that hold the same rows have different learning rates "
@@ -276,8 +277,10 @@ class Announcement:
             )
         if not self.num_blocks:
             return [], distinct_rates[0]
-        sizes = headers[:, :-1].reshape(len(headers), self.num_blocks, -1)
-        return sizes.tolist(), distinct_rates[0]
+        of_block = len(headers[0]) // self.num_blocks
+        starts = range(0, len(headers[0]), of_block)
+        sizes = [[header[start : start + of_block] for start in starts] for header in headers]
+        return sizes, distinct_rates[0]
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class IdCheck:
         num_ids = values.numel()
         # Whatever the lengths are, these counts add up to `num_ids`.
         ends = ids_per_feature(features).clamp(0, num_ids).cumsum(0).clamp_(max=num_ids)
-        ends[-1:] = num_ids
+        ends[-1:].fill_(num_ids)
         counts = ends.diff(prepend=ends.new_zeros(1))
         limits = constant(by_key, values.device).repeat_interleave(counts, output_size=num_ids)
         return (values >= limits) | ((values < 0) & (limits < _NO_LIMIT)), limits

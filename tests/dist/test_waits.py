@@ -20,10 +20,10 @@ ROW_WISE = Cell(tdsp.Mesh2D(1, 2))
 HOT = replace(ROW_WISE, exchange="row", hot_rows=(("t0", (0, 1, 5)),))
 KINDS = {
     "row_wise": (ROW_WISE, 3),
-    "copies": (replace(ROW_WISE, mesh=tdsp.Mesh2D(2, 1)), 8),
-    "rows": (replace(HOT, hot_rows=()), 7),
-    "rows, hot": (HOT, 14),
-    "sequences, hot": (replace(HOT, spec=ModelSpec(sequence=True)), 14),
+    "copies": (replace(ROW_WISE, mesh=tdsp.Mesh2D(2, 1)), 7),
+    "rows": (replace(HOT, hot_rows=()), 6),
+    "rows, hot": (HOT, 12),
+    "sequences, hot": (replace(HOT, spec=ModelSpec(sequence=True)), 12),
 }
 """Configurations, and how many times a step of each may wait."""
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 @torch.inference_mode(mode=False)
 def constant(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return numbers on a device, to which they are copied once: a copy waits for a GPU."""
-    return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

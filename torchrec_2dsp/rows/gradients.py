@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from torchrec_2dsp._compat.fbgemm import OptimizerStep, TbeShape, sum_bags
+from torchrec_2dsp.comms.collectives import constant
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Block:
         """Return each feature's first key, that of its table's first row."""
         base_of = dict(zip(self.tables, self.bases, strict=True))
         bases = [base_of[shape.feature_tables[feature]] for feature in self.features]
-        return torch.tensor(bases, device=device)
+        return constant(tuple(bases), device)
 
     def rows_of(self, keys: torch.Tensor) -> list[torch.Tensor]:
         """Return row numbers for ascending ``keys``, by table."""

@@ -23,6 +23,7 @@ from torchrec_2dsp._compat.fbgemm import (
     updates_by_rule,
     updating_as_of,
 )
+from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.optim import (
     RuleArguments,
     adagrad_step,
@@ -323,7 +324,7 @@ class DirectUpdater:
         )
         for runs, block in zip(self._runs, gradients.blocks, strict=True):
             keys = block.keys.long()
-            bounds = keys.new_tensor([run.first_key for run in runs[1:]])
+            bounds = constant(tuple(run.first_key for run in runs[1:]), keys.device)
             ends = torch.searchsorted(keys, bounds).tolist()
             parts = keys.tensor_split(ends), block.grads.tensor_split(ends)
             for run, run_keys, grad in zip(runs, *parts, strict=True):

@@ -120,6 +120,7 @@ def modules_after(code: str) -> set[str]:
         ("import torchrec_2dsp as tdsp; tdsp.Mesh2D(2, 4), tdsp.errors.PlanError", "torch"),
         ("import torchrec_2dsp.programs.cli.app", "torch"),
         ("import torchrec_2dsp as tdsp; tdsp.GradientSync(), tdsp.HotSet", "torchrec"),
+        ("import torchrec_2dsp.parallel.planning", "scipy"),
     ],
 )
 def test_names_load_only_what_they_need(code: str, absent: str) -> None:

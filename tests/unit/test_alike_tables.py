@@ -4,16 +4,20 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
-from tests.support.planning import SHARDERS, calibration, skewed, tables
+from tests.support.planning import ENOUGH, SHARDERS, calibration, skewed, tables
 from torchrec_2dsp.codecs.rows import transports_of
+from torchrec_2dsp.cost.loads import LOADS
 from torchrec_2dsp.cost.model import CostSetting, table_bytes
+from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.plan.parameter_sharding import Pipeline
-from torchrec_2dsp.planner.search.choices import candidates_of
+from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline
+from torchrec_2dsp.planner.search.choices import Choice, candidates_of, rated
+from torchrec_2dsp.planner.search.placement import Descent, Placement
 from torchrec_2dsp.planner.search.space import Space
 
 TYPES = (
@@ -65,3 +69,36 @@ def test_alike_tables_have_each_the_loads_of_its_own() -> None:
                     assert space.bytes_of_shard[table, number] == by_rank.max()
                     num_compared += 1
     assert num_compared > 500
+
+
+def ratings_asked(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Improve a placement, and return how many steps were predicted; check what is remembered."""
+    workload = Workload.of_model(tables(rows), batch_size=64, skew=1.05)
+    candidates = candidates_of(tables(rows), SHARDERS, None, workload, "cpu")
+    setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 2), tdsp.GradientSync(), 2)
+    space = Space.of(candidates, setting)
+    num_asked, predict = 0, CostSetting.step_cost
+
+    def count(*args: Any) -> StepCost:
+        nonlocal num_asked
+        num_asked += 1
+        return predict(*args)
+
+    descent = Descent(space, space.prices(np.zeros(len(LOADS))), ENOUGH)
+    by_rows = Choice(ShardingType.ROW_WISE, Exchange.ROW)
+    start = Placement((by_rows,) * len(rows), ((),) * len(rows))
+    with monkeypatch.context() as patch:
+        patch.setattr(CostSetting, "step_cost", count)
+        descent.improved(start, 10_000)
+    # Inside a host, these exchanges differ in their message types only.
+    for exchange in (Exchange.POOLED, Exchange.ROW, Exchange.ROW_PER_HOST):
+        changed = start.replaced(0, replace(by_rows, exchange=exchange))
+        types = {choice.message_type for choice in changed.choices}
+        assert descent.rated_s(changed) == rated(descent.step_cost(changed), types)
+    return num_asked
+
+
+def test_alike_tables_are_rated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike = ratings_asked((9_000,) * 8, monkeypatch)
+    different = ratings_asked(tuple(range(9_000, 9_800, 100)), monkeypatch)
+    assert 3 * alike < different

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from torchrec_2dsp.cost.calibration import BagCost, Calibration, KernelCost
 from torchrec_2dsp.cost.collectives import CollectiveCost, Span, Traffic
@@ -130,6 +129,9 @@ def _fitted(
     Long work counts more than by its relative error, since its seconds make a step; and less than
     by its absolute one, since every message has a shortest time.
     """
+    # The import takes most of a second, which a start with a known calibration needn't wait for.
+    from scipy.optimize import nnls
+
     seconds = np.array([measurement.seconds for measurement in timed])
     scatter = np.array([measurement.scatter_s for measurement in timed])
     uncertain = np.hypot(scatter, _RELATIVE_SCATTER * np.sqrt(seconds * seconds.max()))

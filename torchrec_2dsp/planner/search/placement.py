@@ -1,5 +1,6 @@
 """`Placement`: a choice and ranks for each table; improved, with hot rows, and as a plan. Pure."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -81,6 +82,8 @@ class Descent:
         self._buffers = setting.buffer_bytes
         self._known: dict[tuple[int, Choice, RanksOf], Sums] = {}
         self._last: tuple[Placement, Sums] | None = None
+        self._ratings: dict[bytes, float] = {}
+        """Ratings by a digest of sums and message types: alike tables are tried alike."""
 
     def sums(self, placement: Placement) -> Sums:
         """Sum loads and memory over all tables."""
@@ -199,7 +202,14 @@ class Descent:
     def _rated_s(self, sums: Sums, choices: Sequence[Choice]) -> float:
         if (self._bytes(sums) > self._room).any():
             return float("inf")
-        return rated(self._step_cost(sums, choices), {choice.message_type for choice in choices})
+        types = {choice.message_type for choice in choices}
+        digest = hashlib.blake2b(repr(sorted(types)).encode(), digest_size=16)
+        digest.update(sums.loads.tobytes())
+        rating = self._ratings.get(digest.digest())
+        if rating is None:
+            rating = rated(self._step_cost(sums, choices), types)
+            self._ratings[digest.digest()] = rating
+        return rating
 
     def _step_cost(self, sums: Sums, choices: Sequence[Choice]) -> StepCost:
         types = {choice.message_type for choice in choices} - {""}

@@ -23,7 +23,10 @@ def main() -> int:
             seed,
             arguments.cases,
             arguments.seconds,
-            is_wanted=lambda case: not arguments.searched or case.search is not None,
+            is_wanted=lambda case: (
+                (not arguments.searched or case.search is not None)
+                and (not arguments.id_maps or case.has_maps)
+            ),
         )
     finally:
         for worker in workers:
@@ -49,6 +52,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument(
         "--searched", action="store_true", help="run only those whose plan `parallelize` makes"
     )
+    parser.add_argument("--id-maps", action="store_true", help="run only those with id maps")
     parser.add_argument("--jobs", type=int, default=2, help="cases side by side")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="of a case, in seconds")
     arguments = parser.parse_args()

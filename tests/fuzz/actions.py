@@ -39,6 +39,8 @@ EVENTS = (
 - ``abandon``: a batch is looked up with gradients, but no backward follows.
 """
 
+_NUM_AHEAD = {"plain": 0, "base": 0, "sparse_dist": 1, "row_prefetch": 2}
+"""How many batches each loop distributes ahead."""
 _EXTRA, _REFUSED, _ACCUMULATED = 100, 200, 300
 """Numbers of batches that no stream has."""
 
@@ -94,6 +96,19 @@ def actions_of(case: Case) -> list[Action]:
     return actions if case.loop == "plain" else _distributed_ahead(actions, case.loop)
 
 
+def distributions(case: Case, actions: list[Action]) -> dict[int, list[int]]:
+    """Return by action which actions' batches are distributed in it, in their order."""
+    stream = [index for index, action in enumerate(actions) if action.in_stream]
+    first = {
+        index: stream[max(0, place - _NUM_AHEAD[case.loop])] for place, index in enumerate(stream)
+    }
+    by_action: dict[int, list[int]] = {index: [] for index in range(len(actions))}
+    for index, action in enumerate(actions):
+        if action.batch >= 0:
+            by_action[first.get(index, index)].append(index)
+    return by_action
+
+
 def has_refusals(case: Case) -> bool:
     """Tell whether some batches are refused; in a pipeline those under way would be lost."""
     return case.has_bad_ids and case.bad_ids == "raise" and case.loop == "plain"
@@ -101,7 +116,7 @@ def has_refusals(case: Case) -> bool:
 
 def _distributed_ahead(actions: list[Action], loop: str) -> list[Action]:
     """Return the actions of a pipeline, whose next batches were distributed before a refresh."""
-    num_ahead = {"base": 0, "sparse_dist": 1, "row_prefetch": 2}[loop]
+    num_ahead = _NUM_AHEAD[loop]
     stream = [index for index, action in enumerate(actions) if action.in_stream]
     now = {index: actions[index].hot for index in range(len(actions))}
     hot_of = {}

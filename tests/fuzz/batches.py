@@ -102,10 +102,12 @@ def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False)
             count = int(lengths.sum())
             frequencies = torch.arange(1, rows + 1).float().pow(-case.skew)
             ids = torch.multinomial(frequencies, max(1, count), True, generator=generator)[:count]
+            if module.evicts:
+                ids = (ids + module.drift * (number % 100)) * module.id_step
             weights = torch.rand(count, generator=generator) + 0.5
             if case.form == "expanded":
                 weights = torch.full((1,), 0.5).expand(count)
-            if has_bad_ids(case, number) or is_refused:
+            if not module.evicts and (has_bad_ids(case, number) or is_refused):
                 ids = _with_bad_ids(ids, rows, generator)
             features[place, feature] = Lookups(ids, lengths, weights)
             if is_variable:
@@ -119,8 +121,9 @@ def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False)
 
 
 def num_rows(module: ModuleCase, feature: int) -> int:
-    """Return how many ids a feature may have: the rows of its smallest table."""
-    return min(table.rows for table in module.tables if feature in table.features)
+    """Return how many ids a feature may have: the rows of its smallest table, or more with maps."""
+    rows = min(table.rows for table in module.tables if feature in table.features)
+    return 2 * rows + 2 if module.evicts else rows
 
 
 def has_bad_ids(case: Case, number: int) -> bool:
@@ -144,6 +147,8 @@ def corrected(case: Case, batch: LocalBatch) -> LocalBatch:
     def of(key: tuple[int, int], lookups: Lookups) -> Lookups:
         rows = num_rows(case.modules[key[0]], key[1])
         ids, lengths, weights = lookups.ids, lookups.lengths, lookups.weights
+        if case.modules[key[0]].evicts:
+            return lookups
         if case.bad_ids == "drop":
             is_good = (ids >= 0) & (ids < rows)
             samples = lookups.samples[is_good]

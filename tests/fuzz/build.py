@@ -219,9 +219,13 @@ def make_sharders(case: Case) -> list[Any]:
     if case.refused:
         more = dict(REFUSALS[case.refused].fused_params)
         known["fused_params"] = known.get("fused_params", {}) | more
+    bags = tdsp.EmbeddingBagCollectionSharder2D(**known, keep_weights=keeps_weights)
+    sequences = tdsp.EmbeddingCollectionSharder2D(**known)
     return [
-        tdsp.EmbeddingBagCollectionSharder2D(**known, keep_weights=keeps_weights),
-        tdsp.EmbeddingCollectionSharder2D(**known),
+        bags,
+        sequences,
+        tdsp.ManagedCollisionEmbeddingBagCollectionSharder2D(bags),
+        tdsp.ManagedCollisionEmbeddingCollectionSharder2D(sequences),
     ]
 
 

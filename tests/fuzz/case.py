@@ -139,6 +139,15 @@ class ModuleCase:
 
     kind: str = "bags"
     """``"bags"``, ``"weighted"`` bags or ``"sequences"``."""
+    evicts: str = ""
+    """The policy of its tables' id maps, ``"lfu"``, ``"lru"`` or ``"distance"``; empty if ids are
+    rows. The fields below are for maps."""
+    interval: int = 1
+    """After how many batches a map may evict."""
+    drift: int = 0
+    """How many ids are new in each batch."""
+    id_step: int = 1
+    """The distance between two ids, which may wrap around."""
     tables: tuple[TableCase, ...] = (TableCase(),)
 
     @property
@@ -263,6 +272,11 @@ class Case:
     """What happens after which step, as `tests.fuzz.actions` lists it."""
     seed: int = 0
     """What weights and batches are drawn by."""
+
+    @property
+    def has_maps(self) -> bool:
+        """Tell whether ids of some module are mapped to rows."""
+        return any(module.evicts for module in self.modules)
 
     @property
     def world_size(self) -> int:

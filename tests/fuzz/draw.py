@@ -87,6 +87,10 @@ DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
 }
 MODULE_CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": ("bags", "bags", "weighted", "sequences"),
+    "evicts": ("",) * 12 + ("lfu", "lru", "distance"),
+    "interval": (1, 1, 2, 3),
+    "drift": (0, 1, 5),
+    "id_step": (1, -3, 2**40 + 1, 2**56 + 1),
 }
 TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
     "rows": (1, 1, 2, 3, 5, 8, 16, 40, 97, 400),
@@ -165,14 +169,23 @@ _MANY_ROWS = 16
 def settled(case: Case) -> Case:
     """Return the case with nothing in it that the documents exclude."""
     if case.refused:
-        case = replace(case, search=None)
+        plain = tuple(replace(module, evicts="") for module in case.modules)
+        case = replace(case, search=None, modules=plain)
+    if case.has_maps:
+        # Rows that begin anew take no late updates; a refused batch is seen by some maps only.
+        sync, bad_ids = replace(case.sync, delay=0), case.bad_ids.replace("raise", "drop")
+        case = replace(case, sync=sync, bad_ids=bad_ids, accumulated=1)
     if case.refused in ("no_weights", "nan"):
         # Few cases are as plain as these have to be.
         case = replace(case, loop="plain", events=(), dense=Case().dense, joined=False)
     if case.search is not None:
         # Only sharders know these.
         by_sharders = case.bad_ids != "raise" or case.accumulated > 1
-        search = replace(case.search, gives_sharders=case.search.gives_sharders or by_sharders)
+        search = replace(
+            case.search,
+            gives_sharders=case.search.gives_sharders or by_sharders,
+            keeps_weights=case.search.keeps_weights and not case.has_maps,
+        )
         case = replace(case, search=search, wrapper="2d", qcomms="none")
     has_sequences = any(module.kind == "sequences" for module in case.modules)
     sizes = tuple(max(1, size) for size in case.sizes) if has_sequences else case.sizes
@@ -215,6 +228,9 @@ def _may_happen(case: Case, event: str) -> bool:
         # Under `no_sync`, torch's DDP goes on with the unused parameters of an abandoned forward.
         is_stale = event == "abandon" and case.dense.shortcut and case.accumulated > 1
         return takes and not is_stale
+    if case.has_maps and case.loop != "plain" and "load" in event:
+        # Maps that have seen a pipeline's next batch can't be replaced.
+        return False
     return not (case.dense.is_apart and event in ("save", "save_load", "load"))
 
 
@@ -256,6 +272,8 @@ def _settled_dense(dense: DenseCase, case: Case) -> DenseCase:
 
 def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:
     users = [feature for table in module.tables for feature in table.features]
+    if len(set(users)) < len(users):
+        module = replace(module, evicts="")
     tables = []
     for table in module.tables:
         if case.search is None:
@@ -286,7 +304,7 @@ def _settled_table(
         "row_per_host": table.sharding == "row_wise",
     }
     exchange = table.exchange if allowed[table.exchange] else "pooled"
-    may_be_hot = table.sharding != "data_parallel" and not is_shared
+    may_be_hot = table.sharding != "data_parallel" and not is_shared and not module.evicts
     return replace(
         table,
         exchange=exchange,

@@ -128,6 +128,9 @@ class Counts:
     moved_weights: int = 0
     """Weights that training has changed."""
     moments: int = 0
+    id_maps: int = 0
+    evicted: int = 0
+    """Rows that id maps gave to other ids."""
     copies: int = 0
     """Numbers that two ranks hold, compared bit for bit."""
     left_out: int = 0
@@ -251,6 +254,7 @@ class _Comparison:
         self.counts = Counts()
         self._tolerances = Tolerances(case, self._exact, applied)
         self._rounded = RoundedExactly(case, applied)
+        self.counts.evicted = self._exact.num_evicted
         self.counts.blurred = int(self._tolerances.is_blurred)
         self._initial = initial_tables(case)
 
@@ -267,6 +271,10 @@ class _Comparison:
         for index, state in seen.states.items():
             where = f"on rank {rank} in {self._at(index)}"
             self._compare("dense", (index, rank), state.dense, f"dense part {where}")
+            wanted = self._exact.id_maps[index]
+            if wrong := [name for name in wanted if not wanted[name].equal(state.id_maps[name])]:
+                raise Difference("wrong id map", f"{wrong[0]} {where}")
+            self.counts.id_maps += len(wanted)
             for piece in state.weights:
                 of_table = ("weights", (index, piece.table))
                 self._compare(*of_table, piece.values, f"{_name(piece)} {where}", piece)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,8 +20,10 @@ from torchrec.streamable import Pipelineable
 import torchrec_2dsp as tdsp
 from tests.fuzz.batches import LocalBatch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
+from tests.fuzz.id_maps import id_map
 from tests.fuzz.oracle import POSITION_WEIGHT, losses_of, output_names
 from tests.fuzz.state import initial_dense, initial_tables
+from tests.support.managed_collisions import behind_maps
 
 _TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
@@ -179,6 +182,7 @@ class FuzzModel(nn.Module):
         super().__init__()
         self._inputs = [input_of(case, number) for number in range(len(case.modules))]
         self._outputs = [output_names(*numbered) for numbered in enumerate(case.modules)]
+        self._have_maps = [bool(module.evicts) for module in case.modules]
         self._are_sequences = [module.kind == "sequences" for module in case.modules]
         for number, module in enumerate(case.modules):
             self.add_module(f"m{number}", embedding_module(number, module))
@@ -191,6 +195,7 @@ class FuzzModel(nn.Module):
         columns = []
         for number, field in enumerate(self._inputs):
             outputs = getattr(self, f"m{number}")(getattr(batch, field))
+            outputs = outputs[0] if self._have_maps[number] else outputs
             for name in self._outputs[number]:
                 output = outputs[name]
                 is_sequence = self._are_sequences[number]
@@ -209,12 +214,13 @@ class FuzzModel(nn.Module):
 def embedding_module(number: int, module: ModuleCase) -> nn.Module:
     """Return a module without weights: they come by `load_state_dict`."""
     configs = list(_configs(number, module))
-    device = torch.device("meta")
-    if module.kind == "sequences":
-        return EmbeddingCollection(device=device, tables=configs)
-    return EmbeddingBagCollection(
-        device=device, tables=configs, is_weighted=module.kind == "weighted"
+    tables: dict[str, Any] = {"device": torch.device("meta"), "tables": configs}
+    collection: Any = (
+        EmbeddingCollection(**tables)
+        if module.kind == "sequences"
+        else EmbeddingBagCollection(**tables, is_weighted=module.kind == "weighted")
     )
+    return behind_maps(collection, partial(id_map, module)) if module.evicts else collection
 
 
 def initial_state(case: Case) -> dict[str, torch.Tensor]:
@@ -223,7 +229,8 @@ def initial_state(case: Case) -> dict[str, torch.Tensor]:
     for name, table in initial_tables(case).items():
         module = int(name[1 : name.index("t")])
         kind = "embeddings" if case.modules[module].kind == "sequences" else "embedding_bags"
-        state[f"m{module}.{kind}.{name}.weight"] = table
+        path = f"m{module}._embedding_module" if case.modules[module].evicts else f"m{module}"
+        state[f"{path}.{kind}.{name}.weight"] = table
     return state
 
 

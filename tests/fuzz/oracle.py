@@ -27,6 +27,7 @@ from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
 from tests.fuzz.dense_oracle import DenseNet, DenseState, NetPass
+from tests.fuzz.id_maps import IdMaps, IdMapState
 from tests.fuzz.state import ADAMS, LR, Noise, TableState, initial_tables, parts_of_case
 
 _BY_HOST = ("table_row_wise", "grid_shard")
@@ -186,6 +187,9 @@ class Expected:
     """What all ranks together haven't sent of dense gradients, after the same actions."""
     sent_whole: set[int] = field(default_factory=set)
     """The actions whose dense gradients all ranks send as a whole, whatever their density."""
+    id_maps: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """The buffers of all id maps, after the actions that read the state."""
+    num_evicted: int = 0
 
 
 def losses_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -237,11 +241,13 @@ class _Simulation:
         self._wires = {name: TableWire.of(case, name, noise) for name in case.tables}
         self._parts = parts_of_case(case, self._states)
         self._columns = list(_columns(case))
-        self._saved: tuple[dict[str, TableState], DenseState] | None = None
+        self._saved: tuple[dict[str, TableState], DenseState, IdMapState] | None = None
+        self._id_maps = IdMaps(case, self._batches)
 
     def run(self) -> Expected:
         expected = Expected()
         for index, action in enumerate(actions_of(self._case)):
+            self._id_maps.distribute(index)
             if action.kind in ("train", "detach"):
                 self._train(index, action, expected)
             elif action.kind in ("evaluate", "detach_eval", "reordered", "peek", "abandon"):
@@ -267,22 +273,26 @@ class _Simulation:
         self._read_all()
         if action.kind in ("save", "save_load"):
             states = {name: state.copy() for name, state in self._states.items()}
-            self._saved = (states, self._dense.copy())
+            self._saved = (states, self._dense.copy(), self._id_maps.state())
         elif action.kind == "load":
             assert self._saved is not None
-            states, dense = self._saved
+            states, dense, id_maps = self._saved
             self._dense.restore(dense)
+            self._id_maps.load(id_maps)
             for name, state in self._states.items():
                 state.restore(states[name])
         elif action.kind in ("state_dict", "fused_state", "final"):
             for rank, values in enumerate(self._dense.values):
                 expected.dense[index, rank] = values.clone()
+            expected.id_maps[index] = self._id_maps.state()
             if self._case.dense.leaves_out:
                 expected.left_out[index, 0] = self._dense.left_out
             for name, state in self._states.items():
                 expected.weights[index, name] = state.weights[0].clone()
                 if state.has_moments:
                     expected.moments[index, name] = state.moment_columns()
+        if action.kind in ("load_state_dict", "save_load"):
+            self._id_maps.load(self._id_maps.state())
 
     def _read_all(self) -> None:
         for part in self._parts:
@@ -300,7 +310,10 @@ class _Simulation:
         for part in self._parts:
             part.hold(action.hot)
         looked_up = []
-        for rank, batch in enumerate(self._batches(number)):
+        for table, rows, values in self._id_maps.evicted_until(index):
+            self._states[table].reset(rows, values)
+            expected.num_evicted += len(rows)
+        for rank, batch in enumerate(self._id_maps.mapped(index, self._batches(number))):
             group = self._case.mesh.group_of(rank)
             bags = [self._pool(batch, column, group, action.hot) for column in self._columns]
             inputs, values = torch.cat(bags, 1).tanh(), self._dense.values[rank]

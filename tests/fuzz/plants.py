@@ -21,12 +21,16 @@ from torchrec_2dsp.dense.sharded_dense import _OwnRows
 from torchrec_2dsp.dense.thresholded_gradients import BucketLayout
 from torchrec_2dsp.replicas.exchange import ArrivingRows, Hop
 from torchrec_2dsp.rows.update import DirectUpdater
+from torchrec_2dsp.shard import initial_tables
+from torchrec_2dsp.shard.kernels import TableShard
+from torchrec_2dsp.shard.managed_collisions import IdsOfWorld
 
 Patch = AbstractContextManager[Any]
 _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
 _start, _scales = Hop.start, IntegerRows._scales
 _arrived, _take_off = LateGradients._arrived, ErrorFeedback.take_off
 _mean, _layout_of = tdsp.LocalDense.mean, BucketLayout.of
+_gathered = IdsOfWorld.gathered
 _stage_backward, _rows_backward = LayerStage.backward, _OwnRows.backward
 
 
@@ -158,6 +162,26 @@ def ranks_that_meet_without_rank_1() -> Patch:
         return _mean(dense, own)
 
     return mock.patch.object(tdsp.LocalDense, "mean", mean)
+
+
+def evicted_rows_with_moments() -> Patch:
+    """Rows that get another id keep their moments."""
+
+    def write(shard: TableShard, places: torch.Tensor, values: torch.Tensor) -> None:
+        columns = slice(shard.column, shard.column + shard.tensors["weight"].shape[1])
+        shard.tensors["weight"].data[places] = values[:, columns]
+
+    return mock.patch.object(initial_tables, "_write", write)
+
+
+def maps_of_groups() -> Patch:
+    """Id maps see half of the ids, as if each of two groups had its own."""
+
+    def gathered(ids: IdsOfWorld, own: Any, **facts: Any) -> list[torch.Tensor]:
+        of_world = _gathered(ids, own, **facts)
+        return [feature[: len(feature) // 2] for feature in of_world]
+
+    return mock.patch.object(IdsOfWorld, "gathered", gathered)
 
 
 def _hang() -> None:

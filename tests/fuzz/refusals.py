@@ -6,6 +6,7 @@ entry in `REFUSALS` adds one such problem to a valid case.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
 
-from tests.fuzz.case import Case
+from tests.fuzz.case import Case, ModuleCase
+from tests.fuzz.id_maps import id_map
+from tests.support.managed_collisions import behind_maps
 
 BUILD_ERRORS = ("ConfigError", "PlanError", "UnsupportedError")
 
@@ -65,23 +59,7 @@ def _has_replicas(case: Case) -> bool:
 
 
 def _manage_collisions(model: Any) -> None:
-    module = model.m0
-    is_bags = isinstance(module, EmbeddingBagCollection)
-    configs = module.embedding_bag_configs() if is_bags else module.embedding_configs()
-    remaps: dict[str, Any] = {
-        config.name: MCHManagedCollisionModule(
-            zch_size=config.num_embeddings,
-            device=torch.device("cpu"),
-            eviction_interval=1,
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-        )
-        for config in configs
-    }
-    collection = ManagedCollisionCollection(remaps, list(configs))
-    wrap = (
-        ManagedCollisionEmbeddingBagCollection if is_bags else ManagedCollisionEmbeddingCollection
-    )
-    model.m0 = wrap(module, collection)
+    model.m0 = behind_maps(model.m0, partial(id_map, ModuleCase(evicts="distance")))
 
 
 def _process_features(model: Any) -> None:

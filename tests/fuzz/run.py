@@ -267,12 +267,15 @@ class _Run:
             for values in state.values():
                 for value in values.values():
                     local_tensors(value)
-        weights, dense = [], {}
+        weights, dense, id_maps = [], {}, {}
         for name, value in self._parallel.state_dict().items():
             if name.startswith("over"):
                 dense[name] = whole(value)
                 continue
             table = name.split(".")[-2]
+            if "_managed_collision_modules" in name:
+                id_maps[".".join(name.split(".")[-2:])] = copied(value)
+                continue
             weights += [
                 Piece(table, row, column, copied(tensor))
                 for tensor, (row, column) in local_shards(value)
@@ -281,7 +284,9 @@ class _Run:
             flat = gathered(self._case, dense)
         else:
             flat = torch.cat([dense[name] for name in named_dense(self._parallel)])
-        return StateSeen(weights, _moments(self._parallel), _hot_copies(self._parallel), flat)
+        return StateSeen(
+            weights, _moments(self._parallel), _hot_copies(self._parallel), flat, id_maps
+        )
 
     def _load_own_state(self) -> None:
         state = {

@@ -27,6 +27,8 @@ class StateSeen:
     hot_copies: dict[str, torch.Tensor]
     """Weights and states of hot rows, whose names say of what."""
     dense: torch.Tensor
+    id_maps: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The buffers of id maps, by table and name."""
 
 
 @dataclass

@@ -183,6 +183,11 @@ class TableState:
         self.weights, self._moments = other.weights.clone(), other._moments.clone()
         self._synced = (other._synced[0].clone(), other._synced[1].clone())
 
+    def reset(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Begin rows anew on all copies."""
+        self.weights[:, rows] = values.to(DTYPES[self._table.dtype]).to(self.weights)
+        self._moments[:, rows] = 0
+
     def train_locally(self, grads: torch.Tensor, hot: torch.Tensor, lr: float, step: int) -> None:
         """Train each group's copy with the group's gradient, except hot rows.
 

@@ -66,6 +66,9 @@ def is_plain(case: Case) -> bool:
     return is_small and case.loop == "plain" and case.dense.kind == DenseCase().kind
 
 
+WRONG = "wrong numbers"
+
+
 @pytest.mark.parametrize(
     ("plant", "kind", "text"),
     [
@@ -114,6 +117,16 @@ def test_what_one_rank_rounds_otherwise_is_found(
     assert right.counts.rounded > 0
 
 
+@pytest.mark.parametrize("plant", [plants.evicted_rows_with_moments, plants.maps_of_groups])
+def test_wrong_id_maps_are_found(plant: Plant, healthy: Worker) -> None:
+    module = ModuleCase(evicts="lru", drift=5, tables=(TableCase(rows=8, exchange="row"),))
+    case = Case(groups=2, size=1, modules=(module,), optimizer="adam", steps=3)
+    verdict, right = with_and_without(plant, healthy, case)
+    assert (verdict.outcome, verdict.kind) == ("finding", WRONG), verdict.text
+    assert right.outcome == "ok", right.text
+    assert right.counts.evicted > 8
+
+
 def test_a_wrong_number_in_a_searched_plan_is_found(healthy: Worker) -> None:
     case = replace(REPLICAS, search=SearchCase(has_mesh=True))
     verdict, right = with_and_without(plants.a_rank_that_skips_updates, healthy, case)
@@ -126,7 +139,6 @@ def dense_case(**fields: Any) -> Case:
     return Case(dense=DenseCase(**fields), steps=3)
 
 
-WRONG = "wrong numbers"
 THRESHOLDED = dense_case(kind="thresholded", density=0.3, route="gather")
 
 

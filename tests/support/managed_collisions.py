@@ -1,11 +1,12 @@
 """A model behind id maps, its twin on all ranks' batches, and batches whose ids drift."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -15,7 +16,6 @@ from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     LRU_EvictionPolicy,
     ManagedCollisionCollection,
-    ManagedCollisionModule,
     MCHManagedCollisionModule,
     average_threshold_filter,
 )
@@ -64,6 +64,16 @@ class Case:
         return f"{self.cell} {self.policy} {self.interval} {self.loop}{kept}"
 
 
+def behind_maps(
+    collection: Any, id_map: Callable[[int], MCHManagedCollisionModule], **options: Any
+) -> Any:
+    """Return a collection behind an id map for each table, made from the number of its rows."""
+    is_bags, configs = isinstance(collection, EmbeddingBagCollection), configs_of(collection)
+    kinds = (ManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingBagCollection)
+    maps: Any = {config.name: id_map(config.num_embeddings) for config in configs}
+    return kinds[is_bags](collection, ManagedCollisionCollection(maps, configs), **options)
+
+
 class Head(nn.Module):
     """Scores of bags, or of sequences that are summed by hand. Pipelines don't trace it."""
 
@@ -92,25 +102,18 @@ class ManagedModel(nn.Module):
         torch.manual_seed(0)
         spec = case.cell.spec
         collection: Any = SequenceModel(spec).ec if spec.sequence else BagModel(spec).ebc
-        configs = configs_of(collection)
-        maps: dict[str, ManagedCollisionModule] = {
-            config.name: MCHManagedCollisionModule(
-                zch_size=config.num_embeddings,
+
+        def id_map(rows: int) -> MCHManagedCollisionModule:
+            return MCHManagedCollisionModule(
+                zch_size=rows,
                 device=torch.device("cpu"),
                 eviction_policy=POLICIES[case.policy](),
                 eviction_interval=case.interval,
                 input_hash_size=1_000,
                 input_hash_func=halved if case.hashed else None,
             )
-            for config in configs
-        }
-        sequences, bags = (
-            ManagedCollisionEmbeddingCollection,
-            ManagedCollisionEmbeddingBagCollection,
-        )
-        kind: Any = sequences if spec.sequence else bags
-        ids = ManagedCollisionCollection(maps, configs)
-        self.mc = kind(collection, ids, return_remapped_features=True)
+
+        self.mc = behind_maps(collection, id_map, return_remapped_features=True)
         self.head = Head(spec)
         self.remapped: Any = None
 

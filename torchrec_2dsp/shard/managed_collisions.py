@@ -88,9 +88,14 @@ class MappedBatch:
     """The maps as they were before, if a pipeline trains the batch."""
 
     @property
+    def is_in_flight(self) -> bool:
+        """Tell whether a pipeline still holds the batch."""
+        return self.source() is not None or self.context() is not None
+
+    @property
     def is_dropped(self) -> bool:
         """Tell whether a batch that wasn't looked up won't be: refused, or its pipeline is gone."""
-        return not self.before or (self.source() is None and self.context() is None)
+        return not (self.before and self.is_in_flight)
 
 
 @dataclass
@@ -204,7 +209,9 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         self._form = BatchForm(self._features, groups.alarm.group, is_weighted=False)
         self._fingerprint = self._new_fingerprint()
         self._waiting: list[MappedBatch] = []
-        """Batches that the maps have seen, and that weren't looked up yet."""
+        """Batches that the maps have seen, and whose evicted rows weren't reset yet."""
+        self._in_flight: list[MappedBatch] = []
+        """Batches that a pipeline has distributed, and not looked up yet."""
         self._evicted_rows = [part.tables.reset_evicted_rows(init_seed) for part in self._parts]
         self.register_state_dict_pre_hook(lambda *_: self._reset_dropped())
         self.register_state_dict_post_hook(_show_trained_maps)
@@ -268,25 +275,32 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         for part_ctx in contexts:
             part_ctx.notes.evictions = [batch.eviction for batch in due if batch.eviction]
         output = self._embedding_module.compute_and_output_dist(ctx.of_tables, input)
+        self._in_flight = [batch for batch in self._in_flight if batch is not ctx.mapped]
         # Only now: a batch that was refused has reset nothing.
         self._waiting = self._waiting[len(due) :]
         return output, self._features_of(ctx)
 
     def _mapped(self, ctx: MappedContext, features: KeyedJaggedTensor) -> MappedBatch:
-        for waiting in self._waiting:
+        self._in_flight = [batch for batch in self._in_flight if batch.is_in_flight]
+        for batch in self._in_flight:
             # A pipeline that is attached again distributes its next batch for a second time.
-            if waiting.source() is features:
-                return waiting
+            if batch.source() is features:
+                return batch
+        # Also in contiguous memory, in which TorchRec sums the lengths of variable sizes.
         bags = distinct_bags(features, self._features)
         # A batch that can't be right is refused by the tables, on all ranks.
         is_right = bags.error is None and self._form.error_in(bags.features) is None
         no_ids = features.lengths().new_empty(0, dtype=torch.int64)
-        own = self._hashed(features) if is_right else dict.fromkeys(self._features, no_ids)
+        bounds = bags.features.offset_per_key()
+        places = {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
+        own = self._hashed(features, places) if is_right else dict.fromkeys(self._features, no_ids)
         mapped = MappedBatch(features, weakref.ref(features), weakref.ref(ctx))
         is_training = self._managed_collision_collection.training
         of_world = self._world.gathered(
             list(own.values()), is_training=is_training, fingerprint=self._fingerprint
         )
+        if not ctx.is_at_once:
+            self._in_flight.append(mapped)
         # What is evaluated at once sees the maps to which the tables' rows belong.
         maps = self.maps_before_waiting() if ctx.is_at_once and not is_training else {}
         if is_training:
@@ -295,12 +309,13 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
             mapped.eviction = self._profile(dict(zip(own, of_world, strict=True)))
             self._waiting.append(mapped)
         if is_right:
-            mapped.features = self._with_rows(features, own, maps)
+            mapped.features = self._with_rows(features, own, places, maps)
         return mapped
 
-    def _hashed(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+    def _hashed(
+        self, features: KeyedJaggedTensor, places: Mapping[str, slice]
+    ) -> dict[str, torch.Tensor]:
         """Return each feature's ids as its map sees them."""
-        places = _places(features)
         values = features.values().long()
         hashed = {}
         for feature in self._features:
@@ -327,10 +342,10 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         self,
         features: KeyedJaggedTensor,
         ids: Mapping[str, torch.Tensor],
+        places: Mapping[str, slice],
         maps: Mapping[str, _MapState],
     ) -> KeyedJaggedTensor:
         """Return the batch with row ids, in the form that it has."""
-        places = _places(features)
         values = features.values().clone()
         for feature in self._features:
             table = self._table_of[feature]
@@ -405,7 +420,7 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load tables and maps; a map goes on as TorchRec's does after a load."""
-        if self.maps_before_waiting():
+        if any(batch.is_in_flight for batch in self._in_flight):
             raise UnsupportedError(
                 "a pipeline has batches whose ids were mapped already; train them, or drop the "
                 "pipeline, before you load other id maps"
@@ -474,12 +489,6 @@ def _show_trained_maps(
     for table, before in module.maps_before_waiting().items():
         path = f"{prefix}{_MAPS}.{MAP_NAMES}.{table}."
         state |= {f"{path}{name}": value for name, value in before.buffers.items()}
-
-
-def _places(features: KeyedJaggedTensor) -> dict[str, slice]:
-    """Return where each feature's ids are among a batch's."""
-    bounds = features.offset_per_key()
-    return {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
 
 
 def _jagged(ids_by_feature: list[torch.Tensor]) -> JaggedTensor:

@@ -1,0 +1,131 @@
+"""The oracle's id maps: TorchRec's own, which see the batches of all ranks in rank order."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from tests.fuzz.actions import actions_of, distributions
+from tests.fuzz.batches import LocalBatch, Lookups
+from tests.fuzz.case import Case, ModuleCase, table_name
+from tests.support.managed_collisions import POLICIES
+from torchrec_2dsp.shard.initial_tables import drawn_rows
+
+Maps = dict[str, MCHManagedCollisionModule]
+IdMapState = dict[str, torch.Tensor]
+"""The buffers of all maps, by table and name."""
+Evicted = tuple[str, torch.Tensor, torch.Tensor]
+"""A table, rows of it, and their new weights."""
+
+
+def id_map(module: ModuleCase, rows: int) -> MCHManagedCollisionModule:
+    """Return the id map of a table in a module that has them."""
+    return MCHManagedCollisionModule(
+        zch_size=rows,
+        device=torch.device("cpu"),
+        eviction_policy=POLICIES[module.evicts](),
+        eviction_interval=module.interval,
+    )
+
+
+class IdMaps:
+    """All id maps of a case, which see each batch when it is distributed."""
+
+    def __init__(self, case: Case, batches: Callable[[int], list[LocalBatch]]) -> None:
+        self._case, self._batches = case, batches
+        self._actions = actions_of(case)
+        self._distributed = distributions(case, self._actions)
+        self._maps = self._fresh()
+        self._waiting: dict[int, tuple[Maps, list[Evicted]]] = {}
+        """Training batches that were distributed and not looked up, by action: the maps before, and
+        what they evict."""
+        self._mapped: dict[int, list[LocalBatch]] = {}
+
+    def _fresh(self) -> Maps:
+        return {
+            table_name(number, index): id_map(module, table.rows)
+            for number, module in enumerate(self._case.modules)
+            for index, table in enumerate(module.tables if module.evicts else ())
+        }
+
+    @property
+    def _trained(self) -> Maps:
+        """The maps to which the rows of the tables belong."""
+        return next((before for before, _ in self._waiting.values()), self._maps)
+
+    def state(self) -> IdMapState:
+        """Return what a state dict shows."""
+        return {
+            f"{table}.{name}": value.clone()
+            for table, of_table in self._trained.items()
+            for name, value in of_table.state_dict().items()
+        }
+
+    def load(self, state: IdMapState) -> None:
+        """Go on from a state, without what maps remember beside it."""
+        self._maps = self._fresh()
+        for table, of_table in self._maps.items():
+            names = of_table.state_dict().keys()
+            of_table.load_state_dict({name: state[f"{table}.{name}"] for name in names})
+
+    def distribute(self, action: int) -> None:
+        """Map the batches that are distributed in an action, as its mode says."""
+        is_training = self._actions[action].kind not in ("evaluate", "detach_eval", "reordered")
+        for index in self._distributed[action] if self._maps else ():
+            batches = self._batches(self._actions[index].batch)
+            maps = self._maps
+            if is_training:
+                before = copy.deepcopy(maps)
+                self._waiting[index] = before, list(self._profiled(batches))
+            elif not self._actions[index].in_stream:
+                maps = self._trained
+            self._mapped[index] = [self._with_rows(batch, maps) for batch in batches]
+
+    def mapped(self, action: int, batches: list[LocalBatch]) -> list[LocalBatch]:
+        """Return the batches that an action looks up, with rows in place of mapped ids."""
+        return self._mapped[action] if self._maps else batches
+
+    def evicted_until(self, action: int) -> Iterator[Evicted]:
+        """Yield what to reset before an action's lookup."""
+        while action in self._waiting:
+            yield from self._waiting.pop(next(iter(self._waiting)))[1]
+
+    def _profiled(self, batches: list[LocalBatch]) -> Iterator[Evicted]:
+        for name, of_table in self._maps.items():
+            table, module = self._case.tables[name], int(name[1 : name.index("t")])
+            ids = [
+                batch.sent[module, feature].ids for feature in table.features for batch in batches
+            ]
+            of_table.profile({name: _jagged(torch.cat(ids))})
+            rows = of_table.evict()
+            if rows is not None:
+                number = int(of_table.state_dict()["_current_iter_tensor"])
+                config = EmbeddingBagConfig(table.rows, table.dim, name=name)
+                yield name, rows, drawn_rows(config, 0, number, len(rows))
+
+    def _with_rows(self, batch: LocalBatch, maps: Maps) -> LocalBatch:
+        def of(key: tuple[int, int], lookups: Lookups) -> Lookups:
+            module, feature = key
+            for index, table in enumerate(self._case.modules[module].tables):
+                of_table = maps.get(table_name(module, index))
+                if of_table is not None and feature in table.features:
+                    rows = of_table.remap({"": _jagged(lookups.ids)})[""].values()
+                    return replace(lookups, ids=rows)
+            return lookups
+
+        return replace(
+            batch,
+            features={key: of(key, lookups) for key, lookups in batch.features.items()},
+            shared={
+                key: replace(bags, lookups=of(key, bags.lookups))
+                for key, bags in batch.shared.items()
+            },
+        )
+
+
+def _jagged(ids: torch.Tensor) -> JaggedTensor:
+    return JaggedTensor(ids, lengths=torch.tensor([ids.numel()]))

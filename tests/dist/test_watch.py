@@ -1,5 +1,7 @@
 """Ranks whose collectives wait forever, as NCCL's do, end with the error that names the rank."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -163,3 +165,28 @@ def test_all_nccl_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -
     assert abort is not None
     abort()
     assert sorted(aborted) == ["more nccl", "nccl"]
+
+
+ENDS_AFTER_ABORT = """
+import time
+import torch.distributed as dist
+from torchrec_2dsp.comms import breaking, failure_detection, groups
+
+failure_detection.nccl_abort = lambda world: lambda: None
+breaking.GRACE_S = 0.0
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mine = groups.WorldGroups.current()
+board = failure_detection.NoticeBoard.of(groups.world_group())
+groups.WorldGroups.forget = lambda self: time.sleep(60)
+board._watch.end_collectives()
+print("a line that waits in a buffer", end="")
+raise RuntimeError("rank 1 failed")
+"""
+
+
+def test_a_process_ends_after_an_abort_whatever_hangs() -> None:
+    script = [sys.executable, "-c", ENDS_AFTER_ABORT]
+    ended = subprocess.run(script, timeout=patient(45), capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stdout == "a line that waits in a buffer"
+    assert "RuntimeError: rank 1 failed" in ended.stderr

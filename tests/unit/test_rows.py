@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,6 +304,20 @@ def test_any_kernel_and_batch(case: Case, seed: int, has_even_bags: bool) -> Non
     has_one_block = len({case.tables[table][1] for table in case.feature_tables}) == 1
     batches = [make_ids(case, seed + step) for step in range(2)]
     check(case, batches, in_even_bags=has_even_bags and has_one_block)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_adam_counts_only_what_trains_on_a_gpu(is_training: bool) -> None:
+    counters = {name: torch.tensor([3]) for name in ("iter", "iter_cpu")}
+    tbe: Any = SimpleNamespace(current_device="cuda", optimizer=EmbOptimType.ADAM, **counters)
+
+    def run() -> torch.Tensor:
+        for counter in counters.values():
+            counter.add_(1)
+        return torch.ones(1)
+
+    assert fbgemm.without_update(tbe, run, is_training=is_training)().item() == 1
+    assert {int(counter) for counter in counters.values()} == {3 + is_training}
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -230,12 +230,13 @@ def without_update(
     *,
     is_training: bool,
 ) -> Callable[[], torch.Tensor]:
-    """Return a forward that works for every optimizer; a rule's are counted if they train.
+    """Return a forward that works for every optimizer, and is counted if it trains.
 
     Pipelines evaluate with gradients enabled: these don't tell whether a forward trains.
     """
     if not updates_by_rule(tbe):
-        return run
+        is_counted = is_training or tbe.optimizer not in _HAS_ONE_PER_ROW
+        return run if is_counted else partial(_uncounted, tbe, run)
     optimizer = tbe.optimizer
 
     def look_up() -> torch.Tensor:
@@ -250,6 +251,16 @@ def without_update(
         return output
 
     return look_up
+
+
+def _uncounted(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen, run: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Run a forward that FBGEMM's kernels for GPUs would take for one that trains."""
+    output = run()
+    for counter in (tbe.iter, tbe.iter_cpu):
+        _tensor(counter).sub_(1)
+    return output
 
 
 def keeps_untouched_rows(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:

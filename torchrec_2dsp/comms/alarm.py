@@ -15,8 +15,9 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchrec_2dsp.comms.breaking import described
 from torchrec_2dsp.comms.collectives import beside_kernels
-from torchrec_2dsp.comms.failure_detection import NoticeBoard, described, name_of
+from torchrec_2dsp.comms.failure_detection import NoticeBoard, name_of
 from torchrec_2dsp.errors import ConfigError, RankError, TwoDError
 
 

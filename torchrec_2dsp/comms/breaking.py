@@ -89,3 +89,26 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(cause))
         yield cause
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+_SOURCE_OR_ADVICE = re.compile(r"^\[\S*\] |\. This is typically .*")
+"""The parts of gloo's error texts that don't say what failed."""
+
+
+def described(error: BaseException) -> str:
+    """Describe an exception in one line: its type, its text's first line, and its origin.
+
+    Example:
+        >>> from torchrec_2dsp.comms.breaking import described
+        >>> described(ValueError("not a number"))
+        'ValueError: not a number'
+    """
+    text = _SOURCE_OR_ADVICE.sub("", str(error).split("\n")[0])[:300]
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = ""
+    if trace is not None:
+        code = trace.tb_frame.f_code
+        where = f" ({code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} in {code.co_name})"
+    return f"{type(error).__name__}: {text}{where}" if text else type(error).__name__ + where

@@ -8,7 +8,6 @@ itself. A rank that doesn't answer is dead, stopped or cut off.
 import copy
 import enum
 import json
-import re
 import threading
 import time
 import weakref
@@ -24,7 +23,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from torchrec_2dsp._compat.c10d import nccl_abort, own_connection, store_of_world
-from torchrec_2dsp.comms.breaking import Watch, causes_of, is_broken_connection
+from torchrec_2dsp.comms.breaking import Watch, causes_of, described, is_broken_connection
 from torchrec_2dsp.errors import RankError, TwoDError
 
 _AT_START = "before the first step"
@@ -199,8 +198,6 @@ _LOOK_S = 0.5
 """The interval at which a rank looks for questions."""
 _LISTEN_S = 0.1
 """The same interval once a rank has asked."""
-_SOURCE_OR_ADVICE = re.compile(r"^\[\S*\] |\. This is typically .*")
-"""The parts of gloo's error texts that don't say what failed."""
 _STEPS_APART = 2
 """The most steps by which a rank can be ahead of a failed one."""
 _PREFIX = "torchrec_2dsp/"
@@ -244,16 +241,20 @@ class NoticeBoard:
         return _BOARDS[world]
 
     @classmethod
-    def close_all(cls) -> None:
-        """Stop answering on all boards; call it before the program ends.
+    def close_all(cls) -> bool:
+        """Stop answering on all boards before the program ends; tell if collectives were aborted.
 
         A thread that returns from a store while the interpreter is torn down would abort it.
         """
-        for board in list(_BOARDS.values()):
-            board._is_closing.set()
-            if board._thread.is_alive():
-                # A store on a stopped host never answers.
-                board._thread.join(ANSWER_S)
+        watches = [board._close() for board in list(_BOARDS.values())]
+        return any(watch is not None and watch.has_aborted for watch in watches)
+
+    def _close(self) -> Watch | None:
+        self._is_closing.set()
+        if self._thread.is_alive():
+            # A store on a stopped host never answers.
+            self._thread.join(ANSWER_S)
+        return self._watch
 
     def enter_loop(self) -> None:
         """Record that this rank begins to train."""
@@ -429,25 +430,6 @@ class NoticeBoard:
         self.failure = self.failure or self._heard
         if self.failure is not None:
             watch.end_collectives()
-
-
-def described(error: BaseException) -> str:
-    """Describe an exception in one line: its type, its text's first line, and its origin.
-
-    Example:
-        >>> from torchrec_2dsp.comms.failure_detection import described
-        >>> described(ValueError("not a number"))
-        'ValueError: not a number'
-    """
-    text = _SOURCE_OR_ADVICE.sub("", str(error).split("\n")[0])[:300]
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = ""
-    if trace is not None:
-        code = trace.tb_frame.f_code
-        where = f" ({code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} in {code.co_name})"
-    return f"{type(error).__name__}: {text}{where}" if text else type(error).__name__ + where
 
 
 def _key(rank: int) -> str:

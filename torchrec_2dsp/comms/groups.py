@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchrec_2dsp._compat.c10d import exists, forget_meshes, set_timeout, timeout_of
+from torchrec_2dsp._compat.c10d import end_process, exists, forget_meshes, set_timeout, timeout_of
 from torchrec_2dsp._compat.torchrec import (
     NodeGroupCache,
     ShardingEnv2D,
@@ -174,7 +174,9 @@ def _leave_in_order_at_exit() -> None:
 
 def _forget_groups() -> None:
     """Destroy this package's groups, and none of the user's."""
-    NoticeBoard.close_all()
+    if NoticeBoard.close_all():
+        # NCCL's clean-up may wait for kernels that will never run, and crash while others end.
+        end_process(1)
     for groups in _CURRENT:
         groups.forget()
     _CURRENT.clear()

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import LazyAwaitable
 
 from torchrec_2dsp.comms.alarm import agree
-from torchrec_2dsp.comms.breaking import is_broken_connection
-from torchrec_2dsp.comms.failure_detection import described
+from torchrec_2dsp.comms.breaking import described, is_broken_connection
 from torchrec_2dsp.dense.pipelined.activations import TensorKind
 from torchrec_2dsp.dense.pipelined.engine import (
     Batch,

@@ -151,7 +151,8 @@ def draw_case(seed: int) -> Case:
         # Each rank counts as a host, and FBGEMM's CUDA kernel can't cut a batch without samples.
         case = replace(case, local=1, sizes=tuple(max(1, number) for number in case.sizes))
     settled_case = settled(case)
-    if case.search is not None or rng.random() >= UNSETTLED_SHARE:
+    # A model that has to be refused must be one that can be changed to that.
+    if case.search is not None or case.refused or rng.random() >= UNSETTLED_SHARE:
         return settled_case
     # TorchRec itself fails without samples, and names nothing; an idle shortcut isn't refused.
     return replace(case, sizes=settled_case.sizes, dense=settled_case.dense)

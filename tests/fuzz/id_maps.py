@@ -76,8 +76,7 @@ class IdMaps:
         """Map the batches that are distributed in an action, as its mode says."""
         is_training = self._actions[action].kind not in ("evaluate", "detach_eval", "reordered")
         for index in self._distributed[action] if self._maps else ():
-            batches = self._batches(self._actions[index].batch)
-            maps = self._maps
+            batches, maps = self._batches(self._actions[index].batch), self._maps
             if is_training:
                 before = copy.deepcopy(maps)
                 self._waiting[index] = before, list(self._profiled(batches))
@@ -101,8 +100,7 @@ class IdMaps:
                 batch.sent[module, feature].ids for feature in table.features for batch in batches
             ]
             of_table.profile({name: _jagged(torch.cat(ids))})
-            rows = of_table.evict()
-            if rows is not None:
+            if (rows := of_table.evict()) is not None:
                 number = int(of_table.state_dict()["_current_iter_tensor"])
                 config = EmbeddingBagConfig(table.rows, table.dim, name=name)
                 yield name, rows, drawn_rows(config, 0, number, len(rows))

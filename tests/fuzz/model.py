@@ -205,7 +205,8 @@ class FuzzModel(nn.Module):
             losses = self.over(inputs, batch.targets)
             return losses.sum(), losses.detach()
         if self._is_pipelined:
-            scores = self.over(inputs.detach()).squeeze(1)
+            # Without samples on any rank, layers don't know how many numbers they give for each.
+            scores = self.over(inputs.detach()).flatten()
         else:
             scores = self.over(inputs, batch.uses_shortcut)
         return losses_of(scores, batch.targets).sum(), scores.detach()

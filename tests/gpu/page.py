@@ -1,8 +1,8 @@
 """Write docs/gpu.md from results: ``python -m tests.gpu.page [RESULTS...]``."""
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 
 from tests.gpu.jobs import JOBS
@@ -28,48 +28,50 @@ _BY_HAND = "## Tried by hand"
 def page(results: Sequence[Result], by_hand: str) -> str:
     """Return the page about results on GPUs; those on CPUs say nothing."""
     on_gpus = [result for result in results if result.card != "CPU"]
-    parts = [_HEAD] if on_gpus else [_HEAD, _NOTHING]
-    ordered = sorted(on_gpus, key=lambda result: result.started, reverse=True)
-    # The latest first.
-    for (code, card), group in groupby(ordered, lambda result: (result.code, result.card)):
-        parts.append(_section(code, card, list(group)))
+    cards = list(dict.fromkeys(result.card for result in on_gpus))
+    parts = [_HEAD, *([] if cards else [_NOTHING])]
+    parts += [_section(card, [r for r in on_gpus if r.card == card]) for card in cards]
     return "\n".join([*parts, _BY_HAND + by_hand])
 
 
-def _section(code: str, card: str, results: Sequence[Result]) -> str:
-    """Return what became of all jobs with one state of the code, on one kind of card."""
-    latest = results[0]
+def _section(card: str, results: Sequence[Result]) -> str:
+    """Return what became of all jobs on one kind of card, each with the latest code it ran with."""
+    latest = results[-1]
     versions = ", ".join(f"{name} {version}" for name, version in latest.versions.items())
     lines = [
         "",
-        f"## {latest.started[:10]}, {card}",
+        f"## {card}",
         "",
-        f"Commit {latest.commit or 'unknown'} (code {code}); {versions}.",
+        f"The last time {latest.started[:10]}; {versions}.",
         "",
-        "| job | how it ended | tests passed, failed | seconds |",
-        "| --- | --- | ---: | ---: |",
+        "| job | commit | how it ended | tests passed, failed | seconds |",
+        "| --- | --- | --- | ---: | ---: |",
     ]
-    by_name = {name: [r for r in results if r.name == name] for name in {r.name for r in results}}
-    lines += [_row(by_name[job.name]) for job in JOBS if job.name in by_name]
-    left = [job.name for job in JOBS if job.name not in by_name]
-    lines += ["", f"Not run: {'; '.join(left) or 'nothing'}."]
-    for result in reversed(results):
-        if result.numbers:
-            lines += ["", f"### {result.name[0].upper()}{result.name[1:]}", ""]
+    by_name = {job.name: [r for r in results if r.name == job.name] for job in JOBS}
+    lines += [_row(of_job) for of_job in by_name.values() if of_job]
+    left = Counter(name.split()[0].strip(",") for name, ran in by_name.items() if not ran)
+    kinds = ", ".join(f"{kind} ({number})" for kind, number in left.items())
+    lines += ["", f"Jobs that haven't run: {kinds or 'none'}."]
+    for name, of_job in by_name.items():
+        if numbers := next((r.numbers for r in reversed(of_job) if r.numbers), {}):
+            lines += ["", f"### {name[0].upper()}{name[1:]}", ""]
             lines += ["| what | |", "| --- | ---: |"]
-            lines += [f"| {name} | {number:,.3f} |" for name, number in result.numbers.items()]
+            lines += [f"| {what} | {number:,.3f} |" for what, number in numbers.items()]
     return "\n".join([*lines, ""])
 
 
 def _row(results: Sequence[Result]) -> str:
-    """Return a job's row: its latest end, and every test's in all of its runs."""
-    outcomes = {test: how for result in reversed(results) for test, how in result.tests.items()}
+    """Return a job's row: its end with the latest code, and every test's in all runs of that."""
+    latest = results[-1]
+    of_code = [result for result in results if result.code == latest.code]
+    outcomes = {test: how for result in of_code for test, how in result.tests.items()}
     num_passed = sum(how == PASSED for how in outcomes.values())
     num_failed = sum(how == "failed" for how in outcomes.values())
     tests = f"{num_passed}, {num_failed}" if outcomes else "-"
-    seconds = sum(result.seconds for result in results)
-    usable = "" if results[0].is_usable_after else "; the GPU couldn't be used after"
-    return f"| {results[0].name} | {results[0].outcome}{usable} | {tests} | {seconds:.0f} |"
+    seconds = sum(result.seconds for result in of_code)
+    usable = "" if latest.is_usable_after else "; the GPU couldn't be used after"
+    cells = latest.name, latest.commit, f"{latest.outcome}{usable}", tests, f"{seconds:.0f}"
+    return f"| {' | '.join(cells)} |"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -189,7 +189,7 @@ class Queue:
         num_left = _kill(entry)
         tests = _lines(entry.folder / "tests")
         numbers = entry.folder / "numbers"
-        text = (entry.folder / "output").read_text(errors="replace")
+        text = (entry.folder / "output").read_text(errors="replace").replace(f"{ROOT}/", "")
         outcome = self._outcome(entry)
         is_usable = True
         if self.machine.has_gpu and outcome not in (PASSED, STOPPED):

@@ -204,10 +204,12 @@ def test_the_page_says_what_ran_and_what_did_not() -> None:
     again = replace(
         result, outcome=PASSED, started="2026-01-02T04", tests={"b": "passed"}, numbers={"x": 0.5}
     )
-    text = gpu_page.page([result, again, replace(result, card="CPU", name="small")], "\nrest\n")
-    assert f"| {JOBS[1].name} | passed | 2, 0 | 40 |" in text
-    assert "Commit f00 (code abc); torch 2.13.0." in text
-    assert f"Not run: {JOBS[0].name}; {JOBS[2].name}" in text
+    older = replace(result, code="aaa", seconds=1000.0, numbers={"x": 7.0})
+    on_cpu = replace(result, card="CPU", name="small")
+    text = gpu_page.page([older, result, again, on_cpu], "\nrest\n")
+    assert f"| {JOBS[1].name} | f00 | passed | 2, 0 | 40 |" in text
+    assert "The last time 2026-01-02; torch 2.13.0." in text
+    assert "Jobs that haven't run: faults (13), parity" in text
     assert "| x | 0.500 |" in text
     assert "small" not in text
     assert text.endswith("## Tried by hand\nrest\n")

@@ -341,6 +341,8 @@ def test_sums_as_on_a_gpu(weighted: bool) -> None:
         sums.is_in_parts = True
         torch.testing.assert_close(sums.of(contributions), expected, rtol=1e-4, atol=1e-4)
     assert keys.bincount().max() > 4_000
+    nothing = fbgemm.sum_bags(contributions[:0], keys[:0], torch.zeros(4, dtype=torch.int64))
+    assert torch.equal(nothing, torch.zeros(3, 8))
 
 
 LOOKUP_ROUNDING = {SparseType.FP32: 1e-6, SparseType.FP16: 1e-3}

@@ -176,6 +176,8 @@ class ModelParallel2D(DMPCollection):
             data_parallel_wrapper,
         )
         self._groups = groups
+        # In a large model, looking for them takes as long as their step.
+        self._tables = sharded_tables(self)
         self._num_steps = 0
         self.explanation = explanation
         """The reasons for a plan that was searched by this call, on rank 0."""
@@ -267,7 +269,7 @@ class ModelParallel2D(DMPCollection):
 
     def sharded_tables(self) -> list[Tables2D]:
         """Return the sharded tables in model order, one per embedding module and mesh."""
-        return sharded_tables(self)
+        return list(self._tables)
 
     def sync(  # type: ignore[override]  # upstream returns nothing
         self, include_optimizer_state: bool = True

@@ -99,34 +99,22 @@ class RowUpdater:
         """Run one fused update with ``gradients``, at their lookup's step."""
         if gradients.num_rows == 0:
             return
-        if self.in_even_bags:
-            (block,) = gradients.blocks
-            ids, starts = self._starts.of(block.keys)
-            self._update(ids, even_bags(starts, ids.numel()), block.grads, gradients.step)
-            return
-        features = self._by_feature(gradients)
-        ids = torch.cat([feature.rows for feature in features])
-        num_bags = max(feature.rows.numel() for feature in features) * len(features)
-        as_sequence = self._shape.is_sequence or (
-            len(self._blocks) == 1 and num_bags > _MAX_PADDING * gradients.num_rows
-        )
+        as_sequence = self._shape.is_sequence or self.in_even_bags
+        features = [] if as_sequence else self._by_feature(gradients)
+        if features and len(self._blocks) == 1:
+            num_bags = max(feature.rows.numel() for feature in features) * len(features)
+            as_sequence = num_bags > _MAX_PADDING * gradients.num_rows
         if as_sequence:
             (block,) = gradients.blocks
-            offsets = _as_sequence(features).to(ids.device)
-            self._update(ids, offsets, block.grads, gradients.step)
+            ids, starts = self._starts.of(block.keys)
+            offsets, grad_output = even_bags(starts, ids.numel()), block.grads
         else:
-            self._update(ids, *_as_bags(features), gradients.step, as_sequence=False)
-
-    def _update(
-        self,
-        ids: torch.Tensor,
-        offsets: torch.Tensor,
-        grad_output: torch.Tensor,
-        step: OptimizerStep,
-        *,
-        as_sequence: bool = True,
-    ) -> None:
-        with updating_as_of(self._tbe, step, as_sequence=as_sequence), torch.enable_grad():
+            ids = torch.cat([feature.rows for feature in features])
+            offsets, grad_output = _as_bags(features)
+        with (
+            updating_as_of(self._tbe, gradients.step, as_sequence=as_sequence),
+            torch.enable_grad(),
+        ):
             self._tbe(ids, offsets).backward(grad_output)
 
     @cached_property
@@ -176,11 +164,6 @@ class _FeatureRows(NamedTuple):
 
     def without_rows(self) -> "_FeatureRows":
         return _FeatureRows(self.rows[:0], self.grads[:0])
-
-
-def _as_sequence(features: list[_FeatureRows]) -> torch.Tensor:
-    """Return offsets with one bag per feature; a sequence has one output row per id."""
-    return torch.tensor([0, *(feature.rows.numel() for feature in features)]).cumsum(0)
 
 
 def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -124,10 +124,8 @@ def _distributed_ahead(actions: list[Action], loop: str) -> list[Action]:
         # Before the first step there is nobody to refresh; later batches are distributed in the
         # step of a batch before them.
         hot_of[index] = now[stream[max(0, place - num_ahead)]]
-        # A pipeline that is attached again distributes the next batch anew: at once after an
-        # evaluation, else in its next step.
-        between = range(stream[place - 1] + 1, index) if place else range(0)
-        for other in between:
+        # Attached again, it distributes its batch anew: at once after an evaluation, else then.
+        for other in range(stream[place - 1] + 1, index) if place else ():
             if actions[other].kind in ("detach", "detach_eval"):
                 hot_of[index] = now[index if actions[other].kind == "detach" else other]
     return [

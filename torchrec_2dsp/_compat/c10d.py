@@ -1,11 +1,11 @@
 """Adapters to private parts of torch, torch.distributed and DTensor."""
 
 import logging
-import os
 import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from os import _exit as exit_at_once
 from threading import Thread
 from typing import Any, NoReturn
 
@@ -88,7 +88,7 @@ def end_process(exit_code: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)
+    exit_at_once(exit_code)
 
 
 def _of_gpu(group: dist.ProcessGroup) -> Backend:

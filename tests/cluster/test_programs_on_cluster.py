@@ -79,6 +79,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.dealt_suite
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_run_in_slower_time(tmp_path: Path, program: str) -> None:

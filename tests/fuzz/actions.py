@@ -40,7 +40,7 @@ EVENTS = (
 """
 
 _NUM_AHEAD = {"plain": 0, "base": 0, "sparse_dist": 1, "row_prefetch": 2}
-"""How many batches each loop distributes ahead."""
+"""The number of batches that each loop distributes ahead."""
 _EXTRA, _REFUSED, _ACCUMULATED = 100, 200, 300
 """Numbers of batches that no stream has."""
 

@@ -145,7 +145,7 @@ class ModuleCase:
     interval: int = 1
     """After how many batches a map may evict."""
     drift: int = 0
-    """How many ids are new in each batch."""
+    """The number of new ids in each batch."""
     id_step: int = 1
     """The distance between two ids, which may wrap around."""
     tables: tuple[TableCase, ...] = (TableCase(),)

@@ -165,7 +165,7 @@ class NumberTypes:
 
 
 class _Tally(NamedTuple):
-    """What a batch's checks ask the device for, in one transfer: each one waits for a GPU."""
+    """A batch's checks and sizes, fetched in one transfer, as each one waits for a GPU."""
 
     has_negative_lengths: bool
     has_bad_ids: bool

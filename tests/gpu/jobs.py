@@ -146,7 +146,8 @@ def _steps() -> Iterator[Job]:
 
 
 CONTESTANTS = {
-    "ratios": "planner_fp16 table_wise_int8 rows rows_prefetch rows_int4_duplex rows_hot",
+    "ratios": "planner_fp16 table_wise_int8 rows rows_prefetch rows_int4_duplex rows_hot"
+    " exact_in_host",
     "ratios of chosen plans": "table_wise_int8 parallelized parallelized_any",
 }
 """Those of the config ``bench_criteo`` that run beside TorchRec's planner on NCCL, by job."""

@@ -253,6 +253,11 @@ def _lines(path: Path) -> list[tuple[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def jobs_named(parts: Sequence[str]) -> list[Job]:
+    """Return the jobs whose name contains one of these, in this order, each once."""
+    return list(dict.fromkeys(job for part in parts for job in JOBS if part in job.name))
+
+
 def main() -> int:
     """Return 1 if a job that ran hasn't passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.queue", description=__doc__)
@@ -271,7 +276,7 @@ def main() -> int:
     git = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}.jsonl"
-    jobs = [job for part in options.only or [""] for job in JOBS if part in job.name]
+    jobs = jobs_named(options.only or [""])
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         num_lanes = options.lanes if machine.has_gpu else 1

@@ -12,7 +12,7 @@ import pytest
 from tests.gpu import page as gpu_page
 from tests.gpu.jobs import FAULTS, JOBS, Job
 from tests.gpu.lanes import CONTROL, Lane
-from tests.gpu.queue import Machine, Queue
+from tests.gpu.queue import Machine, Queue, jobs_named
 from tests.gpu.results import CRASHED, PASSED, STOPPED, TIMED_OUT, Result, read_results, sum_of_code
 from tests.support.fault_cases import all_cases
 from tests.support.slices import patient
@@ -186,6 +186,11 @@ def test_jobs_are_what_they_say() -> None:
     assert {*faults} <= cases
     files = {part.partition("::")[0] for job in JOBS for part in job.arguments if ".py" in part}
     assert all(Path(file).exists() for file in files)
+
+
+def test_jobs_are_chosen_in_order_and_once() -> None:
+    names = [job.name for job in jobs_named(["steps of two", "steps", "no such job"])]
+    assert names == ["steps of two ranks", "steps of one rank"]
 
 
 def test_the_page_says_what_ran_and_what_did_not() -> None:

@@ -7,9 +7,9 @@ real logs run where they are available.
 import gzip
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tests.support.log_speed import write_criteo_like
 from tests.support.logs import REAL_LOGS
 from tests.support.ranks import RankPool
 from torchrec_2dsp.programs.config.config_file import load_config
@@ -85,22 +85,11 @@ def test_exact_copies_train_a_real_log_as_torchrec_alone(ranks4: RankPool, name:
     )
 
 
-def criteo_lines(num_lines: int, seed: int) -> str:
-    """Return lines in Criteo's format, some values missing."""
-    random = np.random.default_rng(seed)
-    counts = random.geometric(0.1, (num_lines, 13))
-    values = random.zipf(1.3, (num_lines, 26)) % 2**32
-    lines = []
-    for label, row, ids in zip(random.random(num_lines) < 0.25, counts, values, strict=True):
-        dense = [str(count) if count % 7 else "" for count in row]
-        lines.append("\t".join([str(int(label)), *dense, *(f"{id:08x}" for id in ids)]))
-    return "\n".join(lines) + "\n"
-
-
 def test_the_config_takes_days_of_criteo(ranks4: RankPool, tmp_path: Path) -> None:
     for day in (0, 9, 10):
-        with gzip.open(tmp_path / f"day_{day}.gz", "wt") as file:
-            file.write(criteo_lines(400 + day, seed=day))
+        plain = tmp_path / "plain.tsv"
+        write_criteo_like(plain, 400 + day, seed=day)
+        (tmp_path / f"day_{day}.gz").write_bytes(gzip.compress(plain.read_bytes()))
     files = (f"data.files={tmp_path}/day_*.gz", "data.held_out.share=0.25")
     figures, splits = ranks4.run(train_log, "criteo", (*files, *CLICKS, "loop.steps=5"))[0]
     check_equal(figures, num_steps=5)

@@ -20,7 +20,7 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import load, save
 from torchrec_2dsp.plan.sync import WeightSync
 from torchrec_2dsp.programs.config.config_file import load_config, make_config, with_absolute_paths
-from torchrec_2dsp.programs.data.synthetic import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.planned import true_access
 from torchrec_2dsp.programs.plan import planning, to_plan
 from torchrec_2dsp.programs.run_report.contents import RunContents
@@ -49,7 +49,7 @@ def in_folder(folder: Path, runs: dict[str, Any]) -> TrainConfig:
 def plan_and_repeat(rank: int, world_size: int, folder: Path) -> tuple[TrainResult, TrainResult]:
     """Train with a plan chosen by cost, then again with the plan file that this run saved."""
     if rank == 0:
-        true_access(make_config(SyntheticData, TREE["data"])).save(folder / "access.parquet")
+        true_access(make_config(SyntheticConfig, TREE["data"])).save(folder / "access.parquet")
     planned = in_folder(
         folder / "planned",
         {

@@ -71,17 +71,13 @@ def pyarrow_seconds(path: Path) -> float:
 def reader_seconds(path: Path, *, batch_size: int) -> tuple[float, float]:
     """Return the processor seconds that it takes to convert a file, and to make batches of it."""
     with tempfile.TemporaryDirectory() as folder:
-        return _reader_seconds(path, folder, batch_size)
-
-
-def _reader_seconds(path: Path, folder: str, batch_size: int) -> tuple[float, float]:
-    start = time.process_time()
-    tree = {"files": str(path), "held_out": {"share": 0.0}, "num_ahead": 0, "prepared": folder}
-    data = make_config(CriteoConfig, tree).dataset()
-    converted = time.process_time()
-    for _ in data.batches(Split.TRAIN, global_batch_size=batch_size, rank=0, world_size=1):
-        pass
-    return converted - start, time.process_time() - converted
+        start = time.process_time()
+        tree = {"files": str(path), "held_out": {"share": 0.0}, "num_ahead": 0, "prepared": folder}
+        data = make_config(CriteoConfig, tree).dataset()
+        converted = time.process_time()
+        for _ in data.batches(Split.TRAIN, global_batch_size=batch_size, rank=0, world_size=1):
+            pass
+        return converted - start, time.process_time() - converted
 
 
 def count_rows(path: Path) -> int:

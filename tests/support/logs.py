@@ -126,6 +126,22 @@ def global_batches(
     yield from map(list, zip(*streams, strict=True))
 
 
+def contents(
+    data: Dataset, global_batch_size: int, world_size: int = 2, **keys: Any
+) -> list[list[tuple[object, ...]]]:
+    """Return what each batch says of its rows; see `content_of`."""
+    batches = global_batches(
+        data, global_batch_size=global_batch_size, world_size=world_size, **keys
+    )
+    return [content_of(parts) for parts in batches]
+
+
+def whole_epoch(data: Dataset, num_rows: int, split: Split = Split.TRAIN) -> Batch:
+    """Return the only batch of an epoch."""
+    ((batch,),) = global_batches(data, global_batch_size=num_rows, world_size=1, split=split)
+    return batch
+
+
 def numbers_of(parts: Sequence[Batch]) -> list[int]:
     """Return the numbers of the rows of a batch, in their order."""
     return torch.cat([part.dense_features[:, 0] for part in parts]).int().tolist()

@@ -11,7 +11,7 @@ from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.synthetic import SyntheticData, make_batch
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, make_batch
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.train.config import TrainConfig
 
@@ -122,9 +122,9 @@ def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float
     }
 
 
-def click_data(config: Any) -> SyntheticData:
+def click_data(config: Any) -> SyntheticConfig:
     """Return the synthetic clicks of a training or benchmark config."""
-    assert isinstance(config.data, SyntheticData)
+    assert isinstance(config.data, SyntheticConfig)
     return config.data
 
 

@@ -15,12 +15,14 @@ from tests.support.log_speed import pyarrow_seconds, reader_seconds, write_crite
 from tests.support.logs import (
     Row,
     content_of,
+    contents,
     expected_content,
     global_batches,
     make_rows,
     numbers_of,
     plain_hash,
     table_config,
+    whole_epoch,
     write_log,
 )
 from tests.support.programs import python
@@ -90,10 +92,7 @@ def test_batches_are_the_rows_in_order(
             return
         assert data.num_batches(Split.TRAIN, size) * epochs == len(expected)
         for world_size in WORLD_SIZES:
-            parts = list(
-                global_batches(data, global_batch_size=size, world_size=world_size, start=start)
-            )
-            assert [content_of(part) for part in parts] == expected[start:]
+            assert contents(data, size, world_size, start=start) == expected[start:]
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -114,6 +113,7 @@ def test_shuffled_epochs_have_every_row_once(
         epoch_size = data.num_batches(Split.TRAIN, size)
         whole = list(global_batches(data, global_batch_size=size, world_size=1))
         assert len(whole) == 2 * epoch_size
+        expected = [content_of(batch) for batch in whole]
         for epoch in range(2):
             batches = whole[epoch * epoch_size : (epoch + 1) * epoch_size]
             numbers = [number for batch in batches for number in numbers_of(batch)]
@@ -123,12 +123,7 @@ def test_shuffled_epochs_have_every_row_once(
                     expected_content(rows[number]) for number in numbers_of(batch)
                 ]
         for world_size in (2, 4):
-            parts = list(
-                global_batches(data, global_batch_size=size, world_size=world_size, start=start)
-            )
-            assert [content_of(part) for part in parts] == [
-                content_of(part) for part in whole[start:]
-            ]
+            assert contents(data, size, world_size, start=start) == expected[start:]
 
 
 def test_epochs_are_shuffled_in_other_orders(tmp_path: Path) -> None:
@@ -148,16 +143,10 @@ def test_epochs_are_shuffled_in_other_orders(tmp_path: Path) -> None:
 
 
 def test_formats_and_compression_give_equal_batches(tmp_path: Path) -> None:
-    contents = []
-    for ending in ENDINGS:
-        files, _ = write_files(tmp_path, [20, 13], ending)
-        data = table_config(*files).dataset()
-        batches = global_batches(data, global_batch_size=8, world_size=2)
-        contents.append([content_of(part) for part in batches])
-    assert contents[0] == contents[1] == contents[2]
-    mixed = [tmp_path / "part_0.csv", tmp_path / "part_1.csv.gz"]
-    batches = global_batches(table_config(*mixed).dataset(), global_batch_size=8, world_size=2)
-    assert [content_of(part) for part in batches] == contents[0]
+    logs = [write_files(tmp_path, [20, 13], ending)[0] for ending in ENDINGS]
+    logs.append([tmp_path / "part_0.csv", tmp_path / "part_1.csv.gz"])
+    expected, *others = (contents(table_config(*files).dataset(), 8) for files in logs)
+    assert others == [expected] * 3
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -180,13 +169,13 @@ def test_rows_are_held_out_by_the_hash_of_a_column(tmp_path: Path, ending: str) 
     numbers = []
     for split in Split:
         size = data.num_rows(split)
-        (batch,) = global_batches(data, global_batch_size=size, world_size=1, split=split)
-        assert numbers_of(batch) == sorted(numbers_of(batch))
-        users[split] = {rows[number].user for number in numbers_of(batch)}
-        numbers += numbers_of(batch)
+        whole = numbers_of([whole_epoch(data, size, split)])
+        assert whole == sorted(whole)
+        users[split] = {rows[number].user for number in whole}
+        numbers += whole
         size = 2 * (size // 2)
         parts = next(global_batches(data, global_batch_size=size, world_size=2, split=split))
-        assert numbers_of(parts) == numbers_of(batch)[:size]
+        assert numbers_of(parts) == whole[:size]
     assert sorted(numbers) == list(range(101))
     assert all(users.values())
     assert not users[Split.TRAIN] & users[Split.EVAL]
@@ -196,8 +185,7 @@ def test_files_are_held_out(tmp_path: Path) -> None:
     files, _ = write_files(tmp_path, [10, 20], "csv")
     held_out = {"by": "files", "files": [str(files[0])]}
     data = table_config(files[1], held_out=held_out).dataset()
-    (batch,) = global_batches(data, global_batch_size=20, world_size=1)
-    assert numbers_of(batch) == list(range(10, 30))
+    assert numbers_of([whole_epoch(data, 20)]) == list(range(10, 30))
     (batch,) = global_batches(data, global_batch_size=10, world_size=2, split=Split.EVAL)
     assert numbers_of(batch) == list(range(10))
 

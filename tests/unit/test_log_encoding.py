@@ -21,6 +21,7 @@ from tests.support.logs import (
     make_rows,
     plain_hash,
     table_config,
+    whole_epoch,
     write_log,
 )
 from torchrec_2dsp.errors import ConfigError, InputError
@@ -158,14 +159,12 @@ def test_dense_features_are_filled_clipped_and_scaled(tmp_path: Path) -> None:
     folder = tmp_path / "prepared"
     for _ in range(2):
         data = table_config(file, **keys, prepared=str(folder)).dataset()
-        (batch,) = global_batches(data, global_batch_size=8, world_size=1)
         # Two roundings to float32.
-        np.testing.assert_allclose(batch[0].dense_features, expected, rtol=3e-7)
+        np.testing.assert_allclose(whole_epoch(data, 8).dense_features, expected, rtol=3e-7)
     given = [{"column": "x", "scale": "given", "mean": 3, "std": 2}]
     data = table_config(file, **(keys | {"dense": given})).dataset()
-    (batch,) = global_batches(data, global_batch_size=8, world_size=1)
     expected_x = (np.array([0, -5, 3, 1e6, 0, 7, 0, 0.5]) - 3) / 2
-    np.testing.assert_allclose(batch[0].dense_features[:, 0], expected_x, rtol=3e-7)
+    np.testing.assert_allclose(whole_epoch(data, 8).dense_features[:, 0], expected_x, rtol=3e-7)
     dense[1]["fill"] = 1.0
     with pytest.raises(ConfigError, match=r"scales.json: 'y' was measured with fill=0.0, lowest"):
         table_config(file, **keys, prepared=str(folder)).dataset()
@@ -198,14 +197,14 @@ def test_times_become_hours_and_weekdays(tmp_path: Path) -> None:
     ]
     data = table_config(file, features=features, dense=[]).dataset()
     assert [feature.num_rows for feature in data.features] == [25, 25, 8, 8]
-    (batch,) = global_batches(data, global_batch_size=3, world_size=1)
-    assert batch[0].sparse_features.values().view(4, 3).tolist() == [
+    batch = whole_epoch(data, 3)
+    assert batch.sparse_features.values().view(4, 3).tolist() == [
         [1, 24, 0],
         [1, 6, 0],
         [2, 1, 0],
         [4, 1, 0],
     ]
-    assert batch[0].dense_features.shape == (3, 0)
+    assert batch.dense_features.shape == (3, 0)
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
@@ -234,8 +233,7 @@ def test_written_times_become_hours_and_weekdays(tmp_path: Path, ending: str) ->
         for column, form in (("iso", "iso"), ("log", "%d/%b/%Y:%H"))
     ]
     data = table_config(file, features=features, dense=[]).dataset()
-    (batch,) = global_batches(data, global_batch_size=3, world_size=1)
-    ids = batch[0].sparse_features.values().view(4, 3).tolist()
+    ids = whole_epoch(data, 3).sparse_features.values().view(4, 3).tolist()
     assert ids == [[1, 24, 0], [1, 24, 0], [2, 1, 0], [2, 1, 0]]
     with pytest.raises(ConfigError, match="time_format='soon' isn't a time format; use 'unix', "):
         table_config(file, features=[features[0] | {"time_format": "soon"}])
@@ -251,14 +249,13 @@ def test_a_text_that_is_no_time_is_malformed(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
     config = table_config(tmp_path / "a.csv", features=features, dense=[], malformed_limit=1)
     data = config.dataset()
-    (batch,) = global_batches(data, global_batch_size=3, world_size=1)
-    assert batch[0].sparse_features.values().tolist() == [2, 2, 1]
+    assert whole_epoch(data, 3).sparse_features.values().tolist() == [2, 2, 1]
     (line,) = data.malformed.examples
     assert (line.line, line.reason) == (3, "time is b'soon', which isn't a time (iso)")
     pq.write_table(pa.table({"label": [1], "time": ["soon"]}), tmp_path / "a.parquet")
     data = table_config(tmp_path / "a.parquet", features=features, dense=[]).dataset()
     with pytest.raises(InputError, match=r"time is 'soon', which isn't a time \(iso\); set its"):
-        list(global_batches(data, global_batch_size=1, world_size=1))
+        whole_epoch(data, 1)
 
 
 @needs_heads

@@ -16,11 +16,13 @@ from pyarrow import feather, orc
 
 from tests.support.logs import (
     content_of,
+    contents,
     expected_content,
     global_batches,
     make_rows,
     numbers_of,
     table_config,
+    whole_epoch,
     write_log,
 )
 from tests.support.slices import patient
@@ -60,12 +62,12 @@ def test_a_malformed_line_is_counted_and_its_neighbour_takes_its_place(
 ) -> None:
     # Blocks of about six lines, so that some stand-ins come before and some after.
     file = damaged_log(tmp_path / name)
-    contents = []
+    by_world_size = []
     for world_size in (1, 2, 4):
         config = table_config(file, malformed_limit=len(BAD_LINES), shuffled_blocks=shuffled_blocks)
         data = config.dataset()
         parts = list(global_batches(data, global_batch_size=8, world_size=world_size))
-        contents.append([content_of(part) for part in parts])
+        by_world_size.append([content_of(part) for part in parts])
         assert len(data.malformed) == len(BAD_LINES)
         for line in data.malformed.examples:
             assert line.file == str(file)
@@ -80,8 +82,8 @@ def test_a_malformed_line_is_counted_and_its_neighbour_takes_its_place(
             for place, number in enumerate(numbers):
                 assert number == place or place in bad_numbers
                 assert abs(number - place) <= 4
-    assert contents[0] == contents[1] == contents[2]
-    for batch in contents[0]:
+    assert by_world_size[0] == by_world_size[1] == by_world_size[2]
+    for batch in by_world_size[0]:
         for content in batch:
             (number,) = content[1]  # type: ignore[misc]
             assert content == expected_content(ROWS[int(number)])
@@ -106,10 +108,8 @@ def test_malformed_lines_are_held_out_with_their_stand_ins(tmp_path: Path) -> No
     ).dataset()
     users = []
     for split in Split:
-        (batch,) = global_batches(
-            data, global_batch_size=data.num_rows(split), world_size=1, split=split
-        )
-        users.append({ROWS[number].user for number in numbers_of(batch)})
+        batch = whole_epoch(data, data.num_rows(split), split)
+        users.append({ROWS[number].user for number in numbers_of([batch])})
     assert data.num_rows(Split.TRAIN) + data.num_rows(Split.EVAL) == len(ROWS)
     assert users[0]
     assert not users[0] & users[1]
@@ -133,12 +133,9 @@ def test_quotes_and_returns_that_belong_there(tmp_path: Path) -> None:
         "tags": [None, ["t1", "t2"]],
     }
     pq.write_table(pa.table(table), expected)
-    contents = [
-        [content_of(part) for part in global_batches(data, global_batch_size=2, world_size=2)]
-        for data in (table_config(file).dataset(), table_config(expected).dataset())
-    ]
-    assert contents[0] == contents[1]
-    assert len(contents[0][0][1][3]) == 2  # type: ignore[arg-type]
+    batches = contents(table_config(file).dataset(), 2)
+    assert batches == contents(table_config(expected).dataset(), 2)
+    assert len(batches[0][1][3]) == 2  # type: ignore[arg-type]
 
 
 def test_files_of_a_pattern_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -251,13 +248,10 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 def test_columns_that_are_named_by_the_config(tmp_path: Path) -> None:
     lines = "".join(row.line for row in ROWS)
     columns = ["label", "number", "user", "tags"]
-    contents = []
     for name, header in (("a.csv", ""), ("b.csv", "label,number,user,tags\n")):
         file = written(tmp_path / name, (header + lines).encode())
         data = table_config(file, columns=columns).dataset()
-        batches = global_batches(data, global_batch_size=40, world_size=1)
-        contents.append([numbers_of(part) for part in batches])
-    assert contents == [[list(range(40))]] * 2
+        assert numbers_of([whole_epoch(data, 40)]) == list(range(40))
     with pytest.raises(ConfigError, match=r"a.csv has 4 columns, and columns names 3; check the"):
         table_config(tmp_path / "a.csv", columns=columns[:3]).dataset()
 
@@ -322,8 +316,7 @@ def test_a_conversion_that_is_interrupted_leaves_nothing_to_read(
     with pytest.raises(KeyboardInterrupt):
         table_config(file).dataset()
     assert list(tmp_path.rglob("prepared/logs/*/*")) == []
-    (batch,) = global_batches(table_config(file).dataset(), global_batch_size=40, world_size=1)
-    assert numbers_of(batch) == list(range(40))
+    assert numbers_of([whole_epoch(table_config(file).dataset(), 40)]) == list(range(40))
 
 
 def test_a_file_that_changes_while_it_is_converted_is_noticed(
@@ -356,7 +349,8 @@ def test_ranks_share_the_parts_of_a_file(
     """Parts are cut where the blocks of the whole file are cut, and reports name the same lines."""
     monkeypatch.setattr(conversion, "_PART_BYTES", part_bytes)
     file = damaged_log(tmp_path / "log.csv")
-    config = table_config(file, malformed_limit=len(BAD_LINES), shuffled_blocks=3, rest="pad")
+    keys: dict[str, Any] = {"malformed_limit": len(BAD_LINES), "shuffled_blocks": 3, "rest": "pad"}
+    config = table_config(file, **keys)
     names = noted_conversions(monkeypatch)
     shown: list[tuple[str, int, int]] = []
     for rank in range(3):
@@ -366,19 +360,10 @@ def test_ranks_share_the_parts_of_a_file(
     assert (len(names) >= 3) == (part_bytes < 1000)
     assert all(what == f"converting {file}" for what, _, _ in shown)
     assert shown[-1][1] <= shown[-1][2] + 250
-    batches = [content_of(part) for part in global_batches(data, global_batch_size=8, world_size=2)]
+    batches = contents(data, 8)
     monkeypatch.setattr(conversion, "_PART_BYTES", 10**9)
-    whole = table_config(
-        file,
-        malformed_limit=len(BAD_LINES),
-        shuffled_blocks=3,
-        rest="pad",
-        prepared=str(tmp_path / "other"),
-    ).dataset()
-    expected = [
-        content_of(part) for part in global_batches(whole, global_batch_size=8, world_size=2)
-    ]
-    assert batches == expected
+    whole = table_config(file, prepared=str(tmp_path / "other"), **keys).dataset()
+    assert batches == contents(whole, 8)
     assert data.malformed.examples == whole.malformed.examples
 
 
@@ -420,14 +405,9 @@ def test_other_formats_give_the_batches_of_parquet(tmp_path: Path, ending: str) 
     else:
         content = "".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()
         file.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
-    keys: dict[str, Any] = {"block_rows": 7}
     features = [{"name": "user", "num_rows": 50}, {"name": "tags", "num_rows": 30}]
-    data = table_config(file, features=features, **keys).dataset()
-    contents = [
-        [content_of(part) for part in global_batches(opened, global_batch_size=8, world_size=2)]
-        for opened in (expected, data)
-    ]
-    assert contents[0] == contents[1]
+    data = table_config(file, features=features, block_rows=7).dataset()
+    assert contents(data, 8) == contents(expected, 8)
     with pytest.raises(ConfigError, match=r"has no column 'none'; it has label, number, user"):
         table_config(file, features=[{"name": "none", "num_rows": 9}]).dataset()
     damaged = written(tmp_path / f"c.{ending}", b"{nothing of the kind")

@@ -24,12 +24,12 @@ from torchrec_2dsp.programs.config.sections import (
     SamplesConfig,
 )
 from torchrec_2dsp.programs.data.dataset import BatchShape
-from torchrec_2dsp.programs.data.synthetic import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
-_DataKinds = SyntheticData | SyntheticSequencesConfig
+_DataKinds = SyntheticConfig | SyntheticSequencesConfig
 BenchData = Annotated[
     _DataKinds,
     Field(discriminator="kind"),
@@ -48,7 +48,7 @@ BenchModel = Annotated[
 
 def check_pair(data: BenchData, model: BenchModel) -> None:
     """Raise `ValueError` if a model can't train on the data."""
-    if isinstance(data, SyntheticData) is isinstance(model, SequenceModelConfig):
+    if isinstance(data, SyntheticConfig) is isinstance(model, SequenceModelConfig):
         raise ValueError(
             f"model.kind={model.kind!r} can't train on data.kind={data.kind!r}; use "
             '"sequence" and "synthetic_sequences" together'
@@ -57,7 +57,7 @@ def check_pair(data: BenchData, model: BenchModel) -> None:
 
 def shape_of(data: BenchData) -> BatchShape:
     """Return a benchmark's features; synthetic clicks know their most used rows as well."""
-    return data if isinstance(data, SyntheticData) else data.dataset()
+    return data if isinstance(data, SyntheticConfig) else data.dataset()
 
 
 class ScheduleConfig(Section):

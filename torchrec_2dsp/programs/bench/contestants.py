@@ -56,7 +56,7 @@ from torchrec_2dsp.programs.bench.config import (
 )
 from torchrec_2dsp.programs.config.dense import DenseKinds
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
-from torchrec_2dsp.programs.data.synthetic import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.balance import weigh_losses_
 from torchrec_2dsp.programs.models.dense import DensePart, dense_part
@@ -120,7 +120,7 @@ def tables_work(config: BenchConfig) -> Workload:
     """Return a step's work with the tables, whoever trains them."""
     shape = shape_of(config.data)
     model = build_any_model(shape, config.model, tables_device="meta")
-    access = true_access(shape) if isinstance(shape, SyntheticData) else None
+    access = true_access(shape) if isinstance(shape, SyntheticConfig) else None
     return Workload.of_model(model, batch_size=config.schedule.batch_size, access=access)
 
 
@@ -149,7 +149,7 @@ def scheduled(plan: Plan2D, contestant: PlannedContestant) -> Plan2D:
 def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
     """Time a click model without its tables, on all ranks at once."""
     device = rank_device(config.schedule.device)
-    data = cast(SyntheticData, config.data)
+    data = cast(SyntheticConfig, config.data)
     model: Any = build_any_model(data, config.model, tables_device="meta")
     model = model.model
     parts = nn.ModuleList([model.dense_arch, model.inter_arch, model.over_arch]).to(device)

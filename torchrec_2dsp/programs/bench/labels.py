@@ -7,7 +7,7 @@ from typing import cast
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.results import BenchResult
 from torchrec_2dsp.programs.bench.statistics import config_of
-from torchrec_2dsp.programs.data.synthetic import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
@@ -111,7 +111,7 @@ def workload_text(config: BenchConfig) -> str:
             f"mean, of which {model.max_length} are used; {data.num_items:,} items, Zipf exponent "
             f"{data.skew:g}; {model.num_negatives} negatives; {samples}"
         )
-    data = cast(SyntheticData, config.data)
+    data = cast(SyntheticConfig, config.data)
     features, dim = data.features, config.model.dim
     rows = [feature.num_rows for feature in features]
     ids = [count for feature in features for count in (feature.min_ids, feature.max_ids)]

@@ -3,6 +3,7 @@
 import enum
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
@@ -52,6 +53,20 @@ class DatasetFeature(Protocol):
     def mean_ids(self) -> float:
         """The mean number of ids per sample."""
         ...
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A `DatasetFeature` of data that was opened."""
+
+    name: str
+    """The feature's name in the batch."""
+
+    num_rows: int
+    """The number of distinct ids."""
+
+    mean_ids: float
+    """The mean number of ids per sample."""
 
 
 class BatchShape(Protocol):
@@ -152,10 +167,10 @@ def open_together(
     opened = None
     with agreeing(group):
         if rank == 0:
-            opened = _opened(section, progress)
+            opened = open_alone(section, progress)
     with agreeing(group) as facts:
         if opened is None:
-            opened = _opened(section, None)
+            opened = open_alone(section)
         features = [f"{feature.name}: {feature.num_rows} rows" for feature in opened.features]
         facts["the log"] = "\n".join(features)
     assert opened is not None
@@ -169,12 +184,6 @@ def open_alone(section: DataSection[Opened], progress: Progress | None = None) -
         section: a log's files are converted where that wasn't done before.
         progress: called during conversion and passes over the log.
     """
-    if isinstance(section, LogSection):
-        section.convert(0, 1, progress)
-    return _opened(section, progress)
-
-
-def _opened(section: DataSection[Opened], progress: Progress | None) -> Opened:
     if isinstance(section, LogSection):
         return section.dataset(progress)
     return section.dataset()

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import golden_step
 
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""An odd number without a pattern: 2**64 divided by the golden ratio."""
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 Coordinate = int | NDArray[np.integer]
 
@@ -26,12 +27,13 @@ def uniforms(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
         >>> (uniforms(7, samples)[2:] == uniforms(7, samples[2:])).all()
         np.True_
     """
-    state = np.asarray(_mixed_int(seed & _MASK), dtype=np.uint64)
+    state = np.array([seed & _MASK], dtype=np.uint64) + GOLDEN
+    mix_(state)
     for coordinate in coordinates:
-        step = np.asarray(coordinate).astype(np.uint64) * np.uint64(_GOLDEN)
-        state = _mixed(np.atleast_1d(state + step))
+        state = state + np.atleast_1d(coordinate).astype(np.uint64) * GOLDEN + GOLDEN
+        mix_(state)
     # A double holds 53 bits; the half excludes 0.
-    return ((np.atleast_1d(state) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 def normals(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
@@ -40,16 +42,16 @@ def normals(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
     return radius * np.cos(2.0 * np.pi * uniforms(seed, *coordinates, 1))
 
 
-def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = state + np.uint64(_GOLDEN)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(_FACTORS[0])
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(_FACTORS[1])
-    return state ^ (state >> np.uint64(31))
-
-
-def _mixed_int(value: int) -> int:
-    # numpy warns when a scalar wraps around, which is intended here.
-    return int(_mixed(np.array([value], dtype=np.uint64))[0])
+def mix_(state: NDArray[np.uint64]) -> None:
+    """Mix every number's bits in place, by splitmix64's finaliser."""
+    shifted = state >> np.uint64(30)
+    state ^= shifted
+    state *= _FACTORS[0]
+    np.right_shift(state, np.uint64(27), out=shifted)
+    state ^= shifted
+    state *= _FACTORS[1]
+    np.right_shift(state, np.uint64(31), out=shifted)
+    state ^= shifted
 
 
 _MAX_NUM_ROWS = 2**31

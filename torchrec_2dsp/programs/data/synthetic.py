@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -140,10 +140,8 @@ def _mean_of_bags(vectors: _Floats, lengths: NDArray[np.int64]) -> _Floats:
     return np.stack(sums, axis=1) / np.maximum(lengths, 1)[:, None]
 
 
-class SparseFeature(BaseModel):
+class SparseFeature(Section):
     """A sparse feature, with its own table."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str = Field(min_length=1)
     """The feature's name in the batch."""
@@ -179,7 +177,7 @@ class SparseFeature(BaseModel):
 
 
 class SyntheticConfig(Section):
-    """The shape of a synthetic click stream and the model behind its labels.
+    """The config section ``[data]`` for a synthetic click stream, and the model behind its labels.
 
     A sample is clicked with probability ``sigmoid(bias + dense @ w + sum of row effects)``, where
     the weights ``w`` and one effect per table row are fixed normal numbers. An
@@ -193,6 +191,9 @@ class SyntheticConfig(Section):
         >>> batch.labels.shape, batch.sparse_features.keys()
         (torch.Size([4]), ['user'])
     """
+
+    kind: Literal["synthetic"] = "synthetic"
+    """The kind of data, which defaults to synthetic."""
 
     features: tuple[SparseFeature, ...]
     """The sparse features, in batch order. In a file, a feature with ``count = 20`` stands for
@@ -227,6 +228,10 @@ class SyntheticConfig(Section):
     def distribution(self, feature: SparseFeature) -> Zipf:
         """Return the feature's id distribution."""
         return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
+
+    def dataset(self) -> "SyntheticDataset":
+        """Return the dataset that the section describes."""
+        return SyntheticDataset(self)
 
     @field_validator("features", mode="before")
     @classmethod
@@ -392,9 +397,9 @@ class SyntheticDataset:
 
     Example:
         >>> from torchrec_2dsp.programs.data.dataset import Split
-        >>> from torchrec_2dsp.programs.data.synthetic import SyntheticData
-        >>> data = SyntheticData.model_validate({"features": [{"name": "user", "num_rows": 9}]})
-        >>> batches = data.dataset().batches(
+        >>> from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
+        >>> data = SyntheticConfig(features=(SparseFeature(name="user", num_rows=9),)).dataset()
+        >>> batches = data.batches(
         ...     Split.TRAIN, global_batch_size=8, rank=0, world_size=2, start=3
         ... )
         >>> next(batches).labels.shape
@@ -420,15 +425,7 @@ class SyntheticDataset:
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:
-        """Make this rank's part of a split's global batches, from ``start`` on, endlessly.
-
-        Args:
-            split: the samples' split.
-            global_batch_size: samples over all ranks; a multiple of ``world_size``.
-            rank: the part to make.
-            world_size: the number of parts.
-            start: the first batch's number.
-        """
+        """Make this rank's part of a split's global batches, endlessly; see `Dataset.batches`."""
         for number in count(start):
             yield make_batch(
                 self._config,
@@ -438,14 +435,3 @@ class SyntheticDataset:
                 world_size=world_size,
                 split=split,
             )
-
-
-class SyntheticData(SyntheticConfig):
-    """The config section ``[data]`` for synthetic clicks."""
-
-    kind: Literal["synthetic"] = "synthetic"
-    """The kind of data, which defaults to synthetic."""
-
-    def dataset(self) -> SyntheticDataset:
-        """Return the dataset that the section describes."""
-        return SyntheticDataset(self)

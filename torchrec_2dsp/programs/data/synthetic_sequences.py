@@ -8,24 +8,24 @@ step's global batch is the same for every world size.
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split, check_batch
+from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.data.dataset import Feature, Split, check_batch
 from torchrec_2dsp.programs.data.draws import Zipf, uniforms
 
 _Ids = NDArray[np.int64]
 
 
-class SyntheticSequencesConfig(BaseModel):
+class SyntheticSequencesConfig(Section):
     """The shape of the sequences, and how predictable they are.
 
     Example:
@@ -34,8 +34,6 @@ class SyntheticSequencesConfig(BaseModel):
         >>> config.dataset().features[0].name
         'item'
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["synthetic_sequences"] = "synthetic_sequences"
     """The kind of data."""
@@ -95,20 +93,6 @@ class SyntheticSequencesConfig(BaseModel):
         return SyntheticSequences(self)
 
 
-@dataclass(frozen=True)
-class SequenceFeature:
-    """A sequence's items, as a batch feature."""
-
-    name: str
-    """The feature's name in the batch."""
-
-    num_rows: int
-    """The number of distinct items."""
-
-    mean_ids: float
-    """The mean number of items per sequence."""
-
-
 class _Purpose(enum.Enum):
     """The purposes of random numbers; each has an independent stream."""
 
@@ -127,10 +111,10 @@ class SyntheticSequences:
         self._in_cluster = Zipf(config.num_items // config.num_clusters, config.skew, True)
 
     @property
-    def features(self) -> Sequence[DatasetFeature]:
+    def features(self) -> Sequence[Feature]:
         """The single feature: a sequence's items, in order."""
         config = self._config
-        return (SequenceFeature("item", config.num_items, config.mean_length),)
+        return (Feature("item", config.num_items, config.mean_length),)
 
     @property
     def num_dense(self) -> int:

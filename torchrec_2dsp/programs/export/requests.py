@@ -7,19 +7,18 @@ prepared for it.
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pyarrow as pa
 import tomli_w
 import torch
-from pydantic import Field
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import load_config, with_absolute_paths
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.data.logs.config import LogConfig
-from torchrec_2dsp.programs.data.logs.encoder import Encoder
+from torchrec_2dsp.programs.data.logs.encoder import Encoder, Prepared
 from torchrec_2dsp.programs.data.logs.ids import (
     NUM_RESERVED,
     Vocabulary,
@@ -30,10 +29,10 @@ from torchrec_2dsp.programs.data.logs.sections import (
     AvazuConfig,
     CriteoConfig,
     InteractionsConfig,
+    LoggedData,
     TableConfig,
 )
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
-from torchrec_2dsp.programs.data.logs.table_data import prepared_encoder
 from torchrec_2dsp.programs.export.served import FEATURES_FILE, ServingInputs, request_of
 from torchrec_2dsp.programs.train.config import TrainConfig
 
@@ -72,7 +71,7 @@ class RequestEncoder:
                 "items; use HistoryEncoder"
             )
         inputs = ServingInputs.load(folder / FEATURES_FILE)
-        return cls(prepared_encoder(table), table.label, inputs)
+        return cls(Encoder(table, *Prepared(table).read()), table.label, inputs)
 
     def encode(
         self, columns: Mapping[str, Sequence[Any]]
@@ -142,7 +141,10 @@ class HistoryEncoder:
                 f"{folder} is the export of a model that was trained on a log of rows; use "
                 "RequestEncoder"
             )
-        return cls(read_items(folder, data.feature))
+        path = _items_path(folder, data.feature)
+        if not path.exists():
+            raise ConfigError(f"{folder} lacks {path}; copy it whole")
+        return cls(read_vocabulary(path, _ITEM_RULES))
 
     def encode(
         self, histories: Sequence[Sequence[str | bytes | int]]
@@ -183,9 +185,7 @@ _ITEM_RULES = "the items of a log of interactions, by their numbers from 0 on"
 class _ServedData(Section):
     """The content of an export's data.toml."""
 
-    data: Annotated[
-        TableConfig | CriteoConfig | AvazuConfig | InteractionsConfig, Field(discriminator="kind")
-    ]
+    data: LoggedData
 
 
 def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
@@ -220,14 +220,6 @@ def read_encoding(folder: Path) -> TableConfig | InteractionsConfig:
         )
     data = load_config(_ServedData, folder / DATA_FILE).data
     return data.table() if isinstance(data, CriteoConfig | AvazuConfig) else data
-
-
-def read_items(folder: Path, feature: str) -> pa.BinaryArray:
-    """Read an interaction log's item names, in the order of their numbers."""
-    path = _items_path(folder, feature)
-    if not path.exists():
-        raise ConfigError(f"{folder} lacks {path}; copy it whole")
-    return read_vocabulary(path, _ITEM_RULES)
 
 
 def _items_path(folder: Path, feature: str) -> Path:

@@ -33,7 +33,7 @@ from torchrec_2dsp.programs.data.logs.sections import (
 )
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 from torchrec_2dsp.programs.data.logs.table_data import TableData
-from torchrec_2dsp.programs.data.synthetic import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.kinds import metrics_of
@@ -175,7 +175,7 @@ class PlannedModelConfig(ModelConfig):
 
 
 _DataKinds = (
-    SyntheticData
+    SyntheticConfig
     | SyntheticSequencesConfig
     | TableConfig
     | CriteoConfig
@@ -206,7 +206,7 @@ def shape_of(config: DataConfig, dataset: Dataset) -> BatchShape:
 
     Synthetic clicks describe their own features, and the most used rows as well.
     """
-    return config if isinstance(config, SyntheticData) else dataset
+    return config if isinstance(config, SyntheticConfig) else dataset
 
 
 def splits_of(dataset: Dataset) -> str:

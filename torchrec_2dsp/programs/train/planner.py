@@ -15,7 +15,7 @@ from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset, Progress, Split
-from torchrec_2dsp.programs.data.synthetic import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.kinds import transformer_of
 from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.planned import planner_arguments, true_access
@@ -116,7 +116,7 @@ def access_of(
     """
     if run.access:
         return AccessStats.load(run.access)
-    if isinstance(config.data, SyntheticData) and isinstance(config.model, ModelConfig):
+    if isinstance(config.data, SyntheticConfig) and isinstance(config.model, ModelConfig):
         return true_access(config.data)
     counter = RowCounter.for_model(model, exact_rows=_EXACT_ROWS)
     num_counted, batch_size = 0, config.loop.batch_size

@@ -26,7 +26,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.data.dataset import Dataset, Progress, Split, open_together
-from torchrec_2dsp.programs.data.synthetic import SyntheticData, click_probability
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, click_probability
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.model import rank_device
@@ -152,7 +152,7 @@ def _planted_ne(config: TrainConfig) -> float | None:
         One all-reduce: three numbers per held-out batch.
     """
     data, world = config.data, world_group()
-    if not isinstance(data, SyntheticData):
+    if not isinstance(data, SyntheticConfig):
         return None
     meter = Meter(world, rank_device(config.loop.device))
     batches = data.dataset().batches(

@@ -2,32 +2,33 @@
 
 import queue
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, cycle, groupby
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, groupby
 
 import numpy as np
 from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.dataset import Split, check_batch
 from torchrec_2dsp.programs.data.draws import uniforms
-from torchrec_2dsp.programs.data.logs.config import Rest
-from torchrec_2dsp.programs.data.logs.encoder import Encoder, Samples, join
-from torchrec_2dsp.programs.data.logs.source import LogPiece, LogReader
+from torchrec_2dsp.programs.data.logs.config import LogFiles, Rest
+from torchrec_2dsp.programs.data.logs.source import LogPiece
+from torchrec_2dsp.programs.data.logs.text import MalformedLines
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """Maps an epoch's rows to batches.
+    """A rank's part of the batches that an epoch's rows make.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.batches import EpochPlan
-        >>> plan = EpochPlan(num_rows=10, global_batch_size=4, rest="pad")
-        >>> plan.num_batches, plan.place(7)
-        (3, (2, 1))
+        >>> plan = EpochPlan(num_rows=10, global_batch_size=4, rest="pad", num_epochs=3)
+        >>> plan.num_batches, list(plan.epochs(start=4))
+        (3, [(1, 1), (2, 0)])
     """
 
     num_rows: int
@@ -40,6 +41,20 @@ class EpochPlan:
     """The treatment of the last, incomplete batch: drop it, or pad it with the epoch's first
     rows."""
 
+    num_epochs: int = 1
+    """The number of epochs; 0 for no end."""
+
+    rank: int = 0
+    """The rank whose part it is."""
+
+    world_size: int = 1
+    """The number of ranks that share a batch."""
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples in the rank's part of a batch."""
+        return self.global_batch_size // self.world_size
+
     @property
     def num_batches(self) -> int:
         """The number of batches in an epoch."""
@@ -51,9 +66,12 @@ class EpochPlan:
         """The number of samples in an epoch's batches."""
         return self.num_batches * self.global_batch_size
 
-    def place(self, batch: int) -> tuple[int, int]:
-        """Return a batch's epoch and its number within that epoch."""
-        return divmod(batch, self.num_batches)
+    def epochs(self, start: int) -> Iterator[tuple[int, int]]:
+        """Yield the epochs from batch ``start`` on, each with the first of its batches to make."""
+        epoch, first_batch = divmod(start, self.num_batches)
+        while not self.num_epochs or epoch < self.num_epochs:
+            yield epoch, first_batch
+            epoch, first_batch = epoch + 1, 0
 
     def check(self, what: str) -> None:
         """Raise `ConfigError` if an epoch has no batch.
@@ -69,15 +87,12 @@ class EpochPlan:
                 else f"there are no {what} rows; name more files, or hold out another share"
             )
 
-    def own(
-        self, start: int, stop: int, rank: int, world_size: int, first_batch: int
-    ) -> NDArray[np.int64]:
-        """Return the positions in ``start..stop-1`` that belong to a rank, from a batch on."""
+    def own(self, start: int, stop: int, first_batch: int) -> NDArray[np.int64]:
+        """Return the positions in ``start..stop-1`` that belong to the rank, from a batch on."""
         positions = np.arange(
             max(start, first_batch * self.global_batch_size), min(stop, self.num_samples)
         )
-        owner = positions % self.global_batch_size // (self.global_batch_size // world_size)
-        return positions[owner == rank]
+        return positions[positions % self.global_batch_size // self.batch_size == self.rank]
 
 
 def windows(
@@ -123,97 +138,6 @@ def placed(
         start += sum(piece.num_rows for piece in window)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartReader:
-    """Reads a rank's rows and makes batches."""
-
-    pieces: Sequence[LogPiece]
-    """The split's pieces."""
-
-    reader: LogReader
-
-    encoder: Encoder
-    """Makes samples from rows."""
-
-    plan: EpochPlan
-    """Maps rows to batches."""
-
-    rank: int
-    """The rank whose share to read."""
-
-    world_size: int
-    """The number of ranks that share a batch."""
-
-    epochs: int
-    """The number of epochs; 0 for no end."""
-
-    shuffled_blocks: int
-    """The number of blocks to shuffle together; 0 keeps the rows in order."""
-
-    seed: int
-    """The seed for shuffling."""
-
-    def batches(self, start: int) -> Iterator[Batch]:
-        """Make batches from number ``start`` on."""
-        size = self.plan.global_batch_size // self.world_size
-        keys = [feature.name for feature in self.encoder.features]
-        first_epoch, first_batch = self.plan.place(start)
-        parts: list[Samples] = []
-        for epoch in count(first_epoch):
-            if self.epochs and epoch >= self.epochs:
-                return
-            for samples in self._epoch(epoch, first_batch):
-                parts.append(samples)
-                if sum(map(len, parts)) < size:
-                    continue
-                samples = join(parts)
-                num_used = len(samples) // size * size
-                for begin in range(0, num_used, size):
-                    yield samples.part(begin, begin + size).batch(keys)
-                parts = [samples.part(num_used, len(samples))] if num_used < len(samples) else []
-            first_batch = 0
-
-    def _epoch(self, epoch: int, first_batch: int) -> Iterator[Samples]:
-        """Read the rank's samples in an epoch, in order, from a batch on."""
-        order = windows(
-            self.pieces,
-            epoch=epoch,
-            shuffled_blocks=self.shuffled_blocks,
-            seed=self.seed,
-        )
-        for number, start, window in placed(order, self.plan.num_samples):
-            num_rows = sum(piece.num_rows for piece in window)
-            own = self.plan.own(start, start + num_rows, self.rank, self.world_size, first_batch)
-            if not len(own):
-                continue
-            rows = own - start
-            if self.shuffled_blocks:
-                mixed = row_order(num_rows, epoch=epoch, window=number, seed=self.seed)
-                rows = mixed[rows]
-            yield self._rows(window, rows)
-
-    def _rows(self, window: Sequence[LogPiece], rows: NDArray[np.int64]) -> Samples:
-        """Read a window's rows, in the order of ``rows``."""
-        order = np.argsort(rows, kind="stable") if self.shuffled_blocks else None
-        ascending = rows if order is None else rows[order]
-        ends = np.cumsum([piece.num_rows for piece in window])
-        bounds = np.searchsorted(ascending, ends)
-        parts, first = [], 0
-        for piece, bound, end in zip(window, bounds, ends, strict=True):
-            if bound > first:
-                inside = ascending[first:bound] - (end - piece.num_rows)
-                all_of_it = len(inside) == piece.num_rows
-                table = self.reader.read(piece, None if all_of_it else inside)
-                parts.append(self.encoder.encode(table))
-            first = bound
-        samples = join(parts)
-        if order is None:
-            return samples
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        return samples.ordered(back)
-
-
 _POLL_S = 0.1
 """The interval at which a waiting thread checks whether it is still needed."""
 
@@ -225,14 +149,7 @@ class _Done:
     error: BaseException | None
 
 
-@dataclass
-class _Shared:
-    """The state that the stream shares with its thread; the stream itself can be collected."""
-
-    ready: "queue.Queue[Batch | _Done]"
-    is_closed: threading.Event = field(default_factory=threading.Event)
-    num_rows: int = 0
-    busy_s: float = 0.0
+_Queue = queue.Queue[Batch | _Done]
 
 
 class BatchStream(Iterator[Batch]):
@@ -242,60 +159,41 @@ class BatchStream(Iterator[Batch]):
     collected. The thread's error is raised in place of its batch.
 
     Example:
-        >>> import torch
-        >>> from torchrec.datasets.utils import Batch
         >>> from torchrec_2dsp.programs.data.logs.batches import BatchStream
-        >>> with BatchStream(lambda: iter(["a", "b"]), num_ahead=1, count=len) as stream:
-        ...     list(stream), stream.num_rows
-        (['a', 'b'], 2)
+        >>> with BatchStream(lambda: iter(["a", "b"]), num_ahead=1) as stream:
+        ...     list(stream)
+        ['a', 'b']
     """
 
-    def __init__(
-        self,
-        batches: Callable[[], Iterator[Batch]],
-        *,
-        num_ahead: int,
-        count: Callable[[Batch], int] = lambda batch: batch.labels.numel(),
-    ) -> None:
+    def __init__(self, batches: Callable[[], Iterator[Batch]], *, num_ahead: int) -> None:
         """Start the thread that makes batches.
 
         Args:
             batches: makes the iterator, on the thread.
             num_ahead: how many batches to prefetch; 0 for none, without a thread.
-            count: returns a batch's number of rows.
         """
-        self._shared = _Shared(queue.Queue(num_ahead))
+        self._ready: _Queue = queue.Queue(num_ahead)
+        self._is_closed = threading.Event()
         self._local: Iterator[Batch] | None = None
         self._done: _Done | None = None
         self._thread: threading.Thread | None = None
-        work = _timed(batches, count, self._shared)
-        if num_ahead:
-            self._thread = threading.Thread(
-                target=_fill, args=(work, self._shared), name="batches", daemon=True
-            )
-            weakref.finalize(self, self._shared.is_closed.set)
-            self._thread.start()
-        else:
-            self._local = work
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows in the batches made so far."""
-        return self._shared.num_rows
-
-    @property
-    def rows_per_s(self) -> float:
-        """The rate of making batches, in rows per second, without time spent on a full queue."""
-        return self._shared.num_rows / self._shared.busy_s if self._shared.busy_s else 0.0
+        if not num_ahead:
+            self._local = batches()
+            return
+        # The thread doesn't know the stream, which can be collected while it runs.
+        arguments = batches, self._ready, self._is_closed
+        self._thread = threading.Thread(target=_fill, args=arguments, name="batches", daemon=True)
+        weakref.finalize(self, self._is_closed.set)
+        self._thread.start()
 
     def __next__(self) -> Batch:
         if self._local is not None:
             return next(self._local)
         while self._done is None:
-            if self._shared.is_closed.is_set():
+            if self._is_closed.is_set():
                 raise StopIteration
             try:
-                entry = self._shared.ready.get(timeout=_POLL_S)
+                entry = self._ready.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
             if not isinstance(entry, _Done):
@@ -307,7 +205,7 @@ class BatchStream(Iterator[Batch]):
 
     def close(self) -> None:
         """End the thread; no more batches come."""
-        self._shared.is_closed.set()
+        self._is_closed.set()
         if self._thread is not None:
             self._thread.join()
         self._local = None
@@ -320,35 +218,91 @@ class BatchStream(Iterator[Batch]):
         self.close()
 
 
-def _timed(
-    batches: Callable[[], Iterator[Batch]], count: Callable[[Batch], int], shared: _Shared
-) -> Iterator[Batch]:
-    """Yield the batches, and time their making."""
-    start = time.perf_counter()
-    for batch in batches():
-        shared.busy_s += time.perf_counter() - start
-        shared.num_rows += count(batch)
-        yield batch
-        start = time.perf_counter()
-
-
-def _fill(batches: Iterator[Batch], shared: _Shared) -> None:
+def _fill(
+    batches: Callable[[], Iterator[Batch]], ready: _Queue, is_closed: threading.Event
+) -> None:
     """Put batches into the queue until they end or are no longer needed."""
     done = _Done(None)
     try:
-        for batch in batches:
-            if not _put(batch, shared):
+        for batch in batches():
+            if not _put(batch, ready, is_closed):
                 return
     except BaseException as error:
         done = _Done(error)
-    _put(done, shared)
+    _put(done, ready, is_closed)
 
 
-def _put(entry: Batch | _Done, shared: _Shared) -> bool:
-    while not shared.is_closed.is_set():
+def _put(entry: Batch | _Done, ready: _Queue, is_closed: threading.Event) -> bool:
+    while not is_closed.is_set():
         try:
-            shared.ready.put(entry, timeout=_POLL_S)
+            ready.put(entry, timeout=_POLL_S)
         except queue.Full:
             continue
         return True
     return False
+
+
+class LogDataset(ABC):
+    """A log as a `Dataset`: its rows, cut into batches as its section says.
+
+    Training batches end after the section's epochs, held-out ones after one. Held-out rows are
+    never shuffled.
+    """
+
+    def __init__(self, config: LogFiles, row_words: Mapping[Split, str]) -> None:
+        """Take the section, and what errors call a split's rows."""
+        self._files, self._row_words = config, row_words
+        self.malformed = MalformedLines(config.malformed_limit)
+        """The malformed lines that this process read."""
+
+    @abstractmethod
+    def num_rows(self, split: Split) -> int:
+        """Return how many rows a split has."""
+
+    @abstractmethod
+    def _read(self, split: Split, plan: EpochPlan, start: int) -> Iterator[Batch]:
+        """Make a plan's batches from number ``start`` on."""
+
+    @abstractmethod
+    def _read_once(self, split: Split, rank: int, world_size: int) -> Iterator[Batch]:
+        """Make a rank's part of all samples, in batches of any size."""
+
+    def num_batches(self, split: Split, global_batch_size: int) -> int:
+        """Return how many batches a split's epoch has."""
+        return self._plan(split, global_batch_size).num_batches
+
+    def num_train_batches(self, global_batch_size: int) -> int | None:
+        """Return how many global batches all epochs have; `None` if they never end."""
+        plan = self._plan(Split.TRAIN, global_batch_size)
+        return plan.num_epochs * plan.num_batches if plan.num_epochs else None
+
+    def batches(
+        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
+    ) -> BatchStream:
+        """Read this rank's part of a split's global batches; see `Dataset.batches`.
+
+        An epoch's batch n is the split's rows n*B to (n+1)*B, in their order of that epoch.
+        """
+        check_batch(global_batch_size, rank, world_size, start)
+        plan = self._plan(split, global_batch_size, rank, world_size)
+        plan.check(self._row_words[split])
+        return self._stream(lambda: self._read(split, plan, start))
+
+    def samples_once(self, split: Split, *, rank: int, world_size: int) -> BatchStream:
+        """Read every sample of a split once, dealt to ranks, in batches of any size."""
+        return self._stream(lambda: self._read_once(split, rank, world_size))
+
+    def _plan(
+        self, split: Split, global_batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> EpochPlan:
+        return EpochPlan(
+            num_rows=self.num_rows(split),
+            global_batch_size=global_batch_size,
+            rest=self._files.rest,
+            num_epochs=self._files.epochs if split is Split.TRAIN else 1,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    def _stream(self, batches: Callable[[], Iterator[Batch]]) -> BatchStream:
+        return BatchStream(batches, num_ahead=self._files.num_ahead)

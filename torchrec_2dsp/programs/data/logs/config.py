@@ -5,10 +5,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import PathBesideConfig, PathsBesideConfig
 from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.data.logs.files import list_files
 from torchrec_2dsp.programs.data.logs.ids import NUM_RESERVED
-from torchrec_2dsp.programs.data.logs.text import FileLayout
+from torchrec_2dsp.programs.data.logs.text import ColumnKind, FileLayout, LogColumn
 
 Rest = Literal["drop", "pad"]
 Encoding = Literal["hash", "vocabulary", "hour", "weekday"]
@@ -193,8 +195,8 @@ class HeldOut(Section):
         return self
 
 
-class LogConfig(Section):
-    """The keys that all row logs have: the files and reading options."""
+class LogFiles(Section):
+    """The keys that all logs have: the files, and what to do with their rows, or users."""
 
     files: PathsBesideConfig = Field(min_length=1)
     """The files to train on, in order: paths and patterns such as ``"day_*.gz"``, whose files are
@@ -202,39 +204,44 @@ class LogConfig(Section):
     that pyarrow or fsspec opens. The extension gives the format: ``.parquet``, ``.orc``,
     ``.feather``, ``.jsonl``, compressed (``.gz``, ``.bz2``, ``.zst``), or else a text file."""
 
-    held_out: HeldOut = HeldOut()
-    """The rows that are held out for evaluation."""
-
     epochs: int = Field(default=1, ge=0)
-    """The number of passes over the training rows; 0 for no end. Held-out rows are read once."""
+    """The number of passes over the training rows, or users; 0 for no end. Held-out ones are read
+    once."""
 
     rest: Rest = "drop"
-    """The treatment of an epoch's last, incomplete batch: drop it, or pad it with rows from the
-    beginning of the epoch."""
+    """The treatment of an epoch's last, incomplete batch: drop it, or pad it from the beginning of
+    the epoch."""
+
+    seed: int = Field(default=0, ge=0)
+    """The seed for shuffling."""
+
+    malformed_limit: int = Field(default=0, ge=0)
+    """The most malformed lines in text files that a rank accepts. The line before a malformed one
+    replaces it. Of interactions, as many rows may lack a value, and are left out."""
+
+    num_ahead: int = Field(default=4, ge=0)
+    """The number of batches that a thread prefetches; 0 for none, without a thread."""
+
+    prepared: PathBesideConfig = ""
+    """The folder for files converted to Parquet, vocabularies, measured scales, and row counts. If
+    empty, only converted files are kept, in the machine's temporary folder."""
+
+
+class LogConfig(LogFiles):
+    """The keys that all logs of rows have."""
+
+    held_out: HeldOut = HeldOut()
+    """The rows that are held out for evaluation."""
 
     shuffled_blocks: int = Field(default=0, ge=0)
     """The number of training blocks to shuffle together; 0 keeps the rows in order. Each rank has
     its share of these rows in memory."""
-
-    seed: int = Field(default=0, ge=0)
-    """The seed for shuffling."""
 
     block_bytes: int = Field(default=4 * 2**20, ge=1)
     """The approximate number of a text file's bytes to parse at a time."""
 
     block_rows: int = Field(default=2**15, ge=1)
     """The most rows to read at a time from a file in another format."""
-
-    num_ahead: int = Field(default=4, ge=0)
-    """The number of batches that a thread prefetches; 0 for none, without a thread."""
-
-    malformed_limit: int = Field(default=0, ge=0)
-    """The most malformed lines in text files that a rank accepts. The line before a malformed one
-    replaces it."""
-
-    prepared: PathBesideConfig = ""
-    """The folder for files converted to Parquet, vocabularies, measured scales, and row counts. If
-    empty, only converted files are kept, in the machine's temporary folder."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -282,6 +289,32 @@ class TableLayout(LogConfig):
             raise ValueError(f"label={self.label!r} is also a feature, which would leak it")
         return self
 
+    def all_files(self) -> tuple[str, ...]:
+        """List the files, held-out ones last."""
+        return list_files(self.files) + list_files(self.held_out.files)
+
+    def read_columns(self) -> dict[str, LogColumn]:
+        """Return the columns to read, with their purposes."""
+        columns = {column.column: LogColumn(ColumnKind.NUMBER) for column in self.dense}
+        for feature in self.features:
+            column = LogColumn(ColumnKind.TEXT)
+            if feature.is_time:
+                is_number = feature.time_format in ("unix", "yymmddhh")
+                kind = ColumnKind.INTEGER if is_number else ColumnKind.WRITTEN_TIME
+                column = LogColumn(kind, "" if is_number else feature.time_format)
+            other = columns.setdefault(feature.source, column)
+            if other.time_format != column.time_format:
+                raise ConfigError(
+                    f"column {feature.source!r} is a time "
+                    f"({column.time_format or other.time_format}) for one feature, and something "
+                    "else for another; give all one time_format"
+                )
+            # Integers are valid as numbers and as text, so they can serve several features.
+            if other != column:
+                columns[feature.source] = LogColumn(ColumnKind.INTEGER)
+        columns[self.label] = LogColumn(ColumnKind.LABEL)
+        return columns
+
     @property
     def layout(self) -> FileLayout:
         """The files' layout."""
@@ -294,11 +327,8 @@ class TableLayout(LogConfig):
         )
 
 
-class InteractionsLayout(Section):
+class InteractionsLayout(LogFiles):
     """A log of interactions between users and items, with times."""
-
-    files: PathsBesideConfig = Field(min_length=1)
-    """The files, in any order: paths and patterns."""
 
     user: str = "user_id:token"
     """The user column."""
@@ -327,16 +357,6 @@ class InteractionsLayout(Section):
     is_shuffled: bool = True
     """Shuffle the users in each epoch; held-out users keep their order."""
 
-    seed: int = Field(default=0, ge=0)
-    """The seed for shuffling."""
-
-    epochs: int = Field(default=1, ge=0)
-    """The number of passes over the users; 0 for no end. Held-out samples are read once."""
-
-    rest: Rest = "drop"
-    """The treatment of an epoch's last, incomplete batch: drop it, or pad it with users from the
-    beginning of the epoch."""
-
     columns: tuple[str, ...] = ()
     """The names of all columns in text files; empty if each file's first line has them."""
 
@@ -345,15 +365,6 @@ class InteractionsLayout(Section):
 
     quote: str = Field(default="", max_length=1)
     """The quote character in a text file; empty for none."""
-
-    malformed_limit: int = Field(default=0, ge=0)
-    """The most rows without a value, and the most malformed lines, to accept."""
-
-    num_ahead: int = Field(default=4, ge=0)
-    """The number of batches that a thread prefetches; 0 for none, without a thread."""
-
-    prepared: PathBesideConfig = ""
-    """The folder for files converted to Parquet; by default in the machine's temporary folder."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -366,6 +377,18 @@ class InteractionsLayout(Section):
         _check_time_format("", self.time_format, "unix", "iso")
         return self
 
+    def all_files(self) -> tuple[str, ...]:
+        """List the files."""
+        return list_files(self.files)
+
+    def read_columns(self) -> dict[str, LogColumn]:
+        """Return the columns to read, with their purposes."""
+        time = LogColumn(ColumnKind.TIME)
+        if self.time_format != "unix":
+            time = LogColumn(ColumnKind.WRITTEN_TIME, self.time_format)
+        text = LogColumn(ColumnKind.TEXT)
+        return {self.user: text, self.item: text, self.time: time}
+
     @property
     def layout(self) -> FileLayout:
         """The files' layout."""
@@ -376,3 +399,7 @@ class InteractionsLayout(Section):
             block_bytes=2**24,
             block_rows=2**18,
         )
+
+
+LogLayout = TableLayout | InteractionsLayout
+"""A section that describes a log's files."""

@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +16,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.programs.data.dataset import Progress
-from torchrec_2dsp.programs.data.logs.config import DenseColumn, SparseColumn
+from torchrec_2dsp.programs.data.dataset import Feature, Progress
+from torchrec_2dsp.programs.data.logs.config import DenseColumn, SparseColumn, TableLayout
 from torchrec_2dsp.programs.data.logs.files import write_prepared
 from torchrec_2dsp.programs.data.logs.ids import (
     MISSING,
@@ -33,7 +34,7 @@ from torchrec_2dsp.programs.data.logs.ids import (
     write_vocabulary,
 )
 from torchrec_2dsp.programs.data.logs.source import Selection
-from torchrec_2dsp.programs.data.logs.text import ColumnKind, LogColumn, label_numbers
+from torchrec_2dsp.programs.data.logs.text import label_numbers
 
 _SECONDS_PER_HOUR, _SECONDS_PER_DAY = 3600, 86400
 _FIRST_DAY = 3
@@ -66,9 +67,22 @@ class FeatureIds:
             return FeatureIds(self.ids[order], None)
         starts = (np.cumsum(self.lengths) - self.lengths)[order]
         lengths = self.lengths[order]
-        before = np.cumsum(lengths) - lengths
-        places = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
-        return FeatureIds(self.ids[places], lengths)
+        return FeatureIds(self.ids[places_of_runs(starts, lengths)], lengths)
+
+
+def places_of_runs(
+    starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
+) -> NDArray[np.int64]:
+    """List the places in runs of consecutive places, run by run.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.programs.data.logs.encoder import places_of_runs
+        >>> places_of_runs(np.array([7, 2]), np.array([3, 2]))
+        array([7, 8, 9, 2, 3])
+    """
+    before = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
 
 
 @dataclass(frozen=True)
@@ -132,18 +146,19 @@ def _join(bags: Sequence[FeatureIds]) -> FeatureIds:
     return FeatureIds(ids, np.concatenate(lengths) if lengths else None)
 
 
-@dataclass(frozen=True)
-class LogFeature:
-    """A log's sparse feature, with its own table."""
-
-    name: str
-    """The feature's name in the batch."""
-
-    num_rows: int
-    """The number of rows in the table."""
-
-    mean_ids: float
-    """The approximate number of ids per sample."""
+def cut(parts: Iterable[Samples], size: int) -> Iterator[Samples]:
+    """Cut samples that come in parts of any size into parts of one size; the rest is dropped."""
+    pending: list[Samples] = []
+    for part in parts:
+        pending.append(part)
+        if sum(map(len, pending)) < size:
+            continue
+        samples = join(pending)
+        num_used = len(samples) // size * size
+        for begin in range(0, num_used, size):
+            yield samples.part(begin, begin + size)
+        rest = samples.part(num_used, len(samples))
+        pending = [rest] if len(rest) else []
 
 
 @dataclass(frozen=True)
@@ -160,43 +175,43 @@ class Encoder:
 
     def __init__(
         self,
-        label: str,
-        dense: Sequence[DenseColumn],
-        features: Sequence[SparseColumn],
+        config: TableLayout,
         vocabularies: Mapping[str, Vocabulary],
-        scales: Mapping[str, Scale],
+        measured: Mapping[str, Scale],
     ) -> None:
         """Set up encoding with these vocabularies and scales.
 
         Args:
-            label: the label column.
-            dense: the dense features.
-            features: the sparse features.
+            config: the label, the dense and the sparse features.
             vocabularies: by feature, for features that use one.
-            scales: by column, for standardised dense features.
+            measured: by column, for dense features with a measured scale.
         """
-        self._label, self._dense, self._features = label, tuple(dense), tuple(features)
-        self._vocabularies, self._scales = vocabularies, scales
-        self.columns = columns_of(label, dense, features)
+        self._config, self._vocabularies = config, vocabularies
+        self._scales = dict(measured)
+        for column in config.dense:
+            if column.scale == "given":
+                self._scales[column.column] = Scale(column.mean, column.std)
+        self.columns = config.read_columns()
         """The columns to read, with their purposes."""
         self.features = tuple(
-            LogFeature(feature.name, self._num_rows(feature), feature.mean_ids)
-            for feature in features
+            Feature(feature.name, self._num_rows(feature), feature.mean_ids)
+            for feature in config.features
         )
         """The samples' features."""
 
     def encode(self, table: pa.Table) -> Samples:
         """Encode a table's rows."""
-        dense = np.empty((table.num_rows, len(self._dense)), dtype=np.float32)
-        for number, column in enumerate(self._dense):
+        dense = np.empty((table.num_rows, len(self._config.dense)), dtype=np.float32)
+        for number, column in enumerate(self._config.dense):
             values = transformed(table[column.column], column)
             if column.column in self._scales:
                 scale = self._scales[column.column]
                 values -= np.float32(scale.mean)
                 values /= np.float32(scale.std)
             dense[:, number] = values
-        labels = label_numbers(table[self._label])
-        return Samples(dense, labels, tuple(self._bags(table, column) for column in self._features))
+        labels = label_numbers(table[self._config.label])
+        bags = tuple(self._bags(table, feature) for feature in self._config.features)
+        return Samples(dense, labels, bags)
 
     def _bags(self, table: pa.Table, feature: SparseColumn) -> FeatureIds:
         column = table[feature.source]
@@ -216,30 +231,6 @@ class Encoder:
         if feature.encoding == "vocabulary":
             return self._vocabularies[feature.name].num_rows
         return {"hour": 25, "weekday": 8}.get(feature.encoding, feature.num_rows)
-
-
-def columns_of(
-    label: str, dense: Sequence[DenseColumn], features: Sequence[SparseColumn]
-) -> dict[str, LogColumn]:
-    """Return the columns to read, with their purposes."""
-    columns = {column.column: LogColumn(ColumnKind.NUMBER) for column in dense}
-    for feature in features:
-        column = LogColumn(ColumnKind.TEXT)
-        if feature.is_time:
-            is_number = feature.time_format in ("unix", "yymmddhh")
-            kind = ColumnKind.INTEGER if is_number else ColumnKind.WRITTEN_TIME
-            column = LogColumn(kind, "" if is_number else feature.time_format)
-        other = columns.setdefault(feature.source, column)
-        if other.time_format != column.time_format:
-            raise ConfigError(
-                f"column {feature.source!r} is a time ({column.time_format or other.time_format}) "
-                "for one feature, and something else for another; give all one time_format"
-            )
-        # Integers are valid as numbers and as text, so they can serve several features.
-        if other != column:
-            columns[feature.source] = LogColumn(ColumnKind.INTEGER)
-    columns[label] = LogColumn(ColumnKind.LABEL)
-    return columns
 
 
 def transformed(column: pa.ChunkedArray, rules: DenseColumn) -> NDArray[np.float32]:
@@ -322,22 +313,16 @@ class Prepared:
     stay stable.
     """
 
-    def __init__(
-        self, folder: str, dense: tuple[DenseColumn, ...], features: tuple[SparseColumn, ...]
-    ) -> None:
-        """List the features that need a vocabulary or a measured scale.
-
-        Args:
-            folder: keeps the vocabularies and scales.
-            dense: the dense features.
-            features: the sparse features.
-        """
-        self._folder = Path(folder)
+    def __init__(self, config: TableLayout) -> None:
+        """List the features that need a vocabulary or a measured scale."""
+        self._folder = Path(config.prepared)
         self._features = {
-            feature.name: feature for feature in features if feature.encoding == "vocabulary"
+            feature.name: feature for feature in config.features if feature.encoding == "vocabulary"
         }
-        self._dense = {column.column: column for column in dense if column.scale == "measured"}
-        if not folder and (self._features or self._dense):
+        self._dense = {
+            column.column: column for column in config.dense if column.scale == "measured"
+        }
+        if not config.prepared and (self._features or self._dense):
             name = next(iter([*self._features, *self._dense]))
             raise ConfigError(
                 f"prepared is empty, and {name!r} needs a vocabulary or a measured scale; name a "
@@ -397,19 +382,18 @@ class Prepared:
         moments: Mapping[str, Moments],
         progress: Progress | None,
     ) -> None:
-        num_rows = 0
-        with selection.reader() as reader:
-            for piece in selection.pieces:
-                table = reader.read(piece)
-                for name, counter in counters.items():
-                    feature = self._features[name]
-                    texts = texts_of(table[feature.source], feature.separator, feature.max_ids)
-                    counter.add(texts.values)
-                for name, moment in moments.items():
-                    moment.add(transformed(table[name], self._dense[name]))
-                num_rows += piece.num_rows
-                if progress is not None:
-                    progress("counting values", num_rows, selection.num_rows)
+        num_rows, reader = 0, selection.reader()
+        for piece in selection.pieces:
+            table = reader.read(piece)
+            for name, counter in counters.items():
+                feature = self._features[name]
+                texts = texts_of(table[feature.source], feature.separator, feature.max_ids)
+                counter.add(texts.values)
+            for name, moment in moments.items():
+                moment.add(transformed(table[name], self._dense[name]))
+            num_rows += piece.num_rows
+            if progress is not None:
+                progress("counting values", num_rows, selection.num_rows)
 
     def _file(self, feature: str) -> Path:
         return self._folder / f"vocabulary_{feature}.parquet"

@@ -15,6 +15,7 @@ import pyarrow.types as pt
 from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.draws import GOLDEN, mix_
 from torchrec_2dsp.programs.data.logs.files import write_prepared
 
 compute: Any = pyarrow.compute
@@ -30,8 +31,6 @@ TIMES = pa.timestamp("us")
 """The type of times in converted files."""
 
 _MAX_PENDING = 4_000_000
-_LENGTH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _WORD_BYTES = 8
 _MASKS = np.array(
     [(1 << (8 * num_bytes)) - 1 for num_bytes in range(_WORD_BYTES + 1)], dtype=np.uint64
@@ -71,23 +70,17 @@ def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> 
     if pt.is_dictionary(array.type):
         array = array.dictionary_decode()
     if separator:
-        array = compute.split_pattern(_as_binary(array), separator.encode())
+        texts = _as_binary(array)
+        # Splitting an empty string would yield one empty value, and a null yields none.
+        is_empty = compute.equal(compute.binary_length(texts), 0)
+        texts = compute.if_else(is_empty, pa.scalar(None, pa.binary()), texts)
+        array = compute.split_pattern(texts, separator.encode())
     if not (pt.is_list(array.type) or pt.is_large_list(array.type)):
         if not pt.is_fixed_size_list(array.type):
             return Texts(_as_binary(array), None)
         array = array.cast(pa.list_(array.type.value_type))
     lengths = np.asarray(compute.list_value_length(array).fill_null(0)).astype(np.int32)
     values = _as_binary(array.flatten())
-    if separator:
-        # Splitting an empty string yields one empty value.
-        is_empty = np.zeros(len(lengths), dtype=bool)
-        ends = np.cumsum(lengths)
-        is_single = np.flatnonzero(lengths == 1)
-        sizes = np.asarray(compute.binary_length(values))
-        is_empty[is_single] = sizes[ends[is_single] - 1] == 0
-        if is_empty.any():
-            values = values.filter(pa.array(~np.repeat(is_empty, lengths)))
-            lengths[is_empty] = 0
     if max_ids and (lengths > max_ids).any():
         to_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(values))
         values = values.filter(pa.array(to_end <= max_ids))
@@ -102,11 +95,9 @@ def encoded_texts(
     max_ids: int = 0,
 ) -> tuple[NDArray[Any], NDArray[np.int32] | None]:
     """Encode a column's values, each distinct dictionary value once, and return the lengths."""
-    num_values = (
-        sum(len(chunk.dictionary) for chunk in column.chunks)
-        if (pt.is_dictionary(column.type))
-        else len(column)
-    )
+    num_values = len(column)
+    if pt.is_dictionary(column.type):
+        num_values = sum(len(chunk.dictionary) for chunk in column.chunks)
     if separator or num_values >= len(column):
         texts = texts_of(column, separator, max_ids)
         return encode(texts.values), texts.lengths
@@ -179,8 +170,8 @@ def _iso_time(text: str | None) -> datetime | None:
 def hash_texts(texts: pa.BinaryArray) -> Hashes:
     """Hash each string to 64 bits, equally on every platform; an empty one to `MISSING`.
 
-    Each 8-byte word is read as a little-endian number and mixed into the state by splitmix64's
-    finaliser. The loop runs over the longest string's words, not over values. There are no nulls.
+    Each 8-byte word is read as a little-endian number and mixed into the state by `mix_`. The loop
+    runs over the longest string's words, not over values. There are no nulls.
 
     Example:
         >>> import pyarrow as pa
@@ -190,7 +181,7 @@ def hash_texts(texts: pa.BinaryArray) -> Hashes:
     """
     offsets = _offsets(texts)
     starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
-    state = lengths.astype(np.uint64) * _LENGTH_FACTOR
+    state = lengths.astype(np.uint64) * GOLDEN
     longest = int(lengths.max(initial=0))
     if not longest:
         return state
@@ -199,13 +190,13 @@ def hash_texts(texts: pa.BinaryArray) -> Hashes:
     shorter = np.flatnonzero(lengths < _WORD_BYTES)
     first[shorter] &= _MASKS[lengths[shorter]]
     state ^= first
-    _mix_(state)
+    mix_(state)
     for begin in range(_WORD_BYTES, longest, _WORD_BYTES):
         longer = np.flatnonzero(lengths > begin)
         word = words[starts[longer] + begin]
         word &= _MASKS[np.minimum(lengths[longer] - begin, _WORD_BYTES)]
         word ^= state[longer]
-        _mix_(word)
+        mix_(word)
         state[longer] = word
     return state
 
@@ -224,8 +215,8 @@ def rows_of(hashes: Hashes, num_rows: int) -> NDArray[np.int64]:
 
 def fractions_of(hashes: Hashes) -> NDArray[np.float64]:
     """Map each hash to a number in [0, 1) that is independent of its row in any table."""
-    mixed = hashes ^ _LENGTH_FACTOR
-    _mix_(mixed)
+    mixed = hashes ^ GOLDEN
+    mix_(mixed)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -257,18 +248,6 @@ def values_behind(rows_used: float, num_rows: int) -> float:
     if num_rows == 1:
         return 0.0
     return math.log1p(-rows_used / num_rows) / math.log1p(-1.0 / num_rows)
-
-
-def _mix_(state: Hashes) -> None:
-    """Mix every number in place."""
-    shifted = state >> np.uint64(30)
-    state ^= shifted
-    state *= _FACTORS[0]
-    np.right_shift(state, np.uint64(27), out=shifted)
-    state ^= shifted
-    state *= _FACTORS[1]
-    np.right_shift(state, np.uint64(31), out=shifted)
-    state ^= shifted
 
 
 def _offsets(texts: pa.BinaryArray) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """The config section ``[data]`` for logs: tables, two well-known logs, and interactions."""
 
 from abc import abstractmethod
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,8 +14,9 @@ from torchrec_2dsp.programs.data.logs.config import (
     TableLayout,
 )
 from torchrec_2dsp.programs.data.logs.conversion import convert
-from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData, interactions_to_convert
-from torchrec_2dsp.programs.data.logs.table_data import TableData, files_to_convert
+from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
+from torchrec_2dsp.programs.data.logs.source import converted_files
+from torchrec_2dsp.programs.data.logs.table_data import TableData
 
 _CRITEO_DENSE = tuple(f"I{number}" for number in range(1, 14))
 _CRITEO_SPARSE = tuple(f"C{number}" for number in range(1, 27))
@@ -58,7 +59,7 @@ class TableConfig(TableLayout):
 
     def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
         """Convert a rank's share of the files, so that opening them is fast."""
-        convert(files_to_convert(self), rank=rank, world_size=world_size, progress=progress)
+        convert(converted_files(self), rank=rank, world_size=world_size, progress=progress)
 
 
 class KnownLogConfig(LogConfig):
@@ -209,5 +210,10 @@ class InteractionsConfig(InteractionsLayout):
 
     def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
         """Convert a rank's share of the files; see `TableConfig.convert`."""
-        files = interactions_to_convert(self)
-        convert(files, rank=rank, world_size=world_size, progress=progress)
+        convert(converted_files(self), rank=rank, world_size=world_size, progress=progress)
+
+
+LoggedData = Annotated[
+    TableConfig | CriteoConfig | AvazuConfig | InteractionsConfig, Field(discriminator="kind")
+]
+"""The config sections for logs in files."""

@@ -4,10 +4,9 @@ A user's interactions may be anywhere in the files, so the log is grouped in mem
 bytes per interaction.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 
 import numpy as np
 import pyarrow as pa
@@ -16,15 +15,12 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.programs.data.dataset import Progress, Split, check_batch
-from torchrec_2dsp.programs.data.logs.batches import BatchStream, EpochPlan, row_order
+from torchrec_2dsp.programs.data.dataset import Feature, Progress, Split
+from torchrec_2dsp.programs.data.logs.batches import EpochPlan, LogDataset, row_order
 from torchrec_2dsp.programs.data.logs.config import InteractionsLayout
-from torchrec_2dsp.programs.data.logs.conversion import ConvertedFile
-from torchrec_2dsp.programs.data.logs.encoder import FeatureIds, LogFeature, Samples
-from torchrec_2dsp.programs.data.logs.files import list_files
+from torchrec_2dsp.programs.data.logs.encoder import FeatureIds, Samples, places_of_runs
 from torchrec_2dsp.programs.data.logs.ids import TIMES, compute, texts_of, times_of
-from torchrec_2dsp.programs.data.logs.source import LogReader, LogSource, converted_files
-from torchrec_2dsp.programs.data.logs.text import ColumnKind, Columns, LogColumn, MalformedLines
+from torchrec_2dsp.programs.data.logs.source import LogReader, LogSource
 
 
 @dataclass(frozen=True)
@@ -69,50 +65,33 @@ class InteractionLog:
         """
         ends = self.starts[users] + self.lengths[users] - without_last
         lengths = np.minimum(ends - self.starts[users], max_length)
-        before = np.cumsum(lengths) - lengths
-        places = np.arange(int(lengths.sum())) + np.repeat(ends - lengths - before, lengths)
-        return FeatureIds(self.items[places], lengths.astype(np.int32))
+        items = self.items[places_of_runs(ends - lengths, lengths)]
+        return FeatureIds(items, lengths.astype(np.int32))
 
 
-def read_interactions(
-    source: LogSource,
-    *,
-    user: str,
-    item: str,
-    time: str,
-    time_format: str,
-    min_items: int,
-    incomplete_limit: int,
-) -> InteractionLog:
+def read_interactions(source: LogSource, config: InteractionsLayout) -> InteractionLog:
     """Group a log by user, in memory, by sorting arrays.
 
-    Args:
-        source: the rows.
-        user: the user column.
-        item: the item column.
-        time: the column that orders a user's items; items with equal times stay in the log's order.
-        time_format: the time format.
-        min_items: the fewest items per user; users with fewer are dropped.
-        incomplete_limit: the most rows without a user, an item or a time, which are dropped.
-
     Raises:
-        InputError: more rows are incomplete.
-        ConfigError: no user is left.
+        InputError: more rows than the section allows lack a user, an item or a time.
+        ConfigError: no user has enough items.
     """
-    with LogReader(source) as reader:
-        tables = [reader.block(block) for block in source.blocks]
-    users = texts_of(pa.chunked_array([part for table in tables for part in table[user].chunks]))
-    items = texts_of(pa.chunked_array([part for table in tables for part in table[item].chunks]))
-    times = np.concatenate([_times(table[time], time_format) for table in tables])
+    reader = LogReader(source)
+    tables = [reader.block(block) for block in source.blocks]
+    users, items = (
+        texts_of(pa.chunked_array([chunk for table in tables for chunk in table[name].chunks]))
+        for name in (config.user, config.item)
+    )
+    times = np.concatenate([_times(table[config.time], config.time_format) for table in tables])
     is_whole = ~np.isnan(times)
     for texts in (users, items):
         is_whole &= np.asarray(compute.binary_length(texts.values)) > 0
     num_incomplete = len(times) - int(is_whole.sum())
-    if num_incomplete > incomplete_limit:
+    if num_incomplete > config.malformed_limit:
         row = int(np.flatnonzero(~is_whole)[0])
         raise InputError(
             f"{num_incomplete} rows lack a user, an item or a time, the first of them row {row} of "
-            f"the log; malformed_limit={incomplete_limit} allows fewer"
+            f"the log; malformed_limit={config.malformed_limit} allows fewer"
         )
     whole = pa.array(is_whole)
     by_appearance = users.values.filter(whole).dictionary_encode()
@@ -120,10 +99,10 @@ def read_interactions(
     item_numbers, names = _by_frequency(items.values.filter(whole))
     order = np.lexsort((times[is_whole], user_numbers))
     counts = np.bincount(user_numbers)
-    has_enough = counts >= min_items
+    has_enough = counts >= config.min_items
     if not has_enough.any():
         raise ConfigError(
-            f"no user has min_items={min_items} items: the longest sequence has "
+            f"no user has min_items={config.min_items} items: the longest sequence has "
             f"{counts.max(initial=0)}"
         )
     is_used = has_enough[user_numbers[order]]
@@ -168,12 +147,14 @@ def _times(column: pa.ChunkedArray, time_format: str) -> NDArray[np.float64]:
 _USERS_AT_ONCE = 4096
 
 
-class SequenceData:
+class SequenceData(LogDataset):
     """A `Dataset` of user sequences, with one sparse feature.
 
     A training sample is a user's last items without the very last; a held-out sample includes it.
     All labels are 1, and there are no dense features.
     """
+
+    num_dense = 0
 
     def __init__(self, config: InteractionsLayout, progress: Progress | None = None) -> None:
         """Read and group the log.
@@ -182,91 +163,33 @@ class SequenceData:
             config: the config's section.
             progress: called during conversion.
         """
+        super().__init__(config, dict.fromkeys(Split, "users'"))
         self._config = config
-        self.malformed = MalformedLines(config.malformed_limit)
-        """The malformed lines."""
-        source = LogSource(
-            config.layout,
-            list_files(config.files),
-            _columns(config),
-            prepared=config.prepared,
-            malformed=self.malformed,
-            progress=progress,
-        )
-        self.log: InteractionLog = read_interactions(
-            source,
-            user=config.user,
-            item=config.item,
-            time=config.time,
-            time_format=config.time_format,
-            min_items=config.min_items,
-            incomplete_limit=config.malformed_limit,
-        )
+        self.log = read_interactions(LogSource(config, self.malformed, progress), config)
         """The sequences of all users."""
         lengths = np.minimum(self.log.lengths - 1, config.max_length)
-        self.features: Sequence[LogFeature] = (
-            LogFeature(config.feature, len(self.log.item_values), float(lengths.mean())),
-        )
+        self.features = (Feature(config.feature, len(self.log.item_values), float(lengths.mean())),)
         """The single feature: a sequence's items."""
-
-    @property
-    def num_dense(self) -> int:
-        """The number of dense features: none."""
-        return 0
 
     def num_rows(self, split: Split) -> int:
         """Return how many samples a split has: one per user."""
         return self.log.num_users
 
-    def num_batches(self, split: Split, global_batch_size: int) -> int:
-        """Return how many batches a split's epoch has."""
-        return self._plan(global_batch_size).num_batches
+    def _read(self, split: Split, plan: EpochPlan, start: int) -> Iterator[Batch]:
+        is_shuffled, seed = self._config.is_shuffled and split is Split.TRAIN, self._config.seed
+        users = np.arange(self.log.num_users)
+        for epoch, first_batch in plan.epochs(start):
+            if is_shuffled:
+                users = row_order(len(users), epoch=epoch, window=0, seed=seed)
+            for number in range(first_batch, plan.num_batches):
+                first = number * plan.global_batch_size + plan.rank * plan.batch_size
+                places = np.arange(first, first + plan.batch_size)
+                yield self._batch(split, users.take(places, mode="wrap"))
 
-    def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return how many global batches all epochs have; `None` if they never end."""
-        if not self._config.epochs:
-            return None
-        return self._config.epochs * self.num_batches(Split.TRAIN, global_batch_size)
-
-    def batches(
-        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
-    ) -> BatchStream:
-        """Make this rank's part of a split's global batches; see `Dataset.batches`.
-
-        Training batches end after the config's epochs, held-out ones after one.
-        """
-        check_batch(global_batch_size, rank, world_size, start)
-        plan = self._plan(global_batch_size)
-        plan.check("users'")
-        return self._stream(lambda: self._read(split, plan, rank, world_size, start))
-
-    def samples_once(self, split: Split, *, rank: int, world_size: int) -> BatchStream:
-        """Make one sample per user once, dealt to ranks, in batches of any size."""
-
-        def batches() -> Iterator[Batch]:
-            users = np.arange(rank, self.log.num_users, world_size)
-            for first in range(0, len(users), _USERS_AT_ONCE):
-                yield self._batch(split, users[first : first + _USERS_AT_ONCE])
-
-        return self._stream(batches)
-
-    def _read(
-        self, split: Split, plan: EpochPlan, rank: int, world_size: int, start: int
-    ) -> Iterator[Batch]:
-        is_trained = split is Split.TRAIN
-        epochs = self._config.epochs if is_trained else 1
-        size = plan.global_batch_size // world_size
-        order, ordered_epoch = np.arange(self.log.num_users), -1
-        for batch in count(start):
-            epoch, number = plan.place(batch)
-            if epochs and epoch >= epochs:
-                return
-            if is_trained and self._config.is_shuffled and epoch != ordered_epoch:
-                seed = self._config.seed
-                order = row_order(self.log.num_users, epoch=epoch, window=0, seed=seed)
-                ordered_epoch = epoch
-            first = number * plan.global_batch_size + rank * size
-            yield self._batch(split, order[np.arange(first, first + size) % len(order)])
+    def _read_once(self, split: Split, rank: int, world_size: int) -> Iterator[Batch]:
+        users = np.arange(rank, self.log.num_users, world_size)
+        for first in range(0, len(users), _USERS_AT_ONCE):
+            yield self._batch(split, users[first : first + _USERS_AT_ONCE])
 
     def _batch(self, split: Split, users: NDArray[np.int64]) -> Batch:
         bags = self.log.last_items(
@@ -275,23 +198,3 @@ class SequenceData:
         dense = np.empty((len(users), 0), dtype=np.float32)
         labels = np.ones(len(users), dtype=np.float32)
         return Samples(dense, labels, (bags,)).batch([self._config.feature])
-
-    def _stream(self, batches: Callable[[], Iterator[Batch]]) -> BatchStream:
-        return BatchStream(batches, num_ahead=self._config.num_ahead)
-
-    def _plan(self, global_batch_size: int) -> EpochPlan:
-        return EpochPlan(self.log.num_users, global_batch_size, self._config.rest)
-
-
-def interactions_to_convert(config: InteractionsLayout) -> list[ConvertedFile]:
-    """List the log's files that need conversion."""
-    files = list_files(config.files)
-    return converted_files(config.layout, files, _columns(config), config.prepared)
-
-
-def _columns(config: InteractionsLayout) -> Columns:
-    time = LogColumn(ColumnKind.TIME)
-    if config.time_format != "unix":
-        time = LogColumn(ColumnKind.WRITTEN_TIME, config.time_format)
-    text = LogColumn(ColumnKind.TEXT)
-    return {config.user: text, config.item: text, config.time: time}

@@ -18,6 +18,7 @@ import pyarrow.types as pt
 
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.data.dataset import Progress, Split
+from torchrec_2dsp.programs.data.logs.config import LogLayout
 from torchrec_2dsp.programs.data.logs.conversion import (
     MALFORMED,
     ConvertedFile,
@@ -35,8 +36,6 @@ from torchrec_2dsp.programs.data.logs.files import (
 from torchrec_2dsp.programs.data.logs.ids import encoded_texts, fractions_of, hash_texts
 from torchrec_2dsp.programs.data.logs.text import (
     ColumnKind,
-    Columns,
-    FileLayout,
     MalformedLines,
     Rows,
     is_label,
@@ -136,30 +135,23 @@ class LogSource:
 
     def __init__(
         self,
-        layout: FileLayout,
-        files: Sequence[str],
-        columns: Columns,
-        *,
-        prepared: str,
+        config: LogLayout,
         malformed: MalformedLines,
         progress: Progress | None = None,
     ) -> None:
         """Convert files where needed, and list all blocks.
 
         Args:
-            layout: the files' layout.
-            files: the paths, in order.
-            columns: the columns that each file must have.
-            prepared: the folder for converted files.
+            config: describes the files, and the columns that each must have.
             malformed: counts malformed lines.
             progress: called during conversion.
 
         Raises:
             ConfigError: a file can't be read, has no rows, or lacks a column.
         """
-        self.columns, self.malformed = columns, malformed
-        self._block_rows = layout.block_rows
-        converted = {file.file: file for file in converted_files(layout, files, columns, prepared)}
+        self.columns, self.malformed = config.read_columns(), malformed
+        self._block_rows = config.layout.block_rows
+        converted = {file.file: file for file in converted_files(config)}
         convert(list(converted.values()), progress=progress)
         self.fragments: list[ds.ParquetFileFragment] = []
         """The Parquet files."""
@@ -172,7 +164,7 @@ class LogSource:
         """The number of lines before a text file's first row."""
         self.blocks: list[LogBlock] = []
         """All blocks, in file and row order."""
-        for file in files:
+        for file in config.all_files():
             source = converted.get(file)
             blocks = self._direct(file) if source is None else self._converted(source)
             if not blocks:
@@ -280,8 +272,8 @@ class LogSource:
             how = f"{share} of {column!r} held out, in blocks of {sizes[0]} and {sizes[-1]} rows"
 
             def count(blocks: Sequence[LogBlock] = blocks) -> list[int]:
-                with LogReader(self) as reader:
-                    return [len(trained.rows(reader.block(block))) for block in blocks]
+                reader = LogReader(self)
+                return [len(trained.rows(reader.block(block))) for block in blocks]
 
             counts += remembered.counts(file, f"{how}, {len(sizes)} blocks", count)
         pairs = list(zip(self.blocks, counts, strict=True))
@@ -313,13 +305,12 @@ class LogReader:
         Raises:
             InputError: too many lines are malformed, or a row has no label from 0 to 1.
         """
-        if piece.by_hash is not None:
-            table = self.block(piece.block)
-            members = piece.by_hash.rows(table)
-            return table.take(pa.array(members if rows is None else members[rows]))
         if rows is None:
             rows = np.arange(piece.num_rows)
-        return self.block(piece.block, rows + piece.first)
+        if piece.by_hash is None:
+            return self.block(piece.block, piece.first + rows)
+        table = self.block(piece.block)
+        return table.take(pa.array(piece.by_hash.rows(table)[rows]))
 
     def block(self, block: LogBlock, rows: Rows | None = None) -> pa.Table:
         """Read and check a block's rows, all by default; see `read`."""
@@ -371,16 +362,6 @@ class LogReader:
                         f"{block.file}: {name!r} of row {row} is {labels[bad[0]]}, which isn't a "
                         "label from 0 to 1; leave such rows out when the file is written"
                     )
-
-    def close(self) -> None:
-        """Close the open file."""
-        self._cursor = None
-
-    def __enter__(self) -> "LogReader":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class _Cursor:
@@ -446,13 +427,12 @@ class _Remembered:
         return entry["counted"]
 
 
-def converted_files(
-    layout: FileLayout, files: Sequence[str], columns: Columns, prepared: str
-) -> list[ConvertedFile]:
+def converted_files(config: LogLayout) -> list[ConvertedFile]:
     """List the files that need conversion."""
+    layout, columns = config.layout, config.read_columns()
     return [
-        ConvertedFile(file, layout, columns, prepared)
-        for file in files
+        ConvertedFile(file, layout, columns, config.prepared)
+        for file in config.all_files()
         if kind_of(file).format != "parquet"
     ]
 

@@ -77,6 +77,7 @@ class FileLayout:
 
 
 _MISSING = ("", "NA", "N/A", "NULL", "null", "None", "nan", "NaN")
+_NO_TEXT = pa.scalar(None, pa.binary())
 COLUMN_TYPES = {
     ColumnKind.TEXT: pa.binary(),
     ColumnKind.NUMBER: pa.float32(),
@@ -359,13 +360,12 @@ def _numbers(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str
     for name, column in columns.items():
         texts = table[name]
         if column.kind in _PATTERNS:
-            missing = compute.is_in(texts, pa.array([text.encode() for text in _MISSING]))
-            texts = compute.if_else(missing, pa.scalar(None, pa.binary()), texts)
+            texts = _with_nulls(texts)
             pattern = _PATTERNS[column.kind]
             is_number = compute.match_substring_regex(texts, pattern).fill_null(True)
             for row in np.flatnonzero(~np.asarray(is_number)).tolist():
                 unreadable[row] = f"{name} is {texts[row].as_py()!r}, which isn't a number"
-            texts = compute.if_else(is_number, texts, pa.scalar(None, pa.binary()))
+            texts = compute.if_else(is_number, texts, _NO_TEXT)
             texts = texts.cast(pa.string()).cast(COLUMN_TYPES[column.kind])
         arrays[name] = texts
     return pa.table(arrays), unreadable
@@ -376,14 +376,19 @@ def _times(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str]]
     unreadable: dict[int, str] = {}
     for place, (name, column) in enumerate(columns.items()):
         if column.kind is ColumnKind.WRITTEN_TIME:
-            missing = compute.is_in(table[name], pa.array([text.encode() for text in _MISSING]))
-            texts = compute.if_else(missing, pa.scalar(None, pa.binary()), table[name])
+            texts = _with_nulls(table[name])
             times, is_wrong = times_of(texts, column.time_format)
             for row in np.flatnonzero(is_wrong).tolist():
                 text = texts[row].as_py()
                 unreadable[row] = f"{name} is {text!r}, which isn't a time ({column.time_format})"
             table = table.set_column(place, name, times)
     return table, unreadable
+
+
+def _with_nulls(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Replace texts that stand for a missing value by nulls."""
+    is_missing = compute.is_in(texts, pa.array([text.encode() for text in _MISSING]))
+    return compute.if_else(is_missing, _NO_TEXT, texts)
 
 
 def _bad_labels(table: pa.Table, columns: Columns) -> dict[int, str]:

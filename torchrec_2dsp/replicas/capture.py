@@ -55,23 +55,15 @@ class RowCapture:
         self._tables = tuple(tables)
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
-        self._exchange = GradientExchange(
+        self.exchange = GradientExchange(
             self._blocks, tbe.current_device, peers, codec, may_send_tables=may_send_tables
         )
+        """Sums the gradients over the peers."""
         self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
         self._pending: list[PendingGradients] = []
         self._is_accumulating = False
         # Autograd only runs a function's backward if an input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
-
-    @property
-    def by_owner(self) -> bool:
-        """True if row owners sum the next gradients, see `GradientExchange.by_owner`."""
-        return self._exchange.by_owner
-
-    @by_owner.setter
-    def by_owner(self, value: bool) -> None:
-        self._exchange.by_owner = value
 
     def accumulate(self) -> None:
         """Merge all backwards until the next `take` into one; peers learn of it there."""
@@ -124,7 +116,7 @@ class RowCapture:
             pending, self._is_accumulating = self._as_one_step(pending), False
         captured = [part.blocks for part in pending]
         for part in pending:
-            self._exchange.send(part)
+            self.exchange.send(part)
         for blocks in captured:
             self._check_finite(blocks)
         return pending
@@ -142,7 +134,7 @@ class RowCapture:
         return [PendingGradients(blocks, lookup, self._divisor)]
 
     def _announce(self, keys: Sequence[torch.Tensor]) -> Announcement:
-        return self._exchange.announce(keys, self._learning_rate())
+        return self.exchange.announce(keys, self._learning_rate())
 
     def _check_finite(self, gradients: Sequence[BlockGradients]) -> None:
         for block, captured in zip(self._blocks, gradients, strict=True):
@@ -161,7 +153,7 @@ class RowCapture:
     @property
     def _divisor(self) -> int:
         """The divisor of the sum over ranks, by TorchRec's current switch."""
-        return self._exchange.num_ranks if get_gradient_division() else 1
+        return self.exchange.num_ranks if get_gradient_division() else 1
 
 
 class _CapturedLookup(torch.autograd.Function):

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch.profiler import record_function
@@ -16,24 +15,13 @@ from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.exchange import PendingGradients
-from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
-from torchrec_2dsp.rows.gradients import RowGradients
+from torchrec_2dsp.replicas.sync_report import SyncAction, SyncReason, SyncReport
 from torchrec_2dsp.rows.update import DirectUpdater, RowUpdater, rule_for
 
 _LABEL = "## apply rows ##"
 
-
-class Updater(Protocol):
-    """Applies row gradients to a TBE."""
-
-    @property
-    def num_tables(self) -> int:
-        """The kernel's table count."""
-        ...
-
-    def apply(self, gradients: RowGradients) -> None:
-        """Update the rows once."""
-        ...
+Updater = RowUpdater | DirectUpdater
+"""Applies row gradients to a TBE."""
 
 
 def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
@@ -59,7 +47,7 @@ class _SentStep:
     is_checked: bool = False
 
 
-class GradientSyncAction:
+class GradientSyncAction(SyncAction):
     """The sync action of `GradientSync` and of hot rows.
 
     Gradients are sent at the end of a step, and may travel until a lookup needs the rows; up to
@@ -186,14 +174,14 @@ class GradientSyncAction:
         """Return the route of each kernel's next gradients, as the last exchange chose it."""
         if self._precedes_average:
             return {}
-        return {"by_owner": [int(capture.by_owner) for capture in self._captures]}
+        return {"by_owner": [int(capture.exchange.by_owner) for capture in self._captures]}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
         """Restore these routes; all peers load the same."""
         if self._precedes_average:
             return
         for capture, by_owner in zip(self._captures, state["by_owner"], strict=True):
-            capture.by_owner = bool(by_owner)
+            capture.exchange.by_owner = bool(by_owner)
 
     def _apply_step(self, step: _SentStep, needed_at: float) -> SyncReport:
         for gradients in chain.from_iterable(step.pending):

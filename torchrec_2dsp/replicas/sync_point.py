@@ -1,8 +1,7 @@
 """Exactly one sync per training backward, whoever asks first, and `WeightSync`'s action."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.profiler import record_function
@@ -10,12 +9,12 @@ from torch.profiler import record_function
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.plan.sync import SyncPolicy
 from torchrec_2dsp.replicas.drift import DriftCheck
-from torchrec_2dsp.replicas.row_average import RowAverage, SyncedShard
-from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
+from torchrec_2dsp.replicas.row_average import RowAverage
+from torchrec_2dsp.replicas.sync_report import SyncAction, SyncReason, SyncReport
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
 
 
-class WeightSyncAction:
+class WeightSyncAction(SyncAction):
     """`WeightSync`'s action: an average, and the step count that says when it is due.
 
     A step has one backward and several sync points, of which the first counts the step.
@@ -33,18 +32,9 @@ class WeightSyncAction:
         self._is_due = False
         self._pending = False
 
-    def before_update(
-        self, shards: Sequence[SyncedShard], rows: Callable[[], Sequence[torch.Tensor]]
-    ) -> None:
-        """Note that a backward is about to change the rows that ``rows`` returns."""
-        self._average.before_update(shards, rows)
-
     def backward_seen(self) -> None:
         """Note that a backward has begun."""
         self._pending, self._is_counted = True, False
-
-    def accumulate(self) -> None:
-        """Do nothing: one update or several, rows have changed."""
 
     @property
     def pending(self) -> bool:
@@ -78,35 +68,6 @@ class WeightSyncAction:
 
 
 _LABEL = "## replica sync ##"
-
-
-class SyncAction(Protocol):
-    """One way to make copies equal."""
-
-    @property
-    def pending(self) -> bool:
-        """True if a backward hasn't been synced yet."""
-        ...
-
-    def backward_seen(self) -> None:
-        """Note that a backward has begun."""
-        ...
-
-    def reach(self, reason: SyncReason) -> SyncReport:
-        """Sync what can't wait any longer; return an empty report if nothing is due."""
-        ...
-
-    def accumulate(self) -> None:
-        """Merge all backwards until the next sync into one update."""
-        ...
-
-    def state_dict(self) -> dict[str, list[int]]:
-        """Return what the next sync depends on beside the tables, while nothing is pending."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Continue from another such action's state."""
-        ...
 
 
 class SyncPoint:

@@ -1,6 +1,7 @@
-"""The reason for a sync, and the report on it."""
+"""The reason for a sync, what makes copies equal, and the report on it."""
 
 import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 
@@ -55,3 +56,29 @@ class SyncReport:
         return SyncReport(
             *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
         )
+
+
+class SyncAction:
+    """One way to make copies equal; hooks that an action doesn't override do nothing."""
+
+    @property
+    def pending(self) -> bool:
+        """True if a backward hasn't been synced yet."""
+        raise NotImplementedError
+
+    def backward_seen(self) -> None:
+        """Note that a backward has begun, on all ranks."""
+
+    def accumulate(self) -> None:
+        """Merge all backwards until the next sync into one update."""
+
+    def reach(self, reason: SyncReason) -> SyncReport:
+        """Sync what can't wait any longer; return an empty report if nothing is due."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Return what the next sync depends on beside the tables, while nothing is pending."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Continue from another such action's state."""

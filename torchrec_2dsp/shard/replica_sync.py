@@ -27,8 +27,8 @@ from torchrec_2dsp.replicas.gradient_sync import (
     quickest_updater,
 )
 from torchrec_2dsp.replicas.row_average import RowAverage
-from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint, WeightSyncAction
-from torchrec_2dsp.replicas.sync_report import SyncReason
+from torchrec_2dsp.replicas.sync_point import SyncPoint, WeightSyncAction
+from torchrec_2dsp.replicas.sync_report import SyncAction, SyncReason
 from torchrec_2dsp.replicas.synced_shard import (
     UNSYNCED_STATES,
     StateRule,
@@ -121,7 +121,7 @@ def _average(
     drift = DriftCheck(copied, peers, groups.alarm, sync.drift_every)
     action = WeightSyncAction(average, policy, drift)
     for kernel, shards in zip(kernels, by_kernel, strict=True):
-        kernel.tell_updates(lambda rows, shards=shards: action.before_update(shards, rows))
+        kernel.tell_updates(lambda rows, shards=shards: average.before_update(shards, rows))
     return action
 
 

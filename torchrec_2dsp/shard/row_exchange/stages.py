@@ -9,7 +9,7 @@ before the first lookup: whichever lies at an owner's place gets the number that
 `RowPrefetch` sends rows early for a pipeline that announces its batches.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.plan.parameter_sharding import RowOwners, RowSpread, num_rows
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.drift import fingerprint
-from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
+from torchrec_2dsp.replicas.sync_report import SyncAction, SyncReason, SyncReport
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.row_exchange.exchange import RowContext, RowFetch
 from torchrec_2dsp.shard.row_exchange.journey import RowJourney
@@ -196,8 +196,11 @@ _PREFETCH_LABEL = "## rows beside computing ##"
 _FINISH_LABEL = "## finish row gradients ##"
 
 
-class LaggingGradients:
-    """A sync action that finishes lagging updates, whose rows the next batch doesn't need."""
+class LaggingGradients(SyncAction):
+    """A sync action that finishes lagging updates, whose rows the next batch doesn't need.
+
+    Journeys announce theirs by `expect`. Where updates accumulate, none lags.
+    """
 
     def __init__(self) -> None:
         self._journeys: list[RowJourney] = []
@@ -206,12 +209,6 @@ class LaggingGradients:
     def pending(self) -> bool:
         """True while updates lag."""
         return bool(self._journeys)
-
-    def backward_seen(self) -> None:
-        """Do nothing: journeys announce lagging gradients by `expect`."""
-
-    def accumulate(self) -> None:
-        """Do nothing: no update lags where updates accumulate."""
 
     def expect(self, journey: RowJourney) -> None:
         """Note that a journey has lagging gradients."""
@@ -237,13 +234,6 @@ class LaggingGradients:
         if reason is SyncReason.READ:
             self.finish()
         return SyncReport()
-
-    def state_dict(self) -> dict[str, list[int]]:
-        """Return nothing: the batches determine which gradients lag."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Do nothing, like `state_dict`."""
 
 
 class RowPrefetch(Stage):

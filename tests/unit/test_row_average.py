@@ -36,7 +36,7 @@ def test_noted_rows_have_the_values_of_the_last_sync(intervals: list[list[list[i
         changed = touched.changed()
         expected = sorted({row for batch in backwards for row in batch})
         assert sorted(changed.rows.tolist()) == expected
-        for noted, base in zip(changed.bases, bases, strict=True):
+        for noted, base in zip(changed.values, bases, strict=True):
             assert torch.equal(noted, base[changed.rows])
         assert touched.bitmap().nonzero().view(-1).tolist() == expected
         touched.forget()

@@ -21,22 +21,9 @@ from torchrec_2dsp.comms.alarm import Alarm, as_ours
 from torchrec_2dsp.comms.collectives import Arriving, Packed, pack, start_all_gather_ragged, unpack
 from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.replicas.sync_report import SyncReport
-from torchrec_2dsp.replicas.synced_shard import Changed, StateRule, SyncedShard
+from torchrec_2dsp.replicas.synced_shard import ShardRows, StateRule, SyncedShard
 from torchrec_2dsp.replicas.whole_shard import average_whole_shard
 from torchrec_2dsp.rows.gradients import RowSum
-
-
-@dataclass(frozen=True)
-class SentRows:
-    """A peer's changed rows in a shard, as sent."""
-
-    rows: torch.Tensor
-    values: tuple[torch.Tensor, ...]
-    """For each tensor of the shard, these rows' values or changes."""
-
-    def part(self, places: slice) -> "SentRows":
-        """Return the rows at these places."""
-        return SentRows(self.rows[places], tuple(value[places] for value in self.values))
 
 
 def _sends_change(shard: SyncedShard, index: int, num_peers: int) -> bool:
@@ -55,10 +42,10 @@ def all_finite(shard: SyncedShard, values: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def rows_to_send(shard: SyncedShard, changed: Changed, num_peers: int) -> SentRows:
+def rows_to_send(shard: SyncedShard, changed: ShardRows, num_peers: int) -> ShardRows:
     """Return a shard's changed rows in the form in which they travel."""
     sent = []
-    parts = zip(shard.touched.tensors, changed.bases, shard.codecs, shard.dims, strict=True)
+    parts = zip(shard.touched.tensors, changed.values, shard.codecs, shard.dims, strict=True)
     for index, (tensor, base, codec, dim) in enumerate(parts):
         value = tensor.index_select(0, changed.rows)
         if _sends_change(shard, index, num_peers):
@@ -66,10 +53,10 @@ def rows_to_send(shard: SyncedShard, changed: Changed, num_peers: int) -> SentRo
         if codec is not None:
             value = codec.encode(value.float().view(len(value), dim))
         sent.append(value)
-    return SentRows(changed.rows, tuple(sent))
+    return ShardRows(changed.rows, tuple(sent))
 
 
-def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) -> int:
+def average_rows(shard: SyncedShard, own: ShardRows, peers: Sequence[ShardRows]) -> int:
     """Write the average of all rows that any peer has changed, and count them.
 
     ``peers`` are in the same order on every rank.
@@ -77,7 +64,7 @@ def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) ->
     by_row = RowSum(torch.cat([peer.rows for peer in peers]))
     rows = by_row.keys
     places = by_row.places().split([peer.rows.numel() for peer in peers])
-    for index, (tensor, own_base) in enumerate(zip(shard.touched.tensors, own.bases, strict=True)):
+    for index, (tensor, own_base) in enumerate(zip(shard.touched.tensors, own.values, strict=True)):
         tensor.index_copy_(0, own.rows, own_base)
         base = tensor.index_select(0, rows)
         sent = [peer.values[index] for peer in peers]
@@ -167,7 +154,7 @@ class AverageTransfer:
         self,
         pieces: Sequence[Piece],
         shards: Sequence[SyncedShard],
-        own: Sequence[SentRows],
+        own: Sequence[ShardRows],
         group: dist.ProcessGroup,
     ) -> None:
         self._pieces = pieces
@@ -199,7 +186,7 @@ class AverageTransfer:
         encoded = sum(part.num_bytes for part in self._layouts[self._rank])
         return (plain - encoded) * (len(self._layouts) - 1)
 
-    def arrived(self) -> Iterator[tuple[Piece, list[SentRows]]]:
+    def arrived(self) -> Iterator[tuple[Piece, list[ShardRows]]]:
         """Wait, then yield each piece with what every peer sent."""
         received = [
             iter(unpack(*pair))
@@ -210,7 +197,7 @@ class AverageTransfer:
             yield (
                 piece,
                 [
-                    SentRows(next(parts).long(), tuple(next(parts) for _ in range(num_tensors)))
+                    ShardRows(next(parts).long(), tuple(next(parts) for _ in range(num_tensors)))
                     for parts in received
                 ],
             )
@@ -234,8 +221,8 @@ _WHOLE = -1
 
 
 class _OwnRows(NamedTuple):
-    changed: Changed
-    sent: SentRows
+    changed: ShardRows
+    sent: ShardRows
 
     def part(self, places: slice) -> "_OwnRows":
         return _OwnRows(self.changed.part(places), self.sent.part(places))
@@ -354,7 +341,7 @@ class RowAverage:
         self, own_rows: Sequence[_OwnRows | None], counts: Sequence[Sequence[Sequence[int]]]
     ) -> SyncReport:
         """Average the shards with few touched rows; the others have no counts here."""
-        sent: list[tuple[AverageTransfer, list[Changed]]] = []
+        sent: list[tuple[AverageTransfer, list[ShardRows]]] = []
         num_sent = [0] * len(self._shards)
         for pieces in messages(counts, self._row_bytes):
             parts: list[_OwnRows] = []

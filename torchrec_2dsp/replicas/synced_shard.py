@@ -91,18 +91,18 @@ def break_even_share(row_bytes: int, num_peers: int) -> float:
 
 
 @dataclass(frozen=True)
-class Changed:
-    """The rows that this rank has changed in one table shard."""
+class ShardRows:
+    """Rows of a table shard, with values for each of its tensors."""
 
     rows: torch.Tensor
     """Distinct row ids, ascending, int64 `[n]`."""
 
-    bases: tuple[torch.Tensor, ...]
-    """For each tensor, these rows after the last sync."""
+    values: tuple[torch.Tensor, ...]
+    """For each tensor, these rows' bases, or what a peer sends for them."""
 
-    def part(self, places: slice) -> "Changed":
+    def part(self, places: slice) -> "ShardRows":
         """Return the rows at these places."""
-        return Changed(self.rows[places], tuple(base[places] for base in self.bases))
+        return ShardRows(self.rows[places], tuple(value[places] for value in self.values))
 
 
 class TouchedRows:
@@ -118,7 +118,7 @@ class TouchedRows:
         """Views of the shard's weights and optimizer state."""
         self.num_rows = self.tensors[0].shape[0]
         self._max_noted = int(max_share * self.num_rows)
-        self._noted: list[Changed] = []
+        self._noted: list[ShardRows] = []
         self._num_noted = 0
         self._is_noted: torch.Tensor | None = None
         self.is_overfull = False
@@ -147,17 +147,17 @@ class TouchedRows:
             self.bitmap()[new] = True
             self._noted, self.is_overfull = [], True
         elif new.numel():
-            self._noted.append(Changed(new.long(), self._values(new)))
+            self._noted.append(ShardRows(new.long(), self._values(new)))
 
-    def changed(self) -> Changed:
+    def changed(self) -> ShardRows:
         """Return the noted rows with their bases."""
         if len(self._noted) == 1:
             return self._noted[0]
         no_rows = torch.empty(0, dtype=torch.int64, device=self.device)
-        noted = self._noted or [Changed(no_rows, self._values(no_rows))]
+        noted = self._noted or [ShardRows(no_rows, self._values(no_rows))]
         rows, order = torch.cat([changed.rows for changed in noted]).sort()
-        bases = zip(*(changed.bases for changed in noted), strict=True)
-        return Changed(rows, tuple(torch.cat(parts).index_select(0, order) for parts in bases))
+        bases = zip(*(changed.values for changed in noted), strict=True)
+        return ShardRows(rows, tuple(torch.cat(parts).index_select(0, order) for parts in bases))
 
     def forget(self) -> None:
         """Forget all noted rows after a sync."""

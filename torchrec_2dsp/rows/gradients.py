@@ -187,7 +187,7 @@ class LookupRows:
         self._shape = shape
         self._blocks = tuple(blocks)
         self.sums = tuple(
-            _sum_by_row(shape, block, occurrences)
+            _sum_by_row(shape, block, *occurrences)
             for block, occurrences in zip(blocks, _by_block(shape, blocks, lookup), strict=True)
         )
         """Each block's touched rows, with the contributions to their gradients."""
@@ -213,24 +213,16 @@ class LookupRows:
         return grad_output.reshape(-1, block.dim)
 
 
-@dataclass(frozen=True)
-class _Occurrences:
-    """The ids that a block's features look up, feature by feature."""
-
-    ids: torch.Tensor
-    """Row numbers in their tables, int64."""
-    lengths: torch.Tensor
-    """Ids per bag, `[features, batch]`."""
-    weights: torch.Tensor | None
-
-
-def _by_block(shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> list[_Occurrences]:
+def _by_block(
+    shape: TbeShape, blocks: Sequence[Block], lookup: Lookup
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Return each block's ids, their number in each bag, `[features, batch]`, and their weights."""
     num_features = len(shape.feature_tables)
     batch_size = (lookup.offsets.numel() - 1) // num_features
     lengths = lookup.offsets.diff().view(num_features, batch_size)
     weights = None if lookup.weights is None else lookup.weights.float()
     if len(blocks) == 1:
-        return [_Occurrences(lookup.ids.long(), lengths, weights)]
+        return [(lookup.ids.long(), lengths, weights)]
     sizes = lengths.sum(dim=1).tolist()
 
     def of_block(block: Block, values: torch.Tensor) -> torch.Tensor:
@@ -238,7 +230,7 @@ def _by_block(shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> list[
         return torch.cat([by_feature[feature] for feature in block.features])
 
     return [
-        _Occurrences(
+        (
             of_block(block, lookup.ids).long(),
             lengths[list(block.features)],
             None if weights is None else of_block(block, weights),
@@ -247,23 +239,37 @@ def _by_block(shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> list[
     ]
 
 
-def _sum_by_row(shape: TbeShape, block: Block, occurrences: _Occurrences) -> RowSum:
+def _sum_by_row(
+    shape: TbeShape,
+    block: Block,
+    ids: torch.Tensor,
+    lengths: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> RowSum:
     """Return the sum that turns the output's contributions into a block's row gradients."""
-    ids, lengths, weights = occurrences.ids, occurrences.lengths, occurrences.weights
-    num_ids = ids.numel()
     bases = block.feature_bases(shape, ids.device)
-    keys = ids + bases.repeat_interleave(lengths.sum(dim=1), output_size=num_ids)
+    keys = ids + bases.repeat_interleave(lengths.sum(dim=1), output_size=ids.numel())
     if shape.is_sequence:
         return RowSum(keys, weights=weights)
+    return sum_of_bags(keys, lengths, weights, is_mean=shape.is_mean)[0]
+
+
+def sum_of_bags(
+    keys: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, *, is_mean: bool
+) -> tuple[RowSum, torch.Tensor | None]:
+    """Return the sum that turns bags' gradients into their rows', and each id's factor in it.
+
+    Keys come feature by feature; ``lengths`` are `[features, batch]`. A mean is a weighted sum.
+    """
+    (num_features, batch_size), num_ids = lengths.shape, keys.numel()
     per_bag = lengths.reshape(-1)
-    num_features, batch_size = lengths.shape
-    # Contributions are ordered sample by sample, ids feature by feature.
-    places = torch.arange(per_bag.numel(), device=ids.device).view(batch_size, num_features)
-    sources = places.t().reshape(-1).repeat_interleave(per_bag, output_size=num_ids)
-    if shape.is_mean:
+    if is_mean:
         shares = per_bag.clamp(min=1).reciprocal().repeat_interleave(per_bag, output_size=num_ids)
         weights = shares if weights is None else weights * shares
-    return RowSum(keys, sources, weights)
+    # Gradients are ordered sample by sample, ids feature by feature.
+    places = torch.arange(per_bag.numel(), device=keys.device).view(batch_size, num_features)
+    sources = places.t().reshape(-1).repeat_interleave(per_bag, output_size=num_ids)
+    return RowSum(keys, sources, weights), weights
 
 
 _MAX_INT32 = torch.iinfo(torch.int32).max

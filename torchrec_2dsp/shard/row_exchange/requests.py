@@ -29,7 +29,7 @@ from torchrec_2dsp._compat.torchrec import (
 from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.comms.row_wire import narrow_ids
 from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
-from torchrec_2dsp.rows.gradients import RowSum
+from torchrec_2dsp.rows.gradients import RowSum, sum_of_bags
 
 _MAX_INT32 = torch.iinfo(torch.int32).max
 
@@ -169,8 +169,17 @@ class RowNumbering:
         keys = keys.to(self._bounds.dtype)
         if self._block.pooling == "NONE":
             return self.distinct(keys)
-        sums, places, bags = _in_bags(keys, features, lengths, self._block.pooling)
-        return NeededRows(sums, places, self._counts(sums), bags)
+        weights, is_mean = features.weights_or_none(), self._block.pooling == "MEAN"
+        weights = None if weights is None else weights.float()
+        sums, weights = sum_of_bags(keys, lengths, weights, is_mean=is_mean)
+        num_features, batch_size = lengths.shape
+        bags = torch.arange(num_features * batch_size, device=keys.device)
+        by_feature = bags.view(num_features, batch_size).t().reshape(-1).int()
+        bag_lengths, places, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+            by_feature, lengths.reshape(-1), sums.places(), weights, keys.numel()
+        )
+        by_sample = Bags(num_features, bag_lengths, weights)
+        return NeededRows(sums, places, self._counts(sums), by_sample)
 
     def distinct(self, keys: torch.Tensor) -> NeededRows:
         """Return the distinct rows among keys."""
@@ -199,28 +208,6 @@ class RowNumbering:
         if self._positions is not None:
             owners = self._positions[owners]
         return owners * self._block.stride + in_shard + per_id(self._feature_bases)
-
-
-def _in_bags(
-    keys: torch.Tensor, features: KeyedJaggedTensor, lengths: torch.Tensor, pooling: str
-) -> tuple[RowSum, torch.Tensor, Bags]:
-    """Return the sums by row, each occurrence's row, and the bags."""
-    num_ids, (num_features, batch_size) = keys.numel(), lengths.shape
-    per_bag = lengths.reshape(-1)
-    weights = features.weights_or_none()
-    weights = None if weights is None else weights.float()
-    if pooling == "MEAN":
-        # An average is a weighted sum.
-        shares = per_bag.clamp(min=1).reciprocal().repeat_interleave(per_bag, output_size=num_ids)
-        weights = shares if weights is None else weights * shares
-    bags = torch.arange(num_features * batch_size, device=keys.device)
-    by_sample = bags.view(batch_size, num_features).t().reshape(-1)
-    sums = RowSum(keys, by_sample.repeat_interleave(per_bag, output_size=num_ids), weights)
-    by_feature = bags.view(num_features, batch_size).t().reshape(-1).int()
-    bag_lengths, places, bag_weights = torch.ops.fbgemm.permute_1D_sparse_data(
-        by_feature, per_bag, sums.places(), weights, num_ids
-    )
-    return sums, places, Bags(num_features, bag_lengths, bag_weights)
 
 
 def part_by_part(lists: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> torch.Tensor:

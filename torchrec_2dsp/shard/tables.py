@@ -9,13 +9,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_2dsp._compat.fbgemm import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-    iteration_of,
-    learning_rate_of,
-    set_iteration,
-    set_learning_rate,
-)
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp._compat.shardings import (
     fused_params_of,
     lookups_of,
@@ -336,33 +330,3 @@ def completed_input(notes: BatchNotes, arrived: Any) -> Any:
         for awaitable, context in zip(notes.asked.awaitables, notes.shardings, strict=True)
     )
     return notes.asked.wait().wait() if is_incomplete else arrived
-
-
-def progress_of(tables: Tables2D) -> dict[str, Any]:
-    """Return this rank's counters in a module; only the same plan and rank can use them."""
-    return {
-        "actions": tables.sync_point.state_dict(),
-        "iterations": [iteration_of(tbe) for tbe in tables.tbes()],
-        "learning_rates": [learning_rate_of(tbe) for tbe in tables.tbes()],
-    }
-
-
-def restore_progress(tables: Tables2D, progress: dict[str, Any]) -> None:
-    """Restore `progress_of` on the same rank, under the same plan."""
-    tables.sync_point.load_state_dict(progress["actions"])
-    for tbe, iteration, learning_rate in zip(
-        tables.tbes(), progress["iterations"], progress["learning_rates"], strict=True
-    ):
-        set_iteration(tbe, iteration)
-        set_learning_rate(tbe, learning_rate)
-
-
-def max_iteration(tables: Tables2D) -> int:
-    """Return the most forwards that a kernel has counted."""
-    return max((iteration_of(tbe) for tbe in tables.tbes()), default=0)
-
-
-def count_iterations_from(tables: Tables2D, iteration: int) -> None:
-    """Let this rank's kernels go on as after ``iteration`` forwards."""
-    for tbe in tables.tbes():
-        set_iteration(tbe, iteration)

@@ -9,6 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
+from torchrec_2dsp._compat.fbgemm import (
+    iteration_of,
+    learning_rate_of,
+    set_iteration,
+    set_learning_rate,
+)
 from torchrec_2dsp._compat.managed_collisions import History
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import CheckpointError, PlanError
@@ -16,12 +22,6 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.managed_collisions import managed_collisions
 from torchrec_2dsp.shard.parted import sharded_tables
-from torchrec_2dsp.shard.tables import (
-    count_iterations_from,
-    max_iteration,
-    progress_of,
-    restore_progress,
-)
 
 
 def complete_model(model: nn.Module) -> None:
@@ -64,7 +64,14 @@ def rank_state(model: nn.Module) -> dict[str, Any]:
     """Return this rank's state, which fits the same plan on the same rank only."""
     return {
         "plan": plan_digest(model),
-        "progress": [progress_of(tables) for tables in sharded_tables(model)],
+        "progress": [
+            {
+                "actions": tables.sync_point.state_dict(),
+                "iterations": [iteration_of(tbe) for tbe in tables.tbes()],
+                "learning_rates": [learning_rate_of(tbe) for tbe in tables.tbes()],
+            }
+            for tables in sharded_tables(model)
+        ],
         "num_bad_ids": {
             tables.table_names[0]: tables.num_bad_ids for tables in sharded_tables(model)
         },
@@ -74,7 +81,7 @@ def rank_state(model: nn.Module) -> dict[str, Any]:
 def iterations(model: nn.Module) -> dict[str, int]:
     """Return each table's number of forwards, as this rank's kernels have counted them."""
     return {
-        name: max_iteration(tables)
+        name: max((iteration_of(tbe) for tbe in tables.tbes()), default=0)
         for tables in sharded_tables(model)
         for name in tables.table_names
     }
@@ -137,13 +144,20 @@ def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -
 def restore_rank_state(model: nn.Module, saved: dict[str, Any]) -> None:
     """Write this rank's state back; the plan has to be the one of the save."""
     for tables, progress in zip(sharded_tables(model), saved["progress"], strict=True):
-        restore_progress(tables, progress)
+        tables.sync_point.load_state_dict(progress["actions"])
+        for tbe, iteration, learning_rate in zip(
+            tables.tbes(), progress["iterations"], progress["learning_rates"], strict=True
+        ):
+            set_iteration(tbe, iteration)
+            set_learning_rate(tbe, learning_rate)
 
 
 def restore_iterations(model: nn.Module, saved: dict[str, int]) -> None:
     """Set how many forwards all kernels have counted, if the plan isn't the one of the save."""
     for tables in sharded_tables(model):
-        count_iterations_from(tables, max(saved.get(name, 0) for name in tables.table_names))
+        iteration = max(saved.get(name, 0) for name in tables.table_names)
+        for tbe in tables.tbes():
+            set_iteration(tbe, iteration)
 
 
 def restore_bad_ids(model: nn.Module, saved: Sequence[dict[str, int]]) -> None:

@@ -374,24 +374,13 @@ class ModelParallel2D(DMPCollection):
                     + (f"{', '.join(hot_tables)} have them" if hot_tables else "no table has them")
                 )
             renewed = {name: HotSet.of(rows) for name, rows in hot_sets.items()}
-            by_tables = [
-                (
-                    tables,
-                    {
-                        name: hot_set
-                        for name, hot_set in renewed.items()
-                        if name in tables.hot_sets.by_table
-                    },
-                )
-                for tables in self.sharded_tables()
-            ]
-            for tables, sets in by_tables:
-                tables.hot_sets.check(sets)
+            for tables in self.sharded_tables():
+                tables.hot_sets.check(renewed)
             facts["the hot sets"] = "\n".join(
                 f"{name}: {hot_set.row_ids}" for name, hot_set in sorted(renewed.items())
             )
-        for tables, sets in by_tables:
-            tables.hot_sets.renew(sets)
+        for tables in self.sharded_tables():
+            tables.hot_sets.renew(renewed)
 
     def broadcast_replicas(self) -> None:
         """Give every group the tables of the first one, after weights were written by hand.

@@ -156,8 +156,8 @@ class HotSets:
         return [batch for batch in self._waiting if batch() is not None]
 
     def check(self, hot_sets: Mapping[str, HotSet]) -> None:
-        """Raise unless there is room for these sets."""
-        for name, hot_set in hot_sets.items():
+        """Raise unless there is room for these sets; those of other modules' tables are ignored."""
+        for name, hot_set in self._own(hot_sets).items():
             table = self._tables[name]
             hot_set.check_fits(name, table.num_rows)
             if len(hot_set) > table.num_slots:
@@ -168,11 +168,14 @@ class HotSets:
                 )
 
     def renew(self, hot_sets: Mapping[str, HotSet]) -> None:
-        """Let new batches use these sets; unnamed tables keep theirs."""
+        """Let new batches use these sets; unnamed tables keep theirs, others are ignored."""
         self.check(hot_sets)
-        for name, hot_set in hot_sets.items():
+        for name, hot_set in self._own(hot_sets).items():
             self._tables[name] = replace(self._tables[name], hot_set=hot_set)
         self.newest = self._ids()
+
+    def _own(self, hot_sets: Mapping[str, HotSet]) -> dict[str, HotSet]:
+        return {name: hot_set for name, hot_set in hot_sets.items() if name in self._tables}
 
     def _ids(self, hot_sets: Mapping[str, HotSet] | None = None) -> HotIds:
         hot_sets = self.by_table if hot_sets is None else hot_sets

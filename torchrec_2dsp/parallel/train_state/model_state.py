@@ -125,8 +125,8 @@ def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -
     for tables in sharded_tables(model):
         steps = [saved["policy_steps"].get(name, 0) for name in tables.table_names]
         tables.sync_point.count_from(max(steps) or step)
-        stored = {name: saved["hot_sets"].get(name) for name in tables.hot_sets.by_table}
-        saved_sets = {name: hot_sets for name, hot_sets in stored.items() if hot_sets is not None}
+        own = tables.hot_sets.by_table
+        saved_sets = {name: sets for name, sets in saved["hot_sets"].items() if name in own}
         newest = {name: HotSet.of(hot_sets["newest"]) for name, hot_sets in saved_sets.items()}
         tables.hot_sets.renew(newest)
         num_older = max((len(hot_sets["older"]) for hot_sets in saved_sets.values()), default=0)

@@ -11,27 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torchrec.distributed.types import Awaitable, CommOp, ShardingType
+from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.shardings import (
-    ShardingFacts,
-    callbacks_of,
-    facts_of,
-    id_exchange_of,
-    widened,
-)
-from torchrec_2dsp._compat.torchrec import (
-    CwPooledEmbeddingSharding,
-    EmbeddingShardingContext,
-    KJTAllToAll,
-    RwPooledEmbeddingSharding,
-    SequenceEmbeddingsAllToAll,
-    TwPooledEmbeddingDist,
-    TwPooledEmbeddingSharding,
-)
+from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, SequenceEmbeddingsAllToAll
 from torchrec_2dsp.rows.gradients import RowSum
-from torchrec_2dsp.shard.kernels import PooledLookup, pooled_lookup
+from torchrec_2dsp.shard.kernels import PooledLookup
 
 
 @dataclass(frozen=True)
@@ -113,31 +98,7 @@ class NonEmptyContext(EmbeddingShardingContext):
             bags.record_stream(stream)
 
 
-class FilledBagsFinder:
-    """Finds a batch's bags with ids, when TorchRec exchanges the ids."""
-
-    def __init__(self, channels: Sequence[Channel], num_features: Sequence[int]) -> None:
-        self._channels = tuple(channels)
-        self._num_features = list(num_features)
-        self._filled: list[FilledBags] = []
-
-    def listen(self, exchange: KJTAllToAll) -> None:
-        """Inspect all features that pass through an exchange, which are sorted by owner."""
-        # A hook, because TorchRec's pipelines replace `forward` by one that fuses exchanges.
-        exchange.register_forward_pre_hook(lambda _, arguments: self._look_at(arguments[0]))
-
-    def widened_context(self, context: EmbeddingShardingContext) -> NonEmptyContext:
-        """Add the filled bags to the context; its batch was exchanged last."""
-        filled, self._filled = self._filled, []
-        return widened(context, NonEmptyContext, {"filled": filled})
-
-    def _look_at(self, features: KeyedJaggedTensor) -> None:
-        by_feature = features.lengths().view(sum(self._num_features), features.stride())
-        by_owner = by_feature.split(self._num_features)
-        self._filled = [_find(channel, by_owner) for channel in self._channels]
-
-
-def _find(channel: Channel, lengths: Sequence[torch.Tensor]) -> FilledBags:
+def find_filled(channel: Channel, lengths: Sequence[torch.Tensor]) -> FilledBags:
     """Return a channel's bags with ids."""
     places = []
     batch_size = lengths[0].shape[1]
@@ -158,10 +119,6 @@ def filled_bags(lengths: torch.Tensor, features: Sequence[int]) -> torch.Tensor:
     is_all = len(features) == len(lengths)
     chosen_lengths = lengths if is_all else lengths[list(features)]
     return chosen_lengths.t() > 0
-
-
-NonEmptySharding = TwPooledEmbeddingSharding | CwPooledEmbeddingSharding | RwPooledEmbeddingSharding
-"""TorchRec's shardings whose bags can travel without the empty ones."""
 
 
 @dataclass(frozen=True)
@@ -313,49 +270,3 @@ class _Put(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0].index_select(0, ctx.places), None
-
-
-class NonEmptyBags:
-    """Makes a sharding's parts: the finder for non-empty bags and their exchange."""
-
-    def __init__(self, facts: ShardingFacts, codecs: Any, *, is_summed: bool) -> None:
-        self._facts, self._codecs, self._is_summed = facts, codecs, is_summed
-        self._dims = [
-            [dim for config in configs for dim in config.embedding_dims()]
-            for configs in facts.configs_per_rank
-        ]
-        self._channels = channels_of(self._dims, is_summed=is_summed)
-        self._finder = FilledBagsFinder(self._channels, [len(dims) for dims in self._dims])
-
-    @classmethod
-    def of(cls, sharding: NonEmptySharding, *, is_summed: bool) -> "NonEmptyBags":
-        """Make a sharding's parts."""
-        registry = sharding.qcomm_codecs_registry or {}
-        codecs = registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
-        return cls(facts_of(sharding), codecs, is_summed=is_summed)
-
-    def heard(self, input_dist: Any) -> Any:
-        """Return TorchRec's input exchange, after registering the finder with it."""
-        self._finder.listen(id_exchange_of(input_dist))
-        return input_dist
-
-    def output_dist(self, device: torch.device | None, stock: Any) -> NonEmptyExchange:
-        """Make the exchange that replaces TorchRec's output exchange."""
-        callbacks = callbacks_of(stock) if isinstance(stock, TwPooledEmbeddingDist) else ()
-        return NonEmptyExchange(
-            self._dims,
-            self._channels,
-            self._facts.group,
-            device or self._facts.device,
-            self._codecs,
-            list(callbacks),
-        )
-
-    def lookup(self, device: torch.device | None, feature_processor: Any) -> NonEmptyLookup:
-        """Make the lookup for this rank's shards."""
-        kind = ShardingType.ROW_WISE if self._is_summed else None
-        return pooled_lookup(self._facts, device, feature_processor, kind, NonEmptyLookup)
-
-    def widened_context(self, context: EmbeddingShardingContext) -> NonEmptyContext:
-        """Add the filled bags to the context; its batch's ids were sent last."""
-        return self._finder.widened_context(context)

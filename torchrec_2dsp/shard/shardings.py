@@ -9,13 +9,17 @@ from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import CommOp, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.shardings import (
+    callbacks_of,
     facts_of,
     id_exchange_of,
+    regroup,
     replace_reduce_scatter,
     replace_reduce_scatter_in_node,
+    widened,
 )
 from torchrec_2dsp._compat.torchrec import (
     BaseEmbeddingDist,
@@ -25,20 +29,34 @@ from torchrec_2dsp._compat.torchrec import (
     EmbeddingSharding,
     EmbeddingShardingContext,
     GridPooledEmbeddingSharding,
+    GroupedEmbeddingConfig,
     RwPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
+    SequenceShardingContext,
+    TwPooledEmbeddingDist,
     TwPooledEmbeddingSharding,
     TwRwPooledEmbeddingSharding,
     TwSequenceEmbeddingSharding,
+    intra_and_cross_node_pg_2D,
 )
 from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.comms.row_wire import narrow_ids
-from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
-from torchrec_2dsp.shard.codecs import UnevenReduceScatter
+from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
+from torchrec_2dsp.shard.codecs import UnevenReduceScatter, codecs_by_dim
 from torchrec_2dsp.shard.data_parallel import DpPooled, DpSequence
 from torchrec_2dsp.shard.kernels import PooledLookup, pooled_lookup, sequence_lookup
-from torchrec_2dsp.shard.nonempty import NonEmptyBags
-from torchrec_2dsp.shard.row_exchange.exchange import RowExchange
+from torchrec_2dsp.shard.nonempty import (
+    FilledBags,
+    NonEmptyContext,
+    NonEmptyExchange,
+    NonEmptyLookup,
+    channels_of,
+    find_filled,
+)
+from torchrec_2dsp.shard.row_exchange.exchange import RowContext, RowFetch, SequenceRowContext
+from torchrec_2dsp.shard.row_exchange.lookup import RowLookup, config_by_row
+from torchrec_2dsp.shard.row_exchange.requests import RowBlock, RowRequests
 
 Device = torch.device | None
 
@@ -156,26 +174,54 @@ class _NonEmpty(_SendsIds):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.bags = NonEmptyBags.of(cast(Any, self), is_summed=self.is_summed)
-        """Finds and exchanges the bags."""
+        self._facts = facts_of(cast(Any, self))
+        self._dims = [
+            [dim for config in configs for dim in config.embedding_dims()]
+            for configs in self._facts.configs_per_rank
+        ]
+        self._channels = channels_of(self._dims, is_summed=self.is_summed)
+        self._filled: list[FilledBags] = []
+        """The bags with ids of the batch whose ids were sent last."""
 
     def create_input_dist(self, device: Device = None) -> Any:
         """Make TorchRec's input exchange, and note which bags have ids."""
-        return self.bags.heard(super().create_input_dist(device))
+        input_dist = super().create_input_dist(device)
+        # A hook, because TorchRec's pipelines replace `forward` by one that fuses exchanges.
+        id_exchange_of(input_dist).register_forward_pre_hook(
+            lambda _, arguments: self._note_filled(arguments[0])
+        )
+        return input_dist
+
+    def _note_filled(self, features: KeyedJaggedTensor) -> None:
+        num_features = [len(of_owner) for of_owner in self._dims]
+        by_feature = features.lengths().view(sum(num_features), features.stride())
+        by_owner = by_feature.split(num_features)
+        self._filled = [find_filled(channel, by_owner) for channel in self._channels]
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> Any:
         """Make the lookup for this rank's shards."""
-        return self.bags.lookup(device, feature_processor)
+        kind = ShardingType.ROW_WISE if self.is_summed else None
+        return pooled_lookup(self._facts, device, feature_processor, kind, NonEmptyLookup)
 
     def create_output_dist(self, device: Device = None) -> Any:
         """Make the exchange for bags with ids."""
-        return self.bags.output_dist(device, super().create_output_dist(device))
+        stock = super().create_output_dist(device)
+        registry = cast(Any, self).qcomm_codecs_registry or {}
+        return NonEmptyExchange(
+            self._dims,
+            self._channels,
+            self._facts.group,
+            device or self._facts.device,
+            registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name),
+            list(callbacks_of(stock)) if isinstance(stock, TwPooledEmbeddingDist) else [],
+        )
 
     def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
         """Add the bags that will come to the context; its batch's ids were sent last."""
-        return self.bags.widened_context(context)
+        filled, self._filled = self._filled, []
+        return widened(context, NonEmptyContext, {"filled": filled})
 
 
 class NonEmptyTw(_NonEmpty, TwPooledEmbeddingSharding):
@@ -193,31 +239,72 @@ class NonEmptyRw(_NonEmpty, RwPooledEmbeddingSharding):
 
 
 class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
-    """Row-wise tables whose distinct rows travel once."""
+    """Row-wise tables whose distinct rows travel once, see `row_exchange`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         (sharding_infos,) = args[:1] or (kwargs["sharding_infos"],)
-        self.rows = RowExchange.of(cast(Any, self), sharding_infos)
-        """Requests and fetches rows."""
+        kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
+        spread = {
+            info.embedding_config.name
+            for info in sharding_infos
+            if info.param_sharding.owners is RowOwners.HASH
+        }
+        sharding = cast(Any, self)
+        # A kernel returns one row per id, so its tables have one dimension.
+        regroup(sharding, [_by_dim(groups) for groups in facts_of(sharding).configs_per_rank])
+        self._facts = facts = facts_of(sharding)
+        codecs = codecs_by_dim(kind, sharding.qcomm_codecs_registry)
+        self._row_codecs = [
+            codecs(config.embedding_tables[0].local_cols) for config in facts.configs
+        ]
+        self._blocks = [RowBlock.of(config, spread) for config in facts.configs]
+        self._owners = Peers(facts.group)
+        # TorchRec's groups for node-wise sharding: one rank per host, or one host, has none.
+        num_in_host = facts.env.node_group_size or 1
+        if kind.exchange is Exchange.ROW_PER_HOST and 1 < num_in_host < facts.group.size():
+            in_host_and_across = intra_and_cross_node_pg_2D(facts.env, facts.device)
+            self._owners = Peers(facts.group, *in_host_and_across)
+        self._requests: RowRequests | None = None
 
     def create_input_dist(self, device: Device = None) -> Any:
         """Make the requests for rows."""
-        return self.rows.input_dist(device)
+        self._requests = RowRequests(self._blocks, self._owners, device or self._facts.device)
+        return self._requests
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> Any:
         """Make the lookup for this rank's rows."""
-        return self.rows.lookup(device)
+        return RowLookup(
+            grouped_configs=[config_by_row(config) for config in self._facts.configs],
+            pg=self._facts.group,
+            device=device or self._facts.device,
+            env=self._facts.env,
+        )
 
     def create_output_dist(self, device: Device = None) -> Any:
         """Make the row fetch."""
-        return self.rows.output_dist(device)
+        return RowFetch(self._blocks, self._owners, device or self._facts.device, self._row_codecs)
 
     def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
         """Add the rows that will come to the context; its batch's ids were sent last."""
-        return self.rows.widened_context(context)
+        assert self._requests is not None
+        assert self._requests.requested is not None
+        requested, self._requests.requested = self._requests.requested, None
+        is_sequence = isinstance(context, SequenceShardingContext)
+        kind = SequenceRowContext if is_sequence else RowContext
+        return widened(context, kind, {"requested": requested})
+
+
+def _by_dim(groups: Sequence[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:
+    """Regroup tables by dimension."""
+    by_dim = []
+    for group in groups:
+        for dim in dict.fromkeys(table.local_cols for table in group.embedding_tables):
+            tables = [table for table in group.embedding_tables if table.local_cols == dim]
+            by_dim.append(replace(group, embedding_tables=tables))
+    return by_dim
 
 
 class RowExchangePooled(_ExchangesRows, RwPooledEmbeddingSharding):

@@ -1,41 +1,28 @@
-"""`RowExchange`: a sharding's parts, among them the row fetch, and a batch's context.
+"""`RowFetch`: a row-exchange sharding's output exchange, and a batch's context.
 
 TorchRec's row-wise sharding sends every bag's partial sums to its sample's rank. Here owners
 look up the requested rows, rows travel to the ranks that asked, and are pooled there. In the
-backward, one gradient per distinct row returns to its owner."""
+backward, one gradient per distinct row returns to its owner.
+"""
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of, regroup, widened
 from torchrec_2dsp._compat.torchrec import (
     EmbeddingShardingContext,
-    GroupedEmbeddingConfig,
-    RwPooledEmbeddingSharding,
-    RwSequenceEmbeddingSharding,
     SequenceEmbeddingsAllToAll,
     SequenceShardingContext,
-    intra_and_cross_node_pg_2D,
 )
 from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
-from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
-from torchrec_2dsp.shard.codecs import codecs_by_dim
 from torchrec_2dsp.shard.row_exchange.journey import AskedRows, RowJourney
-from torchrec_2dsp.shard.row_exchange.lookup import OwnedRows, RowLookup, config_by_row
-from torchrec_2dsp.shard.row_exchange.requests import (
-    HostHandover,
-    Requested,
-    RowBlock,
-    RowRequests,
-    pool_rows,
-)
+from torchrec_2dsp.shard.row_exchange.lookup import OwnedRows, RowLookup
+from torchrec_2dsp.shard.row_exchange.requests import HostHandover, Requested, RowBlock, pool_rows
 
 
 @dataclass(kw_only=True)
@@ -57,14 +44,6 @@ class RowContext(EmbeddingShardingContext):
 @dataclass(kw_only=True)
 class SequenceRowContext(RowContext, SequenceShardingContext):
     """A `RowContext` for sequences."""
-
-
-def with_rows(context: EmbeddingShardingContext, requested: Requested) -> RowContext:
-    """Add a batch's requested rows to TorchRec's context."""
-    is_sequence = isinstance(context, SequenceShardingContext)
-    return widened(
-        context, SequenceRowContext if is_sequence else RowContext, {"requested": requested}
-    )
 
 
 class RowFetch(nn.Module):
@@ -172,80 +151,3 @@ class PooledRows(Awaitable[torch.Tensor]):
         pooled = [pool_rows(rows.wait(), of) for rows, of in zip(fetching, needed, strict=True)]
         is_sequence = needed[0].bags is None
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=0 if is_sequence else 1)
-
-
-class RowExchange:
-    """Makes a row-exchange sharding's requests, lookup and fetch."""
-
-    def __init__(
-        self,
-        facts: ShardingFacts,
-        spread: Container[str],
-        codecs: Callable[[int], QuantizedCommCodecs | None],
-        *,
-        per_host: bool,
-    ) -> None:
-        self._facts = facts
-        self._codecs = [codecs(config.embedding_tables[0].local_cols) for config in facts.configs]
-        self._blocks = [RowBlock.of(config, spread) for config in facts.configs]
-        self._owners = Peers(facts.group)
-        # TorchRec's groups for node-wise sharding: one rank per host, or one host, has none.
-        num_in_host = facts.env.node_group_size or 1
-        if per_host and 1 < num_in_host < facts.group.size():
-            in_host_and_across = intra_and_cross_node_pg_2D(facts.env, facts.device)
-            self._owners = Peers(facts.group, *in_host_and_across)
-        self._requests: RowRequests | None = None
-
-    @classmethod
-    def of(
-        cls,
-        sharding: RwPooledEmbeddingSharding | RwSequenceEmbeddingSharding,
-        sharding_infos: list[Any],
-    ) -> "RowExchange":
-        """Make a sharding's parts, after regrouping its tables."""
-        kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
-        spread = {
-            info.embedding_config.name
-            for info in sharding_infos
-            if info.param_sharding.owners is RowOwners.HASH
-        }
-        # A kernel returns one row per id, so its tables have one dimension.
-        regroup(sharding, [_by_dim(groups) for groups in facts_of(sharding).configs_per_rank])
-        codecs = codecs_by_dim(kind, sharding.qcomm_codecs_registry)
-        per_host = kind.exchange is Exchange.ROW_PER_HOST
-        return cls(facts_of(sharding), spread, codecs, per_host=per_host)
-
-    def input_dist(self, device: torch.device | None) -> RowRequests:
-        """Make the requests, which serve as TorchRec's input exchange."""
-        self._requests = RowRequests(self._blocks, self._owners, device or self._facts.device)
-        return self._requests
-
-    def output_dist(self, device: torch.device | None) -> RowFetch:
-        """Make the fetch, which serves as TorchRec's output exchange."""
-        return RowFetch(self._blocks, self._owners, device or self._facts.device, self._codecs)
-
-    def lookup(self, device: torch.device | None) -> RowLookup:
-        """Make the lookup for this rank's rows."""
-        return RowLookup(
-            grouped_configs=[config_by_row(config) for config in self._facts.configs],
-            pg=self._facts.group,
-            device=device or self._facts.device,
-            env=self._facts.env,
-        )
-
-    def widened_context(self, context: EmbeddingShardingContext) -> RowContext:
-        """Add requested rows to the context; its batch's requests were sent last."""
-        assert self._requests is not None
-        assert self._requests.requested is not None
-        requested, self._requests.requested = self._requests.requested, None
-        return with_rows(context, requested)
-
-
-def _by_dim(groups: Sequence[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:
-    """Regroup tables by dimension."""
-    by_dim = []
-    for group in groups:
-        for dim in dict.fromkeys(table.local_cols for table in group.embedding_tables):
-            tables = [table for table in group.embedding_tables if table.local_cols == dim]
-            by_dim.append(replace(group, embedding_tables=tables))
-    return by_dim

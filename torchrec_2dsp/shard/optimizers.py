@@ -334,5 +334,5 @@ def _scaled_by_table(
 
 
 def table_of(parameter: str) -> str:
-    """Return the table that owns a parameter such as ``embedding_bags.t0.weight``."""
-    return parameter.split(".")[-2]
+    """Return the table that owns a parameter such as ``embedding_bags.t0.weight``, or nothing."""
+    return f".{parameter}".split(".")[-2]

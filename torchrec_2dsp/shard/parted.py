@@ -32,47 +32,6 @@ from torchrec_2dsp.shard.tables import Tables2D
 ShardedModule2D = ShardedEmbeddingBagCollection2D | ShardedEmbeddingCollection2D
 
 
-class SomeTables:
-    """Shows an unsharded module with some tables only."""
-
-    def __init__(self, module: Any, configs: Sequence[BaseEmbeddingConfig]) -> None:
-        self._module = module
-        self._configs: list[Any] = list(configs)
-        self._names = {config.name for config in configs}
-
-    def embedding_bag_configs(self) -> list[Any]:
-        """Return the shown configs, as `EmbeddingBagCollection` does."""
-        return self._configs
-
-    def embedding_configs(self) -> list[Any]:
-        """Return the shown configs, as `EmbeddingCollection` does."""
-        return self._configs
-
-    def embedding_names_by_table(self) -> list[list[str]]:
-        """Return output names as if there were no other tables."""
-        return get_embedding_names_by_table(self._configs)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the shown tables' parameters, by name."""
-        named = self._module.named_parameters()
-        return ((name, parameter) for name, parameter in named if self._has(name))
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the shown tables' parameters."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the shown tables' state."""
-        state = self._module.state_dict()
-        return {key: value for key, value in state.items() if self._has(key)}
-
-    def _has(self, key: str) -> bool:
-        return table_of(key) in self._names
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 @dataclass
 class PartContexts(Multistreamable):
     """A batch's context in each part."""

@@ -5,14 +5,15 @@ averaged where TorchRec can't; the rows of sequences return to their ids' positi
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingEnv, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     get_embedding_names_by_table,
@@ -24,6 +25,7 @@ from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, TableType
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.codecs import codecs_registry
+from torchrec_2dsp.shard.optimizers import table_of
 from torchrec_2dsp.shard.replica_sync import Replication
 from torchrec_2dsp.shard.shardings import sharding_class
 from torchrec_2dsp.shard.stages import (
@@ -39,11 +41,13 @@ from torchrec_2dsp.shard.tables import Tables2D
 
 
 class RunsPlan2D:
-    """A sharded module with this package's sharding types, and TorchRec's own names for them."""
+    """A sharded module with this package's sharding types and stages."""
+
+    tables: Tables2D
 
     @property
     def module_sharding_plan(self) -> Any:
-        """The plan from which TorchRec makes state dicts."""
+        """The plan from which TorchRec makes state dicts, with its own names for types."""
         return self._module_sharding_plan
 
     @module_sharding_plan.setter
@@ -55,6 +59,16 @@ class RunsPlan2D:
 
     def init_data_parallel(self) -> None:
         """Do nothing: data-parallel tables have their own optimizer, and need no DDP."""
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Let the stages see the batch, then distribute its ids."""
+        stock: Any = super()
+        return self.tables.send_ids(ctx, features, stock.input_dist)
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Look up rows, in the tables and in the stages."""
+        stock: Any = super()
+        return self.tables.look_up(ctx, input, stock.compute_and_output_dist)
 
 
 _AVERAGED_HERE = (
@@ -76,8 +90,9 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
     ) -> None:
         configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
         averaged = _averaged_here(configs, plan)
-        summing = cast(EmbeddingBagCollection, _Summing(module, averaged))
-        super().__init__(summing, plan, **stock)
+        summing = [_summing(table) if table.name in averaged else table for table in configs]
+        shown = cast(EmbeddingBagCollection, SomeTables(module, summing))
+        super().__init__(shown, plan, **stock)
         device = stock["device"] or torch.device("cpu")
         outputs = JoinBags(_outputs_of(configs, averaged))
         self.tables = Tables2D(self, module, configs, plan, replication, device, outputs)
@@ -107,14 +122,6 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
     def create_context(self) -> BagContext:
         """Make a batch's context."""
         return BagContext()
-
-    def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Let the stages see the batch, then distribute its ids."""
-        return self.tables.send_ids(ctx, features, super().input_dist)
-
-    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Look up rows, in the tables and in the stages."""
-        return self.tables.look_up(ctx, input, super().compute_and_output_dist)
 
 
 def _averaged_here(configs: Iterable[EmbeddingBagConfig], plan: ModulePlan2D) -> set[str]:
@@ -149,20 +156,49 @@ def _outputs_of(configs: Sequence[EmbeddingBagConfig], tables: set[str]) -> dict
     }
 
 
-class _Summing:
-    """An unsharded module that shows some averaging tables as summing ones."""
+def _summing(config: EmbeddingBagConfig) -> EmbeddingBagConfig:
+    """Return the config of a table whose bags are summed."""
+    summing = copy.copy(config)
+    summing.pooling = PoolingType.SUM
+    return summing
 
-    def __init__(self, module: Any, tables: Iterable[str]) -> None:
+
+class SomeTables:
+    """Shows an unsharded module with other table configs: some only, or with another pooling."""
+
+    def __init__(self, module: Any, configs: Sequence[BaseEmbeddingConfig]) -> None:
         self._module = module
-        self._configs = []
-        for config in module.embedding_bag_configs():
-            if config.name in set(tables):
-                config = copy.copy(config)
-                config.pooling = PoolingType.SUM
-            self._configs.append(config)
+        self._configs: list[Any] = list(configs)
+        self._names = {config.name for config in configs}
 
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+    def embedding_bag_configs(self) -> list[Any]:
+        """Return the shown configs, as `EmbeddingBagCollection` does."""
         return self._configs
+
+    def embedding_configs(self) -> list[Any]:
+        """Return the shown configs, as `EmbeddingCollection` does."""
+        return self._configs
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Return output names as if there were no other tables."""
+        return get_embedding_names_by_table(self._configs)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the shown tables' parameters, by name."""
+        named = self._module.named_parameters()
+        return ((name, parameter) for name, parameter in named if self._has(name))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the shown tables' parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the shown tables' state."""
+        state = self._module.state_dict()
+        return {key: value for key, value in state.items() if self._has(key)}
+
+    def _has(self, key: str) -> bool:
+        return table_of(key) in self._names
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -208,14 +244,6 @@ class ShardedEmbeddingCollection2D(RunsPlan2D, ColumnWiseSequences):  # pyright:
     def create_context(self) -> SequenceContext:
         """Make a batch's context."""
         return SequenceContext()
-
-    def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Let the stages see the batch, then distribute its ids."""
-        return self.tables.send_ids(ctx, features, super().input_dist)
-
-    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Look up rows, in the tables and in the stages."""
-        return self.tables.look_up(ctx, input, super().compute_and_output_dist)
 
 
 class JoinBags(Stage):

@@ -54,11 +54,12 @@ from torchrec_2dsp.shard.optimizers import (
     stock_optimizer_classes,
     stock_params,
 )
-from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, SomeTables
+from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D
 from torchrec_2dsp.shard.replica_sync import Replication
 from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingBagCollection2D,
     ShardedEmbeddingCollection2D,
+    SomeTables,
 )
 
 logger = logging.getLogger(__name__)

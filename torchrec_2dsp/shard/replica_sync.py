@@ -2,14 +2,13 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.types import ShardingType
-from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec, Transport
@@ -172,70 +171,6 @@ def _codec_of(tensor: torch.Tensor, transport: Transport, table: str) -> RowCode
             "wouldn't make smaller; leave the transport out"
         )
     return codec
-
-
-class SyncedOptimizer(CombinedOptimizer):
-    """TorchRec's combined optimizer behind a sync point.
-
-    Captured updates keep their lookup's learning rate, whatever a step hands to the kernels
-    meanwhile. Other changes come after them, and a reader sees the complete state.
-    """
-
-    def __init__(
-        self,
-        stock: CombinedOptimizer,
-        *,
-        after_backward: Callable[[], None],
-        before_change: Callable[[], None],
-        before_read: Callable[[], None],
-        after_load: Callable[[], None],
-        beside: Sequence[SplitTableBatchedEmbeddingBagsCodegen] = (),
-    ) -> None:
-        self._after_backward = after_backward
-        self._before_change = before_change
-        self._before_read = before_read
-        self._after_load = after_load
-        self._beside = list(beside)
-        super().__init__(list(stock.optimizers))
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Sync what is due, then hand the learning rate to the kernels."""
-        self._after_backward()
-        super().zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> None:
-        """Sync what is due, then hand the learning rate to the kernels."""
-        self._after_backward()
-        super().step(closure)
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]:
-        """The complete state; reading it is a sync point."""
-        self._before_read()
-        return super().state
-
-    def post_load_state_dict(self) -> None:
-        """Note that TorchRec has loaded a state dict."""
-        super().post_load_state_dict()
-        self._after_load()
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Sync what is pending, then set the iteration."""
-        self._before_change()
-        super().set_optimizer_step(step)
-        for tbe in self._beside:
-            tbe.set_optimizer_step(step)
-
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Sync what is pending, then change the running kernels."""
-        self._before_change()
-        if "lr" in params_dict:
-            # The kernels take it from here at the next training lookup.
-            for group in cast(list[dict[str, Any]], self.param_groups):
-                group["lr"] = params_dict["lr"]
-        super().update_hyper_parameters(params_dict)
-        for tbe in self._beside:
-            tbe.update_hyper_parameters(params_dict)
 
 
 logger = logging.getLogger(__name__)

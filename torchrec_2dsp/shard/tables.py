@@ -1,12 +1,13 @@
 """`Tables2D`: stages around TorchRec's sharded module, and its tables' state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
@@ -31,7 +32,7 @@ from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_acti
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
 from torchrec_2dsp.shard.kernels import Kernel
-from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication, SyncedOptimizer
+from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
@@ -81,13 +82,14 @@ class Tables2D:
             updates_at_once=self.groups.mesh.num_groups == 1 and not replication.captures,
             before_use=self._before_use,
         )
-        self._replicas = ReplicaSync(
+        self.replicas = ReplicaSync(
             self._kernels,
             plan,
             replication,
             list(self._actions_beside(replication)),
             self._broadcast_shards,
         )
+        """Keeps the copies of the tables equal."""
         arrangement = arrangement_of(plan, self._kernels, self.groups)
         self.stages: list[Stage] = [
             OneBatchSize(all_configs, _pack_size(module, plan)),
@@ -95,7 +97,7 @@ class Tables2D:
             outputs,
             *([] if self.hot_rows is None else [self.hot_rows]),
             *([] if arrangement is None else [arrangement]),
-            self._replicas,
+            self.replicas,
             self.prefetch,
         ]
         """The work beside TorchRec, in this order; see `Stage`."""
@@ -137,17 +139,7 @@ class Tables2D:
 
     def _watch_state(self) -> None:
         """Complete the module's state for every reader and writer."""
-        wrap_optimizer(
-            self.module,
-            lambda optimizer: SyncedOptimizer(
-                optimizer,
-                after_backward=lambda: self._replicas.reach(SyncReason.BACKWARD_OVER),
-                before_change=lambda: self._replicas.reach(SyncReason.READ),
-                before_read=self.complete_state,
-                after_load=self._after_write,
-                beside=self._hot_tbes(),
-            ),
-        )
+        wrap_optimizer(self.module, lambda stock: SyncedOptimizer(stock, self))
         self.module.register_state_dict_pre_hook(lambda *_: self.complete_state())
         # DistributedModelParallel loads without post-hooks, so the pre-hook does both.
         self.module.register_load_state_dict_pre_hook(lambda *_: self._before_load())
@@ -155,7 +147,7 @@ class Tables2D:
     @property
     def sync_point(self) -> SyncPoint:
         """The point where replicas are made equal."""
-        return self._replicas.sync_point
+        return self.replicas.sync_point
 
     @property
     def num_bad_ids(self) -> int:
@@ -172,7 +164,7 @@ class Tables2D:
 
     def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """Return the FBGEMM modules in this rank's fused kernels and hot rows' kernels."""
-        return [kernel.tbe for kernel in self.kernels()] + self._hot_tbes()
+        return [kernel.tbe for kernel in self.kernels()] + self.hot_tbes()
 
     def send_ids(self, ctx: Context, features: Any, send: Callable[[Context, Any], Any]) -> Any:
         """Let each stage see the batch, then distribute its ids by ``send``.
@@ -255,8 +247,8 @@ class Tables2D:
 
     def _broadcast_shards(self) -> None:
         self.complete_state()
-        self._replicas.broadcast_shards()
-        self._after_write()
+        self.replicas.broadcast_shards()
+        self.after_write()
 
     def _watch_backward(self, notes: BatchNotes, output: Output) -> None:
         """Run `_backward_begins` when the output, which every rank has, gets its gradient."""
@@ -286,14 +278,67 @@ class Tables2D:
     def _before_load(self) -> None:
         self.expect_load()
         self.complete_state()
-        self._after_write()
+        self.after_write()
 
-    def _after_write(self) -> None:
+    def after_write(self) -> None:
+        """Note that weights or optimizer state were written otherwise than by training."""
         for stage in self.stages:
             stage.after_write()
 
-    def _hot_tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    def hot_tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        """Return the FBGEMM modules in the hot rows' kernels."""
         return [] if self.hot_rows is None else self.hot_rows.kernels()
+
+
+class SyncedOptimizer(CombinedOptimizer):
+    """TorchRec's combined optimizer behind a module's sync point.
+
+    Captured updates keep their lookup's learning rate, whatever a step hands to the kernels
+    meanwhile. Other changes come after them, and a reader sees the complete state.
+    """
+
+    def __init__(self, stock: CombinedOptimizer, tables: "Tables2D") -> None:
+        self._tables = tables
+        super().__init__(list(stock.optimizers))
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Sync what is due, then hand the learning rate to the kernels."""
+        self._tables.replicas.reach(SyncReason.BACKWARD_OVER)
+        super().zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        """Sync what is due, then hand the learning rate to the kernels."""
+        self._tables.replicas.reach(SyncReason.BACKWARD_OVER)
+        super().step(closure)
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """The complete state; reading it is a sync point."""
+        self._tables.complete_state()
+        return super().state
+
+    def post_load_state_dict(self) -> None:
+        """Note that TorchRec has loaded a state dict."""
+        super().post_load_state_dict()
+        self._tables.after_write()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Sync what is pending, then set the iteration."""
+        self._tables.replicas.reach(SyncReason.READ)
+        super().set_optimizer_step(step)
+        for tbe in self._tables.hot_tbes():
+            tbe.set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Sync what is pending, then change the running kernels."""
+        self._tables.replicas.reach(SyncReason.READ)
+        if "lr" in params_dict:
+            # The kernels take it from here at the next training lookup.
+            for group in cast(list[dict[str, Any]], self.param_groups):
+                group["lr"] = params_dict["lr"]
+        super().update_hyper_parameters(params_dict)
+        for tbe in self._tables.hot_tbes():
+            tbe.update_hyper_parameters(params_dict)
 
 
 def _pack_size(module: Module, plan: ModulePlan2D) -> int:

@@ -181,18 +181,18 @@ def optimizer_arguments(
     return dict(zip(names, values.tolist(), strict=True))
 
 
-_HAS_ONE_PER_ROW = {
+HAS_ROW_WISE_MOMENT = {
     EmbOptimType.ADAM: False,
     EmbOptimType.LAMB: False,
     EmbOptimType.PARTIAL_ROWWISE_ADAM: True,
     EmbOptimType.PARTIAL_ROWWISE_LAMB: True,
 }
-"""FBGEMM's optimizers that need a rule on a CPU, and whether their second moment is row-wise."""
+"""FBGEMM's Adams, which need a rule on a CPU, and whether their second moment is row-wise."""
 
 
 def needs_rule(optimizer: EmbOptimType, device_type: str) -> bool:
     """Return whether FBGEMM has no kernel for an optimizer that rules on tensors can replace."""
-    return device_type == "cpu" and optimizer in _HAS_ONE_PER_ROW
+    return device_type == "cpu" and optimizer in HAS_ROW_WISE_MOMENT
 
 
 def updates_by_rule(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
@@ -218,7 +218,7 @@ def adopt_optimizer(tbe: SplitTableBatchedEmbeddingBagsCodegen, params: dict[str
     if not needs_rule(optimizer, torch.device(tbe.current_device).type):
         return False
     second_moment = construct_split_state(
-        tbe.embedding_specs, rowwise=_HAS_ONE_PER_ROW[optimizer], cacheable=False
+        tbe.embedding_specs, rowwise=HAS_ROW_WISE_MOMENT[optimizer], cacheable=False
     )
     dtype = cast(Any, torch.float32)
     tbe._apply_split(second_moment, prefix="momentum2", dtype=dtype)
@@ -237,7 +237,7 @@ def without_update(
     Pipelines evaluate with gradients enabled: these don't tell whether a forward trains.
     """
     if not updates_by_rule(tbe):
-        is_counted = is_training or tbe.optimizer not in _HAS_ONE_PER_ROW
+        is_counted = is_training or tbe.optimizer not in HAS_ROW_WISE_MOMENT
         return run if is_counted else partial(_uncounted, tbe, run)
     optimizer = tbe.optimizer
 

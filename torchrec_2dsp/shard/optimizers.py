@@ -9,7 +9,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_2dsp._compat.fbgemm import EmbOptimType, needs_rule
+from torchrec_2dsp._compat.fbgemm import HAS_ROW_WISE_MOMENT, EmbOptimType, needs_rule
 from torchrec_2dsp._compat.torchrec import (
     InBackwardOptimizers,
     detach_in_backward_optimizers,
@@ -44,15 +44,7 @@ _IGNORED_ON_CPU = ("weight_decay", "max_norm")
 _ONLY_ON_CUDA = ("extra_optimizer_config", "optimizer_state_dtypes", "weight_decay_mode")
 _FLOATS = frozenset({DataType.FP32, DataType.FP16, DataType.BF16})
 
-_ADAMS = frozenset(
-    {
-        EmbOptimType.ADAM,
-        EmbOptimType.PARTIAL_ROWWISE_ADAM,
-        EmbOptimType.LAMB,
-        EmbOptimType.PARTIAL_ROWWISE_LAMB,
-    }
-)
-_PARTIAL = frozenset({EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB})
+_ADAMS = frozenset(HAS_ROW_WISE_MOMENT)
 _WITHOUT_DECAY = frozenset({EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD})
 _USED_BY = {
     "momentum": frozenset({EmbOptimType.LARS_SGD}),
@@ -91,14 +83,13 @@ def stock_params(
         raise ConfigError(
             f"both optimizer={optimizer!r} and fused_params['optimizer'] are given; give one"
         )
-    if not isinstance(optimizer, EmbOptimType):
-        for name in ("learning_rate", "eps"):
-            if name in (fused_params or {}):
-                raise ConfigError(
-                    f"both {optimizer!r} and fused_params[{name!r}] are given; leave out the latter"
-                )
     if isinstance(optimizer, EmbOptimType):
         return {**(fused_params or {}), "optimizer": optimizer}
+    for name in ("learning_rate", "eps"):
+        if name in (fused_params or {}):
+            raise ConfigError(
+                f"both {optimizer!r} and fused_params[{name!r}] are given; leave out the latter"
+            )
     return {
         **(fused_params or {}),
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -176,7 +167,7 @@ def _check_single_rows(table: str, optimizer: EmbOptimType, plan: ModulePlan2D) 
     """Refuse shards of one row beside others; TorchRec takes their second moment for a table's."""
     spec = plan[table].sharding_spec if table in plan else None
     rows = {shard.shard_sizes[0] for shard in getattr(spec, "shards", None) or ()}
-    if optimizer in _PARTIAL and 1 in rows and len(rows) > 1:
+    if HAS_ROW_WISE_MOMENT.get(optimizer) and 1 in rows and len(rows) > 1:
         raise UnsupportedError(
             f"table {table!r} has a shard of one row beside others, which TorchRec can't save with "
             f"{_name(optimizer)}; make it table-wise, or choose another optimizer"

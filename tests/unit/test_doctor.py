@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.support.versions import OLD, UNKNOWN, on_cpu
-from torchrec_2dsp._compat.versions import TRIED, CheckResult, Status, find_versions, set_for
+from torchrec_2dsp._compat.versions import TRIED, CheckResult, Status, find_versions, nearest_set
 from torchrec_2dsp.programs.cli import doctor as doctor_module
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.doctor import (
@@ -28,7 +28,7 @@ from torchrec_2dsp.programs.doctor import (
 
 ROOT = Path(__file__).parents[2]
 BROKEN = replace(on_cpu(OLD), fbgemm_gpu_cpu="1.7.0")
-HERE = set_for(find_versions())
+HERE = nearest_set(find_versions())
 OTHER = next(tried for tried in TRIED if tried is not HERE)
 """The set that isn't installed here."""
 

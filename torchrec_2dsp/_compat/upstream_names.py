@@ -15,8 +15,8 @@ from torchrec_2dsp._compat.versions import (
     FoundVersions,
     Status,
     find_versions,
+    nearest_set,
     require_supported_versions,
-    set_for,
     tried_text,
     untried_versions,
 )
@@ -106,7 +106,7 @@ def check_upstream_names() -> CheckResult:
         status=Status.FAILED if missing else Status.OK,
         found=f"missing: {'; '.join(missing)}" if missing else f"all {len(needed_names())}",
         expected="all that are imported",
-        remedy=set_for(find_versions()).install_torchrec() if missing else (),
+        remedy=nearest_set(find_versions()).install_torchrec() if missing else (),
     )
 
 

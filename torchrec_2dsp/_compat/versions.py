@@ -9,7 +9,7 @@ import ctypes
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -47,6 +47,11 @@ class FoundVersions:
     def fbgemm(self) -> str | None:
         """The fbgemm version, whichever build is installed."""
         return next(iter(self.fbgemm_builds.values()), None)
+
+    @property
+    def by_package(self) -> dict[str, str | None]:
+        """The version by name in `PACKAGES`."""
+        return {"torch": self.torch, "torchrec": self.torchrec, "fbgemm": self.fbgemm}
 
 
 def is_cpu_build(torch_version: str | None) -> bool:
@@ -196,18 +201,15 @@ def tried_text() -> str:
     return "; ".join(str(tried) for tried in TRIED)
 
 
-def nearest_set(versions: Mapping[str, str | None]) -> VersionSet:
+def nearest_set(versions: FoundVersions) -> VersionSet:
     """Return the tried set that needs the fewest changes: most installed versions belong to it.
 
     Of sets that need equally many, the one with the installed torch is taken, because torch is the
     largest to install again. If no installed version is tried, it is the first set.
-
-    >>> nearest_set({"torch": "2.14.1", "torchrec": "1.8.0", "fbgemm": "1.9.0"}).torchrec
-    '1.9.2'
     """
 
     def fitting(tried: VersionSet) -> list[bool]:
-        return [tried.has(package, versions[package]) for package in PACKAGES]
+        return [tried.has(*entry) for entry in versions.by_package.items()]
 
     return max(TRIED, key=lambda tried: (sum(fitting(tried)), *fitting(tried)))
 
@@ -236,21 +238,6 @@ class CheckResult:
     """Commands or sentences that repair the failure, in order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VersionReport:
-    """The results of all checks on one `FoundVersions`."""
-
-    checks: tuple[CheckResult, ...]
-
-    @property
-    def failures(self) -> tuple[CheckResult, ...]:
-        return tuple(check for check in self.checks if check.status is Status.FAILED)
-
-    @property
-    def is_supported(self) -> bool:
-        return not self.failures
-
-
 def check_python(version: tuple[int, int]) -> CheckResult:
     """Check the running interpreter's (major, minor) version."""
     oldest = ".".join(map(str, MIN_PYTHON))
@@ -264,44 +251,33 @@ def check_python(version: tuple[int, int]) -> CheckResult:
     )
 
 
-def check_versions(versions: FoundVersions) -> VersionReport:
+def check_versions(versions: FoundVersions) -> tuple[CheckResult, ...]:
     """Compare versions with the sets that are tried.
 
     A version of another set than the others is a failure. A version of no set is a warning; for
     torch and fbgemm only if both are untried, because fbgemm is compiled for one torch.
     """
-    nearest = set_for(versions)
+    nearest = nearest_set(versions)
     torch, fbgemm = versions.torch, versions.fbgemm
     is_new_pair = bool(torch and fbgemm) and not (
         tried_set("torch", torch) or tried_set("fbgemm", fbgemm)
     )
-    torchrec_commands = nearest.install_torchrec()
-    return VersionReport(
-        checks=(
-            _check_package("torch", torch, nearest, is_new_pair, nearest.install_torch()),
-            _check_package("torchrec", versions.torchrec, nearest, True, torchrec_commands),
-            _check_fbgemm(versions, nearest, is_new_pair),
-            _check_torchmetrics(versions.torchmetrics),
-        )
+    install_torch, install_torchrec = nearest.install_torch(), nearest.install_torchrec()
+    return (
+        _check_package("torch", torch, nearest, is_new_pair, install_torch),
+        _check_package("torchrec", versions.torchrec, nearest, True, install_torchrec),
+        _check_fbgemm(versions, nearest, is_new_pair),
+        _check_torchmetrics(versions.torchmetrics),
     )
-
-
-def set_for(versions: FoundVersions) -> VersionSet:
-    """Return the tried set that is nearest to these versions."""
-    return nearest_set(_by_package(versions))
 
 
 def untried_versions(versions: FoundVersions) -> dict[str, str]:
     """Return the installed versions that belong to no tried set, by package."""
     return {
         package: version
-        for package, version in _by_package(versions).items()
+        for package, version in versions.by_package.items()
         if version is not None and tried_set(package, version) is None
     }
-
-
-def _by_package(versions: FoundVersions) -> dict[str, str | None]:
-    return {"torch": versions.torch, "torchrec": versions.torchrec, "fbgemm": versions.fbgemm}
 
 
 def require_supported_versions(versions: FoundVersions | None = None) -> None:
@@ -311,9 +287,9 @@ def require_supported_versions(versions: FoundVersions | None = None) -> None:
     `require_upstream_names` checks whether they have all names that are needed.
     """
     versions = find_versions() if versions is None else versions
-    report = check_versions(versions)
-    if not report.is_supported:
-        raise VersionError(_mismatch_text(report))
+    checks = check_versions(versions)
+    if any(check.status is Status.FAILED for check in checks):
+        raise VersionError(_mismatch_text(checks))
     untried = untried_versions(versions)
     if untried:
         names = ", ".join(f"{package} {version}" for package, version in untried.items())
@@ -325,13 +301,14 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, UntriedVersionWarning, stacklevel=3)
 
 
-def _mismatch_text(report: VersionReport) -> str:
+def _mismatch_text(checks: Sequence[CheckResult]) -> str:
     rows = (
         f"  {check.name:<9} {check.found} (supported: {check.expected})"
-        for check in report.checks
+        for check in checks
         if check.name in PACKAGES
     )
-    commands = (f"  {line}" for check in report.failures for line in check.remedy)
+    failures = [check for check in checks if check.status is Status.FAILED]
+    commands = (f"  {line}" for check in failures for line in check.remedy)
     return (
         "torchrec_2dsp needs a torch, torchrec and fbgemm that belong together. Found:\n"
         + "\n".join(rows)

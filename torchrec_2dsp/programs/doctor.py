@@ -13,7 +13,7 @@ from torchrec_2dsp._compat.versions import (
     check_python,
     check_versions,
     find_versions,
-    set_for,
+    nearest_set,
 )
 
 _GROUP_TIMEOUT = timedelta(seconds=20)
@@ -32,12 +32,12 @@ def run_health_checks(
         run: also load torch, fbgemm and TorchRec, compute with them and open a process group.
     """
     versions = find_versions() if versions is None else versions
-    report = check_versions(versions)
-    install_torchrec = set_for(versions).install_torchrec()
+    checked = check_versions(versions)
+    install_torchrec = nearest_set(versions).install_torchrec()
     python = check_python((sys.version_info.major, sys.version_info.minor))
     launch = check_launch_environment(os.environ)
     if not run:
-        return (python, *report.checks, launch)
+        return (python, *checked, launch)
     runtime: tuple[tuple[str, Callable[[], CheckResult], tuple[str, ...]], ...] = (
         ("fbgemm operators", check_fbgemm_operators, _FBGEMM_REMEDY),
         ("torchrec import", check_torchrec, install_torchrec),
@@ -45,14 +45,14 @@ def run_health_checks(
         ("gloo", check_gloo, _GLOO_REMEDY),
         ("cuda", check_cuda, _CUDA_REMEDY),
     )
-    if not report.is_supported:
+    if any(check.status is Status.FAILED for check in checked):
         skipped = (
             CheckResult(name=name, status=Status.SKIPPED, found="not run: fix the versions first")
             for name, _, _ in runtime
         )
-        return (python, *report.checks, *skipped, launch)
+        return (python, *checked, *skipped, launch)
     ran = (run_guarded(name, check, remedy) for name, check, remedy in runtime)
-    return (python, *report.checks, *ran, launch)
+    return (python, *checked, *ran, launch)
 
 
 def run_guarded(

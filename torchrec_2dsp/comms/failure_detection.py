@@ -61,7 +61,7 @@ class Activity:
         self.phase = f"in {phase}"
 
 
-class Standing(enum.Enum):
+class Standing(enum.StrEnum):
     """A rank's state, as far as the others can tell."""
 
     HERE = "here"
@@ -80,8 +80,7 @@ class Notice:
     """A rank's message about itself."""
 
     rank: int
-    standing: str
-    """A `Standing`, as text."""
+    standing: Standing
     step: int
     phase: str
     error: str = ""
@@ -103,22 +102,24 @@ class Notice:
     @classmethod
     def decoded(cls, text: bytes) -> "Notice":
         """Return the notice that ``text`` encodes."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(**fields | {"standing": Standing(fields["standing"])})
 
 
 def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
     """Return the error that names the ranks to blame; ``cause`` is the error noticed here.
 
     Example:
-        >>> from torchrec_2dsp.comms.failure_detection import Notice, blame
-        >>> own = Notice(0, "here", 3, "in the backward")
-        >>> print(blame(own, [Notice(1, "failed", 3, "in the loader", "OSError: gone")], ""))
+        >>> from torchrec_2dsp.comms.failure_detection import Notice, Standing, blame
+        >>> own = Notice(0, Standing.HERE, 3, "in the backward")
+        >>> failed = Notice(1, Standing.FAILED, 3, "in the loader", "OSError: gone")
+        >>> print(blame(own, [failed], ""))
         rank 1 failed at step 3, in the loader: OSError: gone; rank 0 noticed it at step 3,
         in the backward
     """
     by_standing: dict[Standing, list[Notice]] = defaultdict(list)
     for notice in others:
-        by_standing[Standing(notice.standing)].append(notice)
+        by_standing[notice.standing].append(notice)
     seen = f" ({cause})" if cause else ""
     noticed = f"{name_of(own.rank)} noticed it {own.where}"
     if failed := by_standing[Standing.FAILED]:
@@ -131,7 +132,7 @@ def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
             ranks_of(silent),
         )
     everyone = sorted([own, *others], key=lambda notice: notice.rank)
-    if leavers := [notice for notice in everyone if notice.standing == Standing.LEFT.value]:
+    if leavers := [notice for notice in everyone if notice.standing is Standing.LEFT]:
         text = "; ".join(f"{name_of(n.rank)} left the loop after step {n.step}" for n in leavers)
         rest = [notice for notice in everyone if notice not in leavers]
         return RankError(
@@ -160,19 +161,6 @@ def _by_place(notices: Sequence[Notice]) -> str:
     for notice in notices:
         places[notice.where].append(notice.rank)
     return "; ".join(f"{name_of(*ranks)} {where}" for where, ranks in places.items())
-
-
-def encoded_verdict(error: RankError, step: int) -> str:
-    """Return a rank's verdict at ``step`` as text, for a store."""
-    return json.dumps({"text": str(error), "ranks": error.ranks, "step": step})
-
-
-def decoded_verdict(text: bytes, since_step: int) -> RankError | None:
-    """Return another rank's verdict; `None` if it is older than ``since_step``."""
-    verdict = json.loads(text)
-    if verdict["step"] < since_step:
-        return None
-    return RankError(verdict["text"], tuple(verdict["ranks"]))
 
 
 def ranks_of(notices: Sequence[Notice]) -> tuple[int, ...]:
@@ -277,8 +265,7 @@ class NoticeBoard:
         """Tell ranks that can't notice this rank's error why it is raised."""
         text = f"{name_of(self._rank)} failed {self.activity}: {self._error}"
         if self._verdict(self.activity.step - _STEPS_APART) is None:
-            verdict = encoded_verdict(RankError(text, (self._rank,)), self.activity.step)
-            self._store.set(_VERDICT, verdict)
+            self._post_verdict(RankError(text, (self._rank,)), self.activity.step)
         self._last_alarm = self._store.add(_ALARMS, 1)
         return True
 
@@ -322,14 +309,21 @@ class NoticeBoard:
         own_verdict = blame(own, self._ask(), cause)
         if (verdict := self._verdict(since)) is not None:
             return verdict
-        self._store.set(_VERDICT, encoded_verdict(own_verdict, own.step))
+        self._post_verdict(own_verdict, own.step)
         return own_verdict
 
     def _verdict(self, since_step: int) -> RankError | None:
         """Return a posted verdict; `None` if it is older than ``since_step``."""
         if not self._store.check([_VERDICT]):
             return None
-        return decoded_verdict(self._store.get(_VERDICT), since_step)
+        verdict = json.loads(self._store.get(_VERDICT))
+        if verdict["step"] < since_step:
+            return None
+        return RankError(verdict["text"], tuple(verdict["ranks"]))
+
+    def _post_verdict(self, error: RankError, step: int) -> None:
+        verdict = {"text": str(error), "ranks": error.ranks, "step": step}
+        self._store.set(_VERDICT, json.dumps(verdict))
 
     def _post_standing(self, standing: Standing, error: str = "") -> None:
         self._standing, self._error = standing, error
@@ -339,7 +333,7 @@ class NoticeBoard:
         activity = self.activity
         return Notice(
             rank=self._rank,
-            standing=self._standing.value,
+            standing=self._standing,
             step=activity.step,
             phase=activity.phase,
             error=self._error,
@@ -362,7 +356,7 @@ class NoticeBoard:
             is_last = time.monotonic() > deadline
             judged = [self._judged(notice, alarm, is_last=is_last) for notice in notices]
             others = [notice for notice in judged if notice is not None]
-            has_failed = any(notice.standing == Standing.FAILED.value for notice in others)
+            has_failed = any(notice.standing is Standing.FAILED for notice in others)
             if has_failed or len(others) == self._num_ranks - 1:
                 return others
             # The more ranks there are, the less often each of them reads.
@@ -370,15 +364,14 @@ class NoticeBoard:
 
     def _judged(self, notice: Notice, alarm: int, *, is_last: bool) -> Notice | None:
         """Return the notice with its rank's current standing; `None` while that is unknown."""
-        standing = Standing(notice.standing)
         is_recent = notice.step >= self.activity.step - _STEPS_APART
-        if standing is Standing.FAILED and is_recent:
+        if notice.standing is Standing.FAILED and is_recent:
             return notice
-        if standing is Standing.LEFT and notice.loop >= self.num_loops:
+        if notice.standing is Standing.LEFT and notice.loop >= self.num_loops:
             return notice
         if notice.alarm >= alarm:
-            return replace(notice, standing=Standing.HERE.value)
-        return replace(notice, standing=Standing.SILENT.value) if is_last else None
+            return replace(notice, standing=Standing.HERE)
+        return replace(notice, standing=Standing.SILENT) if is_last else None
 
     def _read(self) -> list[Notice]:
         keys = [_key(rank) for rank in range(self._num_ranks) if rank != self._rank]
@@ -423,10 +416,9 @@ class NoticeBoard:
 
     def _keep(self, watch: Watch) -> None:
         """Look for a silent rank, and end this rank's collectives once a rank is to blame."""
-        if watch.next_is_silent() and self._heard is None:
-            here = Standing.HERE.value
-            if any(notice.standing != here for notice in self._ask()):
-                self._heard = self._judge("")
+        is_silent = watch.next_is_silent() and self._heard is None
+        if is_silent and any(notice.standing is not Standing.HERE for notice in self._ask()):
+            self._heard = self._judge("")
         self.failure = self.failure or self._heard
         if self.failure is not None:
             watch.end_collectives()

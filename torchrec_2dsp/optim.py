@@ -158,29 +158,10 @@ def to_kernel_units(value: float, moment_scale: float) -> float:
 _Hits = TypeVar("_Hits", float, NDArray[np.floating])
 
 
-def moment_inflation(*, num_groups: int, hits: float, rho: float) -> float:
-    """Return the averaged moment over one group's, for a row with ``hits`` lookups.
-
-    ``1 + (M - 1) (1 + rho) / (1 + hits * rho)``: M for a row that is looked up once, 1 for one that
-    is looked up so often that nothing but the mean is left.
-
-    Args:
-        num_groups: M.
-        hits: lookups of the row in a global batch, the same in every batch.
-        rho: the squared mean over the variance of a lookup's gradient.
-
-    Example:
-        >>> from torchrec_2dsp.optim import moment_inflation
-        >>> [moment_inflation(num_groups=4, hits=hits, rho=1.0) for hits in (1, 2, 5)]
-        [4.0, 3.0, 2.0]
-    """
-    return 1 + (num_groups - 1) * (1 + rho) / (1 + hits * rho)
-
-
 def expected_moment_inflation(*, num_groups: int, hits: _Hits, rho: float) -> _Hits:
-    """Return the inflation of rows with ``hits`` lookups in the mean, by a Poisson law.
+    """Return the averaged moment over one group's, for rows with ``hits`` lookups in the mean.
 
-    ``1 + (M - 1) (1 + rho) / (1 + rho + hits * rho)``
+    By a Poisson law it is ``1 + (M - 1) (1 + rho) / (1 + rho + hits * rho)``.
 
     As the ``moment_scale`` of `MomentScaledRowWiseAdaGrad` it undoes the inflation of such rows.
 

@@ -239,8 +239,7 @@ class FlatCodec:
 
     Example:
         >>> import torch
-        >>> from torchrec_2dsp.codecs.rows import FlatCodec
-        >>> from torchrec_2dsp.codecs.rows import IntegerRows
+        >>> from torchrec_2dsp.codecs.rows import FlatCodec, IntegerRows
         >>> codec, numbers = FlatCodec(IntegerRows(bits=8), block=64), torch.linspace(-1, 1, 100)
         >>> sent = codec.encode(numbers)
         >>> sent.nbytes, codec.num_bytes(100)
@@ -261,10 +260,7 @@ class FlatCodec:
 
     def encode(self, numbers: torch.Tensor) -> torch.Tensor:
         """Encode numbers, from `[size]`, float32, to `[num_bytes]`, uint8."""
-        size = numbers.numel()
-        missing = self._num_blocks(size) * self.block - size
-        filled = torch.nn.functional.pad(numbers, (0, missing))
-        return self.codec.encode(filled.view(-1, self.block)).view(-1).view(torch.uint8)
+        return self.codec.encode(self._blocks(numbers)).view(-1).view(torch.uint8)
 
     def decode(self, encoded: torch.Tensor, size: int) -> torch.Tensor:
         """Decode numbers to `[size]`, float32."""
@@ -274,10 +270,13 @@ class FlatCodec:
 
     def error_bound(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return each number's largest possible change."""
-        size = numbers.numel()
-        missing = self._num_blocks(size) * self.block - size
-        blocks = torch.nn.functional.pad(numbers, (0, missing)).view(-1, self.block)
-        return self.codec.error_bound(blocks).repeat_interleave(self.block)[:size]
+        bounds = self.codec.error_bound(self._blocks(numbers))
+        return bounds.repeat_interleave(self.block)[: numbers.numel()]
+
+    def _blocks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers as `[blocks, block]`, filled up by zeros."""
+        missing = -numbers.numel() % self.block
+        return torch.nn.functional.pad(numbers, (0, missing)).view(-1, self.block)
 
     def _num_blocks(self, size: int) -> int:
         return -(-size // self.block)

@@ -35,8 +35,7 @@ class SparseCodec:
 
     Example:
         >>> import torch
-        >>> from torchrec_2dsp.codecs.rows import FlatCodec
-        >>> from torchrec_2dsp.codecs.rows import FloatRows
+        >>> from torchrec_2dsp.codecs.rows import FlatCodec, FloatRows
         >>> from torchrec_2dsp.codecs.sparse import Entries, SparseCodec
         >>> values = FlatCodec(FloatRows(torch.bfloat16), block=2)
         >>> codec = SparseCodec(num_elements=100_000, capacity=4, values=values)

@@ -30,7 +30,6 @@ from torchrec_2dsp.parallel.train_state.values import (
     hyper_parameters,
     load_states,
     random_state,
-    read_member,
     restore_hyper_parameters,
     restore_random_state,
     stored_member,
@@ -106,7 +105,7 @@ class Saved:
         members = {}
         for name, is_whole in header["is_whole"].items():
             places = [MEMBER] if is_whole else [f"rank{number}.{MEMBER}" for number in saved_ranks]
-            members[name] = [read_member(name, tensors, place) for place in places]
+            members[name] = [from_plain(tensors, f"{place}{name}.") for place in places]
         return cls(header, ranks.get(rank), ranks, members, header["num_ranks"] == num_ranks)
 
 

@@ -212,7 +212,7 @@ def check_member(name: str, member: object) -> None:
 
 
 def stored_member(name: str, member: Member) -> dict[str, torch.Tensor]:
-    """Encode a member's state as flat tensors."""
+    """Encode a member's state as flat tensors, whose names begin with the member's."""
     state = member if isinstance(member, dict) else member.state_dict()
     try:
         return to_plain(state, f"{name}.")
@@ -280,11 +280,6 @@ def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> 
                 f"{name} ({type(member).__name__}) refused its state ({type(error).__name__}: "
                 f"{error}), and the run is restored in part; make the object as it was made"
             ) from error
-
-
-def read_member(name: str, tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-    """Decode the state that `stored_member` encoded."""
-    return from_plain(tensors, f"{prefix}{name}.")
 
 
 HyperParameters = dict[str, dict[str, Any]]

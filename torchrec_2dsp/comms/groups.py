@@ -56,8 +56,8 @@ class WorldGroups:
         """All ranks."""
         self.shared: dict[Hashable, Any] = {}
         """Objects created once per world and shared, such as a mesh's groups."""
-        self._groups: list[dist.ProcessGroup] = []
-        self._beside: list[dist.ProcessGroup] = []
+        self._groups: dict[dist.ProcessGroup, bool] = {}
+        """Whether a thread beside the training thread issues a group's collectives."""
 
     @classmethod
     def current(cls) -> "WorldGroups":
@@ -75,9 +75,7 @@ class WorldGroups:
         ``is_beside`` if a thread beside the training thread issues its collectives.
         """
         if group is not self.world and group not in self:
-            self._groups.append(group)
-            if is_beside:
-                self._beside.append(group)
+            self._groups[group] = is_beside
 
     def settle(self) -> None:
         """Wait for all gloo collectives that the training threads of all ranks have begun.
@@ -89,8 +87,8 @@ class WorldGroups:
             A barrier on the world and on each group of its training threads: gloo's waits for
             what its group has begun before.
         """
-        beside = {id(group) for group in self._beside}
-        groups = [group for group in self._groups if exists(group) and id(group) not in beside]
+        entries = self._groups.items()
+        groups = [group for group, is_beside in entries if exists(group) and not is_beside]
         for group in (self.world, *groups):
             if dist.get_backend(group) != dist.Backend.NCCL:
                 dist.barrier(group)
@@ -98,16 +96,14 @@ class WorldGroups:
 
     def __contains__(self, group: dist.ProcessGroup) -> bool:
         """Return whether a group was added and isn't destroyed yet, here or by the user."""
-        return exists(group) and any(other is group for other in self._groups)
+        return exists(group) and group in self._groups
 
     def destroy(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Destroy the given groups that were added, newest first, without waiting for ranks."""
-        destroyed_ids = {id(group) for group in groups if group in self}
-        for group in reversed(self._groups):
-            if id(group) in destroyed_ids:
-                dist.destroy_process_group(group)
-        self._groups = [group for group in self._groups if id(group) not in destroyed_ids]
-        self._beside = [group for group in self._beside if id(group) not in destroyed_ids]
+        chosen = {group for group in groups if group in self}
+        for group in [group for group in reversed(self._groups) if group in chosen]:
+            dist.destroy_process_group(group)
+            del self._groups[group]
 
     def forget(self) -> None:
         """Destroy all groups and forget shared objects, without waiting for other ranks."""

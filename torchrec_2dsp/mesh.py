@@ -48,10 +48,7 @@ class Mesh2D:
     """The assignment of ranks to groups."""
 
     def __post_init__(self) -> None:
-        for name in ("num_groups", "group_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise MeshError(f"{name}={value!r} is not a positive integer")
+        _check_positive(num_groups=self.num_groups, group_size=self.group_size)
         if not isinstance(self.layout, RankLayout):
             raise MeshError(f"layout={self.layout!r} is not a RankLayout; use one of {_LAYOUTS}")
 
@@ -70,13 +67,11 @@ class Mesh2D:
             ...
             torchrec_2dsp.errors.MeshError: group_size=3 does not divide world_size=4; ...
         """
-        if world_size < 1:
-            raise MeshError(f"world_size={world_size} is not a positive integer")
+        _check_positive(world_size=world_size)
         if group_size < 1 or world_size % group_size:
-            sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
             raise MeshError(
                 f"group_size={group_size} does not divide world_size={world_size}; "
-                f"use one of {sizes}"
+                f"use one of {_list(_divisors(world_size))}"
             )
         return cls(world_size // group_size, group_size, layout)
 
@@ -137,8 +132,7 @@ class Mesh2D:
             >>> Mesh2D(num_groups=2, group_size=4).node_group_size(local_world_size=4)
             2
         """
-        if local_world_size < 1:
-            raise MeshError(f"local_world_size={local_world_size} is not a positive integer")
+        _check_positive(local_world_size=local_world_size)
         ranks_per_host = {
             count
             for group in self.rank_matrix()
@@ -215,10 +209,7 @@ class DenseMesh:
     Strided: ranks with the same layers are, so that gradients do."""
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise MeshError(f"{name}={value!r} is not a positive integer")
+        _check_positive(dp=self.dp, tp=self.tp, pp=self.pp)
 
     @classmethod
     def for_world(
@@ -288,6 +279,12 @@ class DenseMesh:
 
     def _neighbours(self, size: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(range(first, first + size)) for first in range(0, self.world_size, size))
+
+
+def _check_positive(**numbers: object) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise MeshError(f"{name}={value!r} is not a positive integer")
 
 
 def _divisors(number: int) -> list[int]:

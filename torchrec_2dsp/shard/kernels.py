@@ -178,13 +178,9 @@ class _CapturingKernel:
         run = without_update(self.tbe, run, is_training=is_training)
         if not torch.is_grad_enabled():
             return run()
-        if self._capture is None:
-            output = self._updating(run, features.weights_or_none())
-            if self._update_watchers and output.requires_grad:
-                self._announce_update(output, features)
-            return output
-        output = self._capture.lookup(run, features.weights_or_none())
-        if self._update_watchers:
+        look_up = self._updating if self._capture is None else self._capture.lookup
+        output = look_up(run, features.weights_or_none())
+        if self._update_watchers and output.requires_grad:
             self._announce_update(output, features)
         return output
 

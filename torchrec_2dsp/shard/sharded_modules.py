@@ -36,6 +36,7 @@ from torchrec_2dsp.shard.stages import (
     SequenceContext,
     Stage,
     cold_before_hot,
+    feature_of,
 )
 from torchrec_2dsp.shard.tables import Tables2D
 
@@ -335,17 +336,6 @@ class JoinSequences(Stage):
                     notes.hot.ids.by_feature[feature],
                 )
         return joined
-
-
-def feature_of(output_name: str) -> str:
-    """Return an output's feature; one that looks up several tables has ``@table`` in each name.
-
-    Example:
-        >>> from torchrec_2dsp.shard.sharded_modules import feature_of
-        >>> feature_of("item"), feature_of("item@t_long")
-        ('item', 'item')
-    """
-    return output_name.split("@")[0]
 
 
 def _joined(

@@ -149,8 +149,18 @@ class BagsOfSamples:
         return {name: _select(rows, self._of(name)) for name, rows in bags.items()}
 
     def _of(self, name: str) -> torch.Tensor:
-        # A feature that looks up several tables has a table's name in each output.
-        return self.indices[self.rows[name.split("@")[0]]]
+        return self.indices[self.rows[feature_of(name)]]
+
+
+def feature_of(output_name: str) -> str:
+    """Return an output's feature; one that looks up several tables has ``@table`` in each name.
+
+    Example:
+        >>> from torchrec_2dsp.shard.stages import feature_of
+        >>> feature_of("item"), feature_of("item@t_long")
+        ('item', 'item')
+    """
+    return output_name.split("@")[0]
 
 
 def _select(rows: JaggedTensor, bags: torch.Tensor) -> JaggedTensor:

@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_sparse_type
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    data_type_to_sparse_type,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.fbgemm import (
@@ -197,6 +201,7 @@ class HotSlice:
     column: int
     num_columns: int
     features: tuple[str, ...]
+    data_type: DataType
     is_sequence: bool
     """True for a row per id, false for a sum per bag."""
 
@@ -220,6 +225,7 @@ def hot_slices(
                 start,
                 size,
                 tuple(config.feature_names),
+                config.data_type,
                 is_sequence,
             )
             for start, size in columns
@@ -234,7 +240,6 @@ class HotTbe:
         self,
         slices: Sequence[HotSlice],
         fused_params: dict[str, Any],
-        data_type: Any,
         device: torch.device,
         *,
         peers: Peers,
@@ -258,7 +263,7 @@ class HotTbe:
             ],
             feature_table_map=[index for index, hot in enumerate(slices) for _ in hot.features],
             pooling_mode=PoolingMode.NONE if slices[0].is_sequence else PoolingMode.SUM,
-            weights_precision=data_type_to_sparse_type(data_type),
+            weights_precision=data_type_to_sparse_type(slices[0].data_type),
             device=device,
             **params_to_build(fused_params, device),
         )
@@ -332,16 +337,13 @@ class HotRows(Stage):
         self._tbes = [
             HotTbe(
                 slices,
-                params,
-                data_type,
+                fused_params[slices[0].table],
                 device,
                 peers=groups.hot_rows,
                 codec=gradients.transport.codec,
                 learning_rate=self._home_learning_rate,
             )
-            for (params, data_type), slices in _by_kernel(
-                hot_slices(configs, tables), configs, fused_params
-            )
+            for slices in _by_kernel(hot_slices(configs, tables), fused_params)
         ]
         self.sets = HotSets(configs, tables, device)
         # Until they are read from home, the replicas hold nothing.
@@ -481,19 +483,13 @@ class HotRows(Stage):
 
 
 def _by_kernel(
-    slices: Sequence[HotSlice],
-    configs: Sequence[BaseEmbeddingConfig],
-    fused_params: Mapping[str, dict[str, Any]],
-) -> list[tuple[tuple[dict[str, Any], Any], list[HotSlice]]]:
+    slices: Sequence[HotSlice], fused_params: Mapping[str, dict[str, Any]]
+) -> list[list[HotSlice]]:
     """Group slices by TBE: equal optimizer, data type and, for sequences, width."""
-    data_types = {config.name: config.data_type for config in configs}
     grouped: dict[str, list[HotSlice]] = defaultdict(list)
     for hot in slices:
-        params = fused_params[hot.table]
+        params = sorted(fused_params[hot.table].items())
         # A kernel's sequences have one width.
         width = hot.num_columns if hot.is_sequence else None
-        grouped[repr((sorted(params.items()), data_types[hot.table], width))].append(hot)
-    return [
-        ((fused_params[members[0].table], data_types[members[0].table]), members)
-        for members in grouped.values()
-    ]
+        grouped[repr((params, hot.data_type, width))].append(hot)
+    return list(grouped.values())

@@ -52,7 +52,7 @@ from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group
 from torchrec_2dsp.errors import ConfigError, SyncError, UnsupportedError
 from torchrec_2dsp.shard.batch import BatchForm, distinct_bags
-from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D
+from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, parts_of
 from torchrec_2dsp.shard.stages import BatchNotes, Eviction
 
 _LABEL = "## map ids ##"
@@ -200,6 +200,7 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         self._managed_collision_collection: Any = ManagedCollisionCollection(
             dict(self._maps), configs
         ).train(module.training)
+        self._parts = parts_of(sharded)
         self._returns_features = returns_features(module)
         self._resets = resets
         self._features = [name for config in configs for name in config.feature_names]
@@ -220,11 +221,6 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
     def unsharded_module_type(self) -> type[nn.Module]:
         """The unsharded module's type."""
         return self._unsharded_type
-
-    @property
-    def _parts(self) -> list[ShardedModule2D]:
-        sharded = self._embedding_module
-        return sharded.parts if isinstance(sharded, PartedModule) else [sharded]
 
     def create_context(self) -> MappedContext:
         """Make a batch's context."""

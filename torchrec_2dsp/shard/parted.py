@@ -163,7 +163,7 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
 
 def sharded_tables(model: nn.Module) -> list[Tables2D]:
     """Return a model's sharded tables, in its order: one `Tables2D` per mesh and module."""
-    return [part.tables for module in model.modules() for part in _parts_of(module)]
+    return [part.tables for module in model.modules() for part in parts_of(module)]
 
 
 def groups_of(model: nn.Module) -> MeshGroups | None:
@@ -187,14 +187,14 @@ def prefetched_batches(module: Any, ctx: Any, arrived: Any = None) -> list[Prefe
         arrived = [None] * len(module.parts) if arrived is None else arrived
         parts = zip(module.parts, ctx.of_parts, arrived, strict=True)
         return [PrefetchedBatch(part.tables, part_ctx.notes, ids) for part, part_ctx, ids in parts]
-    return [PrefetchedBatch(part.tables, ctx.notes, arrived) for part in _parts_of(module)]
+    return [PrefetchedBatch(part.tables, ctx.notes, arrived) for part in parts_of(module)]
 
 
-def _parts_of(module: nn.Module) -> list[ShardedModule2D]:
+def parts_of(module: nn.Module) -> list[ShardedModule2D]:
+    """Return a module's sharded modules, each with one mesh's tables."""
     if isinstance(module, PartedModule):
         return module.parts
-    kinds = (ShardedEmbeddingBagCollection2D, ShardedEmbeddingCollection2D)
-    return [module] if isinstance(module, kinds) else []
+    return [module] if isinstance(module, ShardedModule2D) else []
 
 
 class _Joined(LazyAwaitable[Output]):

@@ -9,7 +9,6 @@ shards are cut into ranges, and ranges with few changes travel together.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -228,22 +227,6 @@ class _OwnRows(NamedTuple):
         return _OwnRows(self.changed.part(places), self.sent.part(places))
 
 
-@dataclass(frozen=True)
-class _Announced:
-    """An all-gather in flight: each peer's row counts."""
-
-    headers: list[torch.Tensor]
-    """For each peer, row counts by shard and range."""
-    num_ranges: list[int]
-    work: dist.Work
-
-    def arrived(self) -> list[list[list[int]]]:
-        """Wait, then return row counts by shard, range and peer."""
-        self.work.wait()
-        counts = torch.stack(self.headers, dim=1)
-        return [shard_counts.tolist() for shard_counts in counts.split(self.num_ranges)]
-
-
 class RowAverage:
     """Averages the rows that changed since the last run; then all copies are equal, bit for bit.
 
@@ -290,11 +273,14 @@ class RowAverage:
         except Exception as raised:
             error = as_ours(raised, SyncError)
         check = self._alarm.check(error)
-        announced = self._announce(own_rows)
-        check.wait()
-        if announced is None:
+        if not self._shards:
+            check.wait()
             return SyncReport()
-        counts = announced.arrived()
+        headers, work = self._announce(own_rows)
+        check.wait()
+        work.wait()
+        by_shard = torch.stack(headers, dim=1).split([ends.numel() for ends in self._ends])
+        counts = [shard_counts.tolist() for shard_counts in by_shard]
         is_whole = [_WHOLE in ranges[0] for ranges in counts]
         sparse = [[] if whole else ranges for whole, ranges in zip(is_whole, counts, strict=True)]
         report = self._average_rows(own_rows, sparse)
@@ -322,20 +308,19 @@ class RowAverage:
             own_rows.append(rows)
         return own_rows
 
-    def _announce(self, own_rows: Sequence[_OwnRows | None]) -> "_Announced | None":
-        """Start to tell the peers each shard's row counts; `None` without shards.
+    def _announce(
+        self, own_rows: Sequence[_OwnRows | None]
+    ) -> tuple[list[torch.Tensor], dist.Work]:
+        """Start to gather each peer's row counts, by shard and range.
 
         Peers ignore the announcement of a rank that failed to collect its rows.
         """
-        if not self._shards:
-            return None
         all_rows = [*own_rows, *[None] * (len(self._shards) - len(own_rows))]
-        counts = [_counts(*pair) for pair in zip(self._ends, all_rows, strict=True)]
-        header = torch.cat(counts)
+        header = torch.cat([_counts(*pair) for pair in zip(self._ends, all_rows, strict=True)])
         headers = [torch.empty_like(header) for _ in range(self._world_size)]
         work = dist.all_gather(headers, header, group=self._group, async_op=True)
         assert work is not None
-        return _Announced(headers, [shard_counts.numel() for shard_counts in counts], work)
+        return headers, work
 
     def _average_rows(
         self, own_rows: Sequence[_OwnRows | None], counts: Sequence[Sequence[Sequence[int]]]

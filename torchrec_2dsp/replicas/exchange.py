@@ -43,17 +43,12 @@ class Hop:
         """The group's size."""
         return dist.get_world_size(self.group)
 
-    @property
-    def num_owners(self) -> int:
-        """The owners that share a rank's rows; 1 if all ranks receive all rows."""
-        return self.num_ranks if self.stride else 1
-
     def part_sizes(self, keys: torch.Tensor) -> torch.Tensor:
         """Count the rows for each owner, without waiting for a GPU."""
         if not self.stride:
             return torch.full((1,), keys.numel(), device=keys.device)
         owners = self._owners(keys)
-        return owners.new_zeros(self.num_owners).index_add_(0, owners, torch.ones_like(owners))
+        return owners.new_zeros(self.num_ranks).index_add_(0, owners, torch.ones_like(owners))
 
     def start(
         self,
@@ -398,16 +393,12 @@ class PendingGradients:
         """All ranks' learning rate, known once the gradients are sent."""
         self.blocks = tuple(gradients)
         """For each block, the sums so far: this rank's, then more and more ranks'."""
-        self._state = GradientState.CAPTURED
+        self.state = GradientState.CAPTURED
+        """The gradients' progress."""
         self._divisor = divisor
         self._num_done = 0
         self._num_sent = 0
         self._arriving: list[ArrivingRows | ArrivingTables] = []
-
-    @property
-    def state(self) -> GradientState:
-        """The gradients' progress."""
-        return self._state
 
     def start(
         self, exchange: GradientExchange, route: Route, sizes: Sizes, learning_rate: float
@@ -417,10 +408,10 @@ class PendingGradients:
         Collectives:
             Those of `Hop.start` for each block, on the first hop's group.
         """
-        assert self._state is GradientState.CAPTURED, "row gradients are sent once"
+        assert self.state is GradientState.CAPTURED, "row gradients are sent once"
         self._exchange, self._route = exchange, route
         self.learning_rate = learning_rate
-        self._state = GradientState.SENDING
+        self.state = GradientState.SENDING
         if route.hops:
             self._start_hop(sizes)
 
@@ -432,7 +423,7 @@ class PendingGradients:
         """
         while self._num_done < len(self._route.before):
             self._finish_hop()
-        self._state = GradientState.ON_OTHER_HOSTS
+        self.state = GradientState.ON_OTHER_HOSTS
 
     def wait(self) -> None:
         """Wait until all ranks' gradients have arrived.
@@ -452,13 +443,13 @@ class PendingGradients:
             Those of `wait`.
         """
         assert self.learning_rate is not None, "row gradients are sent before they are applied"
-        if self._state is not GradientState.ARRIVED:
+        if self.state is not GradientState.ARRIVED:
             while self._num_done < len(self._route.hops):
                 self._finish_hop()
             if self._divisor != 1:
                 for block in self.blocks:
                     block.grads.div_(self._divisor)
-            self._state = GradientState.ARRIVED
+            self.state = GradientState.ARRIVED
         step = OptimizerStep(self.learning_rate, self.lookup.iteration)
         return RowGradients(self.blocks, step)
 

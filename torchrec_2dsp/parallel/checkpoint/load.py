@@ -111,13 +111,7 @@ def load_checkpoint(
     with dense_state_made(model, optimizer, stored.entries):
         state = live_state(model, optimizer)
         check_fits(group, folder, stored.entries, state)
-    reader = KnownMetadataReader(folder, stored.metadata)
-    run_dcp(
-        lambda: dcp.load(
-            state, storage_reader=reader, planner=PlainDataPlanner(), process_group=group
-        ),
-        f"{folder} couldn't be read and the model may be loaded in part; load another checkpoint",
-    )
+    _read_in_place(stored, state, process_group=group)
     run_load_hooks(model, optimizer, state)
     if restore_train_state is not None:
         restore_train_state()
@@ -234,6 +228,16 @@ class PlainDataPlanner(DefaultLoadPlanner):
         """Put a number, a text or the like into the state dict."""
         loaded = torch.load(value, weights_only=True)
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+
+
+def _read_in_place(stored: StoredCheckpoint, state: dict[str, Any], **options: Any) -> None:
+    """Let DCP read a checkpoint into tensors; it takes the ``options``."""
+    reader = KnownMetadataReader(stored.folder, stored.metadata)
+    run_dcp(
+        lambda: dcp.load(state, storage_reader=reader, planner=PlainDataPlanner(), **options),
+        f"{stored.folder} couldn't be read and the model may be loaded in part; load another "
+        "checkpoint",
+    )
 
 
 @contextmanager
@@ -400,15 +404,8 @@ def load_weights(path: str | PathLike[str], model: nn.Module) -> StoredCheckpoin
     planner.set_up_planner(state)
     _, expected = planner.create_global_plan([planner.create_local_plan()])
     check_part(MODEL, folder, stored.entries, expected)
-    reader = KnownMetadataReader(folder, stored.metadata)
     with warnings.catch_warnings():
         # It is meant.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        run_dcp(
-            lambda: dcp.load(
-                state, storage_reader=reader, planner=PlainDataPlanner(), no_dist=True
-            ),
-            f"{folder} couldn't be read and the model may be loaded in part; load another "
-            "checkpoint",
-        )
+        _read_in_place(stored, state, no_dist=True)
     return stored

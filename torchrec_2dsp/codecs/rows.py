@@ -132,18 +132,11 @@ class IntegerRows(RowCodec):
 
     bits: int
     """8, or 4: two numbers in a byte."""
-    generator: torch.Generator | None = None
-    """Rounds numbers up or down at random, so that they are right on average; else to the nearest.
-    """
 
     @property
     def dtype(self) -> torch.dtype:
         """Bytes."""
         return torch.uint8
-
-    @property
-    def _largest_integer(self) -> int:
-        return 2 ** (self.bits - 1) - 1
 
     def columns(self, dim: int) -> int:
         """Return the integers' bytes, and two for the scale."""
@@ -155,12 +148,7 @@ class IntegerRows(RowCodec):
         scales = self._scales(rows)
         # Of smaller scales the reciprocal would be infinite.
         units = torch.where(scales >= _SMALLEST_SCALE, scales.float().reciprocal(), 0.0)
-        integers = rows * units[:, None]
-        if self.generator is None:
-            integers.round_()
-        else:
-            draws = torch.rand(rows.shape, generator=self.generator, device=rows.device)
-            integers.add_(draws).floor_().clamp_(-self._largest_integer, self._largest_integer)
+        integers = (rows * units[:, None]).round_()
         encoded = torch.empty((num_rows, self.columns(dim)), dtype=torch.uint8, device=rows.device)
         numbers, scale_bytes = encoded.split([encoded.shape[1] - _SCALE_BYTES, _SCALE_BYTES], 1)
         if self.bits == 8:
@@ -182,11 +170,10 @@ class IntegerRows(RowCodec):
         return bool(self._scales_of(encoded).sum().isfinite())
 
     def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return half a scale, or a whole one with random rounding."""
+        """Return half a scale."""
         scales, largest = self._scales(rows).float(), _largest(rows)
-        unit = 0.5 if self.generator is None else 1.0
         # The quotient of a number and its scale is rounded as well.
-        bound = scales * unit + largest * torch.finfo(torch.float32).eps
+        bound = scales * 0.5 + largest * torch.finfo(torch.float32).eps
         return torch.where(scales >= _SMALLEST_SCALE, bound, largest)
 
     def _scales_of(self, encoded: torch.Tensor) -> torch.Tensor:
@@ -196,7 +183,8 @@ class IntegerRows(RowCodec):
         return scale_bytes.view(torch.bfloat16).float()
 
     def _scales(self, rows: torch.Tensor) -> torch.Tensor:
-        scales = _largest(rows) * (_SCALE_MARGIN / self._largest_integer)
+        largest_integer = 2 ** (self.bits - 1) - 1
+        scales = _largest(rows) * (_SCALE_MARGIN / largest_integer)
         return scales.to(torch.bfloat16)
 
 

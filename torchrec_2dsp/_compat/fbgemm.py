@@ -310,6 +310,12 @@ def optimizer_states(
     return states
 
 
+def table_tensors(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[dict[str, torch.Tensor]]:
+    """Return each table's weight and optimizer state, by name, as views."""
+    tables = zip(tbe.split_embedding_weights(), optimizer_states(tbe), strict=True)
+    return [{"weight": weight, **states} for weight, states in tables]
+
+
 def write_counts(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[int]:
     """Return how often weights and states were written, apart from the kernel's own updates.
 

@@ -19,6 +19,7 @@ from torchrec_2dsp._compat.fbgemm import (
     max_gradient,
     optimizer_arguments,
     optimizer_states,
+    table_tensors,
     tbe_shape,
     updates_by_rule,
     updating_as_of,
@@ -288,12 +289,7 @@ class DirectUpdater:
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
         self._tbe = tbe
         self._rule = rule
-        tables = [
-            (weight, *states.values())
-            for weight, states in zip(
-                tbe.split_embedding_weights(), optimizer_states(tbe), strict=True
-            )
-        ]
+        tables = [tuple(tensors.values()) for tensors in table_tensors(tbe)]
         self.num_tables = len(tables)
         self._runs = [runs_of(block, tables) for block in blocks_of(tbe_shape(tbe))]
 

@@ -24,8 +24,8 @@ from torchrec_2dsp._compat.fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
     keeps_untouched_rows,
     learning_rate_of,
-    optimizer_states,
     set_learning_rate,
+    table_tensors,
 )
 from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of_whole_tables, replace_optimizer
 from torchrec_2dsp._compat.torchrec import (
@@ -60,14 +60,13 @@ class WholeTablesOptimizer(FusedOptimizer):
     ) -> None:
         self._tbe = tbe
         params, state = {}, {}
-        tensors = zip(tbe.split_embedding_weights(), optimizer_states(tbe), strict=True)
-        for table, (weight, states) in zip(config.embedding_tables, tensors, strict=True):
+        for table, tensors in zip(config.embedding_tables, table_tensors(tbe), strict=True):
+            weight, *states = tensors.values()
             params[f"{table.name}.weight"] = weight
             # TorchRec's name for the first one, whatever the rule calls it.
-            names = ["momentum1", *list(states)[1:]]
+            names = ["momentum1", *list(tensors)[2:]]
             state[weight] = {
-                f"{table.name}.{name}": value
-                for name, value in zip(names, states.values(), strict=False)
+                f"{table.name}.{name}": value for name, value in zip(names, states, strict=False)
             }
         self._group = {"params": list(params.values()), "lr": learning_rate_of(tbe)}
         super().__init__(params, state, [self._group])

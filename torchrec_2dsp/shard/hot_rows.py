@@ -27,8 +27,8 @@ from torchrec_2dsp._compat.fbgemm import (
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
     adopt_optimizer,
-    optimizer_states,
     params_to_build,
+    table_tensors,
     without_update,
 )
 from torchrec_2dsp.access.table_access import HotSet
@@ -279,13 +279,7 @@ class HotTbe:
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
         """Return each slice's weight and optimizer state, by name, as views."""
-        tbe = self.capture.tbe
-        return [
-            {"weight": weight, **state}
-            for weight, state in zip(
-                tbe.split_embedding_weights(), optimizer_states(tbe), strict=True
-            )
-        ]
+        return table_tensors(self.capture.tbe)
 
     def lookup(self, batch: HotBatch, *, is_training: bool) -> dict[str, torch.Tensor]:
         """Look up each feature's hot rows, columns joined: summed by bag, or one per id."""

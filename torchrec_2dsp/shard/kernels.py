@@ -20,9 +20,9 @@ from torchrec_2dsp._compat.fbgemm import (
     adopt_optimizer,
     last_lookup,
     learning_rate_of,
-    optimizer_states,
     params_to_build,
     set_learning_rate,
+    table_tensors,
     tbe_shape,
     tell_empty_tables_apart,
     updates_by_rule,
@@ -157,13 +157,11 @@ class _CapturingKernel:
 
     def shards(self) -> list["TableShard"]:
         """Return the kernel's table shards."""
-        tbe = self.tbe
-        tensors = zip(tbe.split_embedding_weights(), optimizer_states(tbe), strict=True)
         shards = []
-        for table, (weight, state) in zip(self.table_configs, tensors, strict=True):
+        for table, tensors in zip(self.table_configs, table_tensors(self.tbe), strict=True):
             assert table.local_metadata is not None
             row, column = table.local_metadata.shard_offsets
-            shards.append(TableShard(table.name, row, column, {"weight": weight, **state}))
+            shards.append(TableShard(table.name, row, column, tensors))
         return shards
 
     @property

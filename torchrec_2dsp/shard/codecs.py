@@ -1,7 +1,7 @@
 """Codecs from a plan or a user under TorchRec's names, and the exchange for encoded bags."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def codecs_registry(
     if kind.transport is Transport.FP32:
         _check_packing(kind, sharding_infos, pack_size(registry))
         return registry
-    widths = _widths(sharding_infos)
+    widths = shard_widths(info.param_sharding for info in sharding_infos)
     codecs = stock_codecs(kind.transport, math.gcd(*widths))
     return dict.fromkeys((operation.name for operation in _OPERATIONS), codecs)
 
@@ -70,9 +70,10 @@ def _pack_size(codec: Any) -> int:
     return 1
 
 
-def _widths(sharding_infos: Sequence[Any]) -> list[int]:
-    specs = [info.param_sharding.sharding_spec for info in sharding_infos]
-    return [shard.shard_sizes[1] for spec in specs for shard in spec.shards]
+def shard_widths(shardings: Iterable[Any]) -> list[int]:
+    """Return the columns of each shard, by tables' parameter shardings."""
+    specs = [sharding.sharding_spec for sharding in shardings]
+    return [shard.shard_sizes[1] for spec in specs if spec for shard in spec.shards]
 
 
 def _check_packing(kind: TableType, sharding_infos: Sequence[Any], size: int) -> None:
@@ -80,13 +81,14 @@ def _check_packing(kind: TableType, sharding_infos: Sequence[Any], size: int) ->
     if size == 1:
         return
     table = sharding_infos[0].embedding_config
+    widths = shard_widths(info.param_sharding for info in sharding_infos)
     is_pooled = kind.exchange is Exchange.POOLED and table.pooling is not PoolingType.NONE
     if is_pooled and kind.base in _SUMMED:
         raise UnsupportedError(
             f"table {table.name!r} is {kind.base.value}, whose bags TorchRec can't add in packs of "
             f"{size} numbers (as by INT8); leave out the codecs and plan with precision=['int8']"
         )
-    if not is_pooled and math.gcd(*_widths(sharding_infos)) % size:
+    if not is_pooled and math.gcd(*widths) % size:
         raise UnsupportedError(
             f"the rows of table {table.name!r} don't fill packs of {size} numbers, in which the "
             "codecs (such as TorchRec's INT8) encode; leave them out and plan with "

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec, Transport
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, SyncPolicy, WeightSync
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck, fingerprint
@@ -39,6 +37,7 @@ from torchrec_2dsp.replicas.synced_shard import (
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
 from torchrec_2dsp.shard.batch import BadIds
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
+from torchrec_2dsp.shard.optimizers import is_data_parallel
 from torchrec_2dsp.shard.stages import BatchNotes, Stage
 
 
@@ -254,8 +253,7 @@ def replica_actions(
     kernels: Sequence[Kernel], plan: ModulePlan2D, replication: Replication
 ) -> list[SyncAction]:
     """Return the actions that keep copies equal; the same on all ranks, with tables or without."""
-    data_parallel = ShardingType.DATA_PARALLEL.value
-    if all(base_type(table.sharding_type) == data_parallel for _, table in plan.tables()):
+    if all(is_data_parallel(plan, name) for name in plan):
         return []
     groups, sync = replication.groups, replication.sync
     if isinstance(sync, GradientSync):

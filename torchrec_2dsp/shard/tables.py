@@ -27,7 +27,7 @@ from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.sync_point import SyncPoint
 from torchrec_2dsp.replicas.sync_report import SyncAction, SyncReason
 from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize
-from torchrec_2dsp.shard.codecs import pack_size
+from torchrec_2dsp.shard.codecs import pack_size, shard_widths
 from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_action
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
@@ -344,8 +344,7 @@ class SyncedOptimizer(CombinedOptimizer):
 def _pack_size(module: Module, plan: ModulePlan2D) -> int:
     """Return how many numbers codecs encode together, 1 if every row fills such packs."""
     size = pack_size(module.qcomm_codecs_registry)
-    specs: list[Any] = [table.sharding_spec for _, table in plan.tables()]
-    widths = [shard.shard_sizes[1] for spec in specs if spec for shard in spec.shards]
+    widths = shard_widths(table for _, table in plan.tables())
     return size if any(width % size for width in widths) else 1
 
 

@@ -125,8 +125,9 @@ def _rebuilt(
     lengths: torch.Tensor,
     weights: torch.Tensor | None,
     num_ids: list[int] | None = None,
+    stride: int | None = None,
 ) -> KeyedJaggedTensor:
-    keys, stride = features.keys(), features.stride()
+    keys, stride = features.keys(), features.stride() if stride is None else stride
     return KeyedJaggedTensor(keys, values, weights, lengths, stride=stride, length_per_key=num_ids)
 
 
@@ -370,25 +371,14 @@ def distinct_bags(features: KeyedJaggedTensor, needed: Iterable[str]) -> Distinc
     lengths, weights = features.lengths(), features.weights_or_none()
     error = _sizes_error(features, needed)
     if error is not None:
-        nothing = KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values()[:0],
-            weights=None if weights is None else weights[:0],
-            lengths=lengths[:0],
-            stride=0,
-        )
+        no_weights = None if weights is None else weights[:0]
+        nothing = _rebuilt(features, features.values()[:0], lengths[:0], no_weights, stride=0)
         return DistinctBags(nothing, None, error)
     largest = max(sizes, default=0)
     numbers = torch.arange(largest, device=lengths.device)
     is_there = numbers < torch.tensor(sizes, device=lengths.device).unsqueeze(1)
     padded = lengths.new_zeros(is_there.shape).masked_scatter_(is_there, lengths)
-    bags = KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        weights=weights,
-        lengths=padded.view(-1),
-        stride=largest,
-    )
+    bags = _rebuilt(features, features.values(), padded.view(-1), weights, stride=largest)
     names, indices = features.inverse_indices()
     rows = {name: row for row, name in enumerate(names)}
     return DistinctBags(bags, BagsOfSamples(rows, indices.long()))

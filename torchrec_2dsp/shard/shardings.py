@@ -91,13 +91,14 @@ class _LooksUpBags(_SendsIds):
 
     averages_as: ClassVar[ShardingType | None] = None
     """The type's name for TorchRec's kernel, which leaves some types' averages to the output."""
+    lookup_class: ClassVar[type[PooledLookup]] = PooledLookup
 
     def create_lookup(
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's shards."""
-        facts = facts_of(cast(Any, self))
-        return pooled_lookup(facts, device, feature_processor, self.averages_as, PooledLookup)
+        facts, kind = facts_of(cast(Any, self)), self.lookup_class
+        return pooled_lookup(facts, device, feature_processor, self.averages_as, kind)
 
 
 class _LooksUpSequences(_SendsIds):
@@ -166,11 +167,10 @@ class RwSequence(_LooksUpSequences, RwSequenceEmbeddingSharding):
     """Row-wise sequences."""
 
 
-class _NonEmpty(_SendsIds):
+class _NonEmpty(_LooksUpBags):
     """A sharding that sends no bags without ids."""
 
-    is_summed: ClassVar[bool] = False
-    """True if owners have parts that add up to a bag."""
+    lookup_class = NonEmptyLookup
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -179,7 +179,9 @@ class _NonEmpty(_SendsIds):
             [dim for config in configs for dim in config.embedding_dims()]
             for configs in self._facts.configs_per_rank
         ]
-        self._channels = channels_of(self._dims, is_summed=self.is_summed)
+        # Owners of row-wise tables have parts that add up to a bag.
+        is_summed = self.averages_as is ShardingType.ROW_WISE
+        self._channels = channels_of(self._dims, is_summed=is_summed)
         self._filled: list[FilledBags] = []
         """The bags with ids of the batch whose ids were sent last."""
 
@@ -197,13 +199,6 @@ class _NonEmpty(_SendsIds):
         by_feature = features.lengths().view(sum(num_features), features.stride())
         by_owner = by_feature.split(num_features)
         self._filled = [find_filled(channel, by_owner) for channel in self._channels]
-
-    def create_lookup(
-        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
-    ) -> Any:
-        """Make the lookup for this rank's shards."""
-        kind = ShardingType.ROW_WISE if self.is_summed else None
-        return pooled_lookup(self._facts, device, feature_processor, kind, NonEmptyLookup)
 
     def create_output_dist(self, device: Device = None) -> Any:
         """Make the exchange for bags with ids."""
@@ -235,7 +230,7 @@ class NonEmptyCw(_NonEmpty, CwPooledEmbeddingSharding):
 class NonEmptyRw(_NonEmpty, RwPooledEmbeddingSharding):
     """Row-wise bags: an owner sends its partial bag if it has any rows in it."""
 
-    is_summed = True
+    averages_as = ShardingType.ROW_WISE
 
 
 class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):

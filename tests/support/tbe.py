@@ -12,7 +12,7 @@ from torchrec_2dsp._compat.fbgemm import (
     PoolingMode,
     SparseType,
     SplitTableBatchedEmbeddingBagsCodegen,
-    optimizer_states,
+    table_tensors,
 )
 
 SGD, ADAGRAD = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD
@@ -90,5 +90,4 @@ def upstream_gradient(output: torch.Tensor, seed: int) -> torch.Tensor:
 
 def tensors_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[torch.Tensor]:
     """Copy all weights and optimizer state."""
-    states = [tensor for table in optimizer_states(tbe) for tensor in table.values()]
-    return [tensor.clone() for tensor in (*tbe.split_embedding_weights(), *states)]
+    return [tensor.clone() for table in table_tensors(tbe) for tensor in table.values()]

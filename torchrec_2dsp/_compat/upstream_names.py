@@ -38,14 +38,12 @@ def needed_names(package: Path = PACKAGE) -> list[tuple[str, str]]:
     for path in package.rglob("*.py"):
         libraries = (*_LIBRARIES, "torch") if path.parent.name == _ADAPTERS else _LIBRARIES
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and _library(node) in libraries:
+            # Relative imports have a level.
+            if not isinstance(node, ast.ImportFrom) or node.level:
+                continue
+            if str(node.module).split(".")[0] in libraries:
                 names |= {(str(node.module), alias.name) for alias in node.names}
     return sorted(names)
-
-
-def _library(node: ast.ImportFrom) -> str:
-    """Return the library that ``node`` imports from; empty for a relative import."""
-    return "" if node.level else str(node.module).split(".")[0]
 
 
 def missing_names(names: Iterable[tuple[str, str]]) -> list[str]:

@@ -141,7 +141,7 @@ class RowSum:
         self._sources = order if sources is None else sources.index_select(0, order)
         self._weights = None if weights is None else weights.index_select(0, order)
         # A GPU has just been waited for, to know how many rows there are.
-        self.is_in_parts = keys.is_cuda and _is_long(counts)
+        self.is_in_parts = keys.is_cuda and counts.numel() > 0 and int(counts.max()) > _PART
         """True if long sums are computed in parts, side by side."""
 
     def places(self) -> torch.Tensor:
@@ -174,10 +174,6 @@ class RowSum:
 _PART = 512
 """The most contributions that are added one after the other where rows have more. A warp adds one
 bag: with a few very frequent ids, all others would wait for it."""
-
-
-def _is_long(counts: torch.Tensor) -> bool:
-    return counts.numel() > 0 and int(counts.max()) > _PART
 
 
 class LookupRows:

@@ -186,7 +186,8 @@ class TrainState:
         model_state.complete_model(model)
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         with agreeing(group) as facts:
-            self._check_step()
+            if type(self.step) is not int or self.step < 0:
+                raise ConfigError(f"step={self.step!r} is no number of steps; count them from 0")
             facts["the number of steps done"] = str(self.step)
             facts["the members of the TrainState"] = ", ".join(sorted(self._members))
             stored = {name: stored_member(name, member) for name, member in self._members.items()}
@@ -341,10 +342,6 @@ class TrainState:
         fused = self.model.fused_optimizer
         dense = {} if self.optimizer is None else hyper_parameters(self.optimizer, but=fused)
         return {"fused": hyper_parameters(fused), "dense": dense}
-
-    def _check_step(self) -> None:
-        if type(self.step) is not int or self.step < 0:
-            raise ConfigError(f"step={self.step!r} is no number of steps; count them from 0")
 
     @property
     def _device(self) -> torch.device:

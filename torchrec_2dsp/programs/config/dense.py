@@ -17,10 +17,13 @@ class _DenseSection(Section):
     is_other_algorithm: ClassVar[bool] = False
     """True if results differ from DDP's by more than rounding."""
 
+    words: ClassVar[str] = ""
+    """The difference from DDP, in words, with the values of keys; empty if there is none."""
+
     @property
     def text(self) -> str:
         """The difference from DDP, in words; empty if there is none."""
-        return ""
+        return self.words.format(**self.model_dump())
 
 
 class _WarmUp(_DenseSection):
@@ -40,11 +43,7 @@ class FP16Config(_DenseSection):
 
     kind: Literal["fp16"] = "fp16"
     is_stock: ClassVar[bool] = True
-
-    @property
-    def text(self) -> str:
-        """The difference from DDP, in words."""
-        return "dense gradients in fp16"
+    words: ClassVar[str] = "dense gradients in fp16"
 
 
 class PowerSGDConfig(_WarmUp):
@@ -53,14 +52,10 @@ class PowerSGDConfig(_WarmUp):
     kind: Literal["powersgd"] = "powersgd"
     is_stock: ClassVar[bool] = True
     is_other_algorithm: ClassVar[bool] = True
+    words: ClassVar[str] = "dense gradients by PowerSGD of rank {rank}"
 
     rank: int = Field(default=2, ge=1)
     """The rank of the matrices."""
-
-    @property
-    def text(self) -> str:
-        """The difference from DDP, in words."""
-        return f"dense gradients by PowerSGD of rank {self.rank}"
 
 
 class ThresholdedConfig(_WarmUp):
@@ -96,42 +91,30 @@ class DelayedConfig(_WarmUp):
 
     kind: Literal["delayed"] = "delayed"
     is_other_algorithm: ClassVar[bool] = True
-
-    @property
-    def text(self) -> str:
-        """The difference from DDP, in words."""
-        return "dense gradients one step late"
+    words: ClassVar[str] = "dense gradients one step late"
 
 
 class FullyShardedConfig(_DenseSection):
     """FSDP2: each rank holds a share of the weights."""
 
     kind: Literal["fully_sharded"] = "fully_sharded"
+    words: ClassVar[str] = "dense part fully sharded, in {num_copies} copies"
 
     num_copies: int = Field(default=1, ge=1)
     """The number of dense part copies over all ranks."""
-
-    @property
-    def text(self) -> str:
-        """The difference from DDP, in words."""
-        return f"dense part fully sharded, in {self.num_copies} copies"
 
 
 class TensorParallelConfig(_DenseSection):
     """Several ranks compute each layer together."""
 
     kind: Literal["tensor_parallel"] = "tensor_parallel"
+    words: ClassVar[str] = "layers split over {tp} ranks, in {num_copies} copies"
 
     tp: int = Field(default=1, ge=1)
     """The number of ranks that compute a layer together."""
 
     num_copies: int = Field(default=1, ge=1)
     """The number of dense part copies over all ranks."""
-
-    @property
-    def text(self) -> str:
-        """The difference from DDP, in words."""
-        return f"layers split over {self.tp} ranks, in {self.num_copies} copies"
 
 
 class PipelinedConfig(_DenseSection):
@@ -187,11 +170,7 @@ class PlannedDenseConfig(_DenseSection):
     """The exact kind with the fastest predicted step."""
 
     kind: Literal["planned"] = "planned"
-
-    @property
-    def text(self) -> str:
-        """The difference from DDP, in words."""
-        return "dense part by predicted cost"
+    words: ClassVar[str] = "dense part by predicted cost"
 
 
 class LocalConfig(_DenseSection):
@@ -199,6 +178,7 @@ class LocalConfig(_DenseSection):
 
     kind: Literal["local"] = "local"
     is_other_algorithm: ClassVar[bool] = True
+    words: ClassVar[str] = "dense parts that meet every {local_steps} steps"
 
     local_steps: int = Field(default=16, ge=1)
     """The number of steps between two meetings."""
@@ -220,11 +200,6 @@ class LocalConfig(_DenseSection):
         if self.meeting_density == 1:
             self.refuse_unread(["values"], "is for meeting_density < 1; set it, or leave it out")
         return self
-
-    @property
-    def text(self) -> str:
-        """The difference from DDP, in words."""
-        return f"dense parts that meet every {self.local_steps} steps"
 
 
 DenseKinds = (

@@ -1,8 +1,8 @@
 """A benchmark's config: contestants, their workload, and how carefully they are compared."""
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
@@ -15,7 +15,7 @@ from torchrec_2dsp.programs.config.dense import (
     check_calibrated,
     check_preconditioned,
 )
-from torchrec_2dsp.programs.config.section import Section, for_kind
+from torchrec_2dsp.programs.config.section import Kinds, Section
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
@@ -29,20 +29,10 @@ from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesCo
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
-_DataKinds = SyntheticConfig | SyntheticSequencesConfig
-BenchData = Annotated[
-    _DataKinds,
-    Field(discriminator="kind"),
-    BeforeValidator(lambda tree: for_kind(tree, get_args(_DataKinds), usual="synthetic")),
-]
+BenchData = Annotated[SyntheticConfig | SyntheticSequencesConfig, Kinds()]
 """Synthetic clicks or sequences."""
 
-_ModelKinds = ModelConfig | SequenceModelConfig
-BenchModel = Annotated[
-    _ModelKinds,
-    Field(discriminator="kind"),
-    BeforeValidator(lambda tree: for_kind(tree, get_args(_ModelKinds), usual="dlrm")),
-]
+BenchModel = Annotated[ModelConfig | SequenceModelConfig, Kinds()]
 """A click or sequence model."""
 
 

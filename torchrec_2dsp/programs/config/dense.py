@@ -1,13 +1,13 @@
 """`DensePartConfig`: the training method for the dense part; one class per kind."""
 
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.dense.preconditioner import Preconditioning
 from torchrec_2dsp.mesh import RankLayout
-from torchrec_2dsp.programs.config.section import Section, for_kind
+from torchrec_2dsp.programs.config.section import Kinds, Section
 
 
 class _DenseSection(Section):
@@ -216,13 +216,7 @@ DenseKinds = (
 )
 """Any kind of dense part."""
 
-DensePartConfig = Annotated[
-    DenseKinds,
-    Field(discriminator="kind"),
-    BeforeValidator(
-        lambda tree: for_kind(tree, get_args(DenseKinds), usual="ddp", may_list_all=True)
-    ),
-]
+DensePartConfig = Annotated[DenseKinds, Kinds(may_list_all=True)]
 """A section ``dense``, with DDP as the default kind."""
 
 

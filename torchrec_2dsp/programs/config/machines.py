@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from torchrec_2dsp.cost.calibration import Calibration, KernelCost
 from torchrec_2dsp.cost.collectives import CollectiveCost
@@ -11,7 +11,7 @@ from torchrec_2dsp.programs.config.config_file import CalibrationPath
 from torchrec_2dsp.programs.config.section import Section
 
 
-class Slower(BaseModel):
+class Slower(Section):
     """Factors by which things take longer than in a calibration; below 1 they are quicker.
 
     Example:
@@ -24,8 +24,6 @@ class Slower(BaseModel):
         >>> other.hardware.name
         'h100_8_datasheet with link x 4'
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     link: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """The factor for a byte on its way to another host."""

@@ -5,10 +5,12 @@ This module needs neither torch nor TorchRec, so that results can be read quickl
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import core_schema
 
 from torchrec_2dsp.errors import ConfigError, OutputError, TwoDError
 
@@ -32,37 +34,46 @@ class Section(BaseModel):
                 raise ValueError(f"{key}{name}={getattr(value, 'value', value)!r} {why}")
 
 
-def for_kind(
-    tree: Any, kinds: Sequence[type[BaseModel]], *, usual: str, may_list_all: bool = False
-) -> Any:
-    """Prepare a section that comes in several kinds, before it is validated.
+@dataclass(frozen=True)
+class Kinds:
+    """Annotates a union of sections, which are told apart by their field ``kind``.
 
-    Args:
-        tree: the section as a user writes it; other kinds' keys are refused by name.
-        kinds: the section's classes, each with a field ``kind``.
-        usual: the default kind.
-        may_list_all: allow other kinds' keys at their defaults, as in older files.
+    The first class's kind is the default. Keys of other kinds are refused by name.
     """
-    if not isinstance(tree, Mapping):
+
+    may_list_all: bool = False
+    """Allow other kinds' keys at their defaults, as in older files."""
+
+    def __get_pydantic_core_schema__(
+        self, union: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        sections = handler.generate_schema(Annotated[union, Field(discriminator="kind")])
+        return core_schema.no_info_before_validator_function(
+            lambda tree: self._prepared(tree, get_args(union)), sections
+        )
+
+    def _prepared(self, tree: Any, kinds: Sequence[type[BaseModel]]) -> Any:
+        """Add the default kind to a section as a user writes it, and look for other kinds' keys."""
+        if not isinstance(tree, Mapping):
+            return tree
+        tree = {"kind": kinds[0].model_fields["kind"].get_default(), **tree}
+        own = next((kind for kind in kinds if tree["kind"] in _names(kind)), None)
+        if own is None:
+            return tree  # pydantic's error lists the kinds.
+        for name, value in tuple(tree.items()):
+            readers = [kind for kind in kinds if name in kind.model_fields]
+            if name in own.model_fields or not readers:
+                continue
+            defaults = [kind.model_fields[name].get_default() for kind in readers]
+            defaults += [getattr(default, "value", default) for default in defaults]
+            if not self.may_list_all or value not in defaults:
+                texts = " or ".join(repr(text) for kind in readers for text in _names(kind))
+                raise ValueError(
+                    f"{name}={value!r} is for kind={texts}, and kind is {tree['kind']!r}; set "
+                    f"kind, or leave {name} out"
+                )
+            del tree[name]
         return tree
-    tree = {"kind": usual, **tree}
-    own = next((kind for kind in kinds if tree["kind"] in _names(kind)), None)
-    if own is None:
-        return tree  # pydantic's error lists the kinds.
-    for name, value in tuple(tree.items()):
-        readers = [kind for kind in kinds if name in kind.model_fields]
-        if name in own.model_fields or not readers:
-            continue
-        defaults = [kind.model_fields[name].get_default() for kind in readers]
-        defaults += [getattr(default, "value", default) for default in defaults]
-        if not may_list_all or value not in defaults:
-            texts = " or ".join(repr(text) for kind in readers for text in _names(kind))
-            raise ValueError(
-                f"{name}={value!r} is for kind={texts}, and kind is {tree['kind']!r}; set kind, "
-                f"or leave {name} out"
-            )
-        del tree[name]
-    return tree
 
 
 def _names(kind: type[BaseModel]) -> tuple[str, ...]:

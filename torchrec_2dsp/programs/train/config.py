@@ -1,9 +1,9 @@
 """`TrainConfig`: a training program's config."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
@@ -15,7 +15,7 @@ from torchrec_2dsp.programs.config.dense import (
     check_calibrated,
     check_preconditioned,
 )
-from torchrec_2dsp.programs.config.section import Section, for_kind
+from torchrec_2dsp.programs.config.section import Kinds, Section
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
@@ -174,26 +174,19 @@ class PlannedModelConfig(ModelConfig):
         return types
 
 
-_DataKinds = (
+DataConfig = Annotated[
     SyntheticConfig
     | SyntheticSequencesConfig
     | TableConfig
     | CriteoConfig
     | AvazuConfig
-    | InteractionsConfig
-)
-DataConfig = Annotated[
-    _DataKinds,
-    Field(discriminator="kind"),
-    BeforeValidator(lambda tree: for_kind(tree, get_args(_DataKinds), usual="synthetic")),
+    | InteractionsConfig,
+    Kinds(),
 ]
 """The section ``[data]``: each kind has a method ``dataset()`` that builds the `Dataset`."""
 
-_ModelKinds = PlannedModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig
 TrainedModelConfig = Annotated[
-    _ModelKinds,
-    Field(discriminator="kind"),
-    BeforeValidator(lambda tree: for_kind(tree, get_args(_ModelKinds), usual="dlrm")),
+    PlannedModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig, Kinds()
 ]
 """The section ``[model]``."""
 

@@ -14,7 +14,6 @@ from tests.support.train_runs import TREE, PlainRun
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.train import program as trainer
-from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunFolder
@@ -78,7 +77,7 @@ def train_all(rank: int, world_size: int, folder: Path) -> tuple[list[Figures], 
 def resume_stock(rank: int, world_size: int, folder: Path) -> list[float]:
     """Return the losses of a run that goes on from the middle, by TorchRec alone."""
     config = clicks_in(folder).only(["stock"])
-    resume = Resume(path=folder / "checkpoints" / "stock" / "last" / "3")
+    resume = folder / "checkpoints" / "stock" / "last" / "3"
     checkpoint = config.checkpoint.model_copy(update={"folder": ""})
     (run,) = train(config.model_copy(update={"checkpoint": checkpoint}), resume=resume).runs
     return list(run.losses)

@@ -17,7 +17,6 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.models.balance import WeightedBatch, weigh_losses_, weighted_batch
 from torchrec_2dsp.programs.train import program, sharded
-from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import RunTrainer, train
 from torchrec_2dsp.programs.train.results import RunResult
@@ -203,7 +202,7 @@ def test_without_weights_it_would_not_be_the_same(ranks4: RankPool) -> None:
 
 
 def go_on(rank: int, world_size: int, config: TrainConfig) -> list[tuple[Any, ...]]:
-    results = train(config, resume=Resume.of("auto")).runs
+    results = train(config, resume="auto").runs
     return [(*losses_of(run), *rates_of(run), run.train_loss) for run in results]
 
 

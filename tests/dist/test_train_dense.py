@@ -15,7 +15,6 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.config import StockContestant, TwoDContestant
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.dense import PowerSGDConfig
-from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunResult, TrainWatcher, largest_loss_gap
@@ -80,7 +79,7 @@ def fixed_and_moving(rank: int, world_size: int, folder: str) -> tuple[list[Any]
         stops = TREE["loop"] | {"steps": 3}
         train(config_with({"moving": {"dense": moving}}, checkpoint=checkpoint, loop=stops))
         whole = config_with({"moving": {"dense": moving}}, checkpoint=checkpoint)
-        (resumed,) = train(whole, resume=Resume.of("auto")).runs
+        (resumed,) = train(whole, resume="auto").runs
     return [*results, results_of(resumed)], watcher.moves
 
 

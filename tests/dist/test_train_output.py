@@ -27,12 +27,16 @@ from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
 from torchrec_2dsp.programs.traces import StepPhase, marked_step
 from torchrec_2dsp.programs.train import program
-from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import ProgressFile, TrainRecord, read_progress
 from torchrec_2dsp.programs.train.results import RunFolder, TensorBoardWatcher, TrainResult
-from torchrec_2dsp.programs.train.steps import PipelinedSteps, ProfiledSteps, StepProfiler
+from torchrec_2dsp.programs.train.steps import (
+    PipelinedSteps,
+    StepProfiler,
+    middle_steps,
+    profiled_steps,
+)
 
 OPTIMIZER = {"schedule": {"kind": "linear"}}
 
@@ -62,7 +66,7 @@ def plan_and_repeat(rank: int, world_size: int, folder: Path) -> tuple[TrainResu
     repeated = in_folder(folder / "repeated", {"repeated": {"plan": str(plan)}})
     watchers = _watchers(rank, repeated, folder / "more_scalars")
     with marking_spans():
-        return first, train(repeated, watchers, profiled=ProfiledSteps(2, 3))
+        return first, train(repeated, watchers, profiled=range(2, 4))
 
 
 def _watchers(rank: int, config: TrainConfig, scalars: Path) -> list[Any]:
@@ -236,7 +240,7 @@ def train_traced(
         config = config_with(loop=loop, output=output, runs=runs, checkpoint=checkpoint)
         watchers = [RunFolder(config.output.folder, config)] if rank == 0 else []
         with marking_spans():
-            result = train(config, watchers, resume=Resume.of("auto"))
+            result = train(config, watchers, resume="auto")
         assert all(run.samples_per_s > 0 for run in result.runs)
         return {f"{name}_{run.name}": run.losses for run in result.runs}
 
@@ -276,11 +280,11 @@ def test_traced_steps_change_no_loss_and_are_written_for_every_kind_of_run(
 
 
 def test_traced_steps_are_in_the_middle_of_what_is_left() -> None:
-    assert ProfiledSteps.in_middle(0, 200, 10) == ProfiledSteps(96, 105)
-    assert ProfiledSteps.in_middle(40, 100_000, 10) == ProfiledSteps(536, 545)
-    assert ProfiledSteps.in_middle(90, 99, 10) == ProfiledSteps(94, 96)
-    assert ProfiledSteps.in_middle(0, 2, 10) is None
-    assert ProfiledSteps.in_middle(0, 200, 0) is None
+    assert middle_steps(0, 200, 10) == range(96, 106)
+    assert middle_steps(40, 100_000, 10) == range(536, 546)
+    assert middle_steps(90, 99, 10) == range(94, 97)
+    assert not middle_steps(0, 2, 10)
+    assert not middle_steps(0, 200, 0)
     with pytest.raises(ConfigError, match="traced_steps=3 is for the output folder; set folder"):
         config_with(output={"traced_steps": 3})
 
@@ -288,13 +292,13 @@ def test_traced_steps_are_in_the_middle_of_what_is_left() -> None:
 def slow_while_traced(rank: int, world_size: int) -> tuple[float, float, float]:
     """Return what four steps count for, of which two are traced and take 0.2 s more each."""
     began = time.perf_counter()
-    profiler = StepProfiler(ProfiledSteps(2, 3), torch.device("cpu"))
+    profiler = StepProfiler(range(2, 4), torch.device("cpu"))
     for step in (1, 2, 3, 4):
         with profiler.step(step):
             time.sleep(0.2 if step in (2, 3) else 0.0)
     assert profiler.take() == (), "no step had a backward"
     counted = profiler.untraced_seconds(time.perf_counter() - began, 4, 0.0)
-    only_traced = StepProfiler(ProfiledSteps(1, 1), torch.device("cpu"))
+    only_traced = StepProfiler(range(1, 2), torch.device("cpu"))
     with only_traced.step(1):
         pass
     return counted, only_traced.untraced_seconds(5.0, 1, 0.1), profiler.untraced_seconds(0.3, 1, 0)
@@ -342,7 +346,7 @@ def refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
             train(config_with(runs={"odd": run}))
         message[name] = str(raised.value)
     with pytest.raises(ConfigError) as refusal:
-        train(config_with(), profiled=ProfiledSteps(1, 2))
+        train(config_with(), profiled=range(1, 3))
     return message | {"no folder": str(refusal.value)}
 
 
@@ -423,4 +427,4 @@ def test_paths_of_runs_are_beside_their_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["20", "3:2", "0:4", "a:b"])
 def test_steps_to_profile_are_two_numbers(text: str) -> None:
     with pytest.raises(ConfigError, match="names no steps; give the first and the last, such as"):
-        ProfiledSteps.of(text)
+        profiled_steps(text)

@@ -67,9 +67,7 @@ def through(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
     return train(config)
 
 
-def on_from(
-    rank: int, world_size: int, config: TrainConfig, resume: str = "auto"
-) -> tuple[TrainResult, dict[str, int]]:
+def on_from(rank: int, world_size: int, config: TrainConfig) -> tuple[TrainResult, dict[str, int]]:
     """Return the result of a program that goes on, and the steps at which its runs did."""
     resumed: dict[str, int] = {}
 
@@ -77,7 +75,7 @@ def on_from(
         def run_resumed(self, name: str, path: Path, step: int) -> None:
             resumed[name] = step
 
-    return train(config, [Seen()], resume=Resume.of(resume)), resumed
+    return train(config, [Seen()], resume="auto"), resumed
 
 
 def forget(folder: Path, *, after: int) -> int:
@@ -151,7 +149,7 @@ def killed(rank: int, world_size: int, config: TrainConfig, victim: int, moment:
             return written
 
         ChecksumWriter.write_data = write_and_die  # type: ignore[method-assign]
-    train(config, watchers, resume=Resume.of("auto"))
+    train(config, watchers, resume="auto")
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(ranks2: RankPool, tmp_path: Path) -> None:
@@ -193,24 +191,22 @@ def test_other_meshes_and_worlds_go_on_within_rounding(
 def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     """Return what is said of runs that can't go on from a folder."""
     runs = {"plain": {}}
-    cases: dict[str, tuple[TrainConfig, str]] = {
-        "never": (config_in(folder, runs=runs), "never"),
-        "older": (config_in(folder, runs=runs), str(folder / "plain/last/4")),
+    older = folder / "plain/last/4"
+    cases: dict[str, tuple[TrainConfig, Resume]] = {
+        "never": (config_in(folder, runs=runs), None),
+        "older": (config_in(folder, runs=runs), older),
         "batch": (config_in(folder, runs=runs, loop={"global_batch_size": 64}), "auto"),
         "rate": (config_in(folder, runs=runs, optimizer=SCHEDULED | {"lr": 0.5}), "auto"),
         "length": (config_in(folder, runs=runs, loop={"steps": 20}), "auto"),
         "model": (config_in(folder, runs=runs, model={"dim": 4}), "auto"),
-        "two runs": (config_in(folder, runs=runs | {"other": {}}), str(folder / "plain/last/4")),
+        "two runs": (config_in(folder, runs=runs | {"other": {}}), older),
         "no folder": (config_with(optimizer=SCHEDULED, loop=LOOP, runs=runs), "auto"),
-        "no checkpoint": (
-            config_in(folder / "empty", runs=runs),
-            str(folder / "plain"),
-        ),
+        "no checkpoint": (config_in(folder / "empty", runs=runs), folder / "plain"),
     }
     messages = {}
     for name, (config, resume) in cases.items():
         with pytest.raises((CheckpointError, ConfigError)) as raised:
-            train(config, resume=Resume.of(resume))
+            train(config, resume=resume)
         messages[name] = str(raised.value)
     return messages
 
@@ -288,7 +284,7 @@ def saved(
     """Return error of a run that goes on if it can, its losses, and what there is to go on from."""
     text, losses = "", ()
     try:
-        losses = train(config, resume=Resume.of("auto")).runs[0].losses
+        losses = train(config, resume="auto").runs[0].losses
     except TwoDError as error:
         text = f"{type(error).__name__}: {error}"
     newest = latest_checkpoint(Path(config.checkpoint.folder) / "main" / "last")

@@ -84,12 +84,13 @@ def _train(
     from torchrec_2dsp.programs.train.checkpoints import Resume
     from torchrec_2dsp.programs.train.config import TrainConfig
     from torchrec_2dsp.programs.train.program import train as train_runs
-    from torchrec_2dsp.programs.train.steps import ProfiledSteps
+    from torchrec_2dsp.programs.train.steps import profiled_steps
 
     quiet_upstream()
     config = load_config(TrainConfig, name, overrides).only(only)
-    resume, profiled = Resume.of(resumed), ProfiledSteps.of(profile) if profile else None
-    loop = config.loop
+    starts: dict[str, Resume] = {"auto": "auto", "never": None}
+    resume = starts.get(resumed, Path(resumed))
+    profiled, loop = profiled_steps(profile) if profile else range(0), config.loop
     with (
         _saying_how_to_go_on(config.checkpoint.folder),
         launched_world(loop.device, "train", loop.timeout_s) as rank,

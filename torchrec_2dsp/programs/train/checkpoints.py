@@ -6,9 +6,8 @@ A checkpoint holds the model, the optimizers and the train state. This program a
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torchrec.optim.keyed import KeyedOptimizer
@@ -34,35 +33,18 @@ _STEP_KEYS = ("step", "seconds", "memory_bytes", "table_lr", "dense_lr", "sample
 """Step figures that checkpoints store as they are; others differ between ranks."""
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Decides where a program's runs begin.
-
-    Example:
-        >>> from torchrec_2dsp.programs.train.checkpoints import Resume
-        >>> Resume.of("auto"), Resume.of("runs/one/last/300").path.name
-        (Resume(automatic=True, path=None), '300')
-    """
-
-    automatic: bool = False
-    """True if each run resumes from its newest checkpoint, if it has one."""
-
-    path: Path | None = None
-    """The checkpoint that the only run resumes from."""
-
-    @classmethod
-    def of(cls, text: str) -> "Resume":
-        """Parse a user's choice: auto, never, or a checkpoint's path."""
-        if text == "never":
-            return cls()
-        return cls(automatic=True) if text == "auto" else cls(path=Path(text))
+Resume = Path | Literal["auto"] | None
+"""The start of a program's runs: a checkpoint of its only run, each run's newest checkpoint if it
+has one, or the first step."""
 
 
 class Checkpoints:
     """One run's checkpoints."""
 
-    def __init__(self, config: CheckpointConfig, run: str) -> None:
-        self._config = config
+    def __init__(
+        self, config: CheckpointConfig, run: str, optimizer: KeyedOptimizer, state: TrainState
+    ) -> None:
+        self._config, self._optimizer, self._state = config, optimizer, state
         self._folder = Path(config.folder) / run if config.folder else None
         self._pending: PendingSave | None = None
 
@@ -71,82 +53,76 @@ class Checkpoints:
         every = self._config.every
         return None if self._folder is None else (step // every + 1) * every
 
-    @property
-    def keeps_best(self) -> bool:
-        """True if the best evaluations' checkpoints are kept."""
-        return self._folder is not None and self._config.keep_best > 0
-
-    def first(self, resume: Resume) -> Path | None:
-        """Return the checkpoint that the run resumes from, if any; call it on all ranks.
+    def resume(self, resume: Resume) -> Path | None:
+        """Load the checkpoint that the run resumes from, and return its path, if there is one.
 
         Raises:
             ConfigError: the run would write over newer checkpoints, or no folder is given.
 
         Collectives:
-            Same as `latest_checkpoint`, and an agreement of all ranks.
+            Same as `latest_checkpoint` and `load_checkpoint`, and an agreement of all ranks.
         """
+        path = self._first(resume)
+        if path is not None:
+            load_checkpoint(path, self._state.model, self._optimizer, train_state=self._state)
+        return path
+
+    def _first(self, resume: Resume) -> Path | None:
         if self._folder is None:
-            if resume.automatic:
+            if resume == "auto":
                 raise ConfigError(
                     "--resume auto needs a folder of checkpoints; set checkpoint.folder, or give "
                     "--resume the path of a checkpoint"
                 )
-            return resume.path
+            return resume
         newest = max(
             filter(None, (latest_checkpoint(self._folder / kind) for kind in (_LAST, _BEST))),
             key=_step_of,
             default=None,
         )
-        if resume.automatic:
+        if resume == "auto":
             return newest
         with agreeing(world_group()) as facts:
-            facts["the checkpoint to resume from"] = str(resume.path)
-            start = 0 if resume.path is None else _step_of(resume.path)
+            facts["the checkpoint to resume from"] = str(resume)
+            start = 0 if resume is None else _step_of(resume)
             if newest is not None and _step_of(newest) > start:
                 raise ConfigError(
                     f"the checkpoint {newest} is newer than step {start}, at which this run would "
                     "begin, and the run would save over it; use --resume auto, or another "
                     "checkpoint.folder"
                 )
-        return resume.path
+        return resume
 
-    def load(self, path: Path, optimizer: KeyedOptimizer, state: TrainState) -> None:
-        """Load a checkpoint into a run.
-
-        Collectives:
-            Same as `load_checkpoint`.
-        """
-        load_checkpoint(path, state.model, optimizer, train_state=state)
-
-    def save(self, optimizer: KeyedOptimizer, state: TrainState) -> None:
+    def save(self) -> None:
         """Save the newest checkpoint and drop the oldest; do nothing without a folder.
 
         Collectives:
             Same as `save_checkpoint`.
         """
-        self._save(_LAST, self._config.keep_last, optimizer, state)
+        self._save(_LAST, self._config.keep_last)
 
-    def save_best(self, optimizer: KeyedOptimizer, state: TrainState) -> None:
-        """Save a checkpoint with the best evaluation so far, and drop older ones.
+    def save_best(self) -> None:
+        """Save a checkpoint with the best evaluation so far, and drop older ones, if any are kept.
 
         Collectives:
             Same as `save_checkpoint`.
         """
-        self._save(_BEST, self._config.keep_best, optimizer, state)
+        if self._config.keep_best:
+            self._save(_BEST, self._config.keep_best)
 
-    def _save(self, kind: str, keep: int, optimizer: KeyedOptimizer, state: TrainState) -> None:
+    def _save(self, kind: str, keep: int) -> None:
         if self._folder is None:
             return
         folder = self._folder / kind
-        path = folder / str(state.step)
+        path = folder / str(self._state.step)
         is_being_written = self._pending is not None and self._pending.folder == path
         if is_being_written or latest_checkpoint(folder) == path:
             return  # The last step saved one already, or the run resumed at its end.
         self._pending = save_checkpoint(
             path,
-            state.model,
-            optimizer,
-            train_state=state,
+            self._state.model,
+            self._optimizer,
+            train_state=self._state,
             asynchronous=self._config.asynchronous,
         )
         drop_old_checkpoints(folder, keep=keep)

@@ -8,6 +8,7 @@ train --> train_run --> RunTrainer: model, optimizers, batches
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import release_groups, world_group
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.parallel.loop import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.data.dataset import Dataset, Progress, Split, open_together
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, click_probability
+from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.model import rank_device
@@ -41,37 +44,31 @@ from torchrec_2dsp.programs.train.config import TrainConfig, splits_of
 from torchrec_2dsp.programs.train.metrics import Meter, evaluated, mean_per_step
 from torchrec_2dsp.programs.train.record import best_of, num_since_best
 from torchrec_2dsp.programs.train.results import Ending, RunResult, TrainResult, TrainWatcher
-from torchrec_2dsp.programs.train.sharded import (
-    complete_tables,
-    ending_together,
-    make_optimizers,
-    sharded_model,
-    sync_total_of,
-)
+from torchrec_2dsp.programs.train.sharded import make_optimizers, sharded_model
 from torchrec_2dsp.programs.train.steps import (
     AccumulatedSteps,
     LayerCuts,
     PipelinedSteps,
-    ProfiledSteps,
-    Stepper,
     StepProfiler,
+    after_stops,
+    closing_batches,
     dense_figures,
-    timed_steps,
-    training_batches,
+    middle_steps,
 )
+from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 from torchrec_2dsp.samples.dealer import BalanceReport
 
-NEVER = Resume()
-"""Runs start from scratch."""
+Stepper = PipelinedSteps | AccumulatedSteps
+"""The ways to train a step."""
 
 
 def train(
     config: TrainConfig,
     watchers: Sequence[TrainWatcher] = (),
     *,
-    resume: Resume = NEVER,
-    profiled: ProfiledSteps | None = None,
+    resume: Resume = None,
+    profiled: range = range(0),
     reading: Progress | None = None,
 ) -> TrainResult:
     """Train all runs in ``config``; `torch.distributed` must be initialised.
@@ -79,8 +76,8 @@ def train(
     Args:
         config: equal on all ranks.
         watchers: notified about this rank's progress; usually given on rank 0 only.
-        resume: where runs resume.
-        profiled: the steps that each rank traces into the output folder.
+        resume: where runs resume; by default they start from scratch.
+        profiled: the steps, counted from 1, that each rank traces into the output folder.
         reading: called with this rank's progress in reading a log's files, before training.
 
     Returns:
@@ -91,12 +88,12 @@ def train(
         whether watchers failed at a plan, a checkpoint or an end.
     """
     config.check_world(dist.get_world_size(world_group()))
-    if resume.path is not None and len(config.runs) > 1:
+    if isinstance(resume, Path) and len(config.runs) > 1:
         raise ConfigError(
-            f"--resume {resume.path} is a checkpoint of one run, and the config has "
+            f"--resume {resume} is a checkpoint of one run, and the config has "
             f"{', '.join(config.runs)}; choose a run with --only, or use --resume auto"
         )
-    if profiled is not None and not config.output.folder:
+    if profiled and not config.output.folder:
         raise ConfigError("--profile writes to the output folder; set output.folder")
     opened: Dataset = open_together(config.data, world_group(), reading)
     if text := splits_of(opened):
@@ -121,11 +118,11 @@ def train_run(
     dataset: Dataset,
     watchers: Sequence[TrainWatcher] = (),
     *,
-    resume: Resume = NEVER,
-    profiled: ProfiledSteps | None = None,
+    resume: Resume = None,
+    profiled: range = range(0),
 ) -> RunResult:
     """Plan, train and evaluate one run; see `train`."""
-    trainer = RunTrainer(config, name, dataset)
+    trainer = RunTrainer(config, name, dataset, watchers)
     # A watcher's failure, such as a full disk, is raised on all ranks.
     with agreeing(world_group()):
         for watcher in watchers:
@@ -135,7 +132,7 @@ def train_run(
         if path is not None:
             for watcher in watchers:
                 watcher.run_resumed(name, path, trainer.step)
-    result = trainer.run(watchers, trainer.profiler(profiled))
+    result = trainer.run(profiled)
     # Only after a success: after a failure the other ranks may never come.
     del trainer
     release_groups()
@@ -171,18 +168,21 @@ def _planted_ne(config: TrainConfig) -> float | None:
 class RunTrainer:
     """A run's sharded model and its position in the data."""
 
-    def __init__(self, config: TrainConfig, name: str, dataset: Dataset) -> None:
+    def __init__(
+        self, config: TrainConfig, name: str, dataset: Dataset, watchers: Sequence[TrainWatcher]
+    ) -> None:
         """Plan and shard the model.
 
         Args:
             config: equal on all ranks.
             name: the run's.
             dataset: the data that the config names.
+            watchers: notified about this rank's steps and evaluations.
 
         Collectives:
             Same as planning and sharding.
         """
-        self._config, self._name, self._dataset = config, name, dataset
+        self._config, self._name, self._dataset, self._watchers = config, name, dataset, watchers
         self._run, self._loop = config.runs[name], config.loop
         self._world = world_group()
         self._device = rank_device(config.loop.device)
@@ -198,7 +198,9 @@ class RunTrainer:
         if self._run.dense.kind == "local":
             members["local_moments"] = LocalMoments(self._optimizers.dense)
         self._state = TrainState(self._model, self._optimizers.whole, **members)
-        self._checkpoints = Checkpoints(config.checkpoint, name)
+        self._checkpoints = Checkpoints(
+            config.checkpoint, name, self._optimizers.whole, self._state
+        )
         self._resumed_from = ""
         self._cuts = LayerCuts(self._model, self._optimizers.dense, self._run.dense)
         # Where a model draws random numbers, each rank draws different ones.
@@ -208,12 +210,10 @@ class RunTrainer:
         """Resume from a checkpoint and return its path; none if the run starts from scratch.
 
         Collectives:
-            Same as `Checkpoints.first` and `Checkpoints.load`.
+            Same as `Checkpoints.resume`.
         """
-        path = self._checkpoints.first(resume)
-        if path is not None:
-            self._checkpoints.load(path, self._optimizers.whole, self._state)
-            self._resumed_from = str(path)
+        path = self._checkpoints.resume(resume)
+        self._resumed_from = str(path or "")
         return path
 
     @property
@@ -221,44 +221,35 @@ class RunTrainer:
         """The steps trained so far."""
         return self._state.step
 
-    def profiler(self, profiled: ProfiledSteps | None) -> StepProfiler:
-        """Return a profiler of these steps, which keeps traces; or of those that the config wants.
-
-        Without an output folder nobody reads them, and it traces none.
-        """
-        output, steps, path = self._config.output, profiled, None
-        if profiled is not None:
-            file = f"trace_rank{dist.get_rank(self._world)}.json"
-            path = Path(output.folder) / self._name / file
-        elif output.folder:
-            end = self.planned.num_steps
-            steps = ProfiledSteps.in_middle(self.step, end, output.traced_steps)
-            if steps is not None and self._loop.eval_every:
-                steps = steps.after_stops(self._loop.eval_every)
-            if steps is not None and self._config.checkpoint.folder:
-                steps = steps.after_stops(self._config.checkpoint.every)
-        return StepProfiler(steps, self._device, path)
-
-    def run(self, watchers: Sequence[TrainWatcher], profiler: StepProfiler) -> RunResult:
+    def run(self, profiled: range) -> RunResult:
         """Train to the end; the result is equal on all ranks.
+
+        Args:
+            profiled: the steps whose traces are kept.
 
         Collectives:
             The model's, and those for reports, evaluations and checkpoints.
         """
         first_step = self.step
+        own = self._model if isinstance(self._model, ModelParallel2D) else None
+        if own is None:
+            ending_together = naming_faults(self._board, "a step of TorchRec")
+        else:
+            ending_together = failing_together(own)
         dist.barrier(self._world)
-        with count_encoded() as encoded, ending_together(self._model, self._board):
-            ending = self._train(watchers, profiler)
+        with count_encoded() as encoded, ending_together:
+            ending = self._train(self._profiler(profiled))
             if not self.step:
                 raise ConfigError("the data has too few samples for a single step")
             apply_late_gradients(self._model, self._optimizers.whole)
-            complete_tables(self._model)
+            if own is not None:
+                own.sync_now()
             evaluations = self._history.evaluations
             if not evaluations or evaluations[-1].step != self.step:
-                self._evaluate(watchers)
-            self._checkpoints.save(self._optimizers.whole, self._state)
+                self._evaluate()
+            self._checkpoints.save()
             self._checkpoints.finish()
-        synced = sync_total_of(self._model)
+        synced = SyncReport() if own is None else own.sync_total
         per_step = mean_per_step(
             self._world,
             self._device,
@@ -272,6 +263,23 @@ class RunTrainer:
             },
         )
         return self._result(ending, per_step)
+
+    def _profiler(self, profiled: range) -> StepProfiler:
+        """Return a profiler of these steps, which keeps traces; or of those that the config wants.
+
+        Without an output folder nobody reads them, and it traces none.
+        """
+        folder, loop, checkpoint = self._config.output.folder, self._loop, self._config.checkpoint
+        if profiled:
+            file = f"trace_rank{dist.get_rank(self._world)}.json"
+            return StepProfiler(profiled, self._device, Path(folder) / self._name / file)
+        num_steps = self._config.output.traced_steps if folder else 0
+        steps = middle_steps(self.step, self.planned.num_steps, num_steps)
+        if loop.eval_every:
+            steps = after_stops(steps, loop.eval_every)
+        if checkpoint.folder:
+            steps = after_stops(steps, checkpoint.every)
+        return StepProfiler(steps, self._device)
 
     def _result(self, ending: Ending, per_step: dict[str, Any]) -> RunResult:
         history, plan, balance = self._history, self.planned.plan, self._balance
@@ -300,34 +308,36 @@ class RunTrainer:
             **per_step,
         )
 
-    def _train(self, watchers: Sequence[TrainWatcher], profiler: StepProfiler) -> Ending:
+    def _train(self, profiler: StepProfiler) -> Ending:
         balance, ending = self._run.balance, Ending.STEPS
         self._model.train()
-        own = self._batches(Split.TRAIN, start=self.step * self._loop.accumulate)
-        with training_batches(own, balance, self._config.model) as batches:
-            stepper = timed_steps(self._stepper(), batches, balance)
+        with ExitStack() as opened:
+            own = self._batches(Split.TRAIN, start=self.step * self._loop.accumulate)
+            batches = opened.enter_context(closing_batches(own))
+            if balance is not None:
+                dealt = deal_batches(batches, balance, self._config.model)
+                batches = opened.enter_context(dealt)
+            stepper = self._stepper()
             while self.step < self._loop.steps:
                 if self._is_out_of_patience():
                     ending = Ending.PATIENCE
                     break
-                if not self._train_some(stepper, batches, watchers, profiler):
+                if not self._train_some(stepper, batches, profiler):
                     ending = Ending.DATA
                     break
-                self._after_steps(stepper, watchers, profiler)
+                self._after_steps(stepper, profiler)
         self._balance = batches.report if isinstance(batches, BalancedBatches) else None
         stepper.pause()
         profiler.finish()
-        self._tell_traced(profiler, watchers)
+        self._tell_traced(profiler)
         return ending
 
-    def _tell_traced(self, profiler: StepProfiler, watchers: Sequence[TrainWatcher]) -> None:
+    def _tell_traced(self, profiler: StepProfiler) -> None:
         if splits := profiler.take():
-            for watcher in watchers:
+            for watcher in self._watchers:
                 watcher.steps_traced(self._name, splits)
 
-    def _after_steps(
-        self, stepper: Stepper, watchers: Sequence[TrainWatcher], profiler: StepProfiler
-    ) -> None:
+    def _after_steps(self, stepper: Stepper, profiler: StepProfiler) -> None:
         """Move layers, evaluate and save if due; the checkpoint includes the evaluation."""
         is_cut = self.step == self._cuts.due_after(self.step - 1) and self.step < self._loop.steps
         every = self._loop.eval_every
@@ -338,13 +348,13 @@ class RunTrainer:
         if is_cut:
             stepper.pause()
             if (cuts := self._cuts.recut()) is not None:
-                for watcher in watchers:
+                for watcher in self._watchers:
                     watcher.layers_moved(self._name, self.step, cuts)
         if is_evaluated:
             stepper.pause()
-            self._evaluate(watchers)
+            self._evaluate()
         if is_saved:
-            self._checkpoints.save(self._optimizers.whole, self._state)
+            self._checkpoints.save()
 
     def _stepper(self) -> Stepper:
         model, optimizer, device = self._model, self._optimizers.whole, self._device
@@ -355,11 +365,7 @@ class RunTrainer:
         return PipelinedSteps(model, optimizer, device)
 
     def _train_some(
-        self,
-        stepper: Stepper,
-        batches: Iterator[Batch],
-        watchers: Sequence[TrainWatcher],
-        profiler: StepProfiler,
+        self, stepper: Stepper, batches: Iterator[Batch], profiler: StepProfiler
     ) -> bool:
         """Train until something is due; return whether there may be more data."""
         first_step, before = self.step, dense_total(self._model)
@@ -369,7 +375,11 @@ class RunTrainer:
             self._set_rates(step)
             try:
                 with profiler.step(step + 1):
+                    # While a rank waits for others it uses no processor time.
+                    began_s = time.thread_time()
                     loss, _, labels = stepper.step(batches)
+                    if isinstance(batches, BalancedBatches):
+                        batches.note_seconds(time.thread_time() - began_s)
             except StopIteration:
                 has_more = False
                 break
@@ -379,8 +389,8 @@ class RunTrainer:
             seconds, num_steps = time.perf_counter() - began, self.step - first_step
             usual_s = self._history.seconds / max(1, first_step)
             self._meter.add_seconds(profiler.untraced_seconds(seconds, num_steps, usual_s))
-            self._report(num_steps, before, watchers)
-        self._tell_traced(profiler, watchers)
+            self._report(num_steps, before)
+        self._tell_traced(profiler)
         return has_more
 
     def _next_stop(self) -> int:
@@ -401,9 +411,7 @@ class RunTrainer:
             )
             self._optimizers.set_rates(table_lr, dense_lr)
 
-    def _report(
-        self, num_steps: int, before: GradientReport, watchers: Sequence[TrainWatcher]
-    ) -> None:
+    def _report(self, num_steps: int, before: GradientReport) -> None:
         with naming_faults(self._board, "the report"):
             progress = self._meter.gather(self.step)
         table_lr, dense_lr = self._optimizers.rates()
@@ -416,22 +424,22 @@ class RunTrainer:
         }
         progress = progress.model_copy(update=figures)
         self._history.progress.append(progress)
-        for watcher in watchers:
+        for watcher in self._watchers:
             watcher.steps_trained(self._name, progress)
 
     def _is_out_of_patience(self) -> bool:
         num_worse = num_since_best(self._history.evaluations, self._config.metric)
         return 0 < self._loop.patience <= num_worse
 
-    def _evaluate(self, watchers: Sequence[TrainWatcher]) -> None:
+    def _evaluate(self) -> None:
         """Evaluate: every rank looks up its part of the batches, together with its group."""
         evaluation = evaluated(self._config, self._model, self._batches, self.step)
         self._history.evaluations.append(evaluation)
         is_best = best_of(self._history.evaluations, self._config.metric) is evaluation
-        for watcher in watchers:
+        for watcher in self._watchers:
             watcher.evaluated(self._name, evaluation, is_best=is_best)
-        if is_best and self._checkpoints.keeps_best and self._loop.eval_every:
-            self._checkpoints.save_best(self._optimizers.whole, self._state)
+        if is_best and self._loop.eval_every:
+            self._checkpoints.save_best()
 
     def _batches(self, split: Split, start: int = 0) -> Iterator[Batch]:
         """Return this rank's part of a split's batches."""

@@ -6,7 +6,6 @@ config --make_model--> unsharded model --plan_run--> plan --ModelParallel2D--> s
 ```
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -31,12 +30,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.parallel.loop import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
@@ -62,7 +59,6 @@ from torchrec_2dsp.programs.models.planned import (
 )
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
 from torchrec_2dsp.programs.train.planner import access_of, arguments_of, planner_by_cost
-from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
@@ -90,14 +86,6 @@ class PlannedRun:
 
     dense: str = ""
     """The dense part, in words, if it was planned."""
-
-    def with_dense(self, part: DensePart) -> "PlannedRun":
-        """Add the choice of dense part, if that was planned too."""
-        if part.choices is None:
-            return self
-        texts = [self.explanation, str(part.choices)] if self.explanation else []
-        dense = str(part.choices.best.plan)
-        return replace(self, explanation="\n\n".join(texts), dense=dense)
 
 
 def sharded_model(
@@ -131,7 +119,6 @@ def sharded_model(
     plan, explanation = _plan_run(config, name, dataset, model, sharders)
     if run.prefetch_rows:
         plan = replace(plan, pipeline=Pipeline.ROW_PREFETCH)
-    planned = PlannedRun(plan, tables, num_steps, explanation)
     part = _make_dense_part(config, run, model)
     parallel_model = ModelParallel2D(
         model,
@@ -140,7 +127,11 @@ def sharded_model(
         sharders=sharders,
         data_parallel_wrapper=part.wrapper,
     )
-    return parallel_model, planned.with_dense(part)
+    dense = ""
+    if part.choices is not None:
+        dense = str(part.choices.best.plan)
+        explanation = explanation and f"{explanation}\n\n{part.choices}"
+    return parallel_model, PlannedRun(plan, tables, num_steps, explanation, dense)
 
 
 def make_model(config: TrainConfig, run: RunConfig, shape: BatchShape) -> nn.Module:
@@ -377,32 +368,3 @@ def make_optimizers(
     fused: Any = model.fused_optimizer
     whole = CombinedOptimizer([fused, with_meetings(dense, run.dense, model)])
     return RunOptimizers(whole, fused, dense)
-
-
-def ending_together(
-    model: DistributedModelParallel, board: NoticeBoard
-) -> AbstractContextManager[object]:
-    """Return a training loop's context, whose errors name the rank that failed.
-
-    Args:
-        model: the run's.
-        board: the world's notice board.
-    """
-    if isinstance(model, ModelParallel2D):
-        return failing_together(model)
-    return naming_faults(board, "a step of TorchRec")
-
-
-def complete_tables(model: DistributedModelParallel) -> None:
-    """Make all table replicas in a run equal and complete; TorchRec's own always are.
-
-    Collectives:
-        Same as `ModelParallel2D.sync_now`.
-    """
-    if isinstance(model, ModelParallel2D):
-        model.sync_now()
-
-
-def sync_total_of(model: DistributedModelParallel) -> SyncReport:
-    """Sum all sync reports; empty for TorchRec alone."""
-    return model.sync_total if isinstance(model, ModelParallel2D) else SyncReport()

@@ -1,7 +1,7 @@
 """Train one step: in a pipeline, or as several batches with one update.
 
 ```text
-batches --training_batches (balanced, if configured)--> Stepper.step --> loss, scores, labels
+this rank's batches (balanced, if configured) --> step --> loss, scores, labels
 ```
 
 Between two steps, `LayerCuts` moves a pipelined dense part's layers. `StepProfiler` traces a few
@@ -11,12 +11,11 @@ steps and splits them into phases.
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,34 +35,14 @@ from torchrec_2dsp.parallel.loop import accumulate
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.config.dense import DenseKinds, PipelinedConfig
 from torchrec_2dsp.programs.config.section import writing
-from torchrec_2dsp.programs.config.sections import MEASURED, BalanceConfig
 from torchrec_2dsp.programs.dilation import dilation
 from torchrec_2dsp.programs.launch import silenced
-from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import thresholded_gradients
-from torchrec_2dsp.programs.models.kinds import ModelSection
 from torchrec_2dsp.programs.models.planned import make_pipeline
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, step_mark
-from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """A model's output besides the loss that is trained: the detached loss, scores and labels."""
-
-
-class Stepper(Protocol):
-    """A way to train a step."""
-
-    def step(self, batches: Iterator[Batch]) -> Output:
-        """Train a step.
-
-        Raises:
-            StopIteration: the data has ended.
-        """
-        ...
-
-    def pause(self) -> None:
-        """Release the model for an evaluation; the next step takes it again."""
-        ...
 
 
 class PipelinedSteps:
@@ -80,7 +59,11 @@ class PipelinedSteps:
         self._is_detached = False
 
     def step(self, batches: Iterator[Batch]) -> Output:
-        """Train one batch."""
+        """Train one batch.
+
+        Raises:
+            StopIteration: the data has ended.
+        """
         if self._is_detached and not isinstance(self._model, ModelParallel2D):
             # By default a pipeline starts the input exchange for its next batch once more. With
             # TorchRec's own sequences, that loses the finished exchange's sizes.
@@ -89,7 +72,7 @@ class PipelinedSteps:
         return self._pipeline.progress(batches)
 
     def pause(self) -> None:
-        """Detach the model; prefetched batches stay in the pipeline."""
+        """Release the model for an evaluation; prefetched batches stay in the pipeline."""
         if not isinstance(self._pipeline, TrainPipelineBase):
             self._pipeline.detach()
             self._is_detached = True
@@ -110,7 +93,10 @@ class AccumulatedSteps:
         self._device, self._num_batches = device, num_batches
 
     def step(self, batches: Iterator[Batch]) -> Output:
-        """Train one step's batches; an incomplete last step isn't trained.
+        """Train one step's batches.
+
+        Raises:
+            StopIteration: the data has ended; an incomplete last step isn't trained.
 
         Collectives:
             Same as `accumulate` and the model.
@@ -135,57 +121,6 @@ class AccumulatedSteps:
 
     def pause(self) -> None:
         """Do nothing: between two steps the model is free."""
-
-
-class _TimedSteps:
-    """Steps whose processor time each rank notes, so that slower ranks get less to do.
-
-    While a rank waits for others it uses no processor time.
-    """
-
-    def __init__(self, steps: Stepper, note_seconds: Callable[[float], None]) -> None:
-        self._steps, self._note_seconds = steps, note_seconds
-
-    def step(self, batches: Iterator[Batch]) -> Output:
-        """Train a step."""
-        start = time.thread_time()
-        output = self._steps.step(batches)
-        self._note_seconds(time.thread_time() - start)
-        return output
-
-    def pause(self) -> None:
-        """Release the model."""
-        self._steps.pause()
-
-
-def timed_steps(steps: Stepper, batches: Iterator[Batch], balance: BalanceConfig | None) -> Stepper:
-    """Wrap steps to note their times, if ranks' speeds are measured."""
-    is_measured = balance is not None and balance.rank_speeds == MEASURED
-    if is_measured and isinstance(batches, BalancedBatches):
-        return _TimedSteps(steps, batches.note_seconds)
-    return steps
-
-
-@contextmanager
-def training_batches(
-    batches: Iterator[Batch], balance: BalanceConfig | None, model: ModelSection
-) -> Iterator[Iterator[Batch]]:
-    """Open the batches that a rank trains, and close them at the end.
-
-    Args:
-        batches: the batches that this rank reads.
-        balance: how samples are balanced; without it each rank trains what it reads.
-        model: the model to train.
-
-    Collectives:
-        Same as `deal_batches`.
-    """
-    with closing_batches(batches) as own:
-        if balance is None:
-            yield own
-            return
-        with deal_batches(own, balance, model) as dealt:
-            yield dealt
 
 
 @contextmanager
@@ -256,78 +191,65 @@ class LayerCuts:
         return self._pipeline.cuts if self._pipeline.recut(self._optimizer) else None
 
 
-@dataclass(frozen=True)
-class ProfiledSteps:
-    """The steps to trace, counted from 1.
+def profiled_steps(text: str) -> range:
+    """Parse the steps to trace, counted from 1, from a text such as ``20:30``.
+
+    Raises:
+        ConfigError: it has another form.
 
     Example:
-        >>> from torchrec_2dsp.programs.train.steps import ProfiledSteps
-        >>> ProfiledSteps.of("20:30")
-        ProfiledSteps(first=20, last=30)
+        >>> from torchrec_2dsp.programs.train.steps import profiled_steps
+        >>> profiled_steps("20:30")
+        range(20, 31)
     """
+    numbers = re.fullmatch(r"(\d+):(\d+)", text)
+    if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise ConfigError(
+            f"--profile {text!r} names no steps; give the first and the last, such as 20:30"
+        )
+    return range(int(numbers[1]), int(numbers[2]) + 1)
 
-    first: int
-    """The first traced step."""
 
-    last: int
-    """The last traced step."""
+def middle_steps(start: int, end: int, num_steps: int) -> range:
+    """Choose steps in the middle of a run, or of its next 1,000 steps if it is longer.
 
-    @classmethod
-    def of(cls, text: str) -> "ProfiledSteps":
-        """Parse a text such as ``20:30``.
+    Args:
+        start: the steps trained before.
+        end: the run's last step.
+        num_steps: the steps to choose, at most a third of those that are left.
 
-        Raises:
-            ConfigError: it has another form.
-        """
-        numbers = re.fullmatch(r"(\d+):(\d+)", text)
-        if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
-            raise ConfigError(
-                f"--profile {text!r} names no steps; give the first and the last, such as 20:30"
-            )
-        return cls(int(numbers[1]), int(numbers[2]))
+    Example:
+        >>> from torchrec_2dsp.programs.train.steps import middle_steps
+        >>> middle_steps(0, 200, 10)
+        range(96, 106)
+    """
+    num_left = min(end - start, 1000)
+    num_steps = min(num_steps, num_left // 3)
+    first = start + (num_left - num_steps) // 2 + 1
+    return range(first, first + num_steps)
 
-    @classmethod
-    def in_middle(cls, start: int, end: int, num_steps: int) -> "ProfiledSteps | None":
-        """Choose steps in the middle of a run, or of its next 1,000 steps if it is longer.
 
-        Args:
-            start: the steps trained before.
-            end: the run's last step.
-            num_steps: the steps to choose, at most a third of those that are left.
+def after_stops(steps: range, every: int) -> range:
+    """Return as many steps that begin after the last multiple of ``every`` among these.
 
-        Example:
-            >>> from torchrec_2dsp.programs.train.steps import ProfiledSteps
-            >>> ProfiledSteps.in_middle(0, 200, 10)
-            ProfiledSteps(first=96, last=105)
-        """
-        num_left = min(end - start, 1000)
-        num_steps = min(num_steps, num_left // 3)
-        first = start + (num_left - num_steps) // 2 + 1
-        return cls(first, first + num_steps - 1) if num_steps > 0 else None
-
-    def after_stops(self, every: int) -> "ProfiledSteps":
-        """Return as many steps that begin after the last multiple of ``every`` among these.
-
-        Example:
-            >>> from torchrec_2dsp.programs.train.steps import ProfiledSteps
-            >>> ProfiledSteps(96, 105).after_stops(50), ProfiledSteps(96, 105).after_stops(105)
-            (ProfiledSteps(first=101, last=110), ProfiledSteps(first=96, last=105))
-        """
-        stop = (self.last - 1) // every * every
-        shift = max(0, stop + 1 - self.first)
-        return ProfiledSteps(self.first + shift, self.last + shift)
+    Example:
+        >>> from torchrec_2dsp.programs.train.steps import after_stops
+        >>> after_stops(range(96, 106), 50), after_stops(range(96, 106), 105)
+        (range(101, 111), range(96, 106))
+    """
+    last_stop = (steps.stop - 2) // every * every
+    shift = max(0, last_stop + 1 - steps.start)
+    return range(steps.start + shift, steps.stop + shift)
 
 
 class StepProfiler:
     """Traces a few steps on each rank, and splits them into phases."""
 
-    def __init__(
-        self, steps: ProfiledSteps | None, device: torch.device, path: Path | None = None
-    ) -> None:
+    def __init__(self, steps: range, device: torch.device, path: Path | None = None) -> None:
         """Prepare to trace.
 
         Args:
-            steps: the steps to trace; none if `None`.
+            steps: the steps to trace, counted from 1; there may be none.
             device: this rank's; its own activity is in a trace that is kept.
             path: the file to keep this rank's trace in; by default only the phases are kept.
         """
@@ -347,7 +269,7 @@ class StepProfiler:
         Collectives:
             Same as `finish`, after the last step to trace.
         """
-        if self._steps is None or not self._steps.first <= step <= self._steps.last:
+        if step not in self._steps:
             yield
             return
         began = time.perf_counter()
@@ -357,7 +279,7 @@ class StepProfiler:
             self._is_running = True
         with record_function(step_mark(step)):
             yield
-        if step == self._steps.last:
+        if step == self._steps[-1]:
             self.finish()
         self._traced_s += time.perf_counter() - began
         self._num_traced += 1
@@ -384,7 +306,7 @@ class StepProfiler:
         """
         if not self._is_running:
             return
-        self._is_running, self._steps = False, None
+        self._is_running, self._steps = False, range(0)
         # Ids and row gradients travel from one step to the next.
         WorldGroups.current().settle()
         with silenced():

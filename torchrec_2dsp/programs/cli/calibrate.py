@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.cost.collectives import CollectiveCost
 
 
+@shown_errors()
 def calibrate(
     out: Annotated[
         Path, typer.Option(help="Write the calibration here, such as hardware/my_cluster.toml.")
@@ -32,11 +33,6 @@ def calibrate(
 
     Nothing else should run on them meanwhile.
     """
-    with shown_errors():
-        _calibrate(out, name or out.stem, device)
-
-
-def _calibrate(out: Path, name: str, device: str) -> None:
     from torchrec_2dsp._compat.torchrec import get_local_size
     from torchrec_2dsp.comms.groups import world_group
     from torchrec_2dsp.cost.measuring.calibrate import calibrate as measure
@@ -72,7 +68,7 @@ def _calibrate(out: Path, name: str, device: str) -> None:
                     console.print(f"measuring {what}")
 
             calibration = measure(
-                world, local_world_size=local_world_size, name=name, progress=show
+                world, local_world_size=local_world_size, name=name or out.stem, progress=show
             )
         if error := unexplained(calibration, CAREFUL.tolerance):
             raise CalibrationError(error)

@@ -53,6 +53,7 @@ _Overrides = Annotated[
 ]
 
 
+@shown_errors()
 def plan(
     config: _Config,
     overrides: _Overrides = None,
@@ -78,26 +79,6 @@ def plan(
 
     torchrec-2dsp plan --config demo --calibration emulated_1gbit
     """
-    machines = _of_machines(calibration, ranks_per_host, world_size)
-    with shown_errors():
-        _plan(config, [*(overrides or []), *machines], only, output, html)
-
-
-def _of_machines(
-    calibration: str, ranks_per_host: int | None, world_size: int | None = None
-) -> list[str]:
-    """Return the options about machines as overrides."""
-    options = {
-        "calibration": calibration,
-        "ranks_per_host": ranks_per_host,
-        "num_ranks": world_size,
-    }
-    return [f"machines.{name}={value}" for name, value in options.items() if value]
-
-
-def _plan(
-    name: str, overrides: list[str], only: str, output: Path | None, html: Path | None
-) -> None:
     from torchrec_2dsp.plan.serialize import save
     from torchrec_2dsp.programs.launch import quiet_upstream
     from torchrec_2dsp.programs.plan import OPEN_RUN, planning, to_plan
@@ -109,28 +90,46 @@ def _plan(
     if html is not None:
         graph_objects()  # Said before the search if it is missing.
     console = Console()
+    changes = _with_machines(overrides, calibration, ranks_per_host, world_size)
     with ReadingProgress(console) as progress:
-        source = to_plan(name, overrides, run=only, progress=progress.show)
+        source = to_plan(config, changes, run=only, progress=progress.show)
     work = planning(source)
     with console.status("searching"):
-        plan = work.planner.plan(work.model, work.sharders)
+        planned = work.planner.plan(work.model, work.sharders)
     # As it is: a log file is as wide as a terminal.
     explained = work.explained()
     typer.echo(f"{fill(work.title, 100)}\n\n{explained}" if work.title else str(explained))
     if work.dense is not None:
         typer.echo(f"\nThe dense part, by predicted time; the first is best.\n\n{work.dense}")
     if output is not None:
-        save(plan, output)
+        save(planned, output)
     if html is not None:
-        explained.write_html(html, f"Why this plan: {Path(name).name}")
+        explained.write_html(html, f"Why this plan: {Path(config).name}")
     for written in (output, html):
         if written is not None:
             console.print(f"wrote {written}", soft_wrap=True)
     if output is not None and work.title:
-        how = f"train --config {name} --set runs.{OPEN_RUN}.plan={output} --only {OPEN_RUN}"
+        how = f"train --config {config} --set runs.{OPEN_RUN}.plan={output} --only {OPEN_RUN}"
         console.print(f"a run trains by it: {how}", soft_wrap=True, highlight=False)
 
 
+def _with_machines(
+    overrides: list[str] | None,
+    calibration: str,
+    ranks_per_host: int | None,
+    world_size: int | None = None,
+) -> list[str]:
+    """Return the overrides, and the options about machines as more of them."""
+    options = {
+        "calibration": calibration,
+        "ranks_per_host": ranks_per_host,
+        "num_ranks": world_size,
+    }
+    machines = [f"machines.{name}={value}" for name, value in options.items() if value]
+    return [*(overrides or []), *machines]
+
+
+@shown_errors()
 def simulate(
     config: _Config,
     ranks: Annotated[str, typer.Option(help="Sizes of the world, such as 256,512,1024,2048,4096.")],
@@ -143,12 +142,6 @@ def simulate(
 
     The global batch of a train config is the same on all of them.
     """
-    with shown_errors():
-        machines = _of_machines(calibration, ranks_per_host)
-        _simulate(config, ranks, [*(overrides or []), *machines], only)
-
-
-def _simulate(name: str, ranks: str, overrides: list[str], only: str) -> None:
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.launch import quiet_upstream
     from torchrec_2dsp.programs.plan import on_ranks, planning, to_plan
@@ -158,8 +151,9 @@ def _simulate(name: str, ranks: str, overrides: list[str], only: str) -> None:
     if not all(size.isdecimal() and int(size) for size in sizes):
         raise ConfigError(f"--ranks {ranks}: give sizes of worlds, such as 256,512")
     console = Console()
+    changes = _with_machines(overrides, calibration, ranks_per_host)
     with ReadingProgress(console) as progress:
-        source = to_plan(name, overrides, run=only, progress=progress.show)
+        source = to_plan(config, changes, run=only, progress=progress.show)
     simulated: list[tuple[int, Explanation, DenseChoices | None]] = []
     for size in sorted(map(int, sizes)):
         with console.status(f"searching for {size:,} ranks"):

@@ -7,9 +7,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.console import shown_errors
+from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
 
 
+@shown_errors()
 def report(
     run: Annotated[
         Path,
@@ -20,13 +21,6 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page on a training run, also while it trains; it needs no network."""
-    with shown_errors():
-        path = _write(run, output)
-        Console().print(Text(f"wrote {path}"), soft_wrap=True)
-
-
-def _write(run: Path, output: Path | None) -> Path:
-    from torchrec_2dsp.programs.cli.console import check_writable
     from torchrec_2dsp.programs.run_report.contents import RunContents
     from torchrec_2dsp.programs.run_report.page import run_page
 
@@ -34,9 +28,10 @@ def _write(run: Path, output: Path | None) -> Path:
     path = run / "report.html" if output is None else output
     check_writable(path)
     run_page(contents).write(path)
-    return path
+    Console().print(Text(f"wrote {path}"), soft_wrap=True)
 
 
+@shown_errors()
 def train_study(
     records: Annotated[
         list[Path],
@@ -53,33 +48,17 @@ def train_study(
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Quality",
 ) -> None:
     """Write a Markdown page on runs with several seeds, with its plot and its data beside it."""
-    with shown_errors():
-        for path in _write_study(records, reference, output, baseline, only or [], title):
-            Console().print(Text(f"wrote {path}"), soft_wrap=True)
-
-
-def _write_study(
-    sources: list[Path],
-    reference: str,
-    output: Path,
-    baseline: str,
-    only: list[str],
-    title: str,
-) -> list[Path]:
-    """Write all files, the page last, and return their paths."""
     from torchrec_2dsp.errors import ConfigError
-    from torchrec_2dsp.programs.cli.console import check_writable
     from torchrec_2dsp.programs.study import study_plot, study_report
     from torchrec_2dsp.programs.train.record import TrainRecord, joined
 
     if output.suffix != ".md":
         raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
-    records = joined([TrainRecord.load(source) for source in sources])
-    records = [record.only(only) for record in records]
-    data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(records) + 1)]
+    compared = [record.only(only or []) for record in joined(list(map(TrainRecord.load, records)))]
+    data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(compared) + 1)]
     plot = output.with_suffix(".svg")
     page = study_report(
-        records,
+        compared,
         reference=reference,
         baseline=baseline,
         title=title,
@@ -87,8 +66,9 @@ def _write_study(
         data=[path.name for path in data],
     )
     check_writable(output)
-    study_plot(records, plot, reference=reference)
-    for record, path in zip(records, data, strict=True):
+    study_plot(compared, plot, reference=reference)
+    for record, path in zip(compared, data, strict=True):
         record.save(path)
     output.write_text(page)
-    return [*data, plot, output]
+    for path in (*data, plot, output):
+        Console().print(Text(f"wrote {path}"), soft_wrap=True)

@@ -11,7 +11,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, PlainRun
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.train import program as trainer
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -107,23 +106,3 @@ def test_a_stock_run_trains_what_the_others_do(ranks4: RankPool, tmp_path: Path)
         sharding = [kind for kind in kinds if "parallel" in kind.__module__]
         assert not [kind for kind in sharding if kind.__module__.startswith("torchrec_2dsp")]
     assert ranks4.run(resume_stock, tmp_path)[0] == figures[0][0][:8]
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"runs": {"s": {"stock": True, "num_groups": 2}}}, r"num_groups=2 is this package's"),
-        ({"runs": {"s": {"stock": True, "exchange": "row"}}}, r"exchange='row' is this package's"),
-        (
-            {"runs": RUNS, "loop": {"accumulate": 2, "global_batch_size": 32}},
-            r"runs\.stock is TorchRec alone, .* loop\.accumulate=2",
-        ),
-        (
-            {"runs": RUNS, "model": {"kind": "module:factory", "factory": "mine:make"}},
-            r"runs\.stock .* model\.kind='module:factory'",
-        ),
-    ],
-)
-def test_what_torchrec_alone_cannot_do_is_refused(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_config(TrainConfig, {**TREE, **sections})

@@ -11,7 +11,6 @@ import pytest
 from tests.support.ranks import RankPool
 from tests.support.train_runs import SEQUENCES
 from torchrec_2dsp.dense.pipelined import cut_stack
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.config import StockContestant, TwoDContestant
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.dense import PowerSGDConfig
@@ -111,20 +110,6 @@ def test_a_planned_dense_part_trains_the_same(ranks2: RankPool) -> None:
     # The tables' plan by cost, and the dense part's.
     assert "table" in explanation
     assert explanation.count(dense["planned"]) >= 1
-
-
-@pytest.mark.parametrize(
-    ("dense", "text"),
-    [
-        ({"recut_every": 5}, "recut_every=5 is for kind='pipelined', and kind is 'ddp'"),
-        (PIPELINED | {"recut_every": 5, "fully_shard": True}, "ranks have parts of them"),
-        (PIPELINED | {"recut_every": 5, "tp": 2}, "ranks have parts of them"),
-        ({"kind": "planned"}, "needs to know the machines"),
-    ],
-)
-def test_dense_parts_that_cannot_be_are_refused(dense: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        config_with({"one": {"dense": dense}})
 
 
 NUM_DENSE_STEPS = 3

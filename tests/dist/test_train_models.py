@@ -18,7 +18,6 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, click_data, click_model
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
@@ -263,12 +262,3 @@ def test_every_kind_trains_alike_in_all_runs(ranks4: RankPool) -> None:
             # Sums are added in another order.
             assert other_losses == pytest.approx(losses, abs=1e-5), name
             assert other_metrics == pytest.approx(metrics, abs=1e-5, nan_ok=True), name
-
-
-def test_a_metric_that_the_model_has_not_is_refused() -> None:
-    data, model, _ = KINDS["sequence"]
-    tree = {"data": data, "model": model, "loop": {"metric": "auc"}, "runs": RUNS}
-    with pytest.raises(
-        ConfigError, match=r"loop\.metric='auc' isn't computed for model\.kind='sequence'; use one"
-    ):
-        make_config(TrainConfig, tree)

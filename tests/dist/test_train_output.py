@@ -285,8 +285,6 @@ def test_traced_steps_are_in_the_middle_of_what_is_left() -> None:
     assert middle_steps(90, 99, 10) == range(94, 97)
     assert not middle_steps(0, 2, 10)
     assert not middle_steps(0, 200, 0)
-    with pytest.raises(ConfigError, match="traced_steps=3 is for the output folder; set folder"):
-        config_with(output={"traced_steps": 3})
 
 
 def slow_while_traced(rank: int, world_size: int) -> tuple[float, float, float]:
@@ -378,21 +376,6 @@ def test_files_that_do_not_fit_are_refused_on_all_ranks(
     assert "runs.odd has WeightSync" in first["other sync"]
     assert "let the run say what the plan says" in first["other sync"]
     assert first["no folder"] == "--profile writes to the output folder; set output.folder"
-
-
-@pytest.mark.parametrize(
-    ("run", "text"),
-    [
-        ({"calibration": "emulated_1gbit", "hot_rows": 3}, "hot_rows=3 can't be given as well"),
-        ({"plan": "p.json", "num_groups": 2}, "num_groups=2 can't be given as well: plan='p.json'"),
-        ({"access": "stats", "num_groups": 2}, "access='stats' is for a plan by cost and for hot"),
-        ({"access": "stats", "sync": "WeightSync", "moment_scale": "expected"}, "needs num_groups"),
-    ],
-)
-def test_plans_that_are_said_twice_are_refused(run: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        config_with(runs={"odd": run})
-    assert text in str(raised.value)
 
 
 def test_runs_leave_their_mesh_to_the_planner() -> None:

@@ -69,25 +69,6 @@ KEY = "runs.dealt.balance"
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (f"{KEY}.cost.linear=-1", f"{KEY}.cost.linear=-1: input should be greater than or equal"),
-        (f"{KEY}.cost.linear=0", "linear=0 and quadratic=0 make all samples free"),
-        (f"{KEY}.costs=1", f"{KEY}.costs is unknown; use one of cost, lengths, shared_ids, rank_"),
-        (f"{KEY}.shared_ids=1", f"{KEY}.shared_ids=1: input should be less than 1"),
-        (f"{KEY}.rank_speeds=[1, 0]", "rank_speeds: 0 is no speed; use finite numbers above 0"),
-        (f"{KEY}.rank_speeds=fast", f"{KEY}.rank_speeds='fast': give a list with a number for"),
-        (f"{KEY}.smoothing=0.5", "smoothing=0.5 is for rank_speeds='measured'; set that"),
-        (f"{KEY}=true", f"{KEY}=True: input should be a valid dictionary"),
-    ],
-)
-def test_errors_name_key_value_and_rule(override: str, message: str) -> None:
-    with pytest.raises(tdsp.errors.ConfigError) as raised:
-        changed(override)
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("sections", "overrides", "message"),
     [
         (TOWERS, ["model.loss=in_batch"], "model.loss='in_batch' tells each item from the others"),

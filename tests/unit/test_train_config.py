@@ -1,6 +1,8 @@
 """Training configs: what is read, what can be overridden, and what an error says."""
 
 import math
+from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,14 @@ from torchrec_2dsp.programs.train.record import StepsTrained, normalized_entropy
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "runs" / "demo.toml"
-MINIMAL = {
+MINIMAL: Mapping[str, Any] = {
     "data": {"features": [{"name": "user", "num_rows": 10}]},
     "runs": {"one": {}, "two": {"num_groups": 2, "sync": "WeightSync"}},
 }
 
 
-def changed(override: str) -> TrainConfig:
-    return make_config(TrainConfig, overridden(MINIMAL, override))
+def changed(*overrides: str) -> TrainConfig:
+    return make_config(TrainConfig, reduce(overridden, overrides, MINIMAL))
 
 
 def test_the_demo_trains_one_group_exact_and_averaged() -> None:
@@ -37,12 +39,11 @@ def test_the_demo_trains_one_group_exact_and_averaged() -> None:
 
 
 def test_a_run_names_the_sync_config_class() -> None:
-    runs = make_config(TrainConfig, MINIMAL).runs
+    runs = changed().runs
 
     assert runs["one"].sync_config == tdsp.GradientSync()
     assert runs["two"].sync_config == tdsp.WeightSync()
-    rarer = overridden(MINIMAL, "runs.two.sync_policy=after(10, every(4))")
-    averaged = make_config(TrainConfig, rarer).runs["two"].sync_config
+    averaged = changed("runs.two.sync_policy=after(10, every(4))").runs["two"].sync_config
     assert averaged == tdsp.WeightSync(policy=tdsp.after(10, tdsp.every(4)))
 
 
@@ -54,7 +55,7 @@ def test_the_mesh_follows_from_the_world() -> None:
 
 
 def test_only_keeps_the_configs_order() -> None:
-    config = make_config(TrainConfig, MINIMAL)
+    config = changed()
 
     assert list(config.only(["two"]).runs) == ["two"]
     assert list(config.only(["two", "one"]).runs) == ["one", "two"]
@@ -105,8 +106,13 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
     assert message in str(raised.value)
 
 
+BALANCE = "runs.one.balance"
+ROWS = "sharding_types=['row_wise'], exchange='row'"
+SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequence")
+
+
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
         ("loop.steps=0", "loop.steps=0: input should be greater than or equal to 1"),
         ("loop.stepps=3", "loop.stepps is unknown; use one of steps, global_batch_size, "),
@@ -121,6 +127,7 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
             "runs.one.groups=3",
             "runs.one.groups is unknown; use one of exchange, owners, row_transport, hot_rows",
         ),
+        ("data.kind=tabel", "data.kind='tabel': use one of 'synthetic'"),
         ("data.features.0.rows=3", "data.features.0.rows is unknown; use one of name, num_rows"),
         ("data.features.0.skew=-1", "data.features.0.skew=-1: input should be greater than or"),
         ("data.features.0.min_ids=2", "data.features.0: min_ids=2 is above max_ids=1"),
@@ -143,68 +150,105 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
         ("runs.two=3", "runs.two=3: input should be"),
         ("runs={}", "runs is empty; describe at least one"),
         ("runs={'a b'={}}", "runs: the name 'a b' has a dot, a slash or a space"),
+        (f"{BALANCE}.cost.linear=-1", f"{BALANCE}.cost.linear=-1: input should be greater than"),
+        (f"{BALANCE}.cost.linear=0", "linear=0 and quadratic=0 make all samples free"),
+        (f"{BALANCE}.costs=1", f"{BALANCE}.costs is unknown; use one of cost, lengths, shared_ids"),
+        (f"{BALANCE}.shared_ids=1", f"{BALANCE}.shared_ids=1: input should be less than 1"),
+        (f"{BALANCE}.rank_speeds=[1, 0]", "rank_speeds: 0 is no speed; use finite numbers above 0"),
+        (f"{BALANCE}.rank_speeds=fast", f"{BALANCE}.rank_speeds='fast': give a list with a number"),
+        (f"{BALANCE}.smoothing=0.5", "smoothing=0.5 is for rank_speeds='measured'; set that"),
+        (f"{BALANCE}=true", f"{BALANCE}=True: input should be a valid dictionary"),
+        ("loop.accumulate=3", "accumulate=3 does not divide global_batch_size=1024"),
+        ("loop.metric=calibration", "loop.metric='calibration' isn't computed for"),
+        (
+            (*SEQUENCES, "loop.metric=auc"),
+            "loop.metric='auc' isn't computed for model.kind='sequence'; use one",
+        ),
+        ("loop.eval_steps=0", "loop.eval_steps=0 evaluates on all held-out batches"),
+        ("optimizer.schedule.kind=step", "kind='step' needs step_every"),
+        (
+            ("loop.accumulate=2", f"runs.one={{{ROWS}, prefetch_rows=true}}"),
+            "runs.one.prefetch_rows is for a pipeline",
+        ),
+        (
+            ("loop.eval_every=3", "runs.one.dense={kind='local', local_steps=4}"),
+            "runs.one.dense.local_steps=4 doesn't divide loop.eval_every=3",
+        ),
+        ("runs.one.dense.kind=planned", "needs to know the machines"),
+        ("runs.one={calibration='emulated_1gbit', hot_rows=3}", "hot_rows=3 can't be given as"),
+        ("runs.one={plan='p.json', num_groups=2}", "num_groups=2 can't be given as well: plan='p."),
+        ("runs.one={access='stats', num_groups=2}", "access='stats' is for a plan by cost and for"),
+        (
+            "runs.one={access='stats', sync='WeightSync', moment_scale='expected'}",
+            "moment_scale='expected' needs num_groups",
+        ),
+        ("runs.one={stock=true, num_groups=2}", "num_groups=2 is this package's"),
+        ("runs.one={stock=true, exchange='row'}", "exchange='row' is this package's"),
+        (
+            ("loop.accumulate=2", "runs.one.stock=true"),
+            "runs.one is TorchRec alone, whose tables learn in each backward, and a step of "
+            "loop.accumulate=2",
+        ),
+        (
+            ("model={kind='module:factory', factory='mine:make'}", "runs.one.stock=true"),
+            "runs.one is TorchRec alone, which draws tables anew, and those of model.kind='module:",
+        ),
     ],
 )
-def test_errors_name_key_value_and_rule(override: str, message: str) -> None:
+def test_errors_name_key_value_and_rule(overrides: str | tuple[str, ...], message: str) -> None:
     with pytest.raises(tdsp.errors.ConfigError) as raised:
-        changed(override)
+        changed(*([overrides] if isinstance(overrides, str) else overrides))
     assert str(raised.value).startswith("config: ")
     assert message in str(raised.value)
 
 
-LOG = {"kind": "criteo", "files": ["day_0.gz"]}
-SEQUENCES = {
-    "data": {"kind": "synthetic_sequences", "num_items": 50},
-    "model": {"kind": "sequence"},
-}
+LOG = "kind='criteo', files=['day_0.gz']"
+RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
 
 
 @pytest.mark.parametrize(
-    ("sections", "override", "message"),
+    ("override", "message"),
     [
-        ({}, "runs.one.dense.density=0.1", "dense: density=0.1 is for kind='thresholded', and"),
-        ({}, "runs.one.dense={kind='fp16', rank=4}", "rank=4 is for kind='powersgd', and kind is"),
-        ({}, "runs.one.dense={kind='delayed', tp=2}", "'tensor_parallel' or 'pipelined', and kind"),
-        ({}, "runs.one.dense.recut_every=5", "recut_every=5 is for kind='pipelined', and kind is"),
-        ({}, "runs.one.sync=WeightSync", "sync='WeightSync' is for copies of the tables, and"),
-        ({}, "runs.one.layout=contiguous", "layout='contiguous' is for copies of the tables"),
-        ({}, "runs.one.drift_every=5", "drift_every=5 is for copies of the tables"),
-        ({}, "runs.two={num_groups=2, synced_rows='all'}", "synced_rows='all' is for WeightSync"),
-        ({}, "runs.two.moment_rho=0.5", "moment_rho=0.5 is for moment_scale='expected'"),
-        ({}, "checkpoint.every=5", "checkpoint: every=5 is for checkpoints; set folder, or leave"),
-        ({}, "checkpoint={folder='x', keep_best=3}", "keep_best=3 is for loop.eval_every"),
-        ({}, "data.interaction_rank=4", "data: interaction_rank=4 is for interaction_share"),
-        ({"data": LOG}, "data.min_count=3", "data: min_count=3 is for encoding='vocabulary'"),
-        ({"data": LOG}, "data.seed=3", "data: seed=3 is for shuffled_blocks"),
+        ("runs.one.dense.density=0.1", "dense: density=0.1 is for kind='thresholded', and"),
+        ("runs.one.dense={kind='fp16', rank=4}", "rank=4 is for kind='powersgd', and kind is"),
+        ("runs.one.dense={kind='delayed', tp=2}", "'tensor_parallel' or 'pipelined', and kind"),
+        ("runs.one.dense.recut_every=5", "recut_every=5 is for kind='pipelined', and kind is"),
+        (f"{RECUT}, fully_shard=true}}", "ranks have parts of them"),
+        (f"{RECUT}, tp=2}}", "ranks have parts of them"),
+        ("runs.one.sync=WeightSync", "sync='WeightSync' is for copies of the tables, and"),
+        ("runs.one.layout=contiguous", "layout='contiguous' is for copies of the tables"),
+        ("runs.one.drift_every=5", "drift_every=5 is for copies of the tables"),
+        ("runs.two={num_groups=2, synced_rows='all'}", "synced_rows='all' is for WeightSync"),
+        ("runs.two.moment_rho=0.5", "moment_rho=0.5 is for moment_scale='expected'"),
+        ("runs.one.balance.mean_over_samples=true", "mean_over_samples=True is for a model of you"),
+        ("loop.patience=2", "patience=2 counts evaluations; set eval_every"),
+        ("optimizer.schedule.final=0.5", "final=0.5 is for kind='linear' or 'cosine'"),
+        ("checkpoint.every=5", "checkpoint: every=5 is for checkpoints; set folder, or leave"),
+        ("checkpoint={folder='x', keep_best=3}", "keep_best=3 is for loop.eval_every"),
+        ("output.traced_steps=3", "traced_steps=3 is for the output folder; set folder"),
+        ("data.interaction_rank=4", "data: interaction_rank=4 is for interaction_share"),
+        (f"data={{{LOG}, min_count=3}}", "data: min_count=3 is for encoding='vocabulary'"),
+        (f"data={{{LOG}, seed=3}}", "data: seed=3 is for shuffled_blocks"),
         (
-            {"data": LOG},
-            "data.held_out={by='files', files=['a.gz'], share=0.5}",
+            f"data={{{LOG}, held_out={{by='files', files=['a.gz'], share=0.5}}}}",
             "data.held_out: share=0.5 is for by='last' or 'hash'",
         ),
         (
-            SEQUENCES,
-            "model.ranking={among='sampled', exclude_seen=true}",
+            "model={kind='sequence', ranking={among='sampled', exclude_seen=true}}",
             "model.ranking: exclude_seen=True is for among='all'",
-        ),
-        (
-            {},
-            "runs.one.balance.mean_over_samples=true",
-            "mean_over_samples=True is for a model of your own",
         ),
     ],
 )
-def test_a_key_that_nothing_reads_is_refused(
-    sections: dict[str, Any], override: str, message: str
-) -> None:
+def test_a_key_that_nothing_reads_is_refused(override: str, message: str) -> None:
     with pytest.raises(tdsp.errors.ConfigError) as raised:
-        make_config(TrainConfig, overridden(MINIMAL | sections, override))
+        changed(override)
     assert message in str(raised.value)
 
 
 def test_keys_of_other_kinds_may_have_their_defaults() -> None:
     every_key = {"kind": "ddp", "density": 0.005, "values": "bf16", "rank": 2, "num_stages": 2}
     every_key |= {"layout": "contiguous", "fully_shard": False, "schedule": "1F1B"}
-    config = make_config(TrainConfig, MINIMAL | {"runs": {"one": {"dense": every_key}}})
+    config = make_config(TrainConfig, {**MINIMAL, "runs": {"one": {"dense": every_key}}})
     assert config.runs["one"].dense.kind == "ddp"
     written = config.model_dump(mode="json")
     assert written["runs"]["one"]["dense"] == {"kind": "ddp"}
@@ -213,7 +257,7 @@ def test_keys_of_other_kinds_may_have_their_defaults() -> None:
 
 def test_a_key_that_is_no_longer_there_may_have_its_default() -> None:
     config = changed("runs.two.delayed_moment=false")
-    assert config == make_config(TrainConfig, MINIMAL)
+    assert config == changed()
     with pytest.raises(tdsp.errors.ConfigError, match="delayed_moment is no longer there; leave"):
         changed("runs.two.delayed_moment=true")
 
@@ -293,8 +337,7 @@ def test_measured_steps_are_averaged() -> None:
 
 @pytest.mark.parametrize("override", ["dense_optimizer=adam", "dense_clip_norm=1.0"])
 def test_updates_are_for_sgd_without_clipping(override: str) -> None:
-    tree = overridden(MINIMAL, "runs.one.dense.kind=thresholded")
-    tree = overridden(tree, "runs.one.dense.preconditioner=adam")
-    assert make_config(TrainConfig, tree).optimizer.dense_optimizer == "sgd"
+    updates = "runs.one.dense={kind='thresholded', preconditioner='adam'}"
+    assert changed(updates).optimizer.dense_optimizer == "sgd"
     with pytest.raises(tdsp.errors.ConfigError, match="gives updates instead of gradients"):
-        make_config(TrainConfig, overridden(tree, f"optimizer.{override}"))
+        changed(updates, f"optimizer.{override}")

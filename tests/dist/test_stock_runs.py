@@ -10,8 +10,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests.support.ranks import RankPool
-from tests.support.train_runs import TREE, PlainRun
-from torchrec_2dsp.programs.config.config_file import make_config
+from tests.support.train_runs import PlainRun, config_with
 from torchrec_2dsp.programs.train import program as trainer
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
@@ -31,22 +30,19 @@ OPTIMIZER = {
 }
 
 
-def clicks_in(folder: Path, **sections: Any) -> TrainConfig:
-    tree = {
-        **TREE,
-        "loop": {**TREE["loop"], "eval_every": 4},
-        "optimizer": OPTIMIZER,
-        "checkpoint": {"folder": str(folder / "checkpoints"), "every": 3, "keep_last": 3},
-        "output": {"folder": str(folder / "out")},
-        "runs": RUNS,
-    }
-    return make_config(TrainConfig, {**tree, **sections})
+def clicks_in(folder: Path) -> TrainConfig:
+    return config_with(
+        loop={"eval_every": 4},
+        optimizer=OPTIMIZER,
+        checkpoint={"folder": str(folder / "checkpoints"), "every": 3, "keep_last": 3},
+        output={"folder": str(folder / "out")},
+        runs=RUNS,
+    )
 
 
 def sequences() -> TrainConfig:
     loop = {"steps": 5, "global_batch_size": 16, "eval_steps": 2, "eval_every": 3}
-    tree = {"data": SEQUENCES, "model": SEQUENCE_MODEL, "loop": loop, "runs": RUNS}
-    return make_config(TrainConfig, tree)
+    return config_with({"data": SEQUENCES, "model": SEQUENCE_MODEL, "loop": loop, "runs": RUNS})
 
 
 Figures = tuple[list[float], dict[str, float], str]

@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.programs import torchrun
 from tests.support.ranks import RankPool
 from tests.support.slices import patient
-from tests.support.train_runs import TREE
-from torchrec_2dsp.errors import ConfigError
+from tests.support.train_runs import TREE, config_with, refusal, scalars_in
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 from torchrec_2dsp.programs.cli.train_display import TrainDisplay, show_result
-from torchrec_2dsp.programs.config.config_file import load_config, make_config
+from torchrec_2dsp.programs.config.config_file import load_config
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import Evaluation
 from torchrec_2dsp.programs.train.program import train
@@ -39,13 +37,7 @@ from torchrec_2dsp.programs.train.sharded import PlannedRun
 
 ROOT = Path(__file__).parents[2]
 TINY = TREE | {
-    "loop": {
-        "steps": 7,
-        "global_batch_size": 32,
-        "eval_steps": 2,
-        "report_every": 3,
-        "final_steps": 4,
-    },
+    "loop": TREE["loop"] | {"steps": 7, "eval_steps": 2, "final_steps": 4},
     "runs": {
         "one_group": {},
         "exact": {"num_groups": 2},
@@ -83,7 +75,7 @@ class Recorder(TrainWatcher):
 def train_tiny(rank: int, world_size: int) -> tuple[TrainResult, list[str], str]:
     recorder, shown = Recorder(), io.StringIO()
     console = Console(file=shown, width=80)
-    result = train(make_config(TrainConfig, TINY), [recorder, TrainDisplay(console)])
+    result = train(config_with(TINY), [recorder, TrainDisplay(console)])
     show_result(result, console)
     # What comes after finds the ranks in step.
     dist.barrier()
@@ -216,7 +208,7 @@ def test_the_closing_table_has_the_best_evaluation_and_its_step(trained: Trained
 def train_one(rank: int, world_size: int, run: str) -> str:
     shown = io.StringIO()
     console = Console(file=shown, width=80, force_terminal=True)
-    show_result(train(make_config(TrainConfig, TINY).only([run]), [TrainDisplay(console)]), console)
+    show_result(train(config_with(TINY).only([run]), [TrainDisplay(console)]), console)
     return shown.getvalue()
 
 
@@ -228,37 +220,27 @@ def test_one_run_on_a_terminal_has_a_bar_and_no_gap(ranks4: RankPool) -> None:
     assert "gap" not in shown.lower()
 
 
-def wrong_world(rank: int, world_size: int) -> str:
-    try:
-        train(make_config(TrainConfig, TINY | {"runs": {"odd": {"num_groups": 3}}}))
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def wrong_exchange(rank: int, world_size: int, odd: dict[str, Any]) -> str:
-    try:
-        train(make_config(TrainConfig, TINY | {"runs": {"odd": odd}}))
-    except ConfigError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_an_exchange_that_fits_no_table_is_refused_on_every_rank(ranks4: RankPool) -> None:
-    message = (
-        "exchange='row' is for tables sharded row_wise, and the plan has none: set sharding_types"
-    )
-    odd = {"exchange": "row", "sharding_types": ["table_wise"]}
-    assert ranks4.run(wrong_exchange, odd, timeout_s=60) == [message] * 4
-    message = "prefetch_rows is for an exchange of rows; set exchange='row'"
-    assert ranks4.run(wrong_exchange, {"prefetch_rows": True}, timeout_s=60) == [message] * 4
-
-
-def test_a_config_that_does_not_fit_fails_on_every_rank(ranks4: RankPool) -> None:
-    errors = ranks4.run(wrong_world, timeout_s=30)
-
-    assert set(errors) == {errors[0]}
-    assert errors[0].startswith("runs.odd.num_groups=3 does not divide the 4 ranks")
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            {"exchange": "row", "sharding_types": ["table_wise"]},
+            "exchange='row' is for tables sharded row_wise, and the plan has none: set "
+            "sharding_types",
+        ),
+        ({"prefetch_rows": True}, "prefetch_rows is for an exchange of rows; set exchange='row'"),
+        (
+            {"num_groups": 3},
+            "runs.odd.num_groups=3 does not divide the 4 ranks; use one of 1, 2, 4, or start "
+            "another number of ranks",
+        ),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_on_every_rank(
+    ranks4: RankPool, run: dict[str, Any], message: str
+) -> None:
+    config = config_with(TINY, runs={"odd": run})
+    assert ranks4.run(refusal, config, timeout_s=60) == [message] * 4
 
 
 DEMO = ("torchrec_2dsp", "train", "--config", "configs/runs/demo.toml")
@@ -347,8 +329,7 @@ def train_rounded(rank: int, world_size: int, folder: str) -> RunResult:
         "transport": "bf16",
     }
     watchers = [TensorBoardWatcher(folder)] if rank == 0 else []
-    config = make_config(TrainConfig, TINY | {"runs": {"rounded": rounded, "plain": {}}})
-    result = train(config, watchers)
+    result = train(config_with(TINY, runs={"rounded": rounded, "plain": {}}), watchers)
     dist.barrier()
     return result.runs[0]
 
@@ -361,39 +342,33 @@ def test_scalars_tell_what_transports_save(ranks4: RankPool, tmp_path: Path) -> 
     assert run.rows_bytes_per_step == pytest.approx(run.rows_fp32_bytes_per_step * 10 / 32)
     # Of a row gradient the numbers are halved, and not the number of its row.
     assert run.sync_bytes_per_step < run.sync_fp32_bytes_per_step < 2 * run.sync_bytes_per_step
-    scalars, of_plain = (
-        EventAccumulator(str(tmp_path / name)).Reload() for name in ("rounded", "plain")
-    )
+    scalars, of_plain = (scalars_in(tmp_path / name) for name in ("rounded", "plain"))
     for tag, value in {
         "bytes/rows_fp32": run.rows_fp32_bytes_per_step,
         "bytes/rows_sent": run.rows_bytes_per_step,
         "bytes/replicas_fp32": run.sync_fp32_bytes_per_step,
         "bytes/replicas_sent": run.sync_bytes_per_step,
     }.items():
-        (event,) = scalars.Scalars(tag)
-        assert (event.step, event.value) == (7, pytest.approx(value))
-    assert not [tag for tag in of_plain.Tags()["scalars"] if tag.startswith("bytes/")]
+        assert scalars[tag] == {7: pytest.approx(value)}
+    assert not [tag for tag in of_plain if tag.startswith("bytes/")]
 
 
 def train_thresholded(rank: int, world_size: int, folder: str) -> None:
     """Train with dense gradients thresholded after three steps."""
     thresholded = {"dense": {"kind": "thresholded", "density": 0.05, "warm_up": 3}}
-    tree = TINY | {
-        "model": {"dim": 8, "dense_layers": [64], "over_layers": [64, 64]},
-        "loop": TINY["loop"] | {"steps": 6, "report_every": 3},
-        "runs": {"thresholded": thresholded},
-    }
-    train(make_config(TrainConfig, tree), [TensorBoardWatcher(folder)] if rank == 0 else [])
+    config = config_with(
+        TINY,
+        model={"dense_layers": [64], "over_layers": [64, 64]},
+        loop={"steps": 6},
+        runs={"thresholded": thresholded},
+    )
+    train(config, [TensorBoardWatcher(folder)] if rank == 0 else [])
 
 
 def test_scalars_tell_what_thresholds_leave_out(ranks2: RankPool, tmp_path: Path) -> None:
     ranks2.run(train_thresholded, str(tmp_path))
 
-    scalars = EventAccumulator(str(tmp_path / "thresholded")).Reload()
-    by_step = {
-        tag: {event.step: event.value for event in scalars.Scalars(tag)}
-        for tag in scalars.Tags()["scalars"]
-    }
+    by_step = scalars_in(tmp_path / "thresholded")
     assert by_step["dense/density"] == {3: 0, 6: pytest.approx(0.05, rel=0.2)}
     assert by_step["dense/residual_norm"][3] == 0 < by_step["dense/residual_norm"][6]
     sent, fp32 = by_step["bytes/dense_sent"], by_step["bytes/dense_fp32"]

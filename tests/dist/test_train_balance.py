@@ -12,9 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.support.loops import largest_gap, snapshot
 from tests.support.ranks import RankPool
-from tests.support.train_runs import SEQUENCES
-from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.config_file import make_config
+from tests.support.train_runs import SEQUENCES, TREE, config_with, refusal
 from torchrec_2dsp.programs.models.balance import WeightedBatch, weigh_losses_, weighted_batch
 from torchrec_2dsp.programs.train import program, sharded
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -26,27 +24,17 @@ pytestmark = pytest.mark.dealt_file
 
 STEPS = 10
 SPEEDS = [1.0, 2.0, 1.0, 0.5]
-CLICKS: dict[str, Any] = {
-    "data": {
-        "num_dense": 3,
-        "features": [
-            {"name": "user", "num_rows": 100},
-            {"name": "page", "num_rows": 33, "min_ids": 0, "max_ids": 9},
-        ],
-    },
-    "model": {"dim": 8, "dense_layers": [4], "over_layers": [4]},
+LEARNING: dict[str, Any] = {
+    "optimizer": {"lr": 0.05, "dense_lr": 0.05},
+    "loop": {"steps": STEPS, "global_batch_size": 32, "eval_steps": 2, "report_every": 4},
 }
-IN_CHUNKS = SEQUENCES | {"model": SEQUENCES["model"] | {"length_chunks": 3}}
-LOOP = {"steps": STEPS, "global_batch_size": 32, "eval_steps": 2, "report_every": 4}
+FEATURES = [
+    {"name": "user", "num_rows": 100},
+    {"name": "page", "num_rows": 33, "min_ids": 0, "max_ids": 9},
+]
+CLICKS = TREE | LEARNING | {"data": {"num_dense": 3, "features": FEATURES}}
+IN_CHUNKS = SEQUENCES | LEARNING | {"model": SEQUENCES["model"] | {"length_chunks": 3}}
 ROWS = {"sharding_types": ["row_wise"], "exchange": "row"}
-
-
-def config_with(tree: dict[str, Any], runs: dict[str, Any], **sections: Any) -> TrainConfig:
-    optimizer = {"lr": 0.05, "dense_lr": 0.05}
-    loop = LOOP | sections.pop("loop", {})
-    return make_config(
-        TrainConfig, tree | {"optimizer": optimizer, "loop": loop, "runs": runs} | sections
-    )
 
 
 class Trained:
@@ -84,7 +72,7 @@ def gaps_of(
         For each run, the largest gap in losses, weights and click rates, how many samples moved,
         and the remaining imbalance.
     """
-    trained = train_all(config_with(tree, runs, loop=loop))
+    trained = train_all(config_with(tree, runs=runs, loop=loop))
     gaps = {}
     for name, other in trained.items():
         mesh, _, way = name.partition(":")
@@ -172,7 +160,7 @@ def measure(rank: int, world_size: int) -> tuple[list[float], list[float], int, 
     runs = {"as_read": {}, "measured": {"balance": {"rank_speeds": "measured"}}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BalancedBatches, "note_seconds", note_slowly)
-        as_read, measured = train(config_with(CLICKS, runs, loop={"steps": 6})).runs
+        as_read, measured = train(config_with(CLICKS, runs=runs, loop={"steps": 6})).runs
     assert measured.balance is not None
     return losses_of(as_read), losses_of(measured), measured.balance.num_moved, noted_s
 
@@ -192,7 +180,7 @@ def lose_weight(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     runs = {"as_read": {}, "dealt": SPEED}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "weigh_losses_", lambda model: None)
-        as_read, dealt = train(config_with(CLICKS, runs, loop={"steps": 3})).runs
+        as_read, dealt = train(config_with(CLICKS, runs=runs, loop={"steps": 3})).runs
     return list(as_read.losses), list(dealt.losses)
 
 
@@ -213,7 +201,7 @@ def test_stopped_runs_go_on_with_the_same_bits(ranks2: RankPool, tmp_path: Path)
         "prefetched": ROWS | {"prefetch_rows": True, "balance": {"lengths": ["page"]}},
     }
     config = config_with(
-        CLICKS, runs, checkpoint={"folder": str(tmp_path), "every": 4, "keep_last": 3}
+        CLICKS, runs=runs, checkpoint={"folder": str(tmp_path), "every": 4, "keep_last": 3}
     )
     expected = ranks2.run(go_on, config)
     for path in tmp_path.glob("*/*/*"):
@@ -225,12 +213,10 @@ def test_stopped_runs_go_on_with_the_same_bits(ranks2: RankPool, tmp_path: Path)
 
 def refuse(rank: int, world_size: int) -> list[str]:
     """Return the texts of errors that only the ranks can find."""
-    texts = []
-    for section in ({"lengths": ["pages"]}, {"rank_speeds": [1.0, 2.0, 3.0]}):
-        with pytest.raises(ConfigError) as raised:
-            train(config_with(CLICKS, {"dealt": {"balance": section}}))
-        texts.append(str(raised.value))
-    return texts
+    return [
+        refusal(rank, world_size, config_with(CLICKS, runs={"dealt": {"balance": section}}))
+        for section in ({"lengths": ["pages"]}, {"rank_speeds": [1.0, 2.0, 3.0]})
+    ]
 
 
 def test_what_the_data_and_the_world_lack_is_refused(ranks2: RankPool) -> None:

@@ -1,23 +1,22 @@
 """Training programs plan their dense part, and move the layers of a pipeline while they train."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.ranks import RankPool
-from tests.support.train_runs import SEQUENCES
+from tests.support.train_runs import SEQUENCES, config_with
 from torchrec_2dsp.dense.pipelined import cut_stack
 from torchrec_2dsp.programs.bench.config import StockContestant, TwoDContestant
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.dense import PowerSGDConfig
-from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunResult, TrainWatcher, largest_loss_gap
-from torchrec_2dsp.programs.train.sharded import PlannedRun
 
 pytestmark = pytest.mark.dealt_file
 
@@ -28,10 +27,6 @@ TREE: dict[str, Any] = {
     "optimizer": {"dense_clip_norm": 1.0, "dense_lr": 0.01},
     "loop": {"steps": 7, "global_batch_size": 16, "eval_steps": 1, "report_every": 3},
 }
-
-
-def config_with(runs: dict[str, Any], **sections: Any) -> TrainConfig:
-    return make_config(TrainConfig, TREE | sections | {"runs": runs})
 
 
 @contextmanager
@@ -48,21 +43,6 @@ def layers_that_move() -> Iterator[None]:
         yield
 
 
-class Watcher(TrainWatcher):
-    """Notes what runs dense parts, and which layers move, and when."""
-
-    def __init__(self) -> None:
-        self.dense: dict[str, str] = {}
-        self.moves: list[tuple[str, int, tuple[int, ...]]] = []
-
-    def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
-        self.dense[name] = planned.dense
-
-    def layers_moved(self, name: str, step: int, cuts: Mapping[str, tuple[int, ...]]) -> None:
-        (firsts,) = cuts.values()
-        self.moves.append((name, step, firsts))
-
-
 def results_of(run: RunResult) -> tuple[Any, ...]:
     return run.losses, run.evaluations, (run.curve[-1].losses, run.curve[-1].click_rate)
 
@@ -70,16 +50,18 @@ def results_of(run: RunResult) -> tuple[Any, ...]:
 def fixed_and_moving(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[Any]]:
     """Train with layers that stay, and with layers that move, resume and move again."""
     moving = PIPELINED | {"recut_every": 2}
-    config = config_with({"fixed": {"dense": PIPELINED}, "moving": {"dense": moving}})
-    watcher = Watcher()
+    runs = {"fixed": {"dense": PIPELINED}, "moving": {"dense": moving}}
+    watcher = Mock(TrainWatcher)
     with layers_that_move():
-        results = [results_of(run) for run in train(config, [watcher]).runs]
-        checkpoint = {"folder": folder, "every": 3}
-        stops = TREE["loop"] | {"steps": 3}
-        train(config_with({"moving": {"dense": moving}}, checkpoint=checkpoint, loop=stops))
-        whole = config_with({"moving": {"dense": moving}}, checkpoint=checkpoint)
-        (resumed,) = train(whole, resume="auto").runs
-    return [*results, results_of(resumed)], watcher.moves
+        results = [results_of(run) for run in train(config_with(TREE, runs=runs), [watcher]).runs]
+        saved = {"runs": {"moving": runs["moving"]}, "checkpoint": {"folder": folder, "every": 3}}
+        train(config_with(TREE, **saved, loop={"steps": 3}))
+        (resumed,) = train(config_with(TREE, **saved), resume="auto").runs
+    moves = [
+        (name, step, *cuts.values())
+        for name, step, cuts in (call.args for call in watcher.layers_moved.call_args_list)
+    ]
+    return [*results, results_of(resumed)], moves
 
 
 def test_layers_that_move_train_the_same(ranks2: RankPool, tmp_path: Path) -> None:
@@ -94,9 +76,10 @@ def test_layers_that_move_train_the_same(ranks2: RankPool, tmp_path: Path) -> No
 
 def planned_and_not(rank: int, world_size: int) -> tuple[list[Any], str, dict[str, str]]:
     planned = {"calibration": "emulated_1gbit", "dense": {"kind": "planned"}}
-    watcher = Watcher()
-    first, second = train(config_with({"plain": {}, "planned": planned}), [watcher]).runs
-    return [first.losses, second.losses], second.explanation, watcher.dense
+    watcher, config = Mock(TrainWatcher), config_with(TREE, runs={"plain": {}, "planned": planned})
+    first, second = train(config, [watcher]).runs
+    dense = {call.args[0]: call.args[1].dense for call in watcher.run_planned.call_args_list}
+    return [first.losses, second.losses], second.explanation, dense
 
 
 def test_a_planned_dense_part_trains_the_same(ranks2: RankPool) -> None:
@@ -137,7 +120,7 @@ TINY_RUNS = {
 
 def losses(rank: int, world_size: int) -> dict[str, tuple[tuple[float, ...], float]]:
     """Return the losses of each run, and its largest distance from DDP's."""
-    runs = {run.name: run for run in train(make_config(TrainConfig, TINY_RUNS)).runs}
+    runs = {run.name: run for run in train(config_with(TINY_RUNS)).runs}
     return {name: (run.losses, largest_loss_gap(run, runs["ddp"])) for name, run in runs.items()}
 
 

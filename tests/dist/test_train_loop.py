@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from torchrec_2dsp.programs.data.synthetic import SyntheticDataset
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import ClickMetrics
 from torchrec_2dsp.programs.train.program import train, train_run
-from torchrec_2dsp.programs.train.results import Ending, RunResult, StepsTrained, TrainWatcher
+from torchrec_2dsp.programs.train.results import Ending, RunResult, TrainWatcher
 
 COSINE = {"kind": "cosine", "warm_up": 3, "final": 0.1}
 STEPWISE = {"kind": "step", "warm_up": 2, "step_every": 2, "factor": 0.5}
@@ -183,25 +184,13 @@ class Short(SyntheticDataset):
             yield batch
 
 
-class Told(TrainWatcher):
-    def __init__(self) -> None:
-        self.best: list[bool] = []
-        self.steps: list[int] = []
-
-    def steps_trained(self, name: str, progress: StepsTrained) -> None:
-        self.steps.append(progress.step)
-
-    def evaluated(self, name: str, evaluation: Any, *, is_best: bool) -> None:
-        self.best.append(is_best)
-
-
 def ends(rank: int, world_size: int) -> dict[str, Any]:
     """Run trainings that end before their last step."""
     # A rate of 0 learns nothing, so no evaluation is better than the first.
     idle = {"lr": 0.0, "dense_lr": 0.0}
     loop = {"steps": 40, "eval_every": 2, "patience": 3, "report_every": 5, "metric": "auc"}
-    reported = Told()
-    (impatient,) = train(config_with(optimizer=idle, loop=loop), [reported]).runs
+    watcher = Mock(TrainWatcher)
+    (impatient,) = train(config_with(optimizer=idle, loop=loop), [watcher]).runs
     config = config_with(loop={"eval_steps": 9})
     by_data = train_run(config, "one_group", Short(click_data(config)))
     cut = config_with(loop={"accumulate": 2, "global_batch_size": 64, "eval_steps": 9})
@@ -210,7 +199,9 @@ def ends(rank: int, world_size: int) -> dict[str, Any]:
     with pytest.raises(ConfigError) as raised:
         train_run(empty, "one_group", Short(click_data(empty)))
     return {
-        "impatient": (impatient, reported.best, reported.steps),
+        "impatient": impatient,
+        "is best": [call.kwargs["is_best"] for call in watcher.evaluated.call_args_list],
+        "steps": [call.args[1].step for call in watcher.steps_trained.call_args_list],
         "data": by_data,
         "cut": by_step,
         "empty": str(raised.value),
@@ -220,10 +211,9 @@ def ends(rank: int, world_size: int) -> dict[str, Any]:
 def test_runs_end_by_patience_or_with_their_data(ranks2: RankPool) -> None:
     seen = ranks2.run(ends, timeout_s=120)[0]
 
-    impatient, best, steps = seen["impatient"]
-    assert impatient.ending == Ending.PATIENCE
-    assert (len(impatient.losses), best) == (8, [True, False, False, False])
-    assert steps == [2, 4, 5, 6, 8]
+    assert (seen["impatient"].ending, len(seen["impatient"].losses)) == (Ending.PATIENCE, 8)
+    assert seen["is best"] == [True, False, False, False]
+    assert seen["steps"] == [2, 4, 5, 6, 8]
     assert (seen["data"].ending, len(seen["data"].losses)) == (Ending.DATA, 5)
     assert len(seen["data"].evaluated.losses) == 2
     # Five batches make two steps of two; what is left makes none.
@@ -239,11 +229,10 @@ def test_a_batch_is_cut_over_ranks_and_parts() -> None:
     assert TREE["loop"]["global_batch_size"] == 32
 
 
-def shown(rank: int, world_size: int, tree: dict[str, Any]) -> tuple[str, int, str]:
+def shown(rank: int, world_size: int, config: TrainConfig) -> tuple[str, int, str]:
     """Return what a display shows, the steps that were trained, and why the run ended."""
     console = Console(file=io.StringIO(), width=200)
-    result = train(make_config(TrainConfig, tree), [TrainDisplay(console)])
-    (run,) = result.runs
+    (run,) = train(config, [TrainDisplay(console)]).runs
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue(), len(run.losses), run.ending
 
@@ -268,7 +257,7 @@ def test_progress_counts_the_steps_that_there_are_data_for(
         "report_every": 1,
     }
     tree = TREE | {"data": config.model_dump(mode="json"), "loop": loop, "runs": {"main": {}}}
-    text, num_steps, ending = ranks2.run(shown, tree)[0]
+    text, num_steps, ending = ranks2.run(shown, make_config(TrainConfig, tree))[0]
     assert num_steps == expected
     reports = re.findall(r"^main: step (\d+)/(\d+) .* (\d+:\d\d) left", text, re.MULTILINE)
     assert [(int(step), int(total)) for step, total, _ in reports] == [

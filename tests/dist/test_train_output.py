@@ -9,12 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.rank_worker import marking_spans
 from tests.support.ranks import RankPool
-from tests.support.train_runs import TREE, config_with
-from torchrec_2dsp.errors import ConfigError, TwoDError
+from tests.support.train_runs import TREE, config_with, refusal, scalars_in
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import load, save
@@ -313,12 +312,8 @@ def test_time_of_traced_steps_is_not_counted(ranks2: RankPool) -> None:
 def test_scalars_follow_rates_evaluations_speed_and_memory(
     trained: tuple[TrainResult, TrainResult], folder: Path
 ) -> None:
-    scalars = EventAccumulator(str(folder / "scalars" / "planned")).Reload()
+    by_tag = scalars_in(folder / "scalars" / "planned")
     planned = trained[0].runs[0]
-    by_tag = {
-        tag: {event.step: event.value for event in scalars.Scalars(tag)}
-        for tag in scalars.Tags()["scalars"]
-    }
     assert list(by_tag["train/loss"].values()) == pytest.approx(planned.losses)
     for tag in ("lr/tables", "lr/dense", "speed/samples_per_s_now", "memory/largest_gb"):
         assert list(by_tag[tag]) == [3, 4, 6, 8], tag
@@ -338,14 +333,12 @@ def refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "no plan": {"plan": str(folder / "nowhere.json")},
         "other sync": {"plan": plan, "sync": "WeightSync"},
     }
-    message = {}
-    for name, run in cases.items():
-        with pytest.raises(TwoDError) as raised:
-            train(config_with(runs={"odd": run}))
-        message[name] = str(raised.value)
-    with pytest.raises(ConfigError) as refusal:
-        train(config_with(), profiled=range(1, 3))
-    return message | {"no folder": str(refusal.value)}
+    messages = {
+        name: refusal(rank, world_size, config_with(runs={"odd": run}))
+        for name, run in cases.items()
+    }
+    no_folder = refusal(rank, world_size, config_with(), profiled=range(1, 3))
+    return messages | {"no folder": no_folder}
 
 
 def sync_of_a_plan(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:

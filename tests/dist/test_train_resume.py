@@ -7,12 +7,13 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.ranks import RankPool, RanksFailed
-from tests.support.train_runs import config_with
-from torchrec_2dsp.errors import CheckpointError, ConfigError, OutputError, TwoDError
+from tests.support.train_runs import config_with, refusal
+from torchrec_2dsp.errors import OutputError, TwoDError
 from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 from torchrec_2dsp.programs.train.checkpoints import Resume
@@ -69,13 +70,10 @@ def through(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
 
 def on_from(rank: int, world_size: int, config: TrainConfig) -> tuple[TrainResult, dict[str, int]]:
     """Return the result of a program that goes on, and the steps at which its runs did."""
-    resumed: dict[str, int] = {}
-
-    class Seen(TrainWatcher):
-        def run_resumed(self, name: str, path: Path, step: int) -> None:
-            resumed[name] = step
-
-    return train(config, [Seen()], resume="auto"), resumed
+    watcher = Mock(TrainWatcher)
+    result = train(config, [watcher], resume="auto")
+    calls = [call.args for call in watcher.run_resumed.call_args_list]
+    return result, {name: step for name, _, step in calls}
 
 
 def forget(folder: Path, *, after: int) -> int:
@@ -203,12 +201,10 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "no folder": (config_with(optimizer=SCHEDULED, loop=LOOP, runs=runs), "auto"),
         "no checkpoint": (config_in(folder / "empty", runs=runs), folder / "plain"),
     }
-    messages = {}
-    for name, (config, resume) in cases.items():
-        with pytest.raises((CheckpointError, ConfigError)) as raised:
-            train(config, resume=resume)
-        messages[name] = str(raised.value)
-    return messages
+    return {
+        name: refusal(rank, world_size, config, resume=resume)
+        for name, (config, resume) in cases.items()
+    }
 
 
 def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: Path) -> None:

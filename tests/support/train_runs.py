@@ -1,12 +1,17 @@
 """Tiny training configs, and what the plain model makes of them on the global batches."""
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torchrec.datasets.utils import Batch
 
+from torchrec_2dsp.errors import TwoDError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.sections import ModelConfig
@@ -14,6 +19,7 @@ from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, make_batch
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.program import train
 
 TREE: dict[str, Any] = {
     "data": {
@@ -29,11 +35,27 @@ TREE: dict[str, Any] = {
 }
 
 
-def config_with(**sections: Any) -> TrainConfig:
-    """Return the tiny config, with other values in some sections and other runs."""
-    runs = sections.pop("runs", TREE["runs"])
-    tree = {name: TREE.get(name, {}) | values for name, values in sections.items()}
-    return make_config(TrainConfig, TREE | tree | {"runs": runs})
+def config_with(tree: Mapping[str, Any] = TREE, **sections: Any) -> TrainConfig:
+    """Return the tiny config, or another, with other values in some sections and other runs."""
+    runs = sections.pop("runs", tree.get("runs"))
+    changed = {name: tree.get(name, {}) | values for name, values in sections.items()}
+    return make_config(TrainConfig, {**tree, **changed, "runs": runs})
+
+
+def refusal(rank: int, world_size: int, config: TrainConfig, **options: Any) -> str:
+    """Return the error of a training program that can't run."""
+    with pytest.raises(TwoDError) as raised:
+        train(config, **options)
+    return str(raised.value)
+
+
+def scalars_in(folder: Path) -> dict[str, dict[int, float]]:
+    """Return what TensorBoard shows of a run's folder: by tag, values by step."""
+    events = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: {event.step: event.value for event in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def share_of_rate(schedule: dict[str, Any], step: int, num_steps: int) -> float:

@@ -12,9 +12,9 @@ import torchrec_2dsp as tdsp
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from tests.support.soak import Usage
+from tests.support.train_runs import SEQUENCES, config_with
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group, own_mesh
-from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 
@@ -40,29 +40,13 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def config_of(name: str, folder: Path) -> TrainConfig:
     saves = {"folder": str(folder), "every": 1, "asynchronous": True} if name == "saved" else {}
-    return make_config(
-        TrainConfig,
-        {
-            "data": {
-                "kind": "synthetic_sequences",
-                "num_items": 60,
-                "min_length": 8,
-                "max_length": 8,
-                "num_clusters": 5,
-            },
-            "model": {
-                "kind": "sequence",
-                "dim": 8,
-                "max_length": 8,
-                "num_blocks": 2,
-                "num_heads": 2,
-                "num_negatives": 4,
-                "loss_mean": "samples",
-            },
-            "loop": {"steps": 2, "global_batch_size": 8, "eval_steps": 1, "report_every": 2},
-            "checkpoint": saves,
-            "runs": {name: RUNS[name]},
-        },
+    return config_with(
+        SEQUENCES,
+        data={"min_length": 8, "max_length": 8},
+        model={"num_blocks": 2, "num_heads": 2},
+        loop={"steps": 2, "global_batch_size": 8, "eval_steps": 1, "report_every": 2},
+        checkpoint=saves,
+        runs={name: RUNS[name]},
     )
 
 

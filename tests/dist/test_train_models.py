@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +14,11 @@ from torchrec import (
     EmbeddingConfig,
 )
 from torchrec.datasets.utils import Batch
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.support.ranks import RankPool
-from tests.support.train_runs import TREE, click_data, click_model
-from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
-from torchrec_2dsp.programs.config.config_file import make_config
-from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
-from torchrec_2dsp.programs.data.synthetic import make_batch
-from torchrec_2dsp.programs.models.model import build_model, split_
-from torchrec_2dsp.programs.models.optimizer import dense_optimizer
+from tests.support.train_runs import TREE, PlainRun, config_with
+from torchrec_2dsp.programs.config.sections import SplitPlace
+from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 
@@ -31,7 +26,7 @@ pytestmark = pytest.mark.dealt_file
 
 TINY: dict[str, Any] = TREE | {
     "data": TREE["data"] | {"interaction_share": 0.5},
-    "loop": {"steps": 7, "global_batch_size": 32, "eval_steps": 2, "report_every": 3},
+    "loop": TREE["loop"] | {"steps": 7, "eval_steps": 2},
     "runs": {
         "one_group": {},
         "exact": {"num_groups": 2},
@@ -39,74 +34,40 @@ TINY: dict[str, Any] = TREE | {
     },
 }
 DCN = {"kind": "dcn", "dcn_layers": 2, "dcn_low_rank": 3}
-SGD, ADAGRAD, ADAM = (
-    {"dense_optimizer": "sgd"},
-    {"dense_optimizer": "adagrad", "dense_lr": 0.02},
-    {"dense_optimizer": "adam", "dense_lr": 0.01},
-)
+RATES = {"sgd": 0.1, "adagrad": 0.02, "adam": 0.01}
+PLAIN = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 
 
-def config_of(model: dict[str, Any], optimizer: dict[str, Any]) -> TrainConfig:
-    tree = TINY | {"model": TINY["model"] | model, "optimizer": optimizer}
-    return make_config(TrainConfig, tree)
+def losses_of(config: TrainConfig) -> dict[str, list[float]]:
+    """Train all runs; return their losses, and those on the held-out batches."""
+    return {run.name: [*run.losses, *run.evaluated.losses] for run in train(config).runs}
 
 
 def unsharded_losses(
-    config: TrainConfig, *, is_trained: bool = True, is_split: bool = True
+    config: TrainConfig, splits: Mapping[SplitPlace, float] | None = None
 ) -> list[float]:
     """Return the plain model's losses on the global batches and on the held-out ones."""
-    model = build_model(click_data(config), click_model(config))
-    run = config.runs["rows"]
-    split_(model, run.splits if is_split else {}, run.split_threshold)
-    named = dict(model.named_parameters())
-    tables = {name: weight for name, weight in named.items() if "embedding_bags" in name}
-    others = {name: weight for name, weight in named.items() if name not in tables}
-    rule = config.optimizer
-    optimizer = CombinedOptimizer(
-        [
-            KeyedOptimizerWrapper(
-                tables,
-                lambda params: MomentScaledRowWiseAdaGradOptimizer(
-                    cast(Any, params), lr=rule.lr, eps=rule.eps, moment_scale=1.0
-                ),
-            ),
-            dense_optimizer(rule, others),
-        ]
-    )
-    losses, size = [], config.loop.global_batch_size
-    for step in range(config.loop.steps):
-        loss, _ = model(make_batch(click_data(config), step=step, global_batch_size=size))
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        if is_trained:
-            optimizer.step()
-    model.eval()
-    for step in range(config.loop.eval_steps):
-        batch = make_batch(click_data(config), step=step, global_batch_size=size, split=Split.EVAL)
-        losses.append(model(batch)[0].item())
-    return losses
+    plain = PlainRun(config, PLAIN[config.optimizer.dense_optimizer], splits)
+    return [*plain.train(), *plain.held_out()[0]]
 
 
 def train_beside(
-    rank: int, world_size: int, model: dict[str, Any], optimizer: dict[str, Any]
+    rank: int, world_size: int, model: dict[str, Any], optimizer: str
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    config = config_of(model, optimizer)
-    sharded = {run.name: [*run.losses, *run.evaluated.losses] for run in train(config).runs}
-    expected = {
-        "trained": unsharded_losses(config),
-        "untrained": unsharded_losses(config, is_trained=False),
-    }
-    return sharded, expected
+    rule = {"dense_optimizer": optimizer, "dense_lr": RATES[optimizer]}
+    config = config_with(TINY, model=model, optimizer=rule)
+    idle = config_with(TINY, model=model, optimizer=rule | {"lr": 0.0, "dense_lr": 0.0})
+    expected = {"trained": unsharded_losses(config), "untrained": unsharded_losses(idle)}
+    return losses_of(config), expected
 
 
 @pytest.mark.parametrize(
     ("model", "optimizer"),
-    [({}, ADAGRAD), (DCN, SGD), (DCN, ADAGRAD), (DCN, ADAM)],
+    [({}, "adagrad"), (DCN, "sgd"), (DCN, "adagrad"), (DCN, "adam")],
     ids=["dlrm-adagrad", "dcn-sgd", "dcn-adagrad", "dcn-adam"],
 )
 def test_every_run_trains_as_the_unsharded_model(
-    ranks4: RankPool, model: dict[str, Any], optimizer: dict[str, Any]
+    ranks4: RankPool, model: dict[str, Any], optimizer: str
 ) -> None:
     sharded, expected = ranks4.run(train_beside, model, optimizer)[0]
 
@@ -119,20 +80,16 @@ def test_every_run_trains_as_the_unsharded_model(
     assert max(abs(left - right) for left, right in gaps) > 1e-3
 
 
-SPLITS = {"embeddings": 0.25, "dense": 0.5, "over": 0.5}
+SPLITS: dict[SplitPlace, float] = {"embeddings": 0.25, "dense": 0.5, "over": 0.5}
 
 
 def train_split(
     rank: int, world_size: int, model: dict[str, Any]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     runs = {name: run | {"splits": SPLITS} for name, run in TINY["runs"].items()}
-    config = make_config(TrainConfig, TINY | {"model": TINY["model"] | model, "runs": runs})
-    sharded = {run.name: [*run.losses, *run.evaluated.losses] for run in train(config).runs}
-    expected = {
-        "split": unsharded_losses(config),
-        "whole": unsharded_losses(config, is_split=False),
-    }
-    return sharded, expected
+    config = config_with(TINY, model=model, runs=runs)
+    expected = {"split": unsharded_losses(config, SPLITS), "whole": unsharded_losses(config)}
+    return losses_of(config), expected
 
 
 @pytest.mark.parametrize("model", [{}, DCN], ids=["dlrm", "dcn"])
@@ -152,15 +109,13 @@ def test_every_split_run_trains_as_the_unsharded_split_model(
 
 def train_laplace(rank: int, world_size: int) -> list[float]:
     run = {"splits": {"dense": 0.5, "over": 0.5}, "split_threshold": "laplace", "num_groups": 2}
-    (result,) = train(make_config(TrainConfig, TINY | {"runs": {"laplace": run}})).runs
-    return [*result.losses, *result.evaluated.losses]
+    return losses_of(config_with(TINY, runs={"laplace": run}))["laplace"]
 
 
 def test_thresholds_that_ranks_fit_train_nearly_alike(ranks4: RankPool) -> None:
     losses = ranks4.run(train_laplace)
     assert losses == [losses[0]] * 4
-    config = config_of({}, {})
-    expected = unsharded_losses(config)
+    expected = unsharded_losses(config_with(TINY))
     assert losses[0] != pytest.approx(expected, abs=1e-5)
     assert losses[0] == pytest.approx(expected, abs=0.1)
 
@@ -237,16 +192,13 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
 }
 
 
-def kind_config(data: dict[str, Any], model: dict[str, Any]) -> TrainConfig:
-    tree = {"data": data, "model": model, "loop": LOOP, "runs": RUNS}
-    return make_config(TrainConfig, tree)
-
-
 def train_all(rank: int, world_size: int) -> dict[str, list[tuple[list[float], dict[str, float]]]]:
     return {
         name: [
             ([*run.losses, *run.evaluated.losses], run.evaluated.metrics)
-            for run in train(kind_config(data, model)).runs
+            for run in train(
+                config_with({"data": data, "model": model, "loop": LOOP, "runs": RUNS})
+            ).runs
         ]
         for name, (data, model, _) in KINDS.items()
     }

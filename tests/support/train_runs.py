@@ -1,7 +1,7 @@
 """Tiny training configs, and what the plain model makes of them on the global batches."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +14,10 @@ from torchrec.datasets.utils import Batch
 from torchrec_2dsp.errors import TwoDError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
-from torchrec_2dsp.programs.config.sections import ModelConfig
+from torchrec_2dsp.programs.config.sections import ModelConfig, SplitPlace
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, make_batch
-from torchrec_2dsp.programs.models.model import build_model
+from torchrec_2dsp.programs.models.model import build_model, split_
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 
@@ -76,12 +76,22 @@ def share_of_rate(schedule: dict[str, Any], step: int, num_steps: int) -> float:
             raise AssertionError(kind)
 
 
+FLAT = {"kind": "linear", "final": 1.0}
+"""A schedule that changes no rate."""
+
+
 class PlainRun:
     """The unsharded model, trained by torch's optimizers on the global batches."""
 
-    def __init__(self, config: TrainConfig, make_dense: type[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        make_dense: Callable[..., torch.optim.Optimizer],
+        splits: Mapping[SplitPlace, float] | None = None,
+    ) -> None:
         self.config = config
         self.model = build_model(click_data(config), click_model(config))
+        split_(self.model, splits or {}, "exact")
         named = dict(self.model.named_parameters())
         tables = [weight for name, weight in named.items() if "embedding_bags" in name]
         self.others = [weight for name, weight in named.items() if "embedding_bags" not in name]
@@ -89,7 +99,7 @@ class PlainRun:
         self.tables = MomentScaledRowWiseAdaGradOptimizer(
             cast(Any, tables), lr=rule.lr, eps=rule.eps, moment_scale=1.0
         )
-        self.dense = make_dense(self.others, lr=rule.dense_lr)  # type: ignore[call-arg]
+        self.dense = make_dense(self.others, lr=rule.dense_lr)
         self.clipped_steps = 0
 
     def batch(self, number: int, split: Split = Split.TRAIN) -> Batch:
@@ -97,7 +107,10 @@ class PlainRun:
         return make_batch(click_data(self.config), step=number, global_batch_size=size, split=split)
 
     def train(
-        self, schedule: dict[str, Any], dense_schedule: dict[str, Any], clip_norm: float
+        self,
+        schedule: dict[str, Any] = FLAT,
+        dense_schedule: dict[str, Any] = FLAT,
+        clip_norm: float = math.inf,
     ) -> list[float]:
         """Train all steps; their losses."""
         losses, num_steps = [], self.config.loop.steps
@@ -116,16 +129,17 @@ class PlainRun:
             self.dense.step()
         return losses
 
-    def held_out(self, num_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits and the labels of held-out samples."""
+    def held_out(self) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+        """Return the losses of held-out batches, and their samples' logits and labels."""
         self.model.eval()
         with torch.no_grad():
             outputs = [
-                self.model(self.batch(number, Split.EVAL))[1] for number in range(num_batches)
+                self.model(self.batch(number, Split.EVAL))[1]
+                for number in range(self.config.loop.eval_steps)
             ]
         self.model.train()
-        logits, labels = zip(*(output[1:] for output in outputs), strict=True)
-        return torch.cat(logits), torch.cat(labels)
+        losses, logits, labels = zip(*outputs, strict=True)
+        return [loss.item() for loss in losses], torch.cat(logits), torch.cat(labels)
 
 
 def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 
 from torchrec_2dsp._version import SHIPPED_CONFIGS
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.section import reading
 
 _RUNS, _HARDWARE, _WORKLOADS = "runs", "hardware", "workloads"
 
@@ -168,12 +169,8 @@ def _check_command(kind: type[BaseModel], tree: Mapping[str, Any], source: str) 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    with reading(path, "TOML"):
         return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
 def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from torchrec_2dsp.errors import ConfigError, OutputError, TwoDError
@@ -101,12 +101,31 @@ class JsonFile(Section):
         Raises:
             ConfigError: it can't be read, or it is something else.
         """
-        try:
+        with reading(path, cls.what_it_is):
             return cls.model_validate_json(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not {cls.what_it_is}: {error}") from error
+
+
+@contextmanager
+def reading(path: str | Path, what_it_is: str) -> Iterator[None]:
+    """Turn errors of a block that reads and parses a file into one that names the file.
+
+    Raises:
+        ConfigError: the block raised an `OSError`, or a `ValueError`, as parsers do.
+
+    Example:
+        >>> from torchrec_2dsp.programs.config.section import reading
+        >>> with reading("record.json", "JSON"):
+        ...     float("seven")
+        Traceback (most recent call last):
+        torchrec_2dsp.errors.ConfigError: record.json is not JSON: could not convert string to
+        float: 'seven'
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not {what_it_is}: {error}") from error
 
 
 @contextmanager

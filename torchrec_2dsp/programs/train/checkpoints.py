@@ -47,11 +47,8 @@ class Checkpoints:
         self._config, self._optimizer, self._state = config, optimizer, state
         self._folder = Path(config.folder) / run if config.folder else None
         self._pending: PendingSave | None = None
-
-    def due_after(self, step: int) -> int | None:
-        """Return the first step after ``step`` that ends with a checkpoint, if any."""
-        every = self._config.every
-        return None if self._folder is None else (step // every + 1) * every
+        self.every = config.every if config.folder else 0
+        """Steps between checkpoints; 0 for none."""
 
     def resume(self, resume: Resume) -> Path | None:
         """Load the checkpoint that the run resumes from, and return its path, if there is one.

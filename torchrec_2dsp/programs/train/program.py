@@ -339,10 +339,11 @@ class RunTrainer:
 
     def _after_steps(self, stepper: Stepper, profiler: StepProfiler) -> None:
         """Move layers, evaluate and save if due; the checkpoint includes the evaluation."""
-        is_cut = self.step == self._cuts.due_after(self.step - 1) and self.step < self._loop.steps
-        every = self._loop.eval_every
-        is_evaluated = bool(every) and self.step % every == 0
-        is_saved = self.step == self._checkpoints.due_after(self.step - 1)
+        is_cut, is_evaluated, is_saved = (
+            every > 0 and self.step % every == 0
+            for every in (self._cuts.every, self._loop.eval_every, self._checkpoints.every)
+        )
+        is_cut &= self.step < self._loop.steps
         if is_cut or is_evaluated or is_saved:
             profiler.interrupt()
         if is_cut:
@@ -396,11 +397,8 @@ class RunTrainer:
     def _next_stop(self) -> int:
         """Return the step after which ranks report, evaluate, save, move layers or end."""
         loop, step = self._loop, self.step
-        stops = [loop.steps, (step // loop.report_every + 1) * loop.report_every]
-        if loop.eval_every:
-            stops.append((step // loop.eval_every + 1) * loop.eval_every)
-        due = (self._checkpoints.due_after(step), self._cuts.due_after(step))
-        return min([*stops, *(stop for stop in due if stop is not None)])
+        intervals = (loop.report_every, loop.eval_every, self._checkpoints.every, self._cuts.every)
+        return min(loop.steps, *((step // every + 1) * every for every in intervals if every))
 
     def _set_rates(self, step: int) -> None:
         schedules, num_steps = self._config.optimizer.schedules, self._loop.steps

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.section import JsonFile, Section, writing
+from torchrec_2dsp.programs.config.section import JsonFile, Section, reading, writing
 from torchrec_2dsp.programs.traces import RankSplit
 
 LESS_IS_BETTER = ("loss", "ne")
@@ -361,11 +361,7 @@ def read_progress(folder: Path) -> tuple[ProgressLine, ...]:
     path = folder / PROGRESS_FILE
     if not path.exists():
         return ()
-    try:
+    with reading(path, "the progress of a run"):
         # A killed run may leave a last line without an end.
         *lines, _ = path.read_text().split("\n")
         return tuple(map(ProgressLine.model_validate_json, lines))
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not the progress of a run: {error}") from error

@@ -172,13 +172,8 @@ class LayerCuts:
         wrapper = data_parallel_wrapper(model)
         self._pipeline = wrapper if isinstance(wrapper, PipelinedDense) else None
         self._optimizer = optimizer
-        self._every = dense.recut_every if isinstance(dense, PipelinedConfig) else 0
-
-    def due_after(self, step: int) -> int | None:
-        """Return the next step after which layers may move; none if they never do."""
-        if self._pipeline is None or not self._every:
-            return None
-        return (step // self._every + 1) * self._every
+        self.every = dense.recut_every if isinstance(dense, PipelinedConfig) else 0
+        """Steps between moves; 0 for none."""
 
     def recut(self) -> Mapping[str, tuple[int, ...]] | None:
         """Move layers between two steps; return each stack's cuts if any moved.

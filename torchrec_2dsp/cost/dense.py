@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from torchrec_2dsp.cost.calibration import Calibration, Kernels
 from torchrec_2dsp.cost.collectives import Span, Traffic, all_gather, all_reduce, reduce_scatter
 from torchrec_2dsp.cost.step_cost import NamedParts
@@ -92,8 +94,7 @@ class DenseLayers:
         return [self.layers[start:end] for start, end in zip([0, *cuts], ends, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transformer:
+class Transformer(BaseModel):
     """A pre-norm transformer over sequences of items that nobody has built or measured yet.
 
     Example:
@@ -108,25 +109,29 @@ class Transformer:
         (12, '38 million parameters')
     """
 
-    num_blocks: int
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    dim: int
-    """Numbers that an item has between blocks."""
+    num_blocks: int = Field(ge=1)
+    """Blocks."""
 
-    length: int
-    """Items in a sample."""
+    dim: int = Field(ge=1)
+    """An item's width between blocks."""
 
-    expansion: int = 4
-    """The width inside the feed-forward part, relative to ``dim``."""
+    length: int = Field(ge=1)
+    """Items per sample."""
 
-    num_targets: int = 1
+    expansion: int = Field(default=4, ge=1)
+    """The factor by which the feed-forward part is wider inside."""
+
+    num_targets: int = Field(default=1, ge=0)
     """Vectors that the loss is given for each item: the next one, and those that aren't."""
 
-    state_per_weight: float = 2.0
-    """Numbers of optimizer state for each weight: 2 with Adam."""
-
-    def layers(self, kernels: Kernels) -> DenseLayers:
+    def layers(self, kernels: Kernels, *, state_per_weight: float = 2.0) -> DenseLayers:
         """Predict the blocks' work from the time of matrix products.
+
+        Args:
+            kernels: the calibrated times.
+            state_per_weight: numbers of optimizer state for each weight: 2 with Adam.
 
         Raises:
             CalibrationError: that wasn't measured.
@@ -158,7 +163,7 @@ class Transformer:
             layers=(block,) * self.num_blocks,
             input_bytes=item_bytes,
             target_bytes=self.num_targets * item_bytes,
-            state_per_weight=self.state_per_weight,
+            state_per_weight=state_per_weight,
         )
 
 

@@ -49,29 +49,6 @@ from torchrec_2dsp.programs.train.sharded import make_model, make_sharders
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 
-class TransformerConfig(Section):
-    """A transformer over sequences of items, whose layers ranks may share."""
-
-    num_blocks: int = Field(ge=1)
-    """Blocks."""
-
-    dim: int = Field(ge=1)
-    """An item's width between blocks."""
-
-    length: int = Field(ge=1)
-    """Items per sample."""
-
-    expansion: int = Field(default=4, ge=1)
-    """The factor by which the feed-forward part is wider inside."""
-
-    num_targets: int = Field(default=1, ge=0)
-    """Vectors that the loss is given for each item."""
-
-    def layers(self, kernels: Kernels) -> DenseLayers:
-        """Return the blocks, timed by the calibrated matrix products."""
-        return Transformer(**self.model_dump()).layers(kernels)
-
-
 class DenseConfig(Section):
     """A step's work beside its tables, on one rank."""
 
@@ -80,7 +57,7 @@ class DenseConfig(Section):
     gradient_mb: float = Field(default=0.0, ge=0)
     """Megabytes that are all-reduced over the world in each step."""
 
-    transformer: TransformerConfig | None = None
+    transformer: Transformer | None = None
     """The model's other layers, in place of the numbers above; then ways to run them are compared,
     too."""
 
@@ -330,7 +307,7 @@ def _planning_of_run(source: RunToPlan, calibration: Calibration, topology: Topo
     transformer, dense = transformer_of(config.model), None
     if transformer is not None and calibration.kernels.matmul is not None:
         state = STATE_PER_WEIGHT[config.optimizer.dense_optimizer]
-        layers = replace(transformer, state_per_weight=state).layers(calibration.kernels)
+        layers = transformer.layers(calibration.kernels, state_per_weight=state)
         batch_size = config.loop.batch_size // world_size
         dense = _dense_choices(layers, source.machines, calibration, batch_size)
     title = (

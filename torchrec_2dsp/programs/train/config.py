@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
@@ -37,7 +37,7 @@ from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.kinds import metrics_of
-from torchrec_2dsp.programs.models.model import ShardingTypes
+from torchrec_2dsp.programs.models.model import PlannedSection, ShardingTypes
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
@@ -158,20 +158,8 @@ class OutputConfig(Section):
         return self
 
 
-class PlannedModelConfig(ModelConfig):
+class PlannedModelConfig(ModelConfig, PlannedSection):
     """TorchRec's DLRM or DCN, with planner options."""
-
-    sharding_types: ShardingTypes = ("table_wise", "row_wise")
-    """Sharding types that the planner may choose from. Column-wise shards have separate row-wise
-    moments, so that different meshes train by different rules; and TorchRec alone leaves
-    data-parallel tables to the dense optimizer."""
-
-    @field_validator("sharding_types")
-    @classmethod
-    def _check_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
-        if not types:
-            raise ValueError("it is empty; name at least one sharding type")
-        return types
 
 
 DataConfig = Annotated[

@@ -15,13 +15,12 @@ from torchrec_2dsp.programs.cluster.network import Link
 from torchrec_2dsp.programs.cluster.self_check import SelfCheck, check_links
 
 GOOD = SelfCheck(
-    all_to_all_bytes_per_s=118e6,
-    all_reduce_bytes_per_s=119e6,
-    inside_all_to_all_bytes_per_s=1e9,
-    inside_all_reduce_bytes_per_s=None,
+    host_bytes_per_s={"all-to-all": 118e6, "all-reduce": 119e6},
+    rank_bytes_per_s={"all-to-all": 1e9, "all-reduce": None},
     expected_bytes={"all-to-all": 1_000_000, "all-reduce": 2_000_000},
     sent_bytes={"all-to-all": 1_050_000, "all-reduce": 2_000_000},
 )
+SLOW = dataclasses.replace(GOOD, host_bytes_per_s={"all-to-all": 60e6, "all-reduce": 119e6})
 
 
 class FakeCluster:
@@ -65,11 +64,17 @@ def _inside_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "message"),
     [
         (
-            {"all_to_all_bytes_per_s": 62.5e6},
+            {"host_bytes_per_s": {"all-to-all": 62.5e6}},
             "all-to-all between hosts runs at 500 Mbit/s, -50% off the link's 1 Gbit/s; 15% are",
         ),
-        ({"all_reduce_bytes_per_s": 105e6}, "all-reduce between hosts runs at 840 Mbit/s, -16%"),
-        ({"all_reduce_bytes_per_s": 145e6}, "all-reduce between hosts runs at 1.16 Gbit/s, +16%"),
+        (
+            {"host_bytes_per_s": {"all-reduce": 105e6}},
+            "all-reduce between hosts runs at 840 Mbit/s, -16%",
+        ),
+        (
+            {"host_bytes_per_s": {"all-reduce": 145e6}},
+            "all-reduce between hosts runs at 1.16 Gbit/s, +16%",
+        ),
         (
             {"sent_bytes": {"all-to-all": 900_000, "all-reduce": 2_000_000}},
             "an all-to-all should send 1.00 MB per host, and the interface counted 0.90 MB",
@@ -102,17 +107,15 @@ def test_the_table() -> None:
 
 
 def test_one_bad_measurement_is_forgiven() -> None:
-    slow = dataclasses.replace(GOOD, all_to_all_bytes_per_s=60e6)
     assert check_fake("1gbit", GOOD) == GOOD
-    assert check_fake("1gbit", slow, GOOD) == GOOD
+    assert check_fake("1gbit", SLOW, GOOD) == GOOD
 
 
 def test_a_slow_link_is_not_blamed_on_a_machine_that_can_do_more() -> None:
-    slow = dataclasses.replace(GOOD, all_to_all_bytes_per_s=60e6)
-    free = dataclasses.replace(GOOD, all_to_all_bytes_per_s=2e9, all_reduce_bytes_per_s=2e9)
+    free = dataclasses.replace(GOOD, host_bytes_per_s={"all-to-all": 2e9, "all-reduce": 2e9})
     message = r"slower than 1 Gbit/s on this machine, .* at 16 Gbit/s; .* runs at 480 Mbit/s, -52%"
     with pytest.raises(SelfCheckFailed, match=message):
-        check_fake("1gbit", slow, slow, free)
+        check_fake("1gbit", SLOW, SLOW, free)
 
 
 def test_a_link_that_is_too_fast_for_its_rate_is_not_blamed_on_the_machine() -> None:
@@ -143,7 +146,7 @@ def check_real(hosts: int, ranks_per_host: int, link: str) -> SelfCheck:
 @pytest.mark.usefixtures("needs_cluster")
 def test_a_real_link(capsys: pytest.CaptureFixture[str]) -> None:
     check = check_real(2, 1, "200mbit")
-    assert check.inside_all_to_all_bytes_per_s is None
+    assert check.rank_bytes_per_s["all-to-all"] is None
     assert str(check) in capsys.readouterr().out
 
 
@@ -156,7 +159,7 @@ def test_a_real_link(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_more_real_links(hosts: int, ranks_per_host: int, link: str) -> None:
     check = check_real(hosts, ranks_per_host, link)
-    assert min(check.rates().values()) > 0
+    assert min(check.host_bytes_per_s.values()) > 0
 
 
 @pytest.mark.slow

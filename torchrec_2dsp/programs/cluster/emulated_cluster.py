@@ -53,9 +53,6 @@ _FAILURE = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: (-?\d+)"
 class LaunchResult:
     """The result of a command that succeeded on every host."""
 
-    exit_codes: tuple[int, ...]
-    """Each host's exit code: zeros."""
-
     tails: tuple[str, ...]
     """The end of each host's output, rank by rank."""
 
@@ -108,7 +105,7 @@ def launch_on_hosts(
     elif late:
         what = f"missed the deadline of {timeout_s:g} s"
     else:
-        return LaunchResult(tuple(code or 0 for code in exit_codes), tails, wall_s)
+        return LaunchResult(tails, wall_s)
     raise CommandFailed(f"`{shlex.join(command)}` {what}", exit_codes, tails)
 
 

@@ -179,20 +179,15 @@ def hostname(host: int) -> str:
     return f"host{host}"
 
 
-def check_num_hosts(num_hosts: int) -> None:
-    """Raise if there aren't enough addresses."""
-    if num_hosts > MAX_HOSTS:
-        raise ClusterConfigError(
-            f"hosts={num_hosts} are more than the {MAX_HOSTS} addresses of {SUBNET}; "
-            f"use at most {MAX_HOSTS}"
-        )
-
-
 class Network:
     """One cluster's namespaces."""
 
     def __init__(self, num_hosts: int, link: Link) -> None:
-        check_num_hosts(num_hosts)
+        if num_hosts > MAX_HOSTS:
+            raise ClusterConfigError(
+                f"hosts={num_hosts} are more than the {MAX_HOSTS} addresses of {SUBNET}; "
+                f"use at most {MAX_HOSTS}"
+            )
         self.name = ClusterName.new()
         """The prefix of all names that the cluster creates."""
         self.hosts = tuple(self.name.host(number) for number in range(num_hosts))

@@ -25,22 +25,16 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """Measured speeds, in bytes on the wire without headers, and byte counts."""
+    """Measured speeds, in bytes on the wire without headers, and byte counts, by collective."""
 
-    all_to_all_bytes_per_s: float
+    host_bytes_per_s: dict[str, float]
     """Bytes per second from one host to the others, over all its ranks."""
 
-    all_reduce_bytes_per_s: float
-    """Bytes per second from one host to the others, over all its ranks."""
-
-    inside_all_to_all_bytes_per_s: float | None
-    """Bytes per second from one rank to the others on its host; `None` if it has none."""
-
-    inside_all_reduce_bytes_per_s: float | None
+    rank_bytes_per_s: dict[str, float | None]
     """Bytes per second from one rank to the others on its host; `None` if it has none."""
 
     expected_bytes: dict[str, int]
-    """Bytes that a host must send in one all-to-all and one all-reduce across hosts."""
+    """Bytes that a host must send in one collective across hosts."""
 
     sent_bytes: dict[str, int]
     """Bytes that the host's interface counted, headers included."""
@@ -56,7 +50,7 @@ class SelfCheck:
                     f"counted {_megabytes(counted)}"
                 )
         if link.bytes_per_s is not None:
-            for name, rate in self.rates().items():
+            for name, rate in self.host_bytes_per_s.items():
                 off = rate / link.bytes_per_s - 1
                 if abs(off) > TOLERANCE:
                     contradictions.append(
@@ -65,19 +59,12 @@ class SelfCheck:
                     )
         return contradictions
 
-    def rates(self) -> dict[str, float]:
-        """Return the rates from one host to the others, in bytes per second."""
-        return {
-            "all-to-all": self.all_to_all_bytes_per_s,
-            "all-reduce": self.all_reduce_bytes_per_s,
-        }
-
     def __str__(self) -> str:
-        inside = (self.inside_all_to_all_bytes_per_s, self.inside_all_reduce_bytes_per_s)
         lines = [
             f"{'':12}{'host to hosts':>16}{'rank in host':>16}{'must send':>12}{'counted':>12}"
         ]
-        for (name, rate), neighbour in zip(self.rates().items(), inside, strict=True):
+        for name, rate in self.host_bytes_per_s.items():
+            neighbour = self.rank_bytes_per_s[name]
             cells = f"{_bits(rate):>16}{'-' if neighbour is None else _bits(neighbour):>16}"
             sizes = (self.expected_bytes[name], self.sent_bytes[name])
             lines.append(f"{name:12}{cells}" + "".join(f"{_megabytes(n):>12}" for n in sizes))
@@ -91,9 +78,9 @@ def check_links(cluster: EmulatedCluster) -> SelfCheck:
     """
     if cluster.hosts < 2:
         raise ClusterConfigError("hosts=1 has no links to check; use 2 or more")
-    check = _measure_on(cluster, "check.json")
+    check = _measure_on(cluster)
     if check.problems(cluster.link):
-        check = _measure_on(cluster, "check.json")
+        check = _measure_on(cluster)
     if problems := check.problems(cluster.link):
         raise SelfCheckFailed(f"{_explain(cluster, check)}; {'; '.join(problems)}")
     return check
@@ -103,12 +90,12 @@ def _explain(cluster: EmulatedCluster, check: SelfCheck) -> str:
     """Explain a failure: without a limit, a machine too slow for the link shows."""
     bytes_per_s = cluster.link.bytes_per_s
     busy = "another program may be using the processor: repeat it on an idle machine"
-    if bytes_per_s is None or min(check.rates().values()) > bytes_per_s:
+    if bytes_per_s is None or min(check.host_bytes_per_s.values()) > bytes_per_s:
         return f"the links aren't what they say; {busy}"
     arguments = (cluster.hosts, cluster.ranks_per_host, "none")
     per_rank = cluster.processor_per_rank
     with type(cluster)(*arguments, processor_per_rank=per_rank) as unlimited:
-        free = _measure_on(unlimited, "check.json").rates()
+        free = _measure_on(unlimited).host_bytes_per_s
     rates = " and ".join(f"{name} at {_bits(rate)}" for name, rate in free.items())
     free_rates = f"which without a limit runs {rates}"
     if min(free.values()) < bytes_per_s:
@@ -119,8 +106,8 @@ def _explain(cluster: EmulatedCluster, check: SelfCheck) -> str:
     return f"the links are slower than {cluster.link} on this machine, {free_rates}; {busy}"
 
 
-def _measure_on(cluster: EmulatedCluster, file: str) -> SelfCheck:
-    path = cluster.folder / file
+def _measure_on(cluster: EmulatedCluster) -> SelfCheck:
+    path = cluster.folder / "check.json"
     cluster.run(["-m", __name__, str(path)], timeout_s=_TIMEOUT_S)
     return SelfCheck(**json.loads(path.read_text()))
 
@@ -140,10 +127,14 @@ def _measure() -> SelfCheck:
     num_hosts = world.size() // local_world_size
     once = local_world_size * _COUNTED_BYTES * (num_hosts - 1) // num_hosts
     return SelfCheck(
-        all_to_all_bytes_per_s=speeds.host_all_to_all_bytes_per_s,
-        all_reduce_bytes_per_s=speeds.host_all_reduce_bytes_per_s,
-        inside_all_to_all_bytes_per_s=speeds.intra_host_all_to_all_bytes_per_s,
-        inside_all_reduce_bytes_per_s=speeds.intra_host_all_reduce_bytes_per_s,
+        host_bytes_per_s={
+            "all-to-all": speeds.host_all_to_all_bytes_per_s,
+            "all-reduce": speeds.host_all_reduce_bytes_per_s,
+        },
+        rank_bytes_per_s={
+            "all-to-all": speeds.intra_host_all_to_all_bytes_per_s,
+            "all-reduce": speeds.intra_host_all_reduce_bytes_per_s,
+        },
         expected_bytes={"all-to-all": once, "all-reduce": 2 * once},
         sent_bytes=_count(local_world_size),
     )

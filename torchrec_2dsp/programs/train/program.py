@@ -18,15 +18,18 @@ import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy
 from torchrec.datasets.utils import Batch
 
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.counting import count_encoded
 from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import release_groups, world_group
 from torchrec_2dsp.dense.gradient_sums import GradientReport
+from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.loop import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
+from torchrec_2dsp.programs.config.dense import PipelinedConfig
 from torchrec_2dsp.programs.data.dataset import Dataset, Progress, Split, open_together
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, click_probability
 from torchrec_2dsp.programs.models.balance import deal_batches
@@ -47,7 +50,6 @@ from torchrec_2dsp.programs.train.results import Ending, RunResult, TrainResult,
 from torchrec_2dsp.programs.train.sharded import make_optimizers, sharded_model
 from torchrec_2dsp.programs.train.steps import (
     AccumulatedSteps,
-    LayerCuts,
     PipelinedSteps,
     StepProfiler,
     after_stops,
@@ -194,15 +196,16 @@ class RunTrainer:
         self._meter = Meter(self._world, self._device)
         self._history = RunHistory()
         self._balance: BalanceReport | None = None
+        dense = self._run.dense
         members: dict[str, Any] = {"history": self._history, "settings": RunSettings(config)}
-        if self._run.dense.kind == "local":
+        if dense.kind == "local":
             members["local_moments"] = LocalMoments(self._optimizers.dense)
         self._state = TrainState(self._model, self._optimizers.whole, **members)
         self._checkpoints = Checkpoints(
             config.checkpoint, name, self._optimizers.whole, self._state
         )
         self._resumed_from = ""
-        self._cuts = LayerCuts(self._model, self._optimizers.dense, self._run.dense)
+        self._recut_every = dense.recut_every if isinstance(dense, PipelinedConfig) else 0
         # Where a model draws random numbers, each rank draws different ones.
         torch.manual_seed(config.model.seed + dist.get_rank(self._world))
 
@@ -232,12 +235,9 @@ class RunTrainer:
         """
         first_step = self.step
         own = self._model if isinstance(self._model, ModelParallel2D) else None
-        if own is None:
-            ending_together = naming_faults(self._board, "a step of TorchRec")
-        else:
-            ending_together = failing_together(own)
+        naming = failing_together(own) if own else naming_faults(self._board, "a step of TorchRec")
         dist.barrier(self._world)
-        with count_encoded() as encoded, ending_together:
+        with count_encoded() as encoded, naming:
             ending = self._train(self._profiler(profiled))
             if not self.step:
                 raise ConfigError("the data has too few samples for a single step")
@@ -269,16 +269,14 @@ class RunTrainer:
 
         Without an output folder nobody reads them, and it traces none.
         """
-        folder, loop, checkpoint = self._config.output.folder, self._loop, self._config.checkpoint
+        folder = self._config.output.folder
         if profiled:
             file = f"trace_rank{dist.get_rank(self._world)}.json"
             return StepProfiler(profiled, self._device, Path(folder) / self._name / file)
         num_steps = self._config.output.traced_steps if folder else 0
         steps = middle_steps(self.step, self.planned.num_steps, num_steps)
-        if loop.eval_every:
-            steps = after_stops(steps, loop.eval_every)
-        if checkpoint.folder:
-            steps = after_stops(steps, checkpoint.every)
+        for every in filter(None, (self._loop.eval_every, self._checkpoints.every)):
+            steps = after_stops(steps, every)
         return StepProfiler(steps, self._device)
 
     def _result(self, ending: Ending, per_step: dict[str, Any]) -> RunResult:
@@ -341,21 +339,32 @@ class RunTrainer:
         """Move layers, evaluate and save if due; the checkpoint includes the evaluation."""
         is_cut, is_evaluated, is_saved = (
             every > 0 and self.step % every == 0
-            for every in (self._cuts.every, self._loop.eval_every, self._checkpoints.every)
+            for every in (self._recut_every, self._loop.eval_every, self._checkpoints.every)
         )
         is_cut &= self.step < self._loop.steps
         if is_cut or is_evaluated or is_saved:
             profiler.interrupt()
         if is_cut:
             stepper.pause()
-            if (cuts := self._cuts.recut()) is not None:
-                for watcher in self._watchers:
-                    watcher.layers_moved(self._name, self.step, cuts)
+            self._move_layers()
         if is_evaluated:
             stepper.pause()
             self._evaluate()
         if is_saved:
             self._checkpoints.save()
+
+    def _move_layers(self) -> None:
+        """Move a pipeline's layers, if that makes its slowest stage faster.
+
+        Collectives:
+            Same as `PipelinedDense.recut`.
+        """
+        pipeline, optimizer = data_parallel_wrapper(self._model), self._optimizers.dense
+        assert isinstance(pipeline, PipelinedDense)
+        optimizer.zero_grad()
+        if pipeline.recut(optimizer):
+            for watcher in self._watchers:
+                watcher.layers_moved(self._name, self.step, pipeline.cuts)
 
     def _stepper(self) -> Stepper:
         model, optimizer, device = self._model, self._optimizers.whole, self._device
@@ -397,7 +406,7 @@ class RunTrainer:
     def _next_stop(self) -> int:
         """Return the step after which ranks report, evaluate, save, move layers or end."""
         loop, step = self._loop, self.step
-        intervals = (loop.report_every, loop.eval_every, self._checkpoints.every, self._cuts.every)
+        intervals = (loop.report_every, loop.eval_every, self._checkpoints.every, self._recut_every)
         return min(loop.steps, *((step // every + 1) * every for every in intervals if every))
 
     def _set_rates(self, step: int) -> None:

@@ -4,14 +4,13 @@
 this rank's batches (balanced, if configured) --> step --> loss, scores, labels
 ```
 
-Between two steps, `LayerCuts` moves a pipelined dense part's layers. `StepProfiler` traces a few
-steps and splits them into phases.
+`StepProfiler` traces a few steps and splits them into phases.
 """
 
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -24,16 +23,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase
-from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.comms.groups import WorldGroups, world_group
 from torchrec_2dsp.dense.gradient_sums import GradientReport
-from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.loop import accumulate
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
-from torchrec_2dsp.programs.config.dense import DenseKinds, PipelinedConfig
 from torchrec_2dsp.programs.config.section import writing
 from torchrec_2dsp.programs.dilation import dilation
 from torchrec_2dsp.programs.launch import silenced
@@ -163,27 +158,6 @@ def dense_figures(model: nn.Module, before: GradientReport, num_steps: int) -> d
         "dense_fp32_bytes_per_step": sent.dense_bytes / num_steps,
         "dense_residual_norm": wrapper.residual_norm(),
     }
-
-
-class LayerCuts:
-    """Moves a pipeline's layers now and then, if a model has one."""
-
-    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer, dense: DenseKinds) -> None:
-        wrapper = data_parallel_wrapper(model)
-        self._pipeline = wrapper if isinstance(wrapper, PipelinedDense) else None
-        self._optimizer = optimizer
-        self.every = dense.recut_every if isinstance(dense, PipelinedConfig) else 0
-        """Steps between moves; 0 for none."""
-
-    def recut(self) -> Mapping[str, tuple[int, ...]] | None:
-        """Move layers between two steps; return each stack's cuts if any moved.
-
-        Collectives:
-            Same as `PipelinedDense.recut`.
-        """
-        assert self._pipeline is not None, "no step is due"
-        self._optimizer.zero_grad()
-        return self._pipeline.cuts if self._pipeline.recut(self._optimizer) else None
 
 
 def profiled_steps(text: str) -> range:

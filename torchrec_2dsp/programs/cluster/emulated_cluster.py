@@ -13,9 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, TextIO
@@ -385,15 +384,17 @@ class EmulatedCluster:
         if self in _open_clusters and self._network.name.is_mine():
             self._network.take_down()
             _open_clusters.discard(self)
+            atexit.unregister(self.close)
             if not _open_clusters:
-                _restore_signals()
+                _replace_handler(_terminate, signal.SIG_DFL)
 
     def __enter__(self) -> "EmulatedCluster":
-        _close_at_exit()
         remove_orphans()
         _open_clusters.add(self)
+        atexit.register(self.close)
         try:
-            _catch_signals()
+            # Signals that would otherwise end Python without cleanup.
+            _replace_handler(signal.SIG_DFL, _terminate)
             self._network.set_up()
         except BaseException:
             self.close()
@@ -415,33 +416,16 @@ class EmulatedCluster:
 
 _open_clusters: set[EmulatedCluster] = set()
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-
-
-@cache
-def _close_at_exit() -> None:
-    """Ensure once that no cluster outlives the program."""
-    atexit.register(_close_all)
-
-
-def _close_all() -> None:
-    for cluster in list(_open_clusters):
-        cluster.close()
+_Handler = Callable[[int, FrameType | None], NoReturn] | signal.Handlers
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated(number)
 
 
-def _catch_signals() -> None:
-    """Raise an error on signals that would otherwise end Python without cleanup."""
+def _replace_handler(old: _Handler, new: _Handler) -> None:
+    """Handle signals by ``new`` where ``old`` did; only a main thread may."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _terminate)
-
-
-def _restore_signals() -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            if signal.getsignal(number) is _terminate:
-                signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) is old:
+                signal.signal(number, new)

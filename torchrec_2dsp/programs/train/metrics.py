@@ -9,6 +9,7 @@ held-out batches ClickMetrics  --gather scores--> rank 0 --broadcast---> Evaluat
 import math
 import resource
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -24,7 +25,7 @@ from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.models.ranking import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained, normalized_entropy
-from torchrec_2dsp.programs.train.steps import closing_batches, evaluating
+from torchrec_2dsp.programs.train.steps import closing_batches
 
 
 class Meter:
@@ -244,12 +245,19 @@ def evaluated(
     """
     world, device = world_group(), rank_device(config.loop.device)
 
-    def held_out(batches: Iterator[Batch]) -> Iterator[Batch]:
-        return (batch.to(device) for batch in islice(batches, config.loop.eval_steps or None))
+    @contextmanager
+    def held_out() -> Iterator[Iterator[Batch]]:
+        model.eval()
+        try:
+            with closing_batches(batches_of(Split.EVAL)) as batches, torch.no_grad():
+                chosen = islice(batches, config.loop.eval_steps or None)
+                yield (batch.to(device) for batch in chosen)
+        finally:
+            model.train()
 
     metrics = ClickMetrics(world, device)
-    with closing_batches(batches_of(Split.EVAL)) as batches, evaluating(model):
-        for batch in held_out(batches):
+    with held_out() as batches:
+        for batch in batches:
             _, (loss, scores, labels) = model(batch)
             metrics.add(loss, scores, labels)
     evaluation, ranking = metrics.gather(step), ranking_of(config.model)
@@ -257,7 +265,7 @@ def evaluated(
     if not has_clicks(config.model):
         values = {"loss": values["loss"]}
     if ranking.among != "none":
-        with closing_batches(batches_of(Split.EVAL)) as batches, evaluating(model):
-            rankings = ranking_metrics(model.module, held_out(batches), ranking, world)
+        with held_out() as batches:
+            rankings = ranking_metrics(model.module, batches, ranking, world)
         values = {**values, **rankings}
     return evaluation.model_copy(update={"metrics": values})

@@ -129,17 +129,6 @@ def closing_batches(batches: Iterator[Batch]) -> Iterator[Iterator[Batch]]:
             closable.close()
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode, without gradients, in this context."""
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train()
-
-
 def dense_figures(model: nn.Module, before: GradientReport, num_steps: int) -> dict[str, float]:
     """Return figures for this rank's thresholded dense gradients; none if all are sent.
 

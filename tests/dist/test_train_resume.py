@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.ranks import RankPool, RanksFailed
-from tests.support.train_runs import config_with, refusal
+from tests.support.train_runs import TREE, config_with, refusal
 from torchrec_2dsp.errors import OutputError, TwoDError
 from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
@@ -48,20 +48,15 @@ SCHEDULED = {
     "dense_clip_norm": 0.1,
     "schedule": {"kind": "cosine", "warm_up": 2},
 }
-LOOP = {"steps": 10, "eval_every": 2, "report_every": 3, "eval_steps": 2}
-CHECKPOINT = {"every": 4, "keep_last": 3, "keep_best": 2}
+LOOP = TREE["loop"] | {"steps": 10, "eval_every": 2, "report_every": 3, "eval_steps": 2}
+WITHOUT_FOLDER = TREE | {"optimizer": SCHEDULED, "loop": LOOP, "runs": RUNS}
+SAVING = WITHOUT_FOLDER | {"checkpoint": {"every": 4, "keep_last": 3, "keep_best": 2}}
 
 
-def config_in(folder: Path, *, runs: Any = None, **sections: Any) -> TrainConfig:
+def config_in(folder: Path, **sections: Any) -> TrainConfig:
     """Return a config whose runs leave checkpoints in a folder."""
-    loop, checkpoint = sections.pop("loop", {}), sections.pop("checkpoint", {})
-    return config_with(
-        optimizer=sections.pop("optimizer", SCHEDULED),
-        loop=LOOP | loop,
-        checkpoint=CHECKPOINT | {"folder": str(folder)} | checkpoint,
-        runs=RUNS if runs is None else runs,
-        **sections,
-    )
+    checkpoint = {"folder": str(folder)} | sections.pop("checkpoint", {})
+    return config_with(SAVING, checkpoint=checkpoint, **sections)
 
 
 def through(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
@@ -194,11 +189,11 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "never": (config_in(folder, runs=runs), None),
         "older": (config_in(folder, runs=runs), older),
         "batch": (config_in(folder, runs=runs, loop={"global_batch_size": 64}), "auto"),
-        "rate": (config_in(folder, runs=runs, optimizer=SCHEDULED | {"lr": 0.5}), "auto"),
+        "rate": (config_in(folder, runs=runs, optimizer={"lr": 0.5}), "auto"),
         "length": (config_in(folder, runs=runs, loop={"steps": 20}), "auto"),
         "model": (config_in(folder, runs=runs, model={"dim": 4}), "auto"),
         "two runs": (config_in(folder, runs=runs | {"other": {}}), older),
-        "no folder": (config_with(optimizer=SCHEDULED, loop=LOOP, runs=runs), "auto"),
+        "no folder": (config_with(WITHOUT_FOLDER, runs=runs), "auto"),
         "no checkpoint": (config_in(folder / "empty", runs=runs), folder / "plain"),
     }
     return {

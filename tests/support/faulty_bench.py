@@ -84,20 +84,11 @@ class FaultyWorker(Worker):
         return super().block(num_steps)
 
 
-class States:
+class States(program.BenchWatcher):
     """Notes what contestants do when one has been measured, as the operating system calls it."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
-
-    def speeds_measured(self, speeds: Any) -> None:
-        """Not of interest."""
-
-    def contestant_built(self, name: str, sharding: dict[str, int], dense_plan: str) -> None:
-        """Not of interest."""
-
-    def contestant_out(self, name: str, outcome: Any, reason: str) -> None:
-        """Not of interest."""
 
     def block_measured(self, name: str, block: Any) -> None:
         """Look at all processes of this rank."""
@@ -113,7 +104,7 @@ def main() -> None:
     program.Worker = FaultyWorker
     machine._NUM_PASSES = 2  # Enough where nobody asks how fast the machine is.
     states = States()
-    result = program.run_bench(config, [states])
+    result = program.run_bench(config, states)
     if os.environ["RANK"] == "0":
         path = Path(sys.argv[1])
         result.save(path)

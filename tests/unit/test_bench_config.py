@@ -19,7 +19,6 @@ from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.programs.bench import contestants
 from torchrec_2dsp.programs.bench.config import BenchConfig, StockContestant, is_reference, is_stock
 from torchrec_2dsp.programs.bench.contestants import (
-    initial_rows,
     planner_topology,
     tables_work,
     workload_of,
@@ -271,16 +270,6 @@ def test_a_profile_has_the_steps_and_their_operators() -> None:
     products = [span for span in trace.training if span.name == "aten::mm"]
     assert len(products) == 4
     assert trace.steps[-1].end_us <= products[-1].start_us, "settling ends inside the profile"
-
-
-def test_rows_do_not_depend_on_where_they_are_made() -> None:
-    whole = initial_rows(0, 10_000, 8, 10_000, (3, 1))
-
-    assert torch.equal(initial_rows(4_000, 4_200, 8, 10_000, (3, 1)), whole[4_000:4_200])
-    assert torch.equal(initial_rows(9_999, 10_000, 8, 10_000, (3, 1)), whole[9_999:])
-    assert whole.abs().max() <= 0.01
-    assert whole.std() == pytest.approx(0.01 / 3**0.5, rel=0.02)
-    assert not torch.equal(initial_rows(0, 10, 8, 10_000, (3, 2)), whole[:10])
 
 
 seconds = st.floats(1e-6, 1e3)

@@ -1,20 +1,16 @@
 """Build contestants: model, initial tables, plan, optimizer and TorchRec's pipeline.
 
-Their work for the cost model is here, too. Initial weights depend on the row alone, so that every
-sharding starts from the same tables. TorchRec draws them shard by shard, and a whole table fits on
-no rank where it matters.
+Their work for the cost model is here, too.
 """
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
@@ -55,7 +51,6 @@ from torchrec_2dsp.programs.bench.config import (
     shape_of,
 )
 from torchrec_2dsp.programs.config.dense import DenseKinds
-from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.balance import weigh_losses_
@@ -70,50 +65,18 @@ from torchrec_2dsp.programs.models.optimizer import (
     with_meetings,
 )
 from torchrec_2dsp.programs.models.planned import (
-    StockSequenceSharder,
-    local_shards,
+    draw_sharded_tables_,
     make_pipeline,
     pinned_plan,
     planner_arguments,
+    stock_sharders,
+    table_configs,
     true_access,
 )
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
 )
-
-_BLOCK_ROWS = 4096
-
-
-def fill_tables_(model: nn.Module, features: Sequence[DatasetFeature], dim: int, seed: int) -> None:
-    """Write every table's initial weights into this rank's shards, in place."""
-    state = model.state_dict()
-    for index, feature in enumerate(features):
-        (key,) = (key for key in state if key.endswith(f".{table_name(feature.name)}.weight"))
-        for shard, row, column in local_shards(state[key]):
-            for start in range(0, shard.shape[0], _BLOCK_ROWS):
-                part = shard[start : start + _BLOCK_ROWS]
-                rows = initial_rows(
-                    row + start, row + start + len(part), dim, feature.num_rows, (seed, index)
-                )
-                part.copy_(rows[:, column : column + shard.shape[1]])
-
-
-def initial_rows(
-    start: int, end: int, dim: int, num_rows: int, seed: tuple[int, int]
-) -> torch.Tensor:
-    """Draw rows uniformly within one over the root of the table's rows, as TorchRec does.
-
-    The seed combines the model's and the table's number.
-    """
-    parts = []
-    for block in range(start // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1):
-        generator = torch.Generator()
-        generator.manual_seed((seed[0] * 4_099 + seed[1]) * 2**24 + block)
-        first = block * _BLOCK_ROWS
-        drawn = torch.rand(_BLOCK_ROWS, dim, generator=generator)
-        parts.append(drawn[max(start - first, 0) : end - first])
-    return (2.0 * torch.cat(parts) - 1.0) / math.sqrt(num_rows)
 
 
 def tables_work(config: BenchConfig) -> Workload:
@@ -193,7 +156,6 @@ class Trainer:
     """TorchRec's, or derived from it: it calls the model's `sync` by itself."""
 
     optimizer: CombinedOptimizer
-    plan: ShardingPlan
     dense_plan: str = ""
     """The dense part that was predicted to be fastest; empty if none was planned."""
 
@@ -218,20 +180,19 @@ def build_trainer(
     device = rank_device(config.schedule.device)
     shape = shape_of(config.data)
     unsharded = build_any_model(shape, config.model, tables_device="meta")
+    tables = table_configs(unsharded)
     if contestant.balance is not None:
         weigh_losses_(unsharded)
     part = _dense_part(config, contestant, unsharded)
     if isinstance(contestant, TwoDContestant):
-        model, plan = _two_d(
-            config, contestant, mesh, speeds, dense, unsharded, device, part.wrapper
-        )
+        model = _two_d(config, contestant, mesh, speeds, dense, unsharded, device, part.wrapper)
     else:
-        model, plan = _stock(config, contestant, speeds, unsharded, device, part.wrapper)
-    fill_tables_(model, shape.features, config.model.dim, config.model.seed)
+        model = _stock(config, contestant, speeds, unsharded, device, part.wrapper)
+    draw_sharded_tables_(model, tables, config.model.seed)
     optimizer = _optimizer(config, contestant.dense, model)
     pipeline = make_pipeline(model, optimizer, device)
     dense_plan = str(part.choices.best.plan) if part.choices else ""
-    return Trainer(model, pipeline, optimizer, plan, dense_plan)
+    return Trainer(model, pipeline, optimizer, dense_plan)
 
 
 def _stock(
@@ -241,34 +202,23 @@ def _stock(
     model: nn.Module,
     device: torch.device,
     wrapper: DataParallelWrapper | None,
-) -> tuple[DistributedModelParallel, ShardingPlan]:
+) -> DistributedModelParallel:
     bags = _AnyTypeSharder if contestant.sharding_types else EmbeddingBagCollectionSharder
-    arguments: dict[str, Any] = {
-        "fused_params": {
-            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-            "learning_rate": config.optimizer.lr,
-            "eps": config.optimizer.eps,
-        },
-        "qcomm_codecs_registry": _codecs(contestant.qcomms, device),
-    }
-    sharders = cast(
-        list[ModuleSharder[nn.Module]],
-        [bags(**arguments), StockSequenceSharder(**arguments)],
-    )
+    codecs = _codecs(contestant.qcomms, device)
+    sharders = stock_sharders(config.optimizer, bags, qcomm_codecs_registry=codecs)
     planner = EmbeddingShardingPlanner(
         **_planner_arguments(config, contestant, speeds), stats=NoopEmbeddingStats()
     )
     world = dist.group.WORLD
     assert world is not None
     plan = planner.collective_plan(model, sharders, world)
-    parallel_model = DistributedModelParallel(
+    return DistributedModelParallel(
         model,
         device=device,
         plan=plan,
         sharders=sharders,
         data_parallel_wrapper=wrapper,
     )
-    return parallel_model, plan
 
 
 class _AnyTypeSharder(EmbeddingBagCollectionSharder):
@@ -287,7 +237,7 @@ def _two_d(
     model: nn.Module,
     device: torch.device,
     wrapper: DataParallelWrapper | None,
-) -> tuple[DistributedModelParallel, ShardingPlan]:
+) -> ModelParallel2D:
     shape = shape_of(config.data)
     optimizer = table_optimizer(
         config.optimizer,
@@ -306,7 +256,7 @@ def _two_d(
     )
     arguments = _planner_arguments(config, contestant, speeds)
     if contestant.kind == "parallelized":
-        parallel_model = parallelize(
+        return parallelize(
             model,
             device=device,
             precision=contestant.precision,
@@ -315,7 +265,6 @@ def _two_d(
             data_parallel_wrapper=wrapper,
             **{name: arguments[name] for name in ("batch_size", "constraints")},
         )
-        return parallel_model, parallel_model.plan
     if contestant.by_cost:
         planner = Planner2D(
             **arguments,
@@ -329,15 +278,13 @@ def _two_d(
         plan = pinned_plan(
             model, sharders, contestant, shape, arguments, mesh=mesh, sync=contestant.sync_config
         )
-    plan = scheduled(plan, contestant)
-    parallel_model = ModelParallel2D(
+    return ModelParallel2D(
         model,
         device=device,
-        plan=plan,
+        plan=scheduled(plan, contestant),
         sharders=sharders,
         data_parallel_wrapper=wrapper,
     )
-    return parallel_model, plan
 
 
 def _dense_part(config: BenchConfig, contestant: PlannedContestant, model: nn.Module) -> DensePart:

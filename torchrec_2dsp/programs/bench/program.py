@@ -23,6 +23,7 @@ from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant, 
 from torchrec_2dsp.programs.bench.contestants import (
     measure_dense,
     scheduled,
+    sharding_of,
     tables_work,
     workload_of,
 )
@@ -64,23 +65,23 @@ from torchrec_2dsp.programs.link_speeds import LinkSpeeds, measure_link_speeds
 
 
 class BenchWatcher(Protocol):
-    """An observer of a benchmark's progress, usually on rank 0."""
+    """An observer of a benchmark's progress; a subclass overrides the methods that it needs."""
 
     def speeds_measured(self, speeds: LinkSpeeds) -> None:
         """Handle the network's measured speeds."""
-        ...
 
     def contestant_built(self, name: str, sharding: dict[str, int], dense_plan: str) -> None:
         """Handle a contestant that has trained its first steps, by a planned dense part if any."""
-        ...
 
     def block_measured(self, name: str, block: ContestantBlock) -> None:
         """Handle a measured block."""
-        ...
 
     def contestant_out(self, name: str, outcome: Outcome, reason: str) -> None:
         """Handle a contestant that drops out."""
-        ...
+
+
+class _Unwatched(BenchWatcher):
+    """Observes nothing, as on ranks other than the first."""
 
 
 def measured_place(config: BenchConfig, place: Place, control: Control) -> MeasuredPlace:
@@ -188,14 +189,14 @@ _PATIENCE = 3.0
 """Ranks wait for each other this many deadlines long."""
 
 
-def run_bench(config: BenchConfig, watchers: Sequence[BenchWatcher] = ()) -> BenchResult:
+def run_bench(config: BenchConfig, watcher: BenchWatcher | None = None) -> BenchResult:
     """Measure all contestants in a config on the ranks that torchrun started.
 
     This process forks, so it must not have initialised `torch.distributed` or a GPU.
 
     Args:
         config: equal on all ranks.
-        watchers: notified about the progress.
+        watcher: notified about the progress.
 
     Returns:
         The result, equal on all ranks.
@@ -217,7 +218,7 @@ def run_bench(config: BenchConfig, watchers: Sequence[BenchWatcher] = ()) -> Ben
             f"network.interface={interface!r} is not here; use one of {', '.join(interfaces())}, "
             "or leave it out"
         )
-    return _Bench(config, place, watchers).run()
+    return _Bench(config, place, watcher or _Unwatched()).run()
 
 
 class _Runner:
@@ -235,11 +236,11 @@ class _Runner:
 
 
 class _Bench:
-    def __init__(self, config: BenchConfig, place: Place, watchers: Sequence[BenchWatcher]) -> None:
+    def __init__(self, config: BenchConfig, place: Place, watcher: BenchWatcher) -> None:
         self._config = config
         self._schedule = config.schedule
         self._place = place
-        self._watchers = watchers
+        self._watcher = watcher
         self._control = Control(_PATIENCE * config.schedule.deadline_s)
         self._probe = ComputeProbe()
         self._runners: list[_Runner] = []
@@ -250,8 +251,7 @@ class _Bench:
         keep_freed_memory()
         try:
             place = measured_place(self._config, self._place, self._control)
-            for watcher in self._watchers:
-                watcher.speeds_measured(place.speeds)
+            self._watcher.speeds_measured(place.speeds)
             for name in self._config.contestants:
                 self._start(name, place)
             self._measure()
@@ -295,11 +295,11 @@ class _Bench:
         if built is None or warm is None:
             return
         first: Built = built[0]
-        runner.found |= {"sharding": first.sharding, "dense_plan": first.dense_plan}
+        sharding = sharding_of(first.plan)
+        runner.found |= {"sharding": sharding, "dense_plan": first.dense_plan}
         runner.plan = first.plan
         runner.step_s = max(warm)
-        for watcher in self._watchers:
-            watcher.contestant_built(name, first.sharding, first.dense_plan)
+        self._watcher.contestant_built(name, sharding, first.dense_plan)
 
     def _measure(self) -> None:
         shuffler = random.Random(self._schedule.seed)
@@ -337,8 +337,7 @@ class _Bench:
             probe_s=sum(probes_s) / len(probes_s),
         )
         runner.blocks.append(block)
-        for watcher in self._watchers:
-            watcher.block_measured(runner.name, block)
+        self._watcher.block_measured(runner.name, block)
 
     def _counters(self, runner: _Runner) -> Any:
         interface = self._config.network.interface
@@ -389,8 +388,8 @@ class _Bench:
         late = all(answer.how in (How.LATE, How.STOPPED, How.ANSWERED) for answer in answers)
         runner.outcome = Outcome.HUNG if late else Outcome.CRASHED
         runner.reason = failure_line(method, answers)
-        for watcher in self._watchers:
-            watcher.contestant_out(runner.name, runner.outcome, failure_report(method, answers))
+        report = failure_report(method, answers)
+        self._watcher.contestant_out(runner.name, runner.outcome, report)
         return None
 
     def _predict(self, place: MeasuredPlace) -> Predicted:

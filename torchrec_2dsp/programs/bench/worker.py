@@ -20,7 +20,7 @@ from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
-from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer, sharding_of
+from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
 from torchrec_2dsp.programs.bench.process import Place, join_contestant
 from torchrec_2dsp.programs.bench.results import DenseTraffic, EncodedTraffic
@@ -133,7 +133,6 @@ class MeasuredPlace(NamedTuple):
 class Built(NamedTuple):
     """A contestant that is ready to train."""
 
-    sharding: dict[str, int]
     plan: ShardingPlan
     dense_plan: str
     """The dense part that was predicted to be fastest; empty if none was planned."""
@@ -144,6 +143,9 @@ class Worker:
 
     All methods have collectives: they make the contestant's world, plan, train and reduce losses.
     """
+
+    _trainer: Trainer
+    """Set by `build`, which is asked first."""
 
     def __init__(
         self, config: BenchConfig, name: str, place: Place, measured: MeasuredPlace
@@ -162,7 +164,6 @@ class Worker:
         )
         self._losses: list[torch.Tensor] = []
         self._compute_s: list[float] = []
-        self._trainer: Trainer | None = None
         self._start_bytes: int | None = None
 
     def build(self) -> Built:
@@ -184,8 +185,7 @@ class Worker:
         self._trainer.model.train()
         if self._planned.balance is not None:
             self._feed.deal(self._planned.balance)
-        plan = self._trainer.plan
-        return Built(sharding_of(plan), plan, self._trainer.dense_plan)
+        return Built(self._trainer.model.plan, self._trainer.dense_plan)
 
     def warm_up(self) -> float:
         """Train the first steps; return the last one's seconds."""
@@ -197,7 +197,6 @@ class Worker:
             replay.TAPE.mode = replay.Mode.REPLAY
             # The same gradients again and again would drive the weights to values whose arithmetic
             # takes another time.
-            assert self._trainer is not None
             self._trainer.stop_learning()
             step_s = self._train(1)
         self._compute_s.clear()
@@ -233,7 +232,6 @@ class Worker:
         # The last block's messages have travelled during other contestants' turns.
         for _ in range(_LATE_STEPS):
             self._step()
-        assert self._trainer is not None
         model = self._trainer.model
         before, dense_before = self._sync_total(), dense_total(model)
         with count_collectives() as seen, count_encoded() as rows:
@@ -258,7 +256,6 @@ class Worker:
 
     def _settle(self) -> None:
         """Wait for all collectives that steps have left in flight."""
-        assert self._trainer is not None
         model = self._trainer.model
         if isinstance(model, ModelParallel2D):
             for tables in model.sharded_tables():
@@ -267,12 +264,10 @@ class Worker:
 
     def _sync_total(self) -> SyncReport:
         """Sum all sync reports; empty without replicas."""
-        assert self._trainer is not None
         model = self._trainer.model
         return model.sync_total if isinstance(model, ModelParallel2D) else SyncReport()
 
     def _dense_traffic(self, sent: GradientReport) -> DenseTraffic | None:
-        assert self._trainer is not None
         wrapper = thresholded_gradients(self._trainer.model)
         # A ceiling sends nothing, though it chooses.
         if wrapper is None or self._is_ceiling:
@@ -294,7 +289,6 @@ class Worker:
         return tuple((losses.cpu() / self._place.world_size).tolist())
 
     def _step(self) -> None:
-        assert self._trainer is not None
         start = time.thread_time()
         loss, _, _ = self._trainer.pipeline.progress(self._feed)
         self._losses.append(loss.detach())

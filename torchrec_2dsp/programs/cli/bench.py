@@ -89,7 +89,7 @@ def _bench(
     if warning := calibration_warning(config, local_world_size):
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     with ProgressBars(console, TimeElapsedColumn()) as bars:
-        result = run_bench(config, [BenchDisplay(console, bars, config)])
+        result = run_bench(config, BenchDisplay(console, bars, config))
     show_bench(result, console)
     if output is not None:
         result.save(output.with_suffix(".json"))

@@ -2,19 +2,22 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
@@ -35,10 +38,11 @@ from torchrec_2dsp.plan.plan2d import Plan2D, pin
 from torchrec_2dsp.plan.sync import SyncConfig
 from torchrec_2dsp.planner.planner2d import plan_on_rank_0
 from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
-from torchrec_2dsp.programs.config.sections import ExchangeConfig
+from torchrec_2dsp.programs.config.sections import ExchangeConfig, OptimizerConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
 from torchrec_2dsp.programs.models.model import table_name
+from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_
 
 _RESERVATION = 0.15
 """The share of memory that isn't for tables."""
@@ -198,6 +202,59 @@ class StockSequenceSharder(EmbeddingCollectionSharder):
         kinds = super().sharding_types(compute_device_type)
         is_on_cpu = compute_device_type == "cpu"
         return [kind for kind in kinds if not (is_on_cpu and kind == _DATA_PARALLEL)]
+
+
+def stock_sharders(
+    optimizer: OptimizerConfig,
+    bags: type[EmbeddingBagCollectionSharder] = EmbeddingBagCollectionSharder,
+    **arguments: Any,
+) -> list[ModuleSharder[Any]]:
+    """Build TorchRec's sharders for bags and sequences, with fused row-wise AdaGrad.
+
+    Args:
+        optimizer: the config with the rates.
+        bags: the class of the sharder for bags.
+        arguments: further ones of both sharders.
+    """
+    fused_params: dict[str, Any] = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": optimizer.lr,
+        "eps": optimizer.eps,
+    }
+    return [
+        cast(ModuleSharder[Any], kind(fused_params=dict(fused_params), **arguments))
+        for kind in (bags, StockSequenceSharder)
+    ]
+
+
+def table_configs(model: nn.Module) -> dict[str, Any]:
+    """Return an unsharded model's table configs by their weights' names in its state dict."""
+    tables: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            is_bags = isinstance(module, EmbeddingBagCollection)
+            kind = "embedding_bags" if is_bags else "embeddings"
+            for config in configs_of(module):
+                tables[f"{path}.{kind}.{config.name}.weight".lstrip(".")] = config
+    return tables
+
+
+def draw_sharded_tables_(model: nn.Module, tables: Mapping[str, Any], seed: int) -> None:
+    """Draw this rank's parts of a sharded model's tables, in place.
+
+    They are those that this package's sharders draw with the same seed, so that they don't depend
+    on the sharding.
+
+    Args:
+        model: the sharded model.
+        tables: the unsharded model's `table_configs`.
+        seed: for all tables.
+    """
+    state = model.state_dict()
+    with torch.random.fork_rng(devices=[]):
+        for key, config in tables.items():
+            for part, row, column in local_shards(state[key]):
+                draw_part_(part, config, seed, row, column)
 
 
 def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, int, int]]:

@@ -11,9 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
@@ -23,7 +21,6 @@ from torchrec.distributed.planner.types import (
     TrainerConfig,
 )
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -39,7 +36,6 @@ from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
 from torchrec_2dsp.planner.planner2d import Planner2D, plan_on_rank_0
-from torchrec_2dsp.programs.config.sections import OptimizerConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.models.balance import check_lengths, weigh_losses_
 from torchrec_2dsp.programs.models.dense import DensePart, dense_part
@@ -53,13 +49,13 @@ from torchrec_2dsp.programs.models.optimizer import (
 )
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.planned import (
-    StockSequenceSharder,
-    local_shards,
+    draw_sharded_tables_,
     pinned_plan,
+    stock_sharders,
+    table_configs,
 )
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
 from torchrec_2dsp.programs.train.planner import access_of, arguments_of, planner_by_cost
-from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
@@ -108,7 +104,7 @@ def sharded_model(
     tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables_of(model)}
     num_steps = _num_steps(config, dataset)
     if run.stock:
-        sharders = _stock_sharders(config.optimizer)
+        sharders = stock_sharders(config.optimizer)
         arguments = arguments_of(config, RunConfig(), shape, _topology(config))
         plan = _stock_plan(model, sharders, arguments)
         parallel_model = _stock_model(model, plan, sharders, device, seed=config.model.seed)
@@ -253,20 +249,6 @@ def _make_dense_part(config: TrainConfig, run: RunConfig, model: nn.Module) -> D
     )
 
 
-def _stock_sharders(optimizer: OptimizerConfig) -> _Sharders:
-    """Build TorchRec's sharders for bags and sequences, with fused row-wise AdaGrad."""
-    fused_params: dict[str, Any] = {
-        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        "learning_rate": optimizer.lr,
-        "eps": optimizer.eps,
-    }
-    sharders = [
-        EmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
-        StockSequenceSharder(fused_params=dict(fused_params)),
-    ]
-    return cast(_Sharders, sharders)
-
-
 def _stock_plan(model: nn.Module, sharders: _Sharders, arguments: dict[str, Any]) -> Plan2D:
     """Plan with TorchRec's planner; return the plan as a single group's, for display.
 
@@ -298,7 +280,7 @@ def _stock_model(
     Collectives:
         Same as `DistributedModelParallel`.
     """
-    tables = _configs_by_weight(model)
+    tables = table_configs(model)
     world = world_group()
     rank_plan = plan_for_rank(
         plan,
@@ -309,24 +291,8 @@ def _stock_model(
     parallel_model = DistributedModelParallel(
         model, device=device, plan=rank_plan, sharders=sharders
     )
-    state = parallel_model.state_dict()
-    with torch.random.fork_rng(devices=[]):
-        for key, config in tables.items():
-            for part, row, column in local_shards(state[key]):
-                draw_part_(part, config, seed, row, column)
+    draw_sharded_tables_(parallel_model, tables, seed)
     return parallel_model
-
-
-def _configs_by_weight(model: nn.Module) -> dict[str, Any]:
-    """Return a model's table configs by their weights' names in its state dict."""
-    tables: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
-            is_bags = isinstance(module, EmbeddingBagCollection)
-            kind = "embedding_bags" if is_bags else "embeddings"
-            for config in configs_of(module):
-                tables[f"{path}.{kind}.{config.name}.weight".lstrip(".")] = config
-    return tables
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Benchmark configs: what is read, what is refused, and who trains on which mesh."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,7 @@ from torchrec_2dsp.programs.bench.contestants import (
 )
 from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.program import calibration_warning, predicted_steps
-from torchrec_2dsp.programs.bench.results import Phase
-from torchrec_2dsp.programs.bench.tracing import mean_phases, phases_of, profiled
+from torchrec_2dsp.programs.bench.tracing import phases_of, profiled
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.link_speeds import (
     SECONDS_PER_REPEAT,
@@ -238,22 +238,15 @@ def test_older_files_list_the_defaults_of_all_dense_kinds() -> None:
     assert contestant == StockContestant()
 
 
-def test_ranks_may_lack_a_phase() -> None:
-    phases = [Phase(name="sync", seconds=2.0, waiting=True)]
-
-    (mean,) = mean_phases([phases, []])
-
-    assert mean.seconds == 1.0
-
-
-def test_a_ranks_phases_add_up_to_its_step() -> None:
+def test_the_mean_ranks_phases_add_up_to_its_step_and_ranks_may_lack_one() -> None:
     split = RankSplit.of_trace(0, RankTrace.of_events(step_events()))
 
-    phases = phases_of(split)
+    phases = phases_of([split, replace(split, waiting_us={})])
 
-    assert sum(phase.seconds for phase in phases) == pytest.approx(split.step_us * 1e-6)
+    step_us = split.all_computing_us + split.all_waiting_us / 2
+    assert sum(phase.seconds for phase in phases) == pytest.approx(step_us * 1e-6)
     seconds = {(phase.name, phase.waiting): phase.seconds for phase in phases}
-    assert seconds["rows", True] == pytest.approx(WAITING_US[StepPhase.ROWS] * 1e-6)
+    assert seconds["rows", True] == pytest.approx(WAITING_US[StepPhase.ROWS] / 2 * 1e-6)
     assert seconds["rows", False] == pytest.approx(COMPUTING_US[StepPhase.ROWS] * 1e-6)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from torchrec_2dsp.errors import ConfigError
@@ -390,6 +391,17 @@ class RankSplit:
 def slowest(splits: Sequence[RankSplit]) -> RankSplit:
     """Return the rank that computes longest, for which the others wait."""
     return max(splits, key=lambda split: split.all_computing_us)
+
+
+def mean_step(splits: Sequence[RankSplit]) -> dict[str, tuple[float, float]]:
+    """Average over ranks how long each phase computes and waits, in microseconds."""
+    return {
+        phase.value: (
+            fmean(split.computing_us.get(phase, 0.0) for split in splits),
+            fmean(split.waiting_us.get(phase, 0.0) for split in splits),
+        )
+        for phase in StepPhase
+    }
 
 
 def _innermost(spans: Sequence[HostSpan], outside: PhaseAtMoment) -> list[_Segment]:

@@ -364,7 +364,8 @@ class _Bench:
         traced = self._ask(runner, "trace") if losses is not None else None
         if losses is None or traced is None:
             return
-        runner.found |= {"losses": losses[0], **traced_figures(traced)}
+        num_steps = self._schedule.traced_steps
+        runner.found |= {"losses": losses[0], **traced_figures(traced, num_steps)}
 
     def _ask(self, runner: _Runner, method: str, *arguments: Any) -> list[Any] | None:
         """Return every rank's answer; none if the contestant is out, on all ranks alike."""

@@ -1,8 +1,9 @@
 """Profile a contestant's steps, and reduce all ranks' measurements to one mean rank."""
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from torchrec_2dsp.programs.bench.results import (
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.dilation import dilation
 from torchrec_2dsp.programs.launch import silenced
-from torchrec_2dsp.programs.traces import RankSplit, RankTrace, StepPhase, step_mark
+from torchrec_2dsp.programs.traces import RankSplit, RankTrace, mean_step, step_mark
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.samples.dealer import BalanceReport
 
@@ -32,8 +33,10 @@ Numbers = TypeVar("Numbers", bound=Section)
 class Traced:
     """The measurements in one rank's traced steps."""
 
-    phases: tuple[Phase, ...]
-    traffic: tuple[MeasuredTraffic, ...]
+    split: RankSplit
+    """The mean step by phase."""
+    collectives: list[Collective]
+    """The collectives in as many steps without the profiler."""
     encoded: EncodedTraffic
     dense: DenseTraffic | None
     """Dense gradient bytes, if these are thresholded."""
@@ -69,25 +72,23 @@ def profiled(
         return RankTrace.read(path, dilation())
 
 
-def phases_of(split: RankSplit) -> tuple[Phase, ...]:
-    """List the phases in a rank's mean step, which add up to it."""
-    times = [
-        (phase, us, waiting)
-        for phase in StepPhase
-        for us, waiting in (
-            (split.computing_us.get(phase, 0.0), False),
-            (split.waiting_us.get(phase, 0.0), True),
-        )
-    ]
+def phases_of(splits: Sequence[RankSplit]) -> tuple[Phase, ...]:
+    """List the phases in the mean rank's step, which add up to it."""
     return tuple(
-        Phase(name=phase.value, seconds=us * 1e-6, waiting=waiting)
-        for phase, us, waiting in times
+        Phase(name=name, seconds=us * 1e-6, waiting=waiting)
+        for name, times_us in mean_step(splits).items()
+        for waiting, us in zip((False, True), times_us, strict=True)
         if us > 0.0
     )
 
 
-def measured_traffic(records: Sequence[Collective], num_steps: int) -> tuple[MeasuredTraffic, ...]:
-    """Sum the traffic over steps by collective name."""
+def measured_traffic(records: Iterable[Collective], num_steps: int) -> tuple[MeasuredTraffic, ...]:
+    """Average the traffic over steps by collective name.
+
+    Args:
+        records: all ranks' collectives.
+        num_steps: the number of steps, all ranks' together.
+    """
     sums: dict[str, tuple[int, float]] = {}
     for record in records:
         calls, num_bytes = sums.get(record.op, (0, 0.0))
@@ -120,45 +121,20 @@ def row_travel_between(before: SyncReport, after: SyncReport, num_steps: int) ->
     return RowTravel(window_s=window_s / num_steps, waited_s=waited_s / num_steps)
 
 
-def traced_figures(ranks: Sequence[Traced]) -> dict[str, Any]:
-    """Reduce all ranks' measurements to `ContestantResult` fields, by name."""
+def traced_figures(ranks: Sequence[Traced], num_steps: int) -> dict[str, Any]:
+    """Reduce all ranks' measurements in so many steps to `ContestantResult` fields, by name."""
+    records = chain.from_iterable(rank.collectives for rank in ranks)
     peaks = [rank.peak_memory_bytes for rank in ranks if rank.peak_memory_bytes is not None]
     return {
-        "phases": mean_phases([rank.phases for rank in ranks]),
+        "phases": phases_of([rank.split for rank in ranks]),
         "compute": compute_times([rank.compute_s for rank in ranks]),
-        "traffic": mean_traffic([rank.traffic for rank in ranks]),
+        "traffic": measured_traffic(records, num_steps * len(ranks)),
         "encoded": mean_encoded([rank.encoded for rank in ranks]),
         "dense": mean_known([rank.dense for rank in ranks]),
         "row_travel": mean_known([rank.row_travel for rank in ranks]),
         "dealt": dealt_samples([rank.balance for rank in ranks]),
         "peak_memory_bytes": max(peaks, default=None),
     }
-
-
-def mean_phases(ranks: Sequence[Sequence[Phase]]) -> tuple[Phase, ...]:
-    """Average the phases over ranks; a missing phase takes no time."""
-    totals: dict[tuple[str, bool], float] = {}
-    for phases in ranks:
-        for phase in phases:
-            key = phase.name, phase.waiting
-            totals[key] = totals.get(key, 0.0) + phase.seconds
-    return tuple(
-        Phase(name=name, seconds=seconds / len(ranks), waiting=waiting)
-        for (name, waiting), seconds in totals.items()
-    )
-
-
-def mean_traffic(ranks: Sequence[Sequence[MeasuredTraffic]]) -> tuple[MeasuredTraffic, ...]:
-    """Average the traffic over ranks by name; a missing collective counts as none."""
-    parts = [part for traffic in ranks for part in traffic]
-    return tuple(
-        MeasuredTraffic(
-            name=name,
-            calls=sum(part.calls for part in parts if part.name == name) / len(ranks),
-            sent_bytes=sum(part.sent_bytes for part in parts if part.name == name) / len(ranks),
-        )
-        for name in sorted({part.name for part in parts})
-    )
 
 
 def mean_encoded(ranks: Sequence[EncodedTraffic]) -> EncodedTraffic | None:

@@ -27,8 +27,6 @@ from torchrec_2dsp.programs.bench.results import DenseTraffic, EncodedTraffic
 from torchrec_2dsp.programs.bench.tracing import (
     Traced,
     encoded_between,
-    measured_traffic,
-    phases_of,
     profiled,
     row_travel_between,
 )
@@ -248,11 +246,10 @@ class Worker:
         travel = row_travel_between(before, after, num_steps)
         dist.barrier(world_group())
         trace = profiled(self._step, num_steps, self._settle)
-        phases = phases_of(RankSplit.of_trace(self._place.rank, trace))
-        traffic = measured_traffic(seen.records, num_steps)
+        split = RankSplit.of_trace(self._place.rank, trace)
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
         balance = self._feed.report
-        return Traced(phases, traffic, encoded, dense, travel, balance, compute_s, grown)
+        return Traced(split, seen.records, encoded, dense, travel, balance, compute_s, grown)
 
     def _settle(self) -> None:
         """Wait for all collectives that steps have left in flight."""

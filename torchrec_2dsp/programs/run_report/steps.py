@@ -2,12 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from torchrec_2dsp.programs.bench.results import ContestantResult
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
 from torchrec_2dsp.programs.run_report.gain import Contenders
-from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, slowest
+from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, mean_step, slowest
 from torchrec_2dsp.report.charts import BarChart, Bars
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table
@@ -119,46 +118,21 @@ _COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class MeanStep:
-    """A step by phase, in microseconds: a rank's, or the mean over ranks."""
+MeanStep = Mapping[str, tuple[float, float]]
+"""How long each phase of a step computes and waits, in microseconds."""
+_NONE = (0.0, 0.0)
 
-    computing_us: Mapping[str, float]
-    """The time that each phase computes."""
 
-    waiting_us: Mapping[str, float]
-    """The time that each phase waits for collectives."""
+def contestant_step(contestant: ContestantResult) -> MeanStep:
+    """Return the mean step of a benchmark's contestant."""
+    us = {(phase.name, phase.waiting): 1e6 * phase.seconds for phase in contestant.phases}
+    return {name: (us.get((name, False), 0.0), us.get((name, True), 0.0)) for name, _ in us}
 
-    @classmethod
-    def of_ranks(cls, splits: Sequence[RankSplit]) -> "MeanStep":
-        """Return the mean over ranks."""
 
-        def mean_us(times: Sequence[Mapping[StepPhase, float]]) -> dict[str, float]:
-            return {
-                phase: sum(own.get(phase, 0.0) for own in times) / len(times) for phase in StepPhase
-            }
-
-        return cls(
-            mean_us([split.computing_us for split in splits]),
-            mean_us([split.waiting_us for split in splits]),
-        )
-
-    @classmethod
-    def of_contestant(cls, contestant: ContestantResult) -> "MeanStep":
-        """Return a benchmark contestant's mean step."""
-        times: dict[bool, dict[str, float]] = {False: {}, True: {}}
-        for phase in contestant.phases:
-            times[phase.waiting][phase.name] = 1e6 * phase.seconds
-        return cls(times[False], times[True])
-
-    def of_phase(self, phase: str) -> tuple[float, float]:
-        """Return a phase's computing and waiting time."""
-        return self.computing_us.get(phase, 0.0), self.waiting_us.get(phase, 0.0)
-
-    @property
-    def all_us(self) -> float:
-        """The whole step."""
-        return sum(self.computing_us.values()) + sum(self.waiting_us.values())
+def _whole_us(step: MeanStep) -> tuple[float, float]:
+    """Return how long a whole step computes and waits."""
+    computing_us, waiting_us = zip(*step.values(), strict=True)
+    return sum(computing_us), sum(waiting_us)
 
 
 def add_steps(page: Page, contents: RunContents) -> None:
@@ -166,18 +140,18 @@ def add_steps(page: Page, contents: RunContents) -> None:
     traced = [run for run in contents.runs if run.splits]
     if traced:
         bars = {
-            _place(run.name, split, run.splits): MeanStep.of_ranks([split])
+            _place(run.name, split, run.splits): mean_step([split])
             for run in traced
             for split in _shown(run.splits)
         }
         page.add_bars("A step of this training, by rank", step_chart(bars))
         page.add_text(_chart_text(traced))
-        means = {run.name: MeanStep.of_ranks(run.splits) for run in traced}
+        means = {run.name: mean_step(run.splits) for run in traced}
         page.add_table("Span by span", spans_table(means))
     for result in contents.benches:
         contenders = Contenders.of(result)
         steps = {
-            contestant.name: MeanStep.of_contestant(contestant)
+            contestant.name: contestant_step(contestant)
             for contestant in contenders.distinct()
             if contestant.phases
         }
@@ -209,7 +183,7 @@ def step_chart(steps: Mapping[str, MeanStep]) -> BarChart:
     bars = []
     for phase in StepPhase:
         for title, is_waiting in ((phase.value, False), (f"{phase.value}: waiting", True)):
-            times_us = {place: step.of_phase(phase)[is_waiting] for place, step in steps.items()}
+            times_us = {place: step.get(phase, _NONE)[is_waiting] for place, step in steps.items()}
             if not any(times_us.values()):
                 continue
             bars.append(
@@ -220,7 +194,7 @@ def step_chart(steps: Mapping[str, MeanStep]) -> BarChart:
                     is_hatched=is_waiting,
                     hover={
                         place: f"{place}<br>{title}: {times_us[place] / 1e3:.2f} ms of "
-                        f"{step.all_us / 1e3:.2f} ms"
+                        f"{sum(_whole_us(step)) / 1e3:.2f} ms"
                         for place, step in steps.items()
                     },
                 )
@@ -232,13 +206,10 @@ def spans_table(steps: Mapping[str, MeanStep], compared: tuple[str, str] | None 
     """Return a row for each phase, a column for each step, and the difference of two of them."""
     rows = []
     for phase in StepPhase:
-        times_us = {name: step.of_phase(phase) for name, step in steps.items()}
+        times_us = {name: step.get(phase, _NONE) for name, step in steps.items()}
         if any(map(any, times_us.values())):
             rows.append(_span_row(phase.value, times_us, compared))
-    whole_us = {
-        name: (sum(step.computing_us.values()), sum(step.waiting_us.values()))
-        for name, step in steps.items()
-    }
+    whole_us = {name: _whole_us(step) for name, step in steps.items()}
     rows.append(_span_row("the step", whole_us, compared))
     headings = ["phase", *steps, *(["saved"] if compared else [])]
     return Table(headings, rows, words=("phase",))

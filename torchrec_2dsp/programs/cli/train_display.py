@@ -123,7 +123,7 @@ def plan_table(name: str, planned: PlannedRun) -> Table:
     plan = planned.plan
     how = f", kept equal by {type(plan.sync).__name__}" if plan.mesh.num_groups > 1 else ""
     how += f"; dense part: {planned.dense}" if planned.dense else ""
-    table = RunPlan.of_json(serialize.to_json(plan)).table(planned.tables)
+    table = RunPlan.model_validate_json(serialize.to_json(plan)).table(planned.tables)
     if all(row[-1] == Exchange.POOLED.value for row in table.rows):
         # All rows travel as in TorchRec.
         rows = [row[:-1] for row in table.rows]

@@ -348,8 +348,8 @@ def add_access(page: Page, contents: RunContents) -> None:
 
 def _hot_rows(run: RunPart) -> dict[str, int]:
     """Return each table's number of hot rows."""
-    lines = () if run.plan is None else run.plan.lines
-    return {line.name: line.num_hot for line in lines if line.num_hot}
+    tables = [] if run.plan is None else run.plan.tables
+    return {name: table.num_hot for name, table in tables if table.num_hot}
 
 
 def _add_chart(page: Page, heading: str, path: str, hot_rows: dict[str, int]) -> None:

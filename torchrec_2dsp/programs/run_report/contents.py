@@ -2,19 +2,19 @@
 
 import json
 import math
-import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict
 
-from torchrec_2dsp.errors import ConfigError, MeshError
-from torchrec_2dsp.mesh import Mesh2D, RankLayout
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.programs.bench.results import BenchResult
+from torchrec_2dsp.programs.config.section import JsonFile, Section
 from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.programs.train.record import (
     TRAIN_RECORD_FORMAT,
@@ -31,24 +31,24 @@ _REMEDY = "give the folder that train wrote to, which its config names as output
 _MAX_RANKS_SHOWN = 8
 
 
-class _Read(BaseModel):
+class _Part(Section):
     """A part of a plan file, with the keys that a page shows."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(extra="ignore")
 
 
-class _Mesh(_Read):
-    num_groups: int
-    group_size: int
-    layout: RankLayout
-
-
-class _Shard(_Read):
+class _Shard(_Part):
     shard_offsets: tuple[int, int]
     shard_sizes: tuple[int, int]
 
 
-class _PlannedTable(_Read):
+class _Sync(_Part):
+    kind: str
+
+
+class PlannedTable(_Part):
+    """One table in a plan."""
+
     sharding_type: str
     ranks: tuple[int, ...] | None = None
     shards: tuple[_Shard, ...] | None = None
@@ -58,58 +58,44 @@ class _PlannedTable(_Read):
     hot_rows: tuple[int, ...] | None = None
     num_groups: int | None = None
 
+    @property
+    def size(self) -> tuple[int | None, int | None]:
+        """The table's rows and its dimension, if the plan has them."""
+        num_rows, dim = (
+            max(
+                (shard.shard_offsets[way] + shard.shard_sizes[way] for shard in self.shards or ()),
+                default=None,
+            )
+            for way in (0, 1)
+        )
+        return num_rows, dim
 
-class _Sync(_Read):
-    kind: str
+    @property
+    def exchange_text(self) -> str:
+        """The way rows travel, with their owners and wire format where these aren't TorchRec's."""
+        owners = "" if self.owners == "block" else f", {self.owners} owners"
+        transport = "" if self.transport == "fp32" else f", in {self.transport}"
+        return f"{self.exchange}{owners}{transport}"
 
-
-class _Plan(_Read):
-    mesh: _Mesh
-    sync: _Sync
-    pipeline: str = "sparse_dist"
-    full_duplex: bool = False
-    modules: dict[str, dict[str, _PlannedTable]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanLine:
-    """One table in a plan."""
-
-    name: str
-    """The table's name."""
-
-    num_rows: int | None
-    """The table's rows, if the plan has them."""
-
-    dim: int | None
-    """The embedding dimension, if the plan has it."""
-
-    sharding_type: str
-    """The sharding type."""
-
-    ranks: str
-    """The ranks that hold it; a plus joins replica peers."""
-
-    exchange: str
-    """The way rows travel, with their owners, wire format and hot rows, where that differs from
-    TorchRec."""
-
-    num_hot: int
-    """Rows that every rank has a copy of."""
+    @property
+    def num_hot(self) -> int:
+        """Rows that every rank has a copy of."""
+        return len(self.hot_rows or ())
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """A run's plan, read without TorchRec."""
+class RunPlan(JsonFile):
+    """A run's plan file, read without TorchRec."""
+
+    model_config = ConfigDict(extra="ignore")
+    what_it_is: ClassVar[str] = "a plan file"
 
     mesh: Mesh2D
     """The groups and their ranks."""
 
-    sync: str
-    """The replica sync; empty without replicas."""
+    sync: _Sync
 
-    lines: tuple[PlanLine, ...]
-    """The tables, by name within each module."""
+    modules: dict[str, dict[str, PlannedTable]]
+    """The tables by name, within each module."""
 
     pipeline: str = "sparse_dist"
     """The train pipeline that the plan wants."""
@@ -117,111 +103,62 @@ class RunPlan:
     full_duplex: bool = False
     """Whether all-to-alls send and receive at the same time."""
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a plan file.
-
-        Raises:
-            ConfigError: it can't be read, or has another format.
-        """
-        try:
-            return cls.of_json(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-        except (ValidationError, MeshError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not a plan file: {error}") from error
-
-    @classmethod
-    def of_json(cls, text: str) -> Self:
-        """Read a plan file's text."""
-        plan = _Plan.model_validate_json(text)
-        mesh = Mesh2D(plan.mesh.num_groups, plan.mesh.group_size, plan.mesh.layout)
-        lines = tuple(
-            _line(name, table, mesh)
-            for tables in plan.modules.values()
-            for name, table in tables.items()
-        )
-        return cls(
-            mesh=mesh,
-            sync=plan.sync.kind if mesh.num_groups > 1 else "",
-            lines=lines,
-            pipeline=plan.pipeline,
-            full_duplex=plan.full_duplex,
-        )
+    @property
+    def tables(self) -> list[tuple[str, PlannedTable]]:
+        """All modules' tables, with their names."""
+        return [named for tables in self.modules.values() for named in tables.items()]
 
     @property
-    def mesh_text(self) -> str:
-        """The mesh and its replica sync, in words."""
-        mesh = self.mesh
-        groups = "1 group" if mesh.num_groups == 1 else f"{mesh.num_groups} groups"
-        ranks = "1 rank" if mesh.group_size == 1 else f"{mesh.group_size} ranks"
-        return f"{groups} of {ranks}" + (f", {self.sync}" if self.sync else "")
+    def sync_kind(self) -> str:
+        """The replica sync; empty without replicas."""
+        return self.sync.kind if self.mesh.num_groups > 1 else ""
 
     @property
     def words(self) -> str:
         """The whole plan in two or three sentences."""
+        mesh = self.mesh
+        groups = "1 group" if mesh.num_groups == 1 else f"{mesh.num_groups} groups"
+        ranks = "1 rank" if mesh.group_size == 1 else f"{mesh.group_size} ranks"
+        sync = f", {self.sync_kind}" if self.sync_kind else ""
         kinds = Counter(
-            f"{line.sharding_type} ({re.sub(', [0-9,]+ hot$', '', line.exchange)})"
-            for line in self.lines
+            f"{table.sharding_type} ({table.exchange_text})" for _, table in self.tables
         )
         tables = "; ".join(
             f"{count} {'table' if count == 1 else 'tables'} {kind}"
             for kind, count in kinds.most_common()
         )
-        num_hot = sum(line.num_hot for line in self.lines)
+        num_hot = sum(table.num_hot for _, table in self.tables)
         hot = f" Every rank has a copy of {num_hot:,} hot rows." if num_hot else ""
-        pipeline = f" Pipeline: {self.pipeline}" + (
-            ", with full-duplex all-to-alls." if self.full_duplex else "."
-        )
-        return f"{self.mesh_text}. {tables}.{hot}{pipeline}"
+        duplex = ", with full-duplex all-to-alls" if self.full_duplex else ""
+        return f"{groups} of {ranks}{sync}. {tables}.{hot} Pipeline: {self.pipeline}{duplex}."
 
     def table(self, sizes: Mapping[str, tuple[int, int]] = {}) -> Table:
-        """Return the lines as a table, with ``sizes`` (rows, dim) for tables without shards."""
+        """Show the plan table by table, with ``sizes`` (rows, dim) for tables without shards."""
         rows = []
-        for line in self.lines:
-            num_rows, dim = sizes.get(line.name, (line.num_rows, line.dim))
+        for name, table in self.tables:
+            num_rows, dim = sizes.get(name, table.size)
             size = ("" if num_rows is None else f"{num_rows:,}", "" if dim is None else str(dim))
-            rows.append((line.name, *size, line.sharding_type, line.ranks, line.exchange))
-        has_peers = any("+" in line.ranks for line in self.lines)
+            hot = f", {table.num_hot:,} hot" if table.num_hot else ""
+            exchange = table.exchange_text + hot
+            rows.append((name, *size, table.sharding_type, self._ranks(table), exchange))
+        has_peers = any("+" in ranks for *_, ranks, _ in rows)
         ranks = "ranks (+: replica peers)" if has_peers else "ranks"
         headings = ("table", "rows", "dim", "type", ranks, "exchange")
         return Table(headings, rows, words=("table", "type", ranks, "exchange"))
 
-
-def _line(name: str, table: _PlannedTable, mesh: Mesh2D) -> PlanLine:
-    shards = table.shards or ()
-    if table.num_groups == 1 and mesh.num_groups > 1:
-        # The table has one copy in the world, whatever mesh the others have.
-        mesh = Mesh2D(1, mesh.world_size, mesh.layout)
-    num_hot = len(table.hot_rows or ())
-    parts = [
-        table.exchange,
-        *([f"{table.owners} owners"] if table.owners != "block" else []),
-        *([f"in {table.transport}"] if table.transport != "fp32" else []),
-        *([f"{num_hot:,} hot"] if num_hot else []),
-    ]
-    num_rows, dim = (
-        max((shard.shard_offsets[way] + shard.shard_sizes[way] for shard in shards), default=None)
-        for way in (0, 1)
-    )
-    return PlanLine(
-        name=name,
-        num_rows=num_rows,
-        dim=dim,
-        sharding_type=table.sharding_type,
-        ranks=_ranks(mesh, table.ranks or ()),
-        exchange=", ".join(parts),
-        num_hot=num_hot,
-    )
-
-
-def _ranks(mesh: Mesh2D, shard_indices: Sequence[int]) -> str:
-    shown = [
-        "+".join(map(str, mesh.replica_peers(mesh.rank_at(0, index))))
-        for index in shard_indices[:_MAX_RANKS_SHOWN]
-    ]
-    rest = len(shard_indices) - len(shown)
-    return "  ".join([*shown, *([f"and {rest} more"] if rest else [])])
+    def _ranks(self, table: PlannedTable) -> str:
+        """Name the ranks that hold a table; a plus joins replica peers."""
+        mesh = self.mesh
+        if table.num_groups == 1:
+            # The table has one copy in the world, whatever mesh the others have.
+            mesh = Mesh2D(1, mesh.world_size, mesh.layout)
+        ranks = table.ranks or ()
+        shown = [
+            "+".join(map(str, mesh.replica_peers(mesh.rank_at(0, index))))
+            for index in ranks[:_MAX_RANKS_SHOWN]
+        ]
+        rest = len(ranks) - len(shown)
+        return "  ".join([*shown, *([f"and {rest} more"] if rest else [])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,7 +347,7 @@ def _read_run(folder: Path, section: Mapping[str, Any], record: RunRecord | None
         record=record,
         curve=points if record is None else record.curve,
         evaluations=evaluations if record is None else record.evaluations,
-        plan=RunPlan.read(plan) if plan.exists() else None,
+        plan=RunPlan.load(plan) if plan.exists() else None,
         explanation=explanation.read_text().strip() if explanation.exists() else "",
         splits=next((line.traced for line in reversed(progress) if line.traced), ()),
     )

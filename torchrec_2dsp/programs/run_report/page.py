@@ -100,7 +100,7 @@ def _runs_table(contents: RunContents) -> Table:
             [
                 run.name,
                 "" if mesh == "" else f"{mesh.num_groups} x {mesh.group_size}",
-                "" if run.plan is None else run.plan.sync or "none",
+                "" if run.plan is None else run.plan.sync_kind or "none",
                 f"{step:,}",
                 "" if seconds is None else _duration(seconds),
                 f"{step * batch_size / seconds:,.0f}" if seconds else "",

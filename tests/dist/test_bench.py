@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.bench_results import NO_LINKS, bench_result
+from tests.support.bench_results import NO_LINKS, bench_result, with_figures
 from tests.support.faulty_bench import CONFIG
 from tests.support.loops import local_tensors
 from tests.support.programs import forked
@@ -312,7 +312,6 @@ def test_a_planned_dense_part_is_named_and_trains_the_same(ranks2: RankPool) -> 
 
 
 def test_the_report_names_it() -> None:
-    result = bench_result()
-    stock = result.contestants[0].model_copy(update={"dense_plan": "dp 2, pp 2"})
-    page = markdown_report([result.model_copy(update={"contestants": (stock,)})])
-    assert f"- stock: {stock.description}: dp 2, pp 2\n" in page
+    result = with_figures(bench_result(), {"stock": {"dense_plan": "dp 2, pp 2"}})
+    description = result.contestants[0].description
+    assert f"- stock: {description}: dp 2, pp 2\n" in markdown_report([result])

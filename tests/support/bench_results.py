@@ -125,15 +125,22 @@ PREDICTED_S = {"stock": 0.22, "stock_duplex": 0.19, "exact_2d": 0.12}
 
 def with_predictions(result: BenchResult, *names: str) -> BenchResult:
     """Return the result with the steps of some contestants predicted, or of all that train."""
-    predicted = [
-        contestant.model_copy(
-            update={"predicted": {"dense_s": PREDICTED_S[contestant.name] - 0.02, "sync_s": 0.02}}
-        )
-        if contestant.name in (names or PREDICTED_S)
-        else contestant
+    return with_figures(
+        result,
+        {
+            name: {"predicted": {"dense_s": PREDICTED_S[name] - 0.02, "sync_s": 0.02}}
+            for name in names or PREDICTED_S
+        },
+    )
+
+
+def with_figures(result: BenchResult, figures: Mapping[str, Mapping[str, Any]]) -> BenchResult:
+    """Return the result with other figures of some contestants, by name."""
+    contestants = [
+        contestant.model_copy(update=figures.get(contestant.name))
         for contestant in result.contestants
     ]
-    return result.model_copy(update={"contestants": tuple(predicted)})
+    return result.model_copy(update={"contestants": tuple(contestants)})
 
 
 def _blocks(

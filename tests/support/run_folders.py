@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from tests.support.bench_results import bench_result
+from tests.support.bench_results import bench_result, with_figures
 from tests.support.traces import step_events
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
@@ -196,19 +196,14 @@ def gain_of(folder: Path, *, is_rounded: bool = True) -> BenchResult:
         Phase(name="rows", seconds=0.05, waiting=True),
     )
     stock_phases = (own_phases[0], Phase(name="rows", seconds=0.17, waiting=True))
-    result = result.model_copy(
-        update={
-            "contestants": tuple(
-                each.model_copy(
-                    update={
-                        "loss_bound": None if each.name.startswith(("int", "rows_")) else 1e-4,
-                        "phases": stock_phases if each.kind == "stock" else own_phases,
-                    }
-                )
-                for each in result.contestants
-            )
+    figures = {
+        each.name: {
+            "loss_bound": None if each.name.startswith(("int", "rows_")) else 1e-4,
+            "phases": stock_phases if each.kind == "stock" else own_phases,
         }
-    )
+        for each in result.contestants
+    }
+    result = with_figures(result, figures)
     result.save(folder / "gain.json")
     return result
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bench_results import bench_result, config_of
+from tests.support.bench_results import bench_result, config_of, with_figures
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench import statistics
 from torchrec_2dsp.programs.bench.config import BenchConfig
@@ -34,14 +34,9 @@ def verdicts(
     config = config_of(
         {name: dict(contestant) for name, contestant in contestants.items()}, loss=loss_section
     )
-    result = bench_result(contestants=contestants, steps_ms={})
-    trained = tuple(
-        contestant.model_copy(update={"losses": tuple(map(float, losses[contestant.name]))})
-        if contestant.name in losses
-        else contestant
-        for contestant in result.contestants
-    )
-    result = judged(result.model_copy(update={"contestants": trained}), config)
+    trained = {name: {"losses": tuple(map(float, curve))} for name, curve in losses.items()}
+    result = with_figures(bench_result(contestants=contestants, steps_ms={}), trained)
+    result = judged(result, config)
     return {contestant.name: contestant for contestant in result.contestants}
 
 

@@ -12,6 +12,7 @@ from tests.support.bench_results import (
     FAILED,
     STEPS_MS,
     bench_result,
+    with_figures,
     with_predictions,
 )
 from torchrec_2dsp.errors import ConfigError
@@ -31,10 +32,6 @@ from torchrec_2dsp.programs.bench.tracing import (
 from torchrec_2dsp.samples.dealer import BalanceReport
 
 
-def settings_of(*shapes: tuple[int, str]) -> list[BenchResult]:
-    return [bench_result(hosts=hosts, network=network) for hosts, network in shapes]
-
-
 def rows_of(page: str, heading: str) -> list[list[str]]:
     """Return the cells of the first table after a heading, its headings first."""
     lines = page[page.index(heading) :].splitlines()
@@ -48,9 +45,8 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
 
 
 def test_results_survive_json(tmp_path: Path) -> None:
-    result = bench_result(failed=FAILED)
-    diverged = result.contestants[0].model_copy(update={"losses": (0.7, math.inf, math.nan)})
-    result = result.model_copy(update={"contestants": (diverged, *result.contestants[1:])})
+    diverged = {"stock": {"losses": (0.7, math.inf, math.nan)}}
+    result = with_figures(bench_result(failed=FAILED), diverged)
 
     result.save(tmp_path / "a.json")
     again = BenchResult.load(tmp_path / "a.json")
@@ -213,8 +209,7 @@ def test_uncounted_links_are_replaced_by_what_collectives_sent() -> None:
 
 
 def test_several_results_share_what_they_have_in_common() -> None:
-    results = settings_of((2, "1 Gbit/s"), (4, "1 Gbit/s"), (4, "1 Gbit/s"))
-    results[1] = bench_result(hosts=4, failed=FAILED)
+    results = [bench_result(), bench_result(hosts=4, failed=FAILED), bench_result(hosts=4)]
     page = markdown_report(results, plots={"scaling": "s.svg", "phases_2": "p.svg"})
     headings, *rows = rows_of(page, "# demo")
 
@@ -291,25 +286,19 @@ def test_a_page_refuses_what_it_has_no_place_for() -> None:
 def test_what_transports_save_is_shown_where_they_encode() -> None:
     result = bench_result()
     assert "fp32 MB" not in markdown_report([result])
-    encoded = {
-        "exact_2d": EncodedTraffic(rows_fp32_bytes=3.2e6, rows_bytes=1e6),
-        "stock_duplex": EncodedTraffic(replicas_fp32_bytes=4e6, replicas_bytes=2.5e6),
-    }
-    contestants = tuple(
-        contestant.model_copy(update={"encoded": encoded.get(contestant.name)})
-        for contestant in result.contestants
-    )
-    page = markdown_report([result.model_copy(update={"contestants": contestants})])
+    rows = EncodedTraffic(rows_fp32_bytes=3.2e6, rows_bytes=1e6)
+    replicas = EncodedTraffic(replicas_fp32_bytes=4e6, replicas_bytes=2.5e6)
+    encoded = {"exact_2d": {"encoded": rows}, "stock_duplex": {"encoded": replicas}}
+    page = markdown_report([with_figures(result, encoded)])
 
-    headings, *rows = rows_of(page, "What transports save")
-    assert headings == [
-        "contestant",
-        "rows fp32 MB",
-        "rows encoded MB",
-        "replicas fp32 MB",
-        "replicas encoded MB",
-    ]
-    assert rows == [
+    assert rows_of(page, "What transports save") == [
+        [
+            "contestant",
+            "rows fp32 MB",
+            "rows encoded MB",
+            "replicas fp32 MB",
+            "replicas encoded MB",
+        ],
         ["stock_duplex", "-", "-", "4.00", "2.50"],
         ["exact_2d", "3.20", "1.00", "-", "-"],
     ]
@@ -328,19 +317,13 @@ def test_a_mean_rank_has_encoded_the_mean() -> None:
 
 
 def test_what_thresholds_save_is_shown() -> None:
-    result = bench_result()
     ranks = [
         DenseTraffic(fp32_bytes=8e6, sent_bytes=1e5, density=0.004, residual_norm=1.5),
         DenseTraffic(fp32_bytes=8e6, sent_bytes=3e5, density=0.006, residual_norm=2.5),
         None,
     ]
-    contestants = tuple(
-        contestant.model_copy(
-            update={"dense": mean_known(ranks) if contestant.name == "stock" else None}
-        )
-        for contestant in result.contestants
-    )
-    page = markdown_report([result.model_copy(update={"contestants": contestants})])
+    result = with_figures(bench_result(), {"stock": {"dense": mean_known(ranks)}})
+    page = markdown_report([result])
 
     headings, *rows = rows_of(page, "What thresholds save")
     assert headings == ["contestant", "fp32 MB", "sent MB", "fewer", "density", "residual norm"]
@@ -373,14 +356,14 @@ def test_reports_of_ranks_become_one() -> None:
 def test_a_page_shows_how_even_the_work_was() -> None:
     result = bench_result()
     assert balance_table(summarize(result)) is None
-    first, second, *others = result.contestants
-    first = first.model_copy(update={"compute": compute_times([[0.1], [0.2]])})
-    dealt = second.model_copy(
-        update={"compute": compute_times([[0.15]]), "dealt": dealt_samples([STEP, STEP])}
-    )
-    table = balance_table(
-        summarize(result.model_copy(update={"contestants": (first, dealt, *others)}))
-    )
+    figures = {
+        "stock": {"compute": compute_times([[0.1], [0.2]])},
+        "stock_duplex": {
+            "compute": compute_times([[0.15]]),
+            "dealt": dealt_samples([STEP, STEP]),
+        },
+    }
+    table = balance_table(summarize(with_figures(result, figures)))
     assert table is not None
     assert table.rows == [
         ["stock", "-", "-", "-", "-", "150.0", "200.0", "50.0"],
@@ -391,13 +374,12 @@ def test_a_page_shows_how_even_the_work_was() -> None:
 
 def test_a_page_says_how_busy_ranks_were_and_what_the_slowest_cost() -> None:
     result = bench_result(steps_ms=STEPS_MS | {"stock": (300, *[125] * 6)})
-    first, *others = result.contestants
     assert shares_table(summarize(result)) is None
     assert "Lost to imbalance" not in markdown_report([result])
     # A step takes 150 ms in the mean. Another rank is the slowest in each step.
     times = compute_times([[0.05, 0.1], [0.1, 0.05]])
-    first = first.model_copy(update={"compute": times})
-    result = result.model_copy(update={"contestants": (first, *others)})
+    result = with_figures(result, {"stock": {"compute": times}})
+    first, other, *_ = result.contestants
     table = shares_table(summarize(result))
     assert table is not None
     assert table.rows == [
@@ -405,7 +387,7 @@ def test_a_page_says_how_busy_ranks_were_and_what_the_slowest_cost() -> None:
         *([name, *["-"] * 4] for name in ("stock_duplex", "exact_2d", "floor")),
     ]
     assert table.markdown() in markdown_report([result])
-    assert shares_of(others[0]) is None
+    assert shares_of(other) is None
     # Nobody waits for the slowest rank of a ceiling.
     ceiling = shares_of(first.model_copy(update={"kind": "ceiling"}))
     assert ceiling is not None

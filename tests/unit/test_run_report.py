@@ -1,6 +1,5 @@
 """The page on a training run: what it shows, for which runs, and what it refuses."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -280,55 +279,41 @@ def test_a_browser_draws_every_plot_without_an_error(tmp_path: Path) -> None:
     assert shown.stdout.count('class="main-svg"') >= len(page.figures)
 
 
-def _without_config(folder: Path) -> None:
-    (folder / "config.toml").unlink()
-
-
-def _without_runs(folder: Path) -> None:
-    (folder / "config.toml").write_text("[data]\n[model]\n[loop]\n")
-
-
-def _of_another_format(folder: Path) -> None:
-    record = json.loads((folder / "record.json").read_text())
-    (folder / "record.json").write_text(json.dumps({**record, "format": 99}))
-
-
-def _no_json(folder: Path) -> None:
-    (folder / "record.json").write_text("{")
-
-
-def _no_record(folder: Path) -> None:
-    (folder / "record.json").write_text(json.dumps({"format": 3}))
-
-
-def _no_plan(folder: Path) -> None:
-    (folder / "main" / "plan.json").write_text("{}")
-
-
-def _no_progress(folder: Path) -> None:
-    (folder / "main" / "progress.jsonl").write_text('{"point": 3}\n')
-
-
-def _gone(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "content", "message"),
     [
-        (_gone, r"there is no folder .*run; give the folder that train wrote to"),
-        (_without_config, r"config\.toml can't be read: No such file"),
-        (_without_runs, r"config\.toml isn't a train config: it has no section runs"),
-        (_of_another_format, r"record\.json has format=99, and this version reads 1 to 4; use"),
-        (_no_json, r"record\.json is not JSON"),
-        (_no_record, r"record\.json is not what train --output writes"),
-        (_no_plan, r"plan\.json is not a plan file"),
-        (_no_progress, r"progress\.jsonl is not the progress of a run"),
+        ("", None, r"there is no folder .*run; give the folder that train wrote to"),
+        ("config.toml", None, r"config\.toml can't be read: No such file"),
+        (
+            "config.toml",
+            "[data]\n[model]\n[loop]\n",
+            r"config\.toml isn't a train config: it has no section runs",
+        ),
+        (
+            "record.json",
+            '{"format": 99}',
+            r"record\.json has format=99, and this version reads 1 to 4; use",
+        ),
+        ("record.json", "{", r"record\.json is not JSON"),
+        ("record.json", '{"format": 3}', r"record\.json is not what train --output writes"),
+        ("main/plan.json", "{}", r"plan\.json is not a plan file"),
+        (
+            "main/progress.jsonl",
+            '{"point": 3}\n',
+            r"progress\.jsonl is not the progress of a run",
+        ),
     ],
 )
-def test_a_folder_of_something_else_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
+def test_a_folder_of_something_else_is_refused(
+    tmp_path: Path, file: str, content: str | None, message: str
+) -> None:
     folder = write_run(tmp_path / "run", [run_record("main")])
-    damage(folder)
+    if content is not None:
+        (folder / file).write_text(content)
+    elif file:
+        (folder / file).unlink()
+    else:
+        shutil.rmtree(folder)
     with pytest.raises(ConfigError, match=message):
         RunContents.read(folder)
     result = CliRunner().invoke(app, ["report", str(folder)])

@@ -72,27 +72,13 @@ def _process_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that left through network interfaces so far."""
-
-    link_bytes: int
-    loopback_bytes: int
-
-
-def sent(interface: str) -> Sent:
-    """Read the bytes that this network namespace has sent."""
+def sent_bytes() -> dict[str, int]:
+    """Read the bytes that this network namespace has sent so far, by interface."""
     counters = {}
     for line in (_PROC / "net/dev").read_text().splitlines()[2:]:
         name, _, numbers = line.partition(":")
         counters[name.strip()] = int(numbers.split()[8])
-    return Sent(counters[interface], counters.get("lo", 0))
-
-
-def interfaces() -> list[str]:
-    """List the names that `sent` knows."""
-    lines = (_PROC / "net/dev").read_text().splitlines()[2:]
-    return [line.partition(":")[0].strip() for line in lines]
+    return counters
 
 
 def resident_bytes() -> int | None:

@@ -32,10 +32,9 @@ from torchrec_2dsp.programs.bench.machine import (
     ComputeProbe,
     describe_setting,
     foreign_load,
-    interfaces,
     keep_libraries_in_memory,
     load,
-    sent,
+    sent_bytes,
 )
 from torchrec_2dsp.programs.bench.process import (
     ContestantProcess,
@@ -213,9 +212,9 @@ def run_bench(config: BenchConfig, watcher: BenchWatcher | None = None) -> Bench
             world_size=place.world_size, local_world_size=place.local_world_size
         )
     interface = config.network.interface
-    if interface and interface not in interfaces():
+    if interface and interface not in (present := sent_bytes()):
         raise ConfigError(
-            f"network.interface={interface!r} is not here; use one of {', '.join(interfaces())}, "
+            f"network.interface={interface!r} is not here; use one of {', '.join(present)}, "
             "or leave it out"
         )
     return _Bench(config, place, watcher or _Unwatched()).run()
@@ -344,7 +343,7 @@ class _Bench:
         is_first = self._place.rank % self._place.local_world_size == 0
         alive = runner.outcome is Outcome.MEASURED
         pids = [os.getpid(), runner.process.pid] if alive else [os.getpid()]
-        return load(pids), sent(interface) if interface and is_first else None
+        return load(pids), sent_bytes() if interface and is_first else {}
 
     def _bytes_per_step(
         self, before: Sequence[Any], after: Sequence[Any], num_steps: int
@@ -354,9 +353,11 @@ class _Bench:
         if not pairs:
             return None, None
         steps = (LEAD_IN_STEPS + num_steps) * self._place.world_size
-        link = sum(end.link_bytes - start.link_bytes for start, end in pairs)
-        loopback = sum(end.loopback_bytes - start.loopback_bytes for start, end in pairs)
-        return link / steps, loopback / steps
+        link, loopback = (
+            sum(end.get(name, 0) - start.get(name, 0) for start, end in pairs) / steps
+            for name in (self._config.network.interface, "lo")
+        )
+        return link, loopback
 
     def _trace(self, runner: _Runner) -> None:
         losses = self._ask(runner, "losses")

@@ -48,11 +48,12 @@ class StepTime:
 class Speedup:
     """The ratio of a base's step times to a contestant's: the median over common rounds."""
 
-    base: str
     factor: float
     low: float
     high: float
-    num_rounds: int
+
+    def __str__(self) -> str:
+        return f"{self.factor:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,13 +185,7 @@ def speedup(
     if not factors:
         return None
     low, high = median_interval(factors, seed=seed)
-    return Speedup(
-        base=base.name,
-        factor=float(np.median(factors)),
-        low=low,
-        high=high,
-        num_rounds=len(factors),
-    )
+    return Speedup(factor=float(np.median(factors)), low=low, high=high)
 
 
 def config_of(result: BenchResult) -> "BenchConfig":
@@ -215,7 +210,7 @@ def summarize(result: BenchResult) -> Summary:
         if is_stock(config.contestants.get(contestant.name))
     ]
     best_stock = fastest(stock)
-    best_plain = fastest(contestant for contestant in stock if not _is_duplex(config, contestant))
+    best_plain = fastest(each for each in stock if not config.planned[each.name].full_duplex)
     ceiling = fastest(
         contestant for contestant in result.measured() if contestant.kind == "ceiling"
     )
@@ -264,10 +259,6 @@ def summarize(result: BenchResult) -> Summary:
 def fastest(contestants: Iterable[ContestantResult]) -> ContestantResult | None:
     """Return the contestant with the lowest median, the first if several are equal."""
     return min(contestants, key=median_s, default=None)
-
-
-def _is_duplex(config: "BenchConfig", contestant: ContestantResult) -> bool:
-    return bool(getattr(config.contestants[contestant.name], "full_duplex", False))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
 from torchrec_2dsp.programs.bench.statistics import (
     Agreement,
     ContestantSummary,
-    Speedup,
     Summary,
     median_s,
 )
@@ -26,10 +25,6 @@ def ms(seconds: float) -> str:
 
 def _megabytes(num_bytes: float | None, num_digits: int = 2) -> str:
     return MISSING if num_bytes is None else f"{num_bytes / 1e6:,.{num_digits}f}"
-
-
-def _factor(over: Speedup | None) -> str:
-    return MISSING if over is None else f"{over.factor:.2f} [{over.low:.2f}, {over.high:.2f}]"
 
 
 def _percent(share: float | None) -> str:
@@ -92,8 +87,8 @@ def step_table(result: BenchResult, summary: Summary) -> Table:
         "median ms": lambda figures: ms(figures.step.median_s),
         "max ms": lambda figures: ms(figures.step.max_s),
         "samples/s": lambda figures: f"{figures.samples_per_s:,.0f}",
-        "x best stock": lambda figures: _factor(figures.over_best_stock),
-        "x best plain stock": lambda figures: _factor(figures.over_plain_stock),
+        "x best stock": lambda figures: str(figures.over_best_stock or MISSING),
+        "x best plain stock": lambda figures: str(figures.over_plain_stock or MISSING),
         "of ceiling": lambda figures: _percent(figures.share_of_ceiling),
         "link MB": lambda figures: _megabytes(figures.link_bytes),
         "sent MB": lambda figures: _megabytes(figures.sent_bytes),
@@ -131,7 +126,7 @@ def closing_table(result: BenchResult, summary: Summary) -> Table:
             ms(figures.step.min_s),
             ms(figures.step.median_s),
             ms(figures.step.max_s),
-            _factor(figures.over_best_stock),
+            str(figures.over_best_stock or MISSING),
             _percent(figures.share_of_ceiling),
             _megabytes(figures.link_bytes if is_counted else figures.sent_bytes),
             _gap(figures, result, "ne_gap", "+.3%").replace("reference", MISSING),

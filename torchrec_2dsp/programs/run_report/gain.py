@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
-from torchrec_2dsp.programs.bench.statistics import CONFIDENCE, Speedup, fastest, median_s, speedup
+from torchrec_2dsp.programs.bench.statistics import CONFIDENCE, fastest, median_s, speedup
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.report.charts import PALETTE, BarChart, Bars
 from torchrec_2dsp.report.page import Page
@@ -164,7 +164,7 @@ def _contestants_table(
                 contestant.name,
                 _how(contestant),
                 f"{1e3 * median_s(contestant):,.1f}",
-                *(_factor(speedup(contestant, base)) for base in bases),
+                *(str(speedup(contestant, base) or MISSING) for base in bases),
                 MISSING if gap is None or contestant.name == result.reference else f"{gap:+.3%}",
                 contestant.description,
             ]
@@ -172,7 +172,3 @@ def _contestants_table(
     factors = [f"x {base.name} [{CONFIDENCE:.0%} interval]" for base in bases]
     headings = ("contestant", "trains", "median ms", *factors, "NE gap", "what it is")
     return Table(headings, rows, words=("contestant", "trains", "what it is"))
-
-
-def _factor(over: Speedup | None) -> str:
-    return MISSING if over is None else f"{over.factor:.2f} [{over.low:.2f}, {over.high:.2f}]"

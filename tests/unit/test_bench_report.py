@@ -15,7 +15,6 @@ from tests.support.bench_results import (
     with_figures,
     with_predictions,
 )
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.labels import setting_labels
 from torchrec_2dsp.programs.bench.page import markdown_report
 from torchrec_2dsp.programs.bench.results import BenchResult, ComputeTimes, DealtSamples, Outcome
@@ -272,15 +271,6 @@ def test_a_contestant_that_only_some_have_is_not_left_out() -> None:
     steps_ms = {**STEPS_MS, "extra": [100.0] * 7}
     page = markdown_report([bench_result(), bench_result(contestants=more, steps_ms=steps_ms)])
     assert rows_of(page, "# demo")[-1] == ["extra", "-", "100.0 (1.66)"]
-
-
-def test_a_page_refuses_what_it_has_no_place_for() -> None:
-    with pytest.raises(ConfigError, match="no result to report on"):
-        markdown_report([])
-    with pytest.raises(ConfigError, match=r"no place for the plot 'phases_2'; use \['phases_1'"):
-        markdown_report([bench_result()], plots={"phases_2": "x.svg"})
-    with pytest.raises(ConfigError, match="2 places for the data of 1 results"):
-        markdown_report([bench_result()], data=["a", "b"])
 
 
 def test_what_transports_save_is_shown_where_they_encode() -> None:

@@ -1,13 +1,12 @@
 """Plot benchmark results, as SVG files that are reproducible byte for byte."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.labels import places, setting_labels
 from torchrec_2dsp.programs.bench.results import BenchResult, Outcome
 from torchrec_2dsp.programs.bench.statistics import median_s
@@ -65,26 +64,8 @@ def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
     Bars reach from the fastest block to the slowest, ceilings are grey, and a cross above all steps
     marks a contestant that failed.
     """
-    draw_lines(_scaling_charts(results), path)
-
-
-def phase_plot(result: BenchResult, path: str | Path) -> None:
-    """Write an SVG with each contestant's traced step: first computing, then waiting, hatched."""
-    draw_bars(_phase_chart(result), path)
-
-
-@dataclass(frozen=True)
-class _Look:
-    colour: str
-    dash: Dash
-    marker: str
-
-
-def _scaling_charts(results: Sequence[BenchResult]) -> list[LineChart]:
     names = names_in(results)
     steps_ms = [step_ms for name in names for step_ms in _steps_ms(results, name)]
-    if not steps_ms:
-        raise ConfigError("no contestant was measured, so there is no step time to plot")
     shapes = sorted(
         {_shape(result) for result in results}, key=lambda shape: (shape[0] * shape[1], shape)
     )
@@ -103,7 +84,7 @@ def _scaling_charts(results: Sequence[BenchResult]) -> list[LineChart]:
                 (x + shifts[name], [result for result in here if _shape(result) == shape])
                 for x, shape in enumerate(shapes)
             ]
-            lines += _lines(name, trials, looks[name], above=1.1 * max(steps_ms))
+            lines += _lines(looks[name], trials, above=1.1 * max(steps_ms))
         charts.append(
             LineChart(
                 lines,
@@ -116,39 +97,32 @@ def _scaling_charts(results: Sequence[BenchResult]) -> list[LineChart]:
                 width_inches=0.8 + 0.7 * len(shapes),
             )
         )
-    return charts
+    draw_lines(charts, path)
 
 
 def _lines(
-    name: str,
-    trials: Sequence[tuple[float, Sequence[BenchResult]]],
-    look: _Look,
-    *,
-    above: float,
+    look: Line, trials: Sequence[tuple[float, Sequence[BenchResult]]], *, above: float
 ) -> list[Line]:
     """Return a contestant's line in one panel, and the crosses where it failed.
 
     ``trials`` are the shapes' places with their results.
     """
-    points = [(x, steps) for x, of_shape in trials if (steps := _steps_ms(of_shape, name))]
+    points = [(x, steps) for x, of_shape in trials if (steps := _steps_ms(of_shape, look.name))]
     failed = [
         x
         for x, of_shape in trials
         if any(
-            contestant.name == name and contestant.outcome is not Outcome.MEASURED
+            contestant.name == look.name and contestant.outcome is not Outcome.MEASURED
             for result in of_shape
             for contestant in result.contestants
         )
     ]
-    line = Line(
-        name=name,
+    line = replace(
+        look,
         x=[x for x, _ in points],
         y=[float(np.median(steps)) for _, steps in points],
         low=[min(steps) for _, steps in points],
         high=[max(steps) for _, steps in points],
-        colour=look.colour,
-        dash=look.dash,
-        marker=look.marker,
     )
     crosses = Line(
         x=failed, y=[above for _ in failed], way="points", marker="x", colour=look.colour
@@ -156,10 +130,9 @@ def _lines(
     return [line, crosses]
 
 
-def _phase_chart(result: BenchResult) -> BarChart:
+def phase_plot(result: BenchResult, path: str | Path) -> None:
+    """Write an SVG with each contestant's traced step: first computing, then waiting, hatched."""
     traced = [contestant for contestant in result.measured() if contestant.phases]
-    if not traced:
-        raise ConfigError("no contestant was traced, so there are no phases to plot")
     shown = [
         contestant
         for contestant in result.contestants
@@ -180,7 +153,7 @@ def _phase_chart(result: BenchResult) -> BarChart:
     for contestant in traced:
         step_ms = sum(by_name[contestant.name] for by_name in parts_ms.values())
         notes[contestant.name] = ms(step_ms / 1e3)
-    return BarChart(
+    chart = BarChart(
         [
             Bars(name=phase_label(*part), values=by_name, is_hatched=part[1])
             for part, by_name in parts_ms.items()
@@ -189,25 +162,32 @@ def _phase_chart(result: BenchResult) -> BarChart:
         title="ms per step, traced; hatched: waits for a collective",
         notes=notes,
     )
+    draw_bars(chart, path)
 
 
-def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, _Look]:
-    """Choose each contestant's colour, dash and marker."""
+def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, Line]:
+    """Choose each contestant's colour, dash and marker; its line has no points yet."""
     kinds = {
         contestant.name: contestant.kind for result in results for contestant in result.contestants
     }
-    looks: dict[str, _Look] = {}
+    looks: dict[str, Line] = {}
+    num_ceilings = num_others = 0
     for name in names:
-        before = [
-            other for other in looks if (kinds[other] == "ceiling") == (kinds[name] == "ceiling")
-        ]
         if kinds[name] == "ceiling":
-            marker = _CEILING_MARKERS[len(before) % len(_CEILING_MARKERS)]
-            looks[name] = _Look(_GREY, "--", marker)
+            marker = _CEILING_MARKERS[num_ceilings % len(_CEILING_MARKERS)]
+            looks[name] = Line(x=[], y=[], name=name, colour=_GREY, dash="--", marker=marker)
+            num_ceilings += 1
         else:
-            lap, step = divmod(len(before), len(PALETTE))
-            marker = "o" if kinds[name] == "stock" else "s"
-            looks[name] = _Look(PALETTE[step], _LAPS[lap % len(_LAPS)], marker)
+            lap, step = divmod(num_others, len(PALETTE))
+            looks[name] = Line(
+                x=[],
+                y=[],
+                name=name,
+                colour=PALETTE[step],
+                dash=_LAPS[lap % len(_LAPS)],
+                marker="o" if kinds[name] == "stock" else "s",
+            )
+            num_others += 1
     return looks
 
 
@@ -247,8 +227,6 @@ def predicted_plot(results: Sequence[BenchResult], path: str | Path) -> None:
         for label, result in zip(setting_labels(results), results, strict=True)
         if (contestants := predicted_in(result))
     ]
-    if not points:
-        raise ConfigError("no contestant was predicted, so there is nothing to plot")
     steps_ms = [step_ms for line in points for step_ms in line.x]
     ends = [0.85 * min(steps_ms), 1.15 * max(steps_ms)]
     equal = Line(

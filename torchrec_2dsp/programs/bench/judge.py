@@ -47,23 +47,32 @@ def judged(result: BenchResult, config: BenchConfig) -> BenchResult:
         ConfigError: no contestant is left to compare the others with.
     """
     reference = _reference(result, config)
+    trained = [measured for measured in result.measured() if measured.name in config.planned]
     gaps = {
         measured.name: gaps_between(measured.losses, reference.losses, config.loss.num_steps)
-        for measured in result.measured()
-        if measured.name in config.planned
+        for measured in trained
     }
     bounds = {
         measured.name: loss_bounds(config.planned[measured.name], measured.sharding, config)
-        for measured in result.measured()
-        if measured.name in gaps
+        for measured in trained
     }
     bounds = _widened(bounds, gaps, reference.name, config)
-    contestants = tuple(
-        _judged(contestant, reference, gaps[contestant.name], bounds[contestant.name], config)
-        if contestant.name in gaps
-        else contestant
-        for contestant in result.contestants
-    )
+
+    def judge(contestant: ContestantResult) -> ContestantResult:
+        if contestant.name not in gaps:
+            return contestant
+        own_gaps, own_bounds = gaps[contestant.name], bounds[contestant.name]
+        update: dict[str, object] = {
+            "loss_gap": own_gaps.loss,
+            "loss_bound": own_bounds.loss,
+            "ne_gap": own_gaps.ne,
+            "ne_bound": own_bounds.ne,
+        }
+        if reason := _reason(contestant, reference, own_gaps, own_bounds, config.loss.num_steps):
+            update |= {"outcome": Outcome.DISQUALIFIED, "reason": reason}
+        return contestant.model_copy(update=update)
+
+    contestants = tuple(map(judge, result.contestants))
     return result.model_copy(update={"contestants": contestants, "reference": reference.name})
 
 
@@ -172,24 +181,6 @@ def _widened(
     }
     passed = [name for name in repeats if abs(gaps[name].ne) <= by_others[name].ne]
     return {name: by_others.get(name) or widened(name, passed) for name in bounds}
-
-
-def _judged(
-    measured: ContestantResult,
-    reference: ContestantResult,
-    gaps: LossGaps,
-    bounds: LossBounds,
-    config: BenchConfig,
-) -> ContestantResult:
-    update: dict[str, object] = {
-        "loss_gap": gaps.loss,
-        "loss_bound": bounds.loss,
-        "ne_gap": gaps.ne,
-        "ne_bound": bounds.ne,
-    }
-    if reason := _reason(measured, reference, gaps, bounds, config.loss.num_steps):
-        update |= {"outcome": Outcome.DISQUALIFIED, "reason": reason}
-    return measured.model_copy(update=update)
 
 
 def _reason(

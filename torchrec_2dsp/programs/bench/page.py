@@ -7,7 +7,12 @@ from textwrap import indent
 from scipy.stats import spearmanr
 
 from torchrec_2dsp.programs.bench.labels import setting_labels, workload_text
-from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, Outcome
+from torchrec_2dsp.programs.bench.results import (
+    BenchResult,
+    BenchSetting,
+    ContestantResult,
+    Outcome,
+)
 from torchrec_2dsp.programs.bench.statistics import (
     CONFIDENCE,
     FOREIGN_LOAD_LIMIT_CORES,
@@ -148,14 +153,14 @@ def markdown_report(
         parts += ["## Predicted steps of all settings", together]
     if "predicted" in plots:
         parts.append(f"![Predicted against measured steps]({plots['predicted']})")
-    parts += ["## What and where", _list(common), "## Contestants", _contestants(results)]
+    parts += ["## What and where", listed(common), "## Contestants", _contestants(results)]
     parts += ["## How to read the tables", _columns(summaries)]
     labels = setting_labels(results)
     for index, (result, summary) in enumerate(zip(results, summaries, strict=True)):
         own = {name: text for name, text in facts[index].items() if name not in common}
         if data:
             own["Data"] = f"[{data[index]}]({data[index]})"
-        parts += [f"## {escaped(labels[index])}", _list(own)]
+        parts += [f"## {escaped(labels[index])}", listed(own)]
         parts += _section(result, summary, plots.get(f"phases_{index + 1}"))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -254,8 +259,21 @@ def _coverage(summaries: Sequence[Summary]) -> str:
 
 def _facts(result: BenchResult) -> dict[str, str]:
     """Return a run's facts by heading: workload and place."""
-    setting, config = result.setting, config_of(result)
+    config = config_of(result)
     schedule = config.schedule
+    return {
+        "Workload": workload_text(config),
+        "Schedule": (
+            f"{schedule.rounds} rounds in random order; blocks of about {schedule.block_s:g} s, "
+            f"at most {schedule.max_block_steps:,} steps, after {schedule.warmup_steps:,} to warm "
+            f"up; on {schedule.device}; seed {schedule.seed}"
+        ),
+        **setting_facts(result.setting),
+    }
+
+
+def setting_facts(setting: BenchSetting) -> dict[str, str]:
+    """Return a place and its circumstances by heading."""
     speeds = {
         name: "none" if speed is None else f"{speed / 1e6:,.1f} MB/s"
         for name, speed in setting.link_speeds.items()
@@ -268,12 +286,6 @@ def _facts(result: BenchResult) -> dict[str, str]:
         "Measured links, per rank": _pairs(speeds),
         "Machine": _pairs(setting.machine),
         "Versions": _pairs(setting.versions),
-        "Workload": workload_text(config),
-        "Schedule": (
-            f"{schedule.rounds} rounds in random order; blocks of about {schedule.block_s:g} s, "
-            f"at most {schedule.max_block_steps:,} steps, after {schedule.warmup_steps:,} to warm "
-            f"up; on {schedule.device}; seed {schedule.seed}"
-        ),
         "To repeat": "\n\n" + indent(setting.command.strip(), " " * 6),
     }
 
@@ -282,7 +294,8 @@ def _pairs(texts: Mapping[str, str]) -> str:
     return escaped("; ".join(f"{name} {text}" for name, text in texts.items()))
 
 
-def _list(facts: Mapping[str, str]) -> str:
+def listed(facts: Mapping[str, str]) -> str:
+    """List facts by heading; empty ones are left out."""
     return "\n".join(
         f"- {name}: {text}".replace(": \n", ":\n") for name, text in facts.items() if text
     )

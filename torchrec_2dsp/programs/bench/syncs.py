@@ -33,6 +33,7 @@ from torchrec_2dsp.errors import ConfigError, SyncError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, WeightSync
 from torchrec_2dsp.programs.bench.machine import describe_setting
+from torchrec_2dsp.programs.bench.page import listed, setting_facts
 from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.results import BenchSetting
 from torchrec_2dsp.programs.config.section import JsonFile, Section
@@ -351,22 +352,10 @@ _HEADINGS = (
 
 def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> str:
     """Write a page on one result, with links to its plot and its JSON."""
-    setting = result.setting
-    speeds = [
-        f"{rate * 8e-9:.2f} Gbit/s {where}" for where, rate in setting.link_speeds.items() if rate
-    ]
-    facts = {
-        "When": f"{setting.when} UTC",
-        "Ranks": f"{setting.hosts} hosts x {setting.ranks_per_host}",
-        "Network": setting.network,
-        "A rank sends": ", ".join(speeds),
-        "Cluster": setting.cluster,
-        "Machine": ", ".join(setting.machine.values()),
-        "Versions": ", ".join(f"{name} {version}" for name, version in setting.versions.items()),
-        "Repeat it": f"`{setting.command}`",
-        "Numbers": f"[{data}]({data})" if data else "",
-    }
-    parts = [f"# {setting.title}", "\n".join(f"- {k}: {v}" for k, v in facts.items() if v)]
+    facts = setting_facts(result.setting)
+    if data:
+        facts["Data"] = f"[{data}]({data})"
+    parts = [f"# {result.setting.title}", listed(facts)]
     if plot:
         parts.append(f"![Time by share of changed rows]({plot})")
     parts.append(_HOW_TO_READ.format(reference=result.reference))

@@ -29,7 +29,8 @@ MARKERS = "osDv^<>"
 """Markers for lines that differ by more than their colour."""
 
 Dash = Literal["", "-", "--", ":", "-."]
-_DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
+DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
+"""Dashes for lines of equal colours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class LineChart:
                 replace(
                     line,
                     colour=line.colour or PALETTE[step],
-                    dash=line.dash or ("-" if line.colour else _DASHES[lap % len(_DASHES)]),
+                    dash=line.dash or ("-" if line.colour else DASHES[lap % len(DASHES)]),
                 )
             )
             place += not line.colour

@@ -1,14 +1,14 @@
 """Charts on a run's page: curves over the steps, memory, bytes, and rows by use."""
 
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
 from torchrec_2dsp.programs.train.record import LESS_IS_BETTER, StepsTrained, best_of
-from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Dash, Line, LineChart
+from torchrec_2dsp.report.charts import DASHES, PALETTE, Axis, BarChart, Bars, Dash, Line, LineChart
 from torchrec_2dsp.report.page import Page
 
 TITLES = {
@@ -21,7 +21,6 @@ TITLES = {
 _WITHOUT_BEST = ("calibration",)
 """Metrics that have no best value at either end."""
 _EXPECTED_COLOUR = "#777777"
-_DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 _STEPS = Axis(title="step")
 
 Figure = Callable[[StepsTrained], float | None]
@@ -42,7 +41,7 @@ class Look:
 def looks(contents: RunContents) -> dict[str, Look]:
     """Return each run's line style, by run name."""
     return {
-        run.name: Look(PALETTE[place % len(PALETTE)], _DASHES[place % len(_DASHES)])
+        run.name: Look(PALETTE[place % len(PALETTE)], DASHES[place % len(DASHES)])
         for place, run in enumerate(contents.runs)
     }
 
@@ -224,7 +223,9 @@ def bytes_chart(contents: RunContents) -> BarChart | None:
             places.append(place)
             for phase, num_bytes in by_phase.items():
                 sent_bytes[phase][place] = num_bytes
-    unit, unit_bytes = _unit([sum(amounts) for amounts in _by_place(sent_bytes, places)])
+    unit, unit_bytes = _unit(
+        [sum(by_place.get(place, 0.0) for by_place in sent_bytes.values()) for place in places]
+    )
     bars = [
         Bars(name=phase, values={place: amount / unit_bytes for place, amount in values.items()})
         for phase, values in sent_bytes.items()
@@ -235,13 +236,6 @@ def bytes_chart(contents: RunContents) -> BarChart | None:
     # A chart with one kind of bar has no legend.
     what = f"{unit} of {bars[0].name}" if len(bars) == 1 else unit
     return BarChart(bars, places=places, title=f"{what} per rank and step")
-
-
-def _by_place(
-    sent_bytes: Mapping[str, Mapping[str, float]], places: Sequence[str]
-) -> list[list[float]]:
-    """Return all phases' bytes, for each place in a chart."""
-    return [[by_place.get(place, 0.0) for by_place in sent_bytes.values()] for place in places]
 
 
 def _unit(amounts: Sequence[float]) -> tuple[str, float]:
@@ -269,8 +263,8 @@ def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
         steps = _num_steps(run.curve)
         weights = [steps[point.step] for point in dense]
         sent, whole = zip(*map(_dense_bytes, dense), strict=True)
-        after["dense gradients"] = _mean(weights, sent)
-        before["dense gradients"] = _mean(weights, whole)
+        after["dense gradients"] = fmean(sent, weights)
+        before["dense gradients"] = fmean(whole, weights)
     return before, after
 
 
@@ -326,10 +320,6 @@ def _num_steps(curve: Sequence[StepsTrained]) -> dict[int, int]:
     """Return each point's number of steps, by its last step."""
     ends = [point.step for point in curve]
     return {end: end - before for before, end in zip([0, *ends], ends, strict=False)}
-
-
-def _mean(weights: Sequence[int], values: Sequence[float]) -> float:
-    return sum(map(operator.mul, weights, values)) / sum(weights)
 
 
 _MAX_TABLES = 28

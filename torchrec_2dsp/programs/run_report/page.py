@@ -94,13 +94,13 @@ def _runs_table(contents: RunContents) -> Table:
     for run in contents.runs:
         step = run.curve[-1].step if run.curve else 0
         seconds = seconds_trained(run, batch_size)
-        mesh = "" if run.plan is None else run.plan.mesh
+        plan = run.plan
         memory_bytes = max(run.curve[-1].memory_bytes, default=0) if run.curve else 0
         rows.append(
             [
                 run.name,
-                "" if mesh == "" else f"{mesh.num_groups} x {mesh.group_size}",
-                "" if run.plan is None else run.plan.sync_kind or "none",
+                "" if plan is None else f"{plan.mesh.num_groups} x {plan.mesh.group_size}",
+                "" if plan is None else plan.sync_kind or "none",
                 f"{step:,}",
                 "" if seconds is None else _duration(seconds),
                 f"{step * batch_size / seconds:,.0f}" if seconds else "",

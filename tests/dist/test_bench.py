@@ -15,10 +15,10 @@ from tests.support.ranks import RankPool
 from tests.support.train_runs import SEQUENCES, click_data
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.contestants import build_trainer
 from torchrec_2dsp.programs.bench.page import markdown_report
+from torchrec_2dsp.programs.bench.replay import Mode, ReplayGroup, replay_backend
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, Outcome
 from torchrec_2dsp.programs.bench.worker import Feed
 from torchrec_2dsp.programs.config.config_file import make_config
@@ -210,7 +210,7 @@ def test_a_ceiling_can_train_without_learning(ranks2: RankPool, name: str) -> No
 
 
 def replayed(rank: int, world_size: int) -> list[float]:
-    group = dist.new_group(backend=replay.replay_backend())
+    group = dist.new_group(backend=replay_backend())
     assert group is not None
 
     def step(value: float) -> float:
@@ -225,12 +225,12 @@ def replayed(rank: int, world_size: int) -> list[float]:
         return whole.sum().item()
 
     live = step(1.0)
-    replay.TAPE.mode = replay.Mode.RECORD
+    ReplayGroup.mode = Mode.RECORD
     recorded = [step(1.0), step(2.0)]
-    replay.TAPE.mode = replay.Mode.REPLAY
+    ReplayGroup.mode = Mode.REPLAY
     # Nobody else takes part any more, and the inputs don't matter.
     again = [step(7.0) for _ in range(5)] if rank == 0 else []
-    replay.TAPE.mode = replay.Mode.LIVE
+    ReplayGroup.mode = Mode.LIVE
     dist.barrier()
     assert live == recorded[0]
     return [*recorded, *again]

@@ -7,7 +7,7 @@ rank waits for another.
 import enum
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,23 +26,15 @@ class Mode(enum.Enum):
     REPLAY = "give what came out, from the first recorded one on, again and again"
 
 
-class Tape:
-    """The recorded outputs of this process's groups, and the groups' mode.
+class ReplayGroup(GlooGroup):
+    """A gloo group whose collectives can be recorded and replayed.
 
     Replayed steps must issue the recorded steps' collectives, in the same order.
     """
 
-    def __init__(self) -> None:
-        self.mode = Mode.LIVE
-        """Changed between two steps, on all ranks."""
-
-
-TAPE = Tape()
-"""One per process, since a process runs one contestant."""
-
-
-class ReplayGroup(GlooGroup):
-    """A gloo group whose collectives can be recorded and replayed."""
+    mode: ClassVar[Mode] = Mode.LIVE
+    """All groups' mode, since a process runs one contestant; changed between two steps, on all
+    ranks."""
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
         super().__init__(gloo)
@@ -54,12 +46,12 @@ class ReplayGroup(GlooGroup):
         return _NAME
 
     def run(self, name: str, outputs: Any, *inputs: Any) -> dist.Work:
-        """Run one collective in the tape's mode; ``outputs`` may be nested lists of tensors."""
+        """Run one collective in the groups' mode; ``outputs`` may be nested lists of tensors."""
         issue = getattr(self._gloo, name)
-        if TAPE.mode is Mode.LIVE:
+        if ReplayGroup.mode is Mode.LIVE:
             return issue(outputs, *inputs)
         flat = tensors_in(outputs)
-        if TAPE.mode is Mode.RECORD:
+        if ReplayGroup.mode is Mode.RECORD:
             issue(outputs, *inputs).wait()
             self._recorded.append([output.clone() for output in flat])
         else:

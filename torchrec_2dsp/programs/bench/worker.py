@@ -18,11 +18,11 @@ from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
-from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
 from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
 from torchrec_2dsp.programs.bench.process import Place, join_contestant
+from torchrec_2dsp.programs.bench.replay import Mode, ReplayGroup, replay_backend
 from torchrec_2dsp.programs.bench.results import DenseTraffic, EncodedTraffic
 from torchrec_2dsp.programs.bench.tracing import (
     Traced,
@@ -190,9 +190,9 @@ class Worker:
         self._train(self._config.schedule.warmup_steps - 1)
         step_s = self._train(1)
         if self._is_ceiling:
-            replay.TAPE.mode = replay.Mode.RECORD
+            ReplayGroup.mode = Mode.RECORD
             self._train(self._feed.cycle)
-            replay.TAPE.mode = replay.Mode.REPLAY
+            ReplayGroup.mode = Mode.REPLAY
             # The same gradients again and again would drive the weights to values whose arithmetic
             # takes another time.
             self._trainer.stop_learning()
@@ -294,5 +294,5 @@ class Worker:
 
     def _backend(self) -> str:
         if self._is_ceiling:
-            return replay.replay_backend()
+            return replay_backend()
         return full_duplex_backend() if self._planned.full_duplex else ""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 
 from tests.support.bench_results import bench_result, config_of, with_figures
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench import statistics
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.judge import LossBounds, judged, loss_bounds
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, Outcome
@@ -255,24 +255,9 @@ def test_a_bound_of_its_own_is_meant_as_it_is() -> None:
         assert measured["other"].outcome is outcome
 
 
-def test_files_of_format_1_are_read(tmp_path: Any) -> None:
-    """They have bounds of single losses in the config, which no longer exist."""
-    result = bench_result()
-    tree = result.model_dump(mode="json")
-    tree["format"] = 1
-    tree["setting"]["config"]["loss"] = {"num_steps": None, "exact_bound": 1e-4, "fp16_bound": 0.1}
-    tree["setting"]["config"]["contestants"]["stock"]["loss_bound"] = 0.2
-    for contestant in tree["contestants"]:
-        del contestant["ne_gap"], contestant["ne_bound"]
-    before = str(tree)
-
-    read = BenchResult.model_validate(tree)
-
-    assert str(tree) == before
-    assert read.format == 1
-    assert read.contestants[0].ne_gap is None
-    assert statistics.config_of(read).reference == result.reference
-    read.save(tmp_path / "again.json")
-    assert BenchResult.load(tmp_path / "again.json") == read
-    with pytest.raises(ValueError, match="less than or equal to 2"):
-        BenchResult.model_validate({**tree, "format": 3})
+@pytest.mark.parametrize("number", [1, 3])
+def test_files_of_another_format_are_refused(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "result.json"
+    bench_result().model_copy(update={"format": number}).save(path)
+    with pytest.raises(ConfigError, match=r"(?s)is not the JSON of a benchmark: .*format"):
+        BenchResult.load(path)

@@ -3,7 +3,7 @@
 import enum
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from torchrec_2dsp.programs.config.section import JsonFile, Section
 
@@ -206,15 +206,14 @@ class ContestantResult(Section):
 
     loss_gap: float | None = None
     """The largest difference from the reference's losses over the first steps
-    (`LossConfig.num_steps`); in format 1 files, over all steps. None for a ceiling, which trains
-    nothing."""
+    (`LossConfig.num_steps`). None for a ceiling, which trains nothing."""
 
     loss_bound: float | None = None
     """The largest `loss_gap` that counts; None for contestants that aren't judged by it."""
 
     ne_gap: float | None = None
     """The normalized entropy over the steps that both trained, relative to the reference's, minus
-    1: above 0 is worse. None for a ceiling, and in format 1 files."""
+    1: above 0 is worse. None for a ceiling."""
 
     ne_bound: float | None = None
     """The largest `ne_gap` that counts, in either direction; None without a gap."""
@@ -254,8 +253,8 @@ class BenchResult(JsonFile):
     """One benchmark run."""
 
     what_it_is: ClassVar[str] = "the JSON of a benchmark"
-    format: int = Field(default=BENCH_RESULT_FORMAT, ge=1, le=BENCH_RESULT_FORMAT)
-    """The file's format. In format 1 losses were judged step by step, over all steps."""
+    format: int = Field(default=BENCH_RESULT_FORMAT, ge=BENCH_RESULT_FORMAT, le=BENCH_RESULT_FORMAT)
+    """The file's format."""
 
     setting: BenchSetting
     reference: str
@@ -267,20 +266,6 @@ class BenchResult(JsonFile):
     dense_from: tuple[str, ...] = ()
     """The ceilings whose steps gave the predictions the time beside the tables; without any, the
     model without its tables was timed."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_format_1(cls, tree: Any) -> Any:
-        """Leave out a config's loss bounds where they bounded something else."""
-        if not isinstance(tree, dict) or tree.get("format") != 1:
-            return tree
-        setting = dict(tree.get("setting") or {})
-        config = {key: part for key, part in (setting.get("config") or {}).items() if key != "loss"}
-        config["contestants"] = {
-            name: {key: value for key, value in contestant.items() if key != "loss_bound"}
-            for name, contestant in (config.get("contestants") or {}).items()
-        }
-        return {**tree, "setting": {**setting, "config": config}}
 
     def measured(self) -> tuple[ContestantResult, ...]:
         """Return the contestants whose numbers count, ceilings included."""

@@ -367,9 +367,7 @@ class BenchConfig(Section):
 
     def mesh(self, name: str, world_size: int, local_world_size: int) -> Mesh2D:
         """Return a contestant's mesh."""
-        contestant = self.contestants[name]
-        if isinstance(contestant, CeilingContestant):
-            return self.mesh(contestant.of, world_size, local_world_size)
+        contestant = self.planned_by(name)
         if isinstance(contestant, StockContestant) or contestant.num_groups == "any":
             return Mesh2D(1, world_size)
         num_groups = {
@@ -385,15 +383,13 @@ class BenchConfig(Section):
 
     def check_world(self, world_size: int, local_world_size: int) -> None:
         """Raise `ConfigError` at the first contestant that this world can't run."""
-        for name in self.contestants:
-            self.mesh(name, world_size, local_world_size)
         for name, contestant in self.planned.items():
+            self.mesh(name, world_size, local_world_size)
             check_speeds_fit(f"contestants.{name}", contestant.balance, world_size)
 
     def only(self, names: "list[str]") -> "BenchConfig":
         """Return the config with these contestants and the reference; all if no name is given."""
-        unknown = [name for name in names if name not in self.contestants]
-        if unknown:
+        if unknown := [name for name in names if name not in self.contestants]:
             raise ConfigError(
                 f"there is no contestant {unknown[0]!r}; the config has "
                 + ", ".join(self.contestants)

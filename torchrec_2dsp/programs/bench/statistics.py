@@ -300,15 +300,9 @@ class Agreement:
     tolerance: float
     """The largest relative distance at which medians agree."""
 
-    probes_s: tuple[float | None, ...] = ()
-    """Each run's median seconds for a fixed piece of work; None where it wasn't timed. Where they
-    differ, the machine was not equally fast."""
-
-    @property
-    def all_probes_s(self) -> tuple[float, ...]:
-        """The fixed piece of work's seconds by run; empty unless all runs timed it."""
-        probes_s = tuple(probe_s for probe_s in self.probes_s if probe_s)
-        return probes_s if len(probes_s) == len(self.contestants[0].medians_s) else ()
+    probes_s: tuple[float, ...]
+    """Each run's median seconds for a fixed piece of work; empty unless all runs timed it. Where
+    they differ, the machine was not equally fast."""
 
     @property
     def apart(self) -> tuple[ContestantAgreement, ...]:
@@ -339,7 +333,11 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
             )
     summaries = [summarize(result) for result in results]
     names = [contestant.name for contestant in results[0].contestants]
-    steps = {name: [_step(summary, name) for summary in summaries] for name in names}
+    steps = {
+        name: [figures.step if (figures := summary.find(name)) else None for summary in summaries]
+        for name in names
+    }
+    probes_s = tuple(summary.probe_s for summary in summaries if summary.probe_s)
     return Agreement(
         contestants=tuple(
             ContestantAgreement(
@@ -353,7 +351,7 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
             if (pair := _swapped(first, second, steps[first], steps[second]))
         ),
         tolerance=tolerance,
-        probes_s=tuple(summary.probe_s for summary in summaries),
+        probes_s=probes_s if len(probes_s) == len(summaries) else (),
     )
 
 
@@ -373,11 +371,6 @@ def _swapped(
 
 def _is_faster(step: StepTime | None, other: StepTime | None) -> bool:
     return step is not None and other is not None and step.high_s < other.low_s
-
-
-def _step(summary: Summary, name: str) -> StepTime | None:
-    contestant = summary.find(name)
-    return contestant.step if contestant else None
 
 
 def _identity(result: BenchResult) -> dict[str, Any]:

@@ -334,7 +334,7 @@ def agreement_table(agreement: Agreement) -> Table:
         rows.append([contestant.name, *figures, difference])
         if contestant in agreement.apart:
             styles[number] = "bold red"
-    if probes_s := agreement.all_probes_s:
+    if probes_s := agreement.probes_s:
         difference = f"{max(probes_s) / min(probes_s) - 1:.1%}"
         rows.append(["(machine)", *(f"{seconds * 1e3:.3f}" for seconds in probes_s), difference])
         styles[len(rows) - 1] = "dim"

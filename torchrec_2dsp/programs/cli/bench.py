@@ -255,7 +255,7 @@ def _show_agreement(agreement: "Agreement", console: Console) -> None:
     from torchrec_2dsp.programs.bench.tables import agreement_table
 
     console.print(agreement_table(agreement))
-    if agreement.all_probes_s:
+    if agreement.probes_s:
         console.print(
             "\n(machine): processor time of a fixed piece of work, in ms; where it differs, the "
             "machine was not equally fast."

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _Results = Annotated[list[Path], typer.Argument(metavar="RESULT.json...")]
 
 
+@shown_errors()
 def bench(
     config: Annotated[
         str,
@@ -63,26 +64,26 @@ def bench(
 
     The exit code is 1 if a contestant crashed, hung, or trained something else.
     """
-    with shown_errors():
-        result = _bench(config, workload, overrides or [], only or [], output)
-    if len(result.measured()) < len(result.contestants):
-        raise typer.Exit(code=1)
-
-
-def _bench(
-    name: str, workload: str | None, overrides: list[str], only: list[str], output: Path | None
-) -> "BenchResult":
     from torchrec_2dsp.programs.bench.config import BenchConfig
-    from torchrec_2dsp.programs.bench.page import markdown_report
-    from torchrec_2dsp.programs.bench.program import calibration_warning, run_bench
+    from torchrec_2dsp.programs.bench.program import run_bench
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import check_launched, quiet_upstream
 
     quiet_upstream()
     check_launched("bench")
-    config = load_config(BenchConfig, name, overrides, include=workload).only(only)
-    if os.environ["RANK"] != "0":
-        return run_bench(config)
+    comparison = load_config(BenchConfig, config, overrides or [], include=workload)
+    comparison = comparison.only(only or [])
+    is_first = os.environ["RANK"] == "0"
+    result = _shown_bench(comparison, output) if is_first else run_bench(comparison)
+    if len(result.measured()) < len(result.contestants):
+        raise typer.Exit(code=1)
+
+
+def _shown_bench(config: "BenchConfig", output: Path | None) -> "BenchResult":
+    """Run a benchmark on rank 0, show it, and write the report."""
+    from torchrec_2dsp.programs.bench.page import markdown_report
+    from torchrec_2dsp.programs.bench.program import calibration_warning, run_bench
+
     console = Console()
     check_writable(output)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
@@ -187,6 +188,7 @@ def _meaning(summary: "Summary", reference: str, is_counted: bool) -> str:
     return " ".join(parts)
 
 
+@shown_errors()
 def bench_report(
     results: _Results,
     output: Annotated[
@@ -199,13 +201,6 @@ def bench_report(
     The data is copied as NAME_1.json and so on, so that the page can be made again from the
     repository alone.
     """
-    with shown_errors():
-        for path in _write_report(results, output, plots):
-            Console().print(Text(f"wrote {path}"), soft_wrap=True)
-
-
-def _write_report(sources: list[Path], output: Path, with_plots: bool) -> list[Path]:
-    """Write all files, the page last, and return their paths."""
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.bench.page import markdown_report
     from torchrec_2dsp.programs.bench.plots import draw_plots
@@ -213,16 +208,16 @@ def _write_report(sources: list[Path], output: Path, with_plots: bool) -> list[P
 
     if output.suffix != ".md":
         raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
-    results = [BenchResult.load(source) for source in sources]
+    benches = [BenchResult.load(path) for path in results]
     # Read before anything is written: a report may be made again from its own copies.
-    copies = [source.read_bytes() for source in sources]
+    copies = [path.read_bytes() for path in results]
     data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(results) + 1)]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        plots = draw_plots(results, output) if with_plots else {}
+        drawn = draw_plots(benches, output) if plots else {}
         page = markdown_report(
-            results,
-            plots={name: path.name for name, path in plots.items()},
+            benches,
+            plots={name: path.name for name, path in drawn.items()},
             data=[path.name for path in data],
         )
         for path, copy in zip(data, copies, strict=True):
@@ -230,9 +225,11 @@ def _write_report(sources: list[Path], output: Path, with_plots: bool) -> list[P
         output.write_text(page)
     except OSError as error:
         raise ConfigError(f"{error.filename} can't be written: {error.strerror}") from error
-    return [*data, *plots.values(), output]
+    for path in (*data, *drawn.values(), output):
+        Console().print(Text(f"wrote {path}"), soft_wrap=True)
 
 
+@shown_errors()
 def bench_compare(
     results: _Results,
     tolerance: Annotated[
@@ -240,11 +237,10 @@ def bench_compare(
     ] = 0.1,
 ) -> None:
     """Check that several runs of a benchmark agree; exit code 1 if they don't."""
-    with shown_errors():
-        from torchrec_2dsp.programs.bench.results import BenchResult
-        from torchrec_2dsp.programs.bench.statistics import compare_runs
+    from torchrec_2dsp.programs.bench.results import BenchResult
+    from torchrec_2dsp.programs.bench.statistics import compare_runs
 
-        agreement = compare_runs([BenchResult.load(path) for path in results], tolerance=tolerance)
+    agreement = compare_runs([BenchResult.load(path) for path in results], tolerance=tolerance)
     _show_agreement(agreement, Console())
     if not agreement.passed:
         raise typer.Exit(code=1)
@@ -276,6 +272,7 @@ def _show_agreement(agreement: "Agreement", console: Console) -> None:
         console.print(Text(text, style="bold red"))
 
 
+@shown_errors()
 def bench_sync(
     config: Annotated[
         str,
@@ -306,11 +303,6 @@ def bench_sync(
 
     torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench-sync --config bench_sync
     """
-    with shown_errors():
-        _bench_sync(config, overrides or [], output)
-
-
-def _bench_sync(name: str, overrides: list[str], output: Path | None) -> None:
     from torchrec_2dsp.programs.bench.syncs import (
         SyncBenchConfig,
         run_sync_bench,
@@ -323,14 +315,14 @@ def _bench_sync(name: str, overrides: list[str], output: Path | None) -> None:
     from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
     quiet_upstream()
-    config = load_config(SyncBenchConfig, name, overrides)
+    comparison = load_config(SyncBenchConfig, config, overrides or [])
     with launched_world("cpu", "bench-sync") as rank:
         if rank:
-            run_sync_bench(config)
+            run_sync_bench(comparison)
             return
         console = Console()
         check_writable(output)
-        result = run_sync_bench(config, lambda line: console.print(line, soft_wrap=True))
+        result = run_sync_bench(comparison, lambda line: console.print(line, soft_wrap=True))
         for shard in shards_of(result):
             console.print(f"\n{shard[0]} copies of {shard[1]:g} MiB")
             console.print(table_of_shard(result, *shard))

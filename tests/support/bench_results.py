@@ -45,12 +45,6 @@ FAILED = {
     ),
     "floor": (Outcome.HUNG, "a block took over 180 s"),
 }
-DESCRIPTIONS = {
-    "stock": "stock planner and sharders",
-    "stock_duplex": "the same with full-duplex all-to-alls",
-    "exact_2d": "2D with a group in each host, kept equal by GradientSync",
-    "floor": "exact_2d with collectives that cost nothing",
-}
 _SHARDING = {
     "stock": {"table_wise": 2, "row_wise": 1},
     "stock_duplex": {"table_wise": 3},
@@ -165,7 +159,7 @@ def _contestant(config: BenchConfig, name: str, **fields: Any) -> ContestantResu
     trains = contestant.kind != "ceiling"
     return ContestantResult(
         name=name,
-        description=DESCRIPTIONS.get(name, "one more"),
+        description=contestant.describe(),
         kind=contestant.kind,
         sharding=_SHARDING.get(name, {}),
         phases=_phases(isinstance(contestant, TwoDContestant), not trains),

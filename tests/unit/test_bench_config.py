@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
-from tests.support.bench_results import config_of
+from tests.support.bench_results import NO_LINKS, config_of
 from tests.support.planning import SHARDERS, planner
 from tests.support.traces import COMPUTING_US, WAITING_US, step_events
 from tests.support.train_runs import click_data, click_model
@@ -301,15 +301,9 @@ def test_a_payload_takes_its_time_or_is_the_largest(
 
 
 def test_a_host_sends_what_its_ranks_send() -> None:
-    speeds = LinkSpeeds(
-        local_world_size=4,
-        intra_host_all_to_all_bytes_per_s=1.0,
-        intra_host_all_reduce_bytes_per_s=2.0,
-        cross_host_all_to_all_bytes_per_s=3.0,
-        cross_host_all_reduce_bytes_per_s=None,
-    )
-    assert speeds.host_all_to_all_bytes_per_s == 12.0
-    assert speeds.host_all_reduce_bytes_per_s is None
+    assert SPEEDS.host_all_to_all_bytes_per_s == 120e6
+    assert SPEEDS.host_all_reduce_bytes_per_s == 110e6
+    assert NO_LINKS.host_all_to_all_bytes_per_s is None
 
 
 CONFIG = config_of(

@@ -61,7 +61,6 @@ def test_gaps_are_between_runs_of_one_seed() -> None:
 @pytest.mark.parametrize(
     ("records", "reference", "message"),
     [
-        ([], "one_group", "there is no record"),
         (RECORDS, "two_groups", "there is no run 'two_groups'; the records have one_group, "),
         ([RECORDS[0], RECORDS[0]], "one_group", "two records have the same seeds"),
         (

@@ -73,8 +73,6 @@ def gaps_to(records: Sequence[TrainRecord], reference: str) -> list[Gap]:
 
 def check_alike(records: Sequence[TrainRecord]) -> None:
     """Raise `ConfigError` unless nothing but the seeds differs."""
-    if not records:
-        raise ConfigError("there is no record to report on; give at least one")
     first = _without_seeds(records[0])
     for record in records:
         if _without_seeds(record) != first or record.world_size != records[0].world_size:
@@ -151,10 +149,10 @@ _HOW_TO_READ = (
 
 
 def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
+    runs = {run.name: run for run in records[0].runs}
     rows = []
     for gap in gaps:
-        run = records[0].find(gap.name)
-        assert run is not None
+        run = runs[gap.name]
         low, high = (1e5 * end for end in gap.interval)
         rows.append(
             [
@@ -225,16 +223,13 @@ def _curves(
 ) -> tuple[list[float], list[list[float]]]:
     """Return the samples in millions, and at each point the gaps by seed."""
     batch_size = records[0].config["loop"]["global_batch_size"]
+    samples: list[float] = []
     by_seed = []
     for record in records:
-        run, base = record.find(name), record.find(reference)
-        assert run is not None
-        assert base is not None
-        pairs = zip(run.curve, base.curve, strict=True)
-        by_seed.append([run.ne - theirs.ne for run, theirs in pairs])
-    run = records[0].find(name)
-    assert run is not None
-    samples = [point.step * batch_size / 1e6 for point in run.curve]
+        curves = {run.name: run.curve for run in record.runs}
+        samples = [point.step * batch_size / 1e6 for point in curves[name]]
+        pairs = zip(curves[name], curves[reference], strict=True)
+        by_seed.append([point.ne - base.ne for point, base in pairs])
     return samples, [list(values) for values in zip(*by_seed, strict=True)]
 
 

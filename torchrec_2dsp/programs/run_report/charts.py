@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean
 
 from torchrec_2dsp.errors import ConfigError
@@ -27,21 +27,19 @@ Figure = Callable[[StepsTrained], float | None]
 """Reads a figure from a point in the curve."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """A run's line style, in all charts."""
+def looks(contents: RunContents) -> dict[str, Line]:
+    """Return a line without points for each run, by its name, in the style of all charts.
 
-    colour: str
-    """The colour as ``#rrggbb``."""
-
-    dash: Dash
-    """The dash: where runs have equal figures, the first line shows through the others."""
-
-
-def looks(contents: RunContents) -> dict[str, Look]:
-    """Return each run's line style, by run name."""
+    Where runs have equal figures, the first line shows through the dashes of the others.
+    """
     return {
-        run.name: Look(PALETTE[place % len(PALETTE)], DASHES[place % len(DASHES)])
+        run.name: Line(
+            x=[],
+            y=[],
+            name=run.name,
+            colour=PALETTE[place % len(PALETTE)],
+            dash=DASHES[place % len(DASHES)],
+        )
         for place, run in enumerate(contents.runs)
     }
 
@@ -79,7 +77,7 @@ def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart:
     """Draw one figure for all runs over the steps."""
     look_of = looks(contents)
     lines = [
-        _line(points, name=run.name, look=look_of[run.name])
+        _line(points, look_of[run.name])
         for run in contents.runs
         if (points := _numbers((point.step, figure(point)) for point in run.curve))
     ]
@@ -103,8 +101,11 @@ def rates_chart(contents: RunContents) -> LineChart:
     lines = [
         _line(
             points,
-            name=f"{part}: {', '.join(names)}",
-            look=Look(look_of[names[0]].colour, "-" if part == "tables" else "--"),
+            replace(
+                look_of[names[0]],
+                name=f"{part}: {', '.join(names)}",
+                dash="-" if part == "tables" else "--",
+            ),
         )
         for (part, points), names in runs_of.items()
     ]
@@ -121,7 +122,7 @@ def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
             if not points:
                 continue
             look = look_of[run.name]
-            lines.append(_line(points, name=run.name, look=look, marker="o"))
+            lines.append(_line(points, look, marker="o"))
             best = best_of(run.evaluations, metric)
             if best is not None and metric not in _WITHOUT_BEST and len(points) > 1:
                 value = best.metrics[metric]
@@ -145,9 +146,15 @@ def _planted(contents: RunContents, metric: str) -> list[Line]:
         return []
     steps = [part.step for run in contents.runs for part in run.evaluations]
     ends = sorted({min(steps), max(steps)})
-    points = [(step, planted_ne) for step in ends]
-    name = "the model behind the labels"
-    return [_line(points, name=name, look=Look(_EXPECTED_COLOUR, ":"))]
+    return [
+        Line(
+            x=ends,
+            y=[planted_ne] * len(ends),
+            name="the model behind the labels",
+            colour=_EXPECTED_COLOUR,
+            dash=":",
+        )
+    ]
 
 
 def _numbers(points: Iterator[tuple[int, float | None]]) -> list[tuple[int, float]]:
@@ -155,17 +162,10 @@ def _numbers(points: Iterator[tuple[int, float | None]]) -> list[tuple[int, floa
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
 
 
-def _line(
-    points: Sequence[tuple[int, float]],
-    *,
-    name: str,
-    look: Look,
-    marker: str = "",
-) -> Line:
+def _line(points: Sequence[tuple[int, float]], look: Line, marker: str = "") -> Line:
     # A single point would be invisible without a marker.
     marker = marker or ("o" if len(points) == 1 else "")
-    x, y = [x for x, _ in points], [y for _, y in points]
-    return Line(x=x, y=y, name=name, colour=look.colour, dash=look.dash, marker=marker)
+    return replace(look, x=[x for x, _ in points], y=[y for _, y in points], marker=marker)
 
 
 def _star(x: int, y: float, text: str, colour: str) -> Line:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.alarm import agree
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.measuring.clock import Clock
 from torchrec_2dsp.cost.measuring.collectives import (
     ELEMENT_BYTES,
@@ -69,20 +70,16 @@ class LinkSpeeds:
 
 
 def measure_link_speeds(
-    group: dist.ProcessGroup,
-    *,
-    local_world_size: int,
-    num_bytes: int = MAX_BYTES,
-    repeats: int = 5,
+    *, local_world_size: int, num_bytes: int = MAX_BYTES, repeats: int = 5
 ) -> LinkSpeeds:
     """Time all-to-alls and all-reduces inside the hosts, then across them; equal on all ranks.
 
-    Across hosts, the ranks with the same place in their hosts form a group, and all these groups
-    are busy at once, as they are in training. A repeat takes as long as its slowest rank, and the
-    median repeat counts. On gloo, all-to-alls are those of `comms.full_duplex`.
+    The ranks of a host are neighbours. Across hosts, those with the same place in their hosts form
+    a group, and all these groups are busy at once, as they are in training. A repeat takes as long
+    as its slowest rank, and the median repeat counts. On gloo, all-to-alls are those of
+    `comms.full_duplex`.
 
     Args:
-        group: all ranks of the world, host by host.
         local_world_size: ranks per host.
         num_bytes: the largest payload per rank. A slow link gets less, about 0.2 seconds' worth.
         repeats: how often each collective is timed.
@@ -92,17 +89,17 @@ def measure_link_speeds(
         end), and per collective and kind of link: ``repeats + 2`` times the collective, as many
         all-reduces of one element, and two all-reduces of the times.
     """
-    facts = {"local_world_size": local_world_size, "num_bytes": num_bytes, "repeats": repeats}
-    world_size = dist.get_world_size(group)
-    agree(
-        group,
-        error=_argument_error(world_size, **facts),
-        facts={name: str(value) for name, value in facts.items()},
-    )
-    hosts = ranks_by_host(world_size, local_world_size)
-    in_host = _measure(group, hosts, num_bytes, repeats)
-    across = ranks_by_place(world_size, local_world_size)
-    cross_host = _measure(group, across, num_bytes, repeats)
+    world = world_group()
+    world_size = dist.get_world_size(world)
+    with agreeing(world) as facts:
+        facts["local_world_size"] = str(local_world_size)
+        if local_world_size < 1 or world_size % local_world_size:
+            raise ConfigError(
+                f"local_world_size={local_world_size} does not divide world_size={world_size}; "
+                "pass the number of ranks that every host has"
+            )
+    in_host = _measure(world, ranks_by_host(world_size, local_world_size), num_bytes, repeats)
+    cross_host = _measure(world, ranks_by_place(world_size, local_world_size), num_bytes, repeats)
     return LinkSpeeds(
         local_world_size=local_world_size,
         intra_host_all_to_all_bytes_per_s=in_host["all_to_all"],
@@ -188,29 +185,6 @@ _COLLECTIVES = {
     ),
     "all_reduce": _Collective(lambda received, sent, group: dist.all_reduce(sent, group=group), 2),
 }
-
-
-def _argument_error(
-    world_size: int, local_world_size: int, num_bytes: int, repeats: int
-) -> ConfigError | None:
-    if world_size != dist.get_world_size():
-        return ConfigError(
-            f"link speeds are those of all {dist.get_world_size()} ranks, and the group has "
-            f"{world_size}; pass torch.distributed.group.WORLD"
-        )
-    for name, value in (
-        ("local_world_size", local_world_size),
-        ("num_bytes", num_bytes),
-        ("repeats", repeats),
-    ):
-        if value < 1:
-            return ConfigError(f"{name}={value} is not positive; use 1 or more")
-    if world_size % local_world_size:
-        return ConfigError(
-            f"local_world_size={local_world_size} does not divide world_size={world_size}; "
-            "pass the number of ranks that every host has"
-        )
-    return None
 
 
 def _times(factor: int, value: float | None) -> float | None:

@@ -103,10 +103,9 @@ class _Measurer:
 
     def measure(self) -> MeasuredPlace:
         join_contestant(self._config.schedule, len(self._config.contestants), self._place)
-        world = world_group()
-        speeds = measure_link_speeds(world, local_world_size=self._place.local_world_size)
+        speeds = measure_link_speeds(local_world_size=self._place.local_world_size)
         is_predicted = self._config.calibration and isinstance(self._config.model, ModelConfig)
-        dense = measure_dense(self._config, world) if is_predicted else None
+        dense = measure_dense(self._config, world_group()) if is_predicted else None
         return MeasuredPlace(speeds, dense)
 
 

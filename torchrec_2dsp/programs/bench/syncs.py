@@ -264,7 +264,7 @@ def run_sync_bench(
         facts["the config"] = config.model_dump_json()
     world_size = dist.get_world_size(world)
     place = Place(dist.get_rank(world), world_size, get_local_size(world_size))
-    speeds = measure_link_speeds(world, local_world_size=place.local_world_size)
+    speeds = measure_link_speeds(local_world_size=place.local_world_size)
     cases = list(product(config.num_groups, config.shard_mib, config.touched_shares))
     times: list[SyncTimes] = []
     copies: Copies | None = None

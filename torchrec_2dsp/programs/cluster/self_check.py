@@ -119,12 +119,10 @@ def _measure() -> SelfCheck:
     from torchrec_2dsp.programs.link_speeds import measure_link_speeds
 
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    world = dist.group.WORLD
-    assert world is not None
-    speeds = measure_link_speeds(world, local_world_size=local_world_size)
+    speeds = measure_link_speeds(local_world_size=local_world_size)
     assert speeds.host_all_to_all_bytes_per_s is not None
     assert speeds.host_all_reduce_bytes_per_s is not None
-    num_hosts = world.size() // local_world_size
+    num_hosts = dist.get_world_size() // local_world_size
     once = local_world_size * _COUNTED_BYTES * (num_hosts - 1) // num_hosts
     return SelfCheck(
         host_bytes_per_s={

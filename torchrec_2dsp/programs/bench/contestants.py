@@ -54,7 +54,7 @@ from torchrec_2dsp.programs.config.dense import DenseKinds
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.balance import weigh_losses_
-from torchrec_2dsp.programs.models.dense import DensePart, dense_part
+from torchrec_2dsp.programs.models.dense import dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
 from torchrec_2dsp.programs.models.model import rank_device, table_name
 from torchrec_2dsp.programs.models.optimizer import (
@@ -91,7 +91,9 @@ def workload_of(
     contestant: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
 ) -> Workload:
     """Return the work in a contestant's step with its own communication."""
-    wire = _bytes_per_number(contestant.qcomms, dim)
+    # INT8 has a scale and an offset per row.
+    bytes_per_number = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 8 / dim}
+    wire = bytes_per_number[contestant.qcomms]
     return replace(
         tables,
         dense=dense or DenseWork(),
@@ -142,11 +144,6 @@ def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
     )
 
 
-def _bytes_per_number(qcomms: str, dim: int) -> float:
-    """Return the bytes per number on the wire; INT8 has a scale and an offset per row."""
-    return {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 8 / dim}[qcomms]
-
-
 @dataclass(frozen=True)
 class Trainer:
     """A sharded model that is ready to train."""
@@ -183,7 +180,13 @@ def build_trainer(
     tables = table_configs(unsharded)
     if contestant.balance is not None:
         weigh_losses_(unsharded)
-    part = _dense_part(config, contestant, unsharded)
+    part = dense_part(
+        contestant.dense,
+        layered_of(unsharded),
+        calibration=config.calibration,
+        batch_size=config.schedule.batch_size,
+        state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
+    )
     if isinstance(contestant, TwoDContestant):
         model = _two_d(config, contestant, mesh, speeds, dense, unsharded, device, part.wrapper)
     else:
@@ -284,16 +287,6 @@ def _two_d(
         plan=scheduled(plan, contestant),
         sharders=sharders,
         data_parallel_wrapper=wrapper,
-    )
-
-
-def _dense_part(config: BenchConfig, contestant: PlannedContestant, model: nn.Module) -> DensePart:
-    return dense_part(
-        contestant.dense,
-        layered_of(model),
-        calibration=config.calibration,
-        batch_size=config.schedule.batch_size,
-        state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
     )
 
 

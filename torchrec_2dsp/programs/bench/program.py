@@ -146,9 +146,8 @@ def predicted_steps(
 
     beside: dict[str, float] = {}
     for name, step_s in ceilings.items():
-        contestant = config.contestants[name]
         # Keeping replicas equal is partly compute, too.
-        if isinstance(contestant, CeilingContestant) and in_2d[name].mesh.num_groups == 1:
+        if in_2d[name].mesh.num_groups == 1:
             of_tables = cost(in_2d[name], config.planned_by(name), DenseWork())
             rest_s = step_s - of_tables.lookup_s - of_tables.rows_s - of_tables.update_s
             if rest_s > 0:

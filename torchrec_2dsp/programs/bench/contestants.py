@@ -34,6 +34,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.measuring.clock import Clock
 from torchrec_2dsp.cost.workload import DenseWork, Workload
@@ -212,13 +213,10 @@ def _stock(
     planner = EmbeddingShardingPlanner(
         **_planner_arguments(config, contestant, speeds), stats=NoopEmbeddingStats()
     )
-    world = dist.group.WORLD
-    assert world is not None
-    plan = planner.collective_plan(model, sharders, world)
     return DistributedModelParallel(
         model,
         device=device,
-        plan=plan,
+        plan=planner.collective_plan(model, sharders, world_group()),
         sharders=sharders,
         data_parallel_wrapper=wrapper,
     )

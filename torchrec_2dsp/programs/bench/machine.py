@@ -10,17 +10,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
+from torchrec_2dsp._compat.versions import recorded_versions
 from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.results import BenchSetting
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec-2dsp", "numpy")
 _PROC = Path("/proc")
 
 
@@ -149,17 +148,6 @@ def describe_machine() -> dict[str, str]:
     }
 
 
-def describe_versions() -> dict[str, str]:
-    """Return the versions of Python and the main packages."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
 _NUM_ROWS = 100_000
 _DIM = 64
 _NUM_LOOKUPS = 20_000
@@ -219,7 +207,7 @@ def describe_setting(
         network=network or "network as it is",
         cluster=os.environ.get("EMULATED_CLUSTER", ""),
         machine=describe_machine(),
-        versions=describe_versions(),
+        versions=recorded_versions(),
         link_speeds={
             "in a host, all-to-all": speeds.intra_host_all_to_all_bytes_per_s,
             "in a host, all-reduce": speeds.intra_host_all_reduce_bytes_per_s,

@@ -11,12 +11,12 @@ program --run_planned, steps_trained, evaluated, run_finished, ...--> TrainWatch
 import platform
 from collections.abc import Mapping
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import tomli_w
 from pydantic import ConfigDict, Field
 
+from torchrec_2dsp._compat.versions import recorded_versions
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
@@ -34,8 +34,6 @@ from torchrec_2dsp.programs.train.record import (
 )
 from torchrec_2dsp.programs.train.sharded import PlannedRun
 from torchrec_2dsp.samples.dealer import BalanceReport
-
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec-2dsp", "numpy")
 
 
 class Ending(StrEnum):
@@ -114,20 +112,8 @@ def largest_loss_gap(run: RunResult, reference: RunResult) -> float:
 
 
 def environment() -> dict[str, str]:
-    """Return Python's and the main packages' versions, and the processor.
-
-    Example:
-        >>> from torchrec_2dsp.programs.train.results import environment
-        >>> "torch" in environment()
-        True
-    """
-    versions = {"python": platform.python_version(), "processor": platform.machine()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue  # Only one of the two FBGEMM packages is installed.
-    return versions
+    """Return Python's and the main packages' versions, and the processor."""
+    return {**recorded_versions(), "processor": platform.machine()}
 
 
 class TrainWatcher:

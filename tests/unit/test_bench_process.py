@@ -47,18 +47,6 @@ class Subject:
         return could, int(status.partition("VmLck:")[2].split()[0])
 
 
-def test_a_process_answers_and_survives_an_error() -> None:
-    process = ContestantProcess(Subject)
-    try:
-        assert process.ask("double", 4, deadline_s=30) == Answer(How.ANSWERED, 8)
-        failed = process.ask("fail", deadline_s=30)
-        assert failed.how is How.RAISED
-        assert failed.report.endswith("ValueError: it is broken\n")
-        assert process.ask("double", 5, deadline_s=30).value == 10
-    finally:
-        process.kill()
-
-
 def state_of(pid: int) -> str:
     """Return the operating system's word for it; empty without such a process."""
     try:
@@ -79,6 +67,14 @@ def process() -> Iterator[ContestantProcess]:
     process = ContestantProcess(Subject)
     yield process
     process.kill()
+
+
+def test_a_process_answers_and_survives_an_error(process: ContestantProcess) -> None:
+    assert process.ask("double", 4, deadline_s=30) == Answer(How.ANSWERED, 8)
+    failed = process.ask("fail", deadline_s=30)
+    assert failed.how is How.RAISED
+    assert failed.report.endswith("ValueError: it is broken\n")
+    assert process.ask("double", 5, deadline_s=30).value == 10
 
 
 def test_a_paused_process_rests_until_it_is_asked(process: ContestantProcess) -> None:

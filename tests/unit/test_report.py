@@ -39,13 +39,6 @@ def drawn_lines(*charts: LineChart, folder: Path) -> list[str]:
     return texts(folder / "lines.svg")
 
 
-def drawn_bars(chart: BarChart, *, folder: Path) -> list[str]:
-    """Return a bar chart's texts."""
-    pytest.importorskip("matplotlib")
-    draw_bars(chart, folder / "bars.svg")
-    return texts(folder / "bars.svg")
-
-
 def figure_of(chart: LineChart | BarChart, *, upright: bool = False) -> Any:
     """Return a chart's figure on a page."""
     pytest.importorskip("plotly")
@@ -149,7 +142,9 @@ STACKED = BarChart(
 
 
 def test_bars_follow_each_other_in_a_file(tmp_path: Path) -> None:
-    shown = drawn_bars(STACKED, folder=tmp_path)
+    pytest.importorskip("matplotlib")
+    draw_bars(STACKED, tmp_path / "bars.svg")
+    shown = texts(tmp_path / "bars.svg")
     assert {"forward", "waits", "goes back", "left", "failed", "right", "ms"} <= set(shown)
     assert {"crashed", "2 ms"} <= set(shown)
     assert "url(#" in (tmp_path / "bars.svg").read_text()

@@ -14,7 +14,7 @@ from torchrec_2dsp.programs.cli.console import ProgressBars, check_writable, sho
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.bench.config import BenchConfig
     from torchrec_2dsp.programs.bench.results import BenchResult, ContestantBlock, Outcome
-    from torchrec_2dsp.programs.bench.statistics import Agreement, Summary
+    from torchrec_2dsp.programs.bench.statistics import Summary
     from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 
 _Results = Annotated[list[Path], typer.Argument(metavar="RESULT.json...")]
@@ -239,17 +239,10 @@ def bench_compare(
     """Check that several runs of a benchmark agree; exit code 1 if they don't."""
     from torchrec_2dsp.programs.bench.results import BenchResult
     from torchrec_2dsp.programs.bench.statistics import compare_runs
-
-    agreement = compare_runs([BenchResult.load(path) for path in results], tolerance=tolerance)
-    _show_agreement(agreement, Console())
-    if not agreement.passed:
-        raise typer.Exit(code=1)
-
-
-def _show_agreement(agreement: "Agreement", console: Console) -> None:
-    """Print each contestant's medians by run, and where the runs contradict each other."""
     from torchrec_2dsp.programs.bench.tables import agreement_table
 
+    agreement = compare_runs([BenchResult.load(path) for path in results], tolerance=tolerance)
+    console = Console()
     console.print(agreement_table(agreement))
     if agreement.probes_s:
         console.print(
@@ -270,6 +263,7 @@ def _show_agreement(agreement: "Agreement", console: Console) -> None:
     else:
         text = f"The runs don't agree: medians more than {limit} apart, failures, or turned orders."
         console.print(Text(text, style="bold red"))
+        raise typer.Exit(code=1)
 
 
 @shown_errors()

@@ -350,18 +350,17 @@ _HEADINGS = (
 )
 
 
-def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> str:
+def sync_report(result: SyncBenchResult, *, plot: str, data: str) -> str:
     """Write a page on one result, with links to its plot and its JSON."""
-    facts = setting_facts(result.setting)
-    if data:
-        facts["Data"] = f"[{data}]({data})"
-    parts = [f"# {result.setting.title}", listed(facts)]
-    if plot:
-        parts.append(f"![Time by share of changed rows]({plot})")
-    parts.append(_HOW_TO_READ.format(reference=result.reference))
-    for num_groups, shard_mib in shards_of(result):
-        parts.append(f"## {num_groups} copies of {shard_mib:g} MiB")
-        parts.append(table_of_shard(result, num_groups, shard_mib).markdown())
+    facts = setting_facts(result.setting) | {"Data": f"[{data}]({data})"}
+    parts = [
+        f"# {result.setting.title}",
+        listed(facts),
+        f"![Time by share of changed rows]({plot})",
+        _HOW_TO_READ.format(reference=result.reference),
+    ]
+    for title, times in shards_of(result).items():
+        parts += [f"## {title}", table_of_shard(result, times).markdown()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -375,17 +374,19 @@ _HOW_TO_READ = (
 )
 
 
-def shards_of(result: SyncBenchResult) -> list[tuple[int, float]]:
-    """List copy counts and sizes, in order."""
-    return list(dict.fromkeys(times.case[:2] for times in result.times))
+def shards_of(result: SyncBenchResult) -> dict[str, list[SyncTimes]]:
+    """Return each shard's times, by its copies and size in words."""
+    shards: dict[str, list[SyncTimes]] = {}
+    for times in result.times:
+        title = f"{times.num_groups} copies of {times.shard_mib:g} MiB"
+        shards.setdefault(title, []).append(times)
+    return shards
 
 
-def table_of_shard(result: SyncBenchResult, num_groups: int, shard_mib: float) -> Table:
+def table_of_shard(result: SyncBenchResult, times_of_shard: Sequence[SyncTimes]) -> Table:
     """Compare one shard's syncs, by the share of rows that had changed."""
     rows = []
-    for times in result.times:
-        if times.case[:2] != (num_groups, shard_mib):
-            continue
+    for times in times_of_shard:
         reference = result.find(times.case, result.reference)
         rows.append(
             (
@@ -410,15 +411,15 @@ def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
     charts = [
         LineChart(
             [
-                _line(name, marker, [times for times in result.times if times.case[:2] == shard])
+                _line(name, marker, times_of_shard)
                 for name, marker in zip(names, cycle(MARKERS), strict=False)
             ],
             x=Axis(title="changed rows per copy, %", is_log=True),
             y=Axis(title="time of a sync, ms", is_log=True),
-            title=f"{shard[0]} copies of {shard[1]:g} MiB",
+            title=title,
             width_inches=3.2,
         )
-        for shard in shards_of(result)
+        for title, times_of_shard in shards_of(result).items()
     ]
     draw_lines(charts, path)
 

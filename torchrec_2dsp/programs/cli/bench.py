@@ -317,9 +317,9 @@ def bench_sync(
         console = Console()
         check_writable(output)
         result = run_sync_bench(comparison, lambda line: console.print(line, soft_wrap=True))
-        for shard in shards_of(result):
-            console.print(f"\n{shard[0]} copies of {shard[1]:g} MiB")
-            console.print(table_of_shard(result, *shard))
+        for title, times in shards_of(result).items():
+            console.print(f"\n{title}")
+            console.print(table_of_shard(result, times))
         if output is not None:
             plot, data = output.with_suffix(".svg"), output.with_suffix(".json")
             result.save(data)

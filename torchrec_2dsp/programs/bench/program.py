@@ -5,7 +5,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
@@ -218,18 +218,18 @@ def run_bench(config: BenchConfig, watcher: BenchWatcher | None = None) -> Bench
     return _Bench(config, place, watcher or _Unwatched()).run()
 
 
+@dataclass
 class _Runner:
     """A contestant's process on this rank, and its state, equal on all ranks."""
 
-    def __init__(self, name: str, process: ContestantProcess) -> None:
-        self.name = name
-        self.process = process
-        self.outcome = Outcome.MEASURED
-        self.reason = ""
-        self.step_s = 0.0
-        self.blocks: list[ContestantBlock] = []
-        self.found: dict[str, Any] = {}
-        self.plan: ShardingPlan | None = None
+    name: str
+    process: ContestantProcess
+    outcome: Outcome = Outcome.MEASURED
+    reason: str = ""
+    step_s: float = 0.0
+    blocks: list[ContestantBlock] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    plan: ShardingPlan | None = None
 
 
 class _Bench:
@@ -293,7 +293,7 @@ class _Bench:
             return
         first: Built = built[0]
         sharding = sharding_of(first.plan)
-        runner.found |= {"sharding": sharding, "dense_plan": first.dense_plan}
+        runner.figures |= {"sharding": sharding, "dense_plan": first.dense_plan}
         runner.plan = first.plan
         runner.step_s = max(warm)
         self._watcher.contestant_built(name, sharding, first.dense_plan)
@@ -364,7 +364,7 @@ class _Bench:
         if losses is None or traced is None:
             return
         num_steps = self._schedule.traced_steps
-        runner.found |= {"losses": losses[0], **traced_figures(traced, num_steps)}
+        runner.figures |= {"losses": losses[0], **traced_figures(traced, num_steps)}
 
     def _ask(self, runner: _Runner, method: str, *arguments: Any) -> list[Any] | None:
         """Return every rank's answer; none if the contestant is out, on all ranks alike."""
@@ -412,5 +412,5 @@ class _Bench:
             reason=runner.reason,
             predicted=predicted,
             blocks=tuple(runner.blocks),
-            **runner.found,
+            **runner.figures,
         )

@@ -1,7 +1,5 @@
 """A trace of profiled steps, written by hand, whose phases are known."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from torchrec_2dsp.programs.traces import StepPhase, step_mark
@@ -82,10 +80,3 @@ COMPUTING_US = {
 """What a rank computes in each phase of `step_events`."""
 WAITING_US = {StepPhase.ROWS: 11, StepPhase.ROW_GRADIENTS: 5, StepPhase.DENSE_GRADIENTS: 11}
 """How long it waits."""
-
-
-def write_trace(path: Path, events: list[dict[str, Any]]) -> Path:
-    """Write a trace as torch's profiler does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
-    return path

@@ -1,6 +1,7 @@
 """A profiled step's phases: of a trace whose split is known, and of any trace."""
 
 import ast
+import json
 import random
 import re
 from dataclasses import replace
@@ -21,7 +22,6 @@ from tests.support.traces import (
     event,
     operator,
     step_events,
-    write_trace,
 )
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.traces import (
@@ -175,7 +175,8 @@ def test_the_slowest_rank_computes_longest() -> None:
 
 
 def test_a_trace_is_read_as_the_profiler_writes_it(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "trace.json", step_events())
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": step_events()}))
     assert RankTrace.read(path) == RankTrace.of_events(step_events())
 
 

@@ -5,7 +5,7 @@ from resampling whole blocks, since a block's steps share disturbances.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any
@@ -262,26 +262,6 @@ def fastest(contestants: Iterable[ContestantResult]) -> ContestantResult | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContestantAgreement:
-    """One contestant in all runs."""
-
-    name: str
-    medians_s: tuple[float | None, ...]
-    """The contestant's median step time by run, None where it was not measured."""
-
-    @property
-    def difference(self) -> float:
-        """The range of the runs' medians, relative to the fastest."""
-        measured = [median for median in self.medians_s if median is not None]
-        return max(measured) / min(measured) - 1 if measured else 0.0
-
-    @property
-    def has_one_outcome(self) -> bool:
-        """True if it was measured in all runs or in none."""
-        return len({median is None for median in self.medians_s}) == 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class SwappedPair:
     """A contradiction: beyond doubt, ``first`` is faster in ``run`` and slower in ``other_run``."""
 
@@ -295,7 +275,9 @@ class SwappedPair:
 class Agreement:
     """The agreement between several runs."""
 
-    contestants: tuple[ContestantAgreement, ...]
+    medians_s: Mapping[str, tuple[float | None, ...]]
+    """Each contestant's median step time by run, None where it was not measured."""
+
     swapped: tuple[SwappedPair, ...]
     tolerance: float
     """The largest relative distance at which medians agree."""
@@ -304,13 +286,19 @@ class Agreement:
     """Each run's median seconds for a fixed piece of work; empty unless all runs timed it. Where
     they differ, the machine was not equally fast."""
 
+    def difference(self, name: str) -> float:
+        """Return the range of a contestant's medians, relative to the fastest."""
+        measured = [median for median in self.medians_s[name] if median is not None]
+        return max(measured) / min(measured) - 1 if measured else 0.0
+
     @property
-    def apart(self) -> tuple[ContestantAgreement, ...]:
-        """The contestants whose medians differ too much, or that failed in some runs."""
+    def apart(self) -> tuple[str, ...]:
+        """The contestants whose medians differ too much, or that failed in some runs alone."""
         return tuple(
-            contestant
-            for contestant in self.contestants
-            if contestant.difference > self.tolerance or not contestant.has_one_outcome
+            name
+            for name, medians_s in self.medians_s.items()
+            if self.difference(name) > self.tolerance
+            or len({median is None for median in medians_s}) > 1
         )
 
     @property
@@ -339,12 +327,7 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
     }
     probes_s = tuple(summary.probe_s for summary in summaries if summary.probe_s)
     return Agreement(
-        contestants=tuple(
-            ContestantAgreement(
-                name=name, medians_s=tuple(step and step.median_s for step in steps[name])
-            )
-            for name in names
-        ),
+        medians_s={name: tuple(step and step.median_s for step in steps[name]) for name in names},
         swapped=tuple(
             pair
             for first, second in combinations(names, 2)

@@ -325,14 +325,13 @@ def predicted_table(result: BenchResult) -> Table | None:
 
 def agreement_table(agreement: Agreement) -> Table:
     """Show each contestant's medians by run; what differs too much is red."""
-    num_runs = len(agreement.contestants[0].medians_s)
+    num_runs = max(map(len, agreement.medians_s.values()))
     rows, styles = [], {}
-    for number, contestant in enumerate(agreement.contestants):
-        figures = ["failed" if median is None else ms(median) for median in contestant.medians_s]
-        is_known = any(median is not None for median in contestant.medians_s)
-        difference = f"{contestant.difference:.1%}" if is_known else MISSING
-        rows.append([contestant.name, *figures, difference])
-        if contestant in agreement.apart:
+    for number, (name, medians_s) in enumerate(agreement.medians_s.items()):
+        figures = ["failed" if median is None else ms(median) for median in medians_s]
+        difference = f"{agreement.difference(name):.1%}" if any(medians_s) else MISSING
+        rows.append([name, *figures, difference])
+        if name in agreement.apart:
             styles[number] = "bold red"
     if probes_s := agreement.probes_s:
         difference = f"{max(probes_s) / min(probes_s) - 1:.1%}"

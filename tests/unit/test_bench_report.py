@@ -18,7 +18,6 @@ from tests.support.bench_results import (
 from torchrec_2dsp.programs.bench.labels import setting_labels
 from torchrec_2dsp.programs.bench.page import markdown_report
 from torchrec_2dsp.programs.bench.results import BenchResult, ComputeTimes, DealtSamples, Outcome
-from torchrec_2dsp.programs.bench.statistics import summarize
 from torchrec_2dsp.programs.bench.tables import balance_table, shares_of, shares_table
 from torchrec_2dsp.programs.bench.tracing import (
     DenseTraffic,
@@ -345,7 +344,7 @@ def test_reports_of_ranks_become_one() -> None:
 
 def test_a_page_shows_how_even_the_work_was() -> None:
     result = bench_result()
-    assert balance_table(summarize(result)) is None
+    assert balance_table(result) is None
     figures = {
         "stock": {"compute": compute_times([[0.1], [0.2]])},
         "stock_duplex": {
@@ -353,7 +352,7 @@ def test_a_page_shows_how_even_the_work_was() -> None:
             "dealt": dealt_samples([STEP, STEP]),
         },
     }
-    table = balance_table(summarize(with_figures(result, figures)))
+    table = balance_table(with_figures(result, figures))
     assert table is not None
     assert table.rows == [
         ["stock", "-", "-", "-", "-", "150.0", "200.0", "50.0"],
@@ -364,13 +363,13 @@ def test_a_page_shows_how_even_the_work_was() -> None:
 
 def test_a_page_says_how_busy_ranks_were_and_what_the_slowest_cost() -> None:
     result = bench_result(steps_ms=STEPS_MS | {"stock": (300, *[125] * 6)})
-    assert shares_table(summarize(result)) is None
+    assert shares_table(result) is None
     assert "Lost to imbalance" not in markdown_report([result])
     # A step takes 150 ms in the mean. Another rank is the slowest in each step.
     times = compute_times([[0.05, 0.1], [0.1, 0.05]])
     result = with_figures(result, {"stock": {"compute": times}})
     first, other, *_ = result.contestants
-    table = shares_table(summarize(result))
+    table = shares_table(result)
     assert table is not None
     assert table.rows == [
         ["stock", "50.0%", "16.7%", "33.3%", "1.333"],

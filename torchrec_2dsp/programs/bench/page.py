@@ -166,7 +166,7 @@ def markdown_report(
 
 
 def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[str]:
-    shares, phases = _part(_SHARES, shares_table(summary)), _part("", phase_table(summary))
+    shares, phases = _part(_SHARES, shares_table(result)), _part("", phase_table(result))
     failed = _failures(result)
     return [
         "### Step times",
@@ -177,11 +177,11 @@ def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[st
         f"![Traced step by phase]({plot})" if plot else "",
         phases,
         shares,
-        _part(_TRAVEL, travel_table(summary)),
-        _part("### Traffic", traffic_table(summary)),
-        _part(_ENCODED, encoded_table(summary)),
-        _part(_DENSE, dense_table(summary)),
-        _part(f"### Balance\n\n{_BALANCE}", balance_table(summary)),
+        _part(_TRAVEL, travel_table(result)),
+        _part("### Traffic", traffic_table(result)),
+        _part(_ENCODED, encoded_table(result)),
+        _part(_DENSE, dense_table(result)),
+        _part(f"### Balance\n\n{_BALANCE}", balance_table(result)),
         _part("### Plans", plan_table(result)),
         _part(f"### Predicted steps\n\n{_quality(result)}", predicted_table(result)),
         _part("### Noise", noise_table(summary)) if summary.contestants else "",

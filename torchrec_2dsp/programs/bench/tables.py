@@ -136,9 +136,9 @@ def closing_table(result: BenchResult, summary: Summary) -> Table:
     return Table([_NAME, "min\nms", "median\nms", "max\nms", *headings], rows, words={_NAME})
 
 
-def phase_table(summary: Summary) -> Table | None:
+def phase_table(result: BenchResult) -> Table | None:
     """Show the traced step by phase, in ms; `None` if nothing was traced."""
-    traced = [contestant.result for contestant in summary.contestants if contestant.result.phases]
+    traced = [contestant for contestant in result.measured() if contestant.phases]
     columns = phases_in(traced)
     rows = []
     for contestant in traced:
@@ -187,32 +187,32 @@ def noise_table(summary: Summary) -> Table:
     return Table([_NAME, *headings, "loaded rounds", "probe ms"], rows, words={_NAME})
 
 
-def travel_table(summary: Summary) -> Table | None:
+def travel_table(result: BenchResult) -> Table | None:
     """Show how row gradients travel; `None` if nobody sends any."""
     rows = [
         [contestant.name, ms(travel.window_s), ms(travel.waited_s)]
-        for contestant in summary.contestants
-        if (travel := contestant.result.row_travel)
+        for contestant in result.measured()
+        if (travel := contestant.row_travel)
     ]
     return _table([_NAME, "window ms", "waited ms"], rows)
 
 
-def traffic_table(summary: Summary) -> Table | None:
+def traffic_table(result: BenchResult) -> Table | None:
     """Show the traffic by collective; `None` if nothing was traced."""
     rows = [
         [contestant.name, part.name, f"{part.calls:,.1f}", _megabytes(part.sent_bytes)]
-        for contestant in summary.contestants
-        for part in contestant.result.traffic
+        for contestant in result.measured()
+        for part in contestant.traffic
     ]
     headings = (_NAME, "collective", "calls", "sent MB")
     return Table(headings, rows, words={*headings[:2]}) if rows else None
 
 
-def encoded_table(summary: Summary) -> Table | None:
+def encoded_table(result: BenchResult) -> Table | None:
     """Show the bytes before and after encoding; `None` if no transport encodes any."""
     rows = []
-    for contestant in summary.contestants:
-        if (encoded := contestant.result.encoded) is None:
+    for contestant in result.measured():
+        if (encoded := contestant.encoded) is None:
             continue
         cells = []
         for kind in ("rows", "replicas"):
@@ -223,7 +223,7 @@ def encoded_table(summary: Summary) -> Table | None:
     return _table([_NAME, *headings], rows)
 
 
-def dense_table(summary: Summary) -> Table | None:
+def dense_table(result: BenchResult) -> Table | None:
     """Show the bytes for thresholded dense gradients; `None` if nobody thresholds any."""
     rows = [
         [
@@ -234,20 +234,19 @@ def dense_table(summary: Summary) -> Table | None:
             f"{dense.density:.3%}",
             f"{dense.residual_norm:.3g}",
         ]
-        for contestant in summary.contestants
-        if (dense := contestant.result.dense)
+        for contestant in result.measured()
+        if (dense := contestant.dense)
     ]
     return _table([_NAME, "fp32 MB", "sent MB", "fewer", "density", "residual norm"], rows)
 
 
-def balance_table(summary: Summary) -> Table | None:
+def balance_table(result: BenchResult) -> Table | None:
     """Show how even the ranks' work was; `None` unless a contestant balances its samples."""
-    results = [contestant.result for contestant in summary.contestants]
-    if not any(result.dealt for result in results):
+    if not any(contestant.dealt for contestant in result.measured()):
         return None
     rows = []
-    for result in results:
-        dealt, compute = result.dealt, result.compute
+    for contestant in result.measured():
+        dealt, compute = contestant.dealt, contestant.compute
         figures, times = [MISSING] * 4, [MISSING] * 3
         if dealt is not None:
             figures = [
@@ -259,16 +258,16 @@ def balance_table(summary: Summary) -> Table | None:
         if compute is not None:
             lost_s = compute.slowest_s - compute.mean_s
             times = [ms(seconds) for seconds in (compute.mean_s, compute.slowest_s, lost_s)]
-        rows.append([result.name, *figures, *times])
+        rows.append([contestant.name, *figures, *times])
     headings = ("as read", "as dealt", "moved", "sent MB", "computing ms", "slowest", "lost")
     return _table([_NAME, *headings], rows)
 
 
-def shares_table(summary: Summary) -> Table | None:
+def shares_table(result: BenchResult) -> Table | None:
     """Show how busy ranks were, and the slowest rank's cost; `None` without processor times."""
     rows = []
-    for contestant in summary.contestants:
-        shares = shares_of(contestant.result)
+    for contestant in result.measured():
+        shares = shares_of(contestant)
         cells = [MISSING] * 4
         if shares is not None:
             # Processor times include the untimed first step of each block, which takes longer.

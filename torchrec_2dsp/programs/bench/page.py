@@ -348,6 +348,6 @@ def _how_good(contestants: Sequence[ContestantResult]) -> str:
     errors = [abs(a / b - 1) for a, b in zip(predicted_s, measured_s, strict=True)]
     text = f"Median error: {statistics.median(errors):.0%}; largest: {max(errors):.0%}."
     if len(contestants) >= _ENOUGH_TO_RANK:
-        correlation = spearmanr(measured_s, predicted_s).statistic
+        correlation, _ = spearmanr(measured_s, predicted_s)
         text += f" Rank correlation: {correlation:.2f}."
     return text

@@ -168,13 +168,13 @@ def test_a_page_shows_what_a_program_has_left(
         assert run.plan is not None
         assert run.plan.mesh == result.plan2d.mesh
         tables = [table for _, module in result.plan2d.modules() for table in module.tables()]
-        assert len(run.plan.lines) == len(tables)
-        by_name = {line.name: line for line in run.plan.lines}
+        assert len(run.plan.tables) == len(tables)
+        by_name = dict(run.plan.tables)
         for name, sharding in tables:
             assert by_name[name].sharding_type == sharding.sharding_type
-            assert by_name[name].exchange.startswith(sharding.exchange.value)
+            assert by_name[name].exchange == sharding.exchange.value
             assert by_name[name].num_hot == len(sharding.hot_set or ())
-            assert by_name[name].dim == TREE["model"]["dim"]
+            assert by_name[name].size[1] == TREE["model"]["dim"]
     html = run_page(contents).html()
     assert contents.runs[0].explanation == trained[0].runs[0].explanation.strip()
     assert "<h3>Rows by use, for planned</h3>" in html

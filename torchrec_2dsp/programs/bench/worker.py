@@ -142,9 +142,6 @@ class Worker:
     All methods have collectives: they make the contestant's world, plan, train and reduce losses.
     """
 
-    _trainer: Trainer
-    """Set by `build`, which is asked first."""
-
     def __init__(
         self, config: BenchConfig, name: str, place: Place, measured: MeasuredPlace
     ) -> None:
@@ -179,7 +176,8 @@ class Worker:
         )
         mesh = self._config.mesh(self._name, self._place.world_size, self._place.local_world_size)
         speeds, dense = self._measured
-        self._trainer = build_trainer(self._config, self._planned, mesh, speeds, dense)
+        # Asked for first: all other methods need it.
+        self._trainer: Trainer = build_trainer(self._config, self._planned, mesh, speeds, dense)
         self._trainer.model.train()
         if self._planned.balance is not None:
             self._feed.deal(self._planned.balance)

@@ -24,6 +24,7 @@ from tests.support.traces import (
     step_events,
 )
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.run_report.steps import slowest
 from torchrec_2dsp.programs.traces import (
     PAYING,
     HostSpan,
@@ -32,7 +33,6 @@ from torchrec_2dsp.programs.traces import (
     RankTrace,
     StepPhase,
     StepTimes,
-    slowest,
     step_mark,
 )
 

@@ -12,7 +12,7 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -94,7 +94,7 @@ class RankTrace:
         sleep takes none of the cluster's time.
         """
         events = list(events)
-        slept = _Slept(
+        awake = _clock_awake(
             (event["ts"], event["ts"] + event["dur"])
             for event in events
             if event.get("name") == PAYING
@@ -105,9 +105,8 @@ class RankTrace:
         for event in events:
             if event.get("ph") != "X" or event.get("cat") not in _RANGES:
                 continue
-            name, start_us = str(event["name"]), float(event["ts"])
-            end_us = slept.left_out(start_us + float(event["dur"]))
-            start_us = slept.left_out(start_us)
+            name = str(event["name"])
+            start_us, end_us = awake(event["ts"]), awake(event["ts"] + event["dur"])
             span = HostSpan(name, start_us, end_us, is_operator=event["cat"] == "cpu_op")
             if name.startswith(_COLLECTIVES):
                 collectives.append((start_us, end_us))
@@ -130,19 +129,17 @@ class RankTrace:
         )
 
 
-class _Slept:
-    """Takes a rank's sleeps out of the times of its trace."""
+def _clock_awake(sleeps: Iterable[tuple[float, float]]) -> Callable[[float], float]:
+    """Return what takes a trace's times to a clock that stands still in sleeps."""
+    joined = _joined(sleeps)
+    slept_us = [0.0, *accumulate(end_us - start_us for start_us, end_us in joined)]
 
-    def __init__(self, sleeps: Iterable[tuple[float, float]]) -> None:
-        self._sleeps = _joined(sleeps)
-        lengths_us = [end_us - start_us for start_us, end_us in self._sleeps]
-        self._before_us = [0.0, *accumulate(lengths_us)]
+    def awake(time_us: float) -> float:
+        place = bisect_left(joined, time_us, key=lambda sleep: sleep[1])
+        began_us = joined[place][0] if place < len(joined) else time_us
+        return min(time_us, began_us) - slept_us[place]
 
-    def left_out(self, time_us: float) -> float:
-        """Return a time on a clock that stands still in sleeps."""
-        place = bisect_left(self._sleeps, time_us, key=lambda sleep: sleep[1])
-        began_us = self._sleeps[place][0] if place < len(self._sleeps) else time_us
-        return min(time_us, began_us) - self._before_us[place]
+    return awake
 
 
 def _outer_first(spans: Iterable[HostSpan]) -> tuple[HostSpan, ...]:
@@ -386,11 +383,6 @@ class RankSplit:
     def all_waiting_us(self) -> float:
         """The time that a step waits for collectives."""
         return sum(self.waiting_us.values())
-
-
-def slowest(splits: Sequence[RankSplit]) -> RankSplit:
-    """Return the rank that computes longest, for which the others wait."""
-    return max(splits, key=lambda split: split.all_computing_us)
 
 
 def mean_step(splits: Sequence[RankSplit]) -> dict[str, tuple[float, float]]:

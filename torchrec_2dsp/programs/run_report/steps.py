@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from torchrec_2dsp.programs.bench.results import ContestantResult
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
 from torchrec_2dsp.programs.run_report.gain import Contenders
-from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, mean_step, slowest
+from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, mean_step
 from torchrec_2dsp.report.charts import BarChart, Bars
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table
@@ -84,6 +84,11 @@ def rank_shares(splits: Sequence[RankSplit]) -> RankShares | None:
         slowest=sum(map(max, computing_us)) / len(steps),
         step=sum(whole_us) / len(whole_us),
     )
+
+
+def slowest(splits: Sequence[RankSplit]) -> RankSplit:
+    """Return the rank that computes longest, for which the others wait."""
+    return max(splits, key=lambda split: split.all_computing_us)
 
 
 def slowest_counts(splits: Sequence[RankSplit]) -> Counter[int]:

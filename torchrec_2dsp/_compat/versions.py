@@ -6,7 +6,6 @@ ends in an undefined symbol.
 """
 
 import ctypes
-import platform
 import re
 import sys
 import warnings
@@ -77,20 +76,6 @@ def _find(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def recorded_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that results depend on.
-
-    Example:
-        >>> from torchrec_2dsp._compat.versions import recorded_versions
-        >>> "torch" in recorded_versions()
-        True
-    """
-    packages = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec-2dsp", "numpy")
-    # Only one of the two FBGEMM packages is installed.
-    versions = {package: version for package in packages if (version := _find(package))}
-    return {"python": platform.python_version()} | versions
 
 
 def _find_torch() -> str | None:

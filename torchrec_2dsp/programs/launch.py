@@ -1,13 +1,15 @@
-"""Join and leave the world that torchrun started."""
+"""Join and leave the world that torchrun started; name what it runs on."""
 
 import ctypes
 import logging
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,24 @@ _LARGEST_KEPT_BYTES = 32 * 2**20
 """The largest value that glibc accepts."""
 DEFAULT_TIMEOUT_S = 1800.0
 """The time after which waiting for another rank fails; gloo's default."""
+_RECORDED_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec-2dsp", "numpy")
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def recorded_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that results depend on.
+
+    Example:
+        >>> from torchrec_2dsp.programs.launch import recorded_versions
+        >>> "torch" in recorded_versions()
+        True
+    """
+    versions = {"python": platform.python_version()}
+    for package in _RECORDED_PACKAGES:
+        # Only one of the two FBGEMM packages is installed.
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def check_launched(command: str) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from torchrec_2dsp._compat.versions import recorded_versions
 from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.results import BenchSetting
 from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.launch import recorded_versions
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 
 _PROC = Path("/proc")

@@ -16,12 +16,12 @@ from pathlib import Path
 import tomli_w
 from pydantic import ConfigDict, Field
 
-from torchrec_2dsp._compat.versions import recorded_versions
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.config.config_file import with_absolute_paths
 from torchrec_2dsp.programs.config.section import Section, write_whole, writing
+from torchrec_2dsp.programs.launch import recorded_versions
 from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import (

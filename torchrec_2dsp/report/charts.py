@@ -358,15 +358,13 @@ def _legend_inches(names: "Sequence[str] | set[str]") -> float:
 def _plotting() -> Iterator[None]:
     """Plot in this module's style, then restore the user's."""
     try:
-        import matplotlib
+        from matplotlib import style
     except ImportError as error:
         raise ConfigError(
             "plots need matplotlib, which is not installed; pip install 'torchrec-2dsp[report]', "
             "or do without plots"
         ) from error
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
+    with style.context(_STYLE, after_reset=True):
         yield
 
 

@@ -23,7 +23,7 @@ from tests.support.recommenders import (
 )
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 from torchrec_2dsp.programs.data.negatives import NegativeKind, WithNegatives
-from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig, make_batch
+from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.models.ranking import RankingQuality, rank_all_items
@@ -148,48 +148,27 @@ def test_the_mean_over_samples_is_the_same_for_every_number_of_ranks(
         assert largest_gap(of_ranks[0].weights, expected.weights) < ROUNDING
 
 
-class Clicks:
-    """Synthetic clicks as a `Dataset`."""
-
-    num_dense = 2
-    config = SyntheticConfig(
-        num_dense=2,
-        base_rate=0.5,
-        features=(
-            SparseFeature(name="user", num_rows=40, min_ids=0, max_ids=3),
-            SparseFeature(name="item", num_rows=15),
-            SparseFeature(name="unused", num_rows=7),
-        ),
-    )
-    features = config.features
-
-    def num_train_batches(self, global_batch_size: int) -> int:
-        return 1_000
-
-    def batches(
-        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
-    ) -> Any:
-        for step in range(start, 1_000):
-            yield make_batch(
-                self.config,
-                step=step,
-                global_batch_size=global_batch_size,
-                rank=rank,
-                world_size=world_size,
-                split=split,
-            )
+CLICKS = SyntheticConfig(
+    num_dense=2,
+    base_rate=0.5,
+    features=(
+        SparseFeature(name="user", num_rows=40, min_ids=0, max_ids=3),
+        SparseFeature(name="item", num_rows=15),
+        SparseFeature(name="unused", num_rows=7),
+    ),
+).dataset()
 
 
 def two_towers(loss: str) -> nn.Module:
     settings = {"user_features": ["user"], "item_features": ["item"], "dim": 8, "layers": [8]}
-    return build_any_model(Clicks(), TwoTowerConfig.model_validate(settings | {"loss": loss}))
+    return build_any_model(CLICKS, TwoTowerConfig.model_validate(settings | {"loss": loss}))
 
 
 def quality_of(model: Any) -> RankingQuality:
     """Return all ranks' ranking quality for clicked items."""
     group = dist.group.WORLD if dist.is_initialized() else None
     rank, world_size = (group.rank(), group.size()) if group else (0, 1)
-    batches = batches_of(Clicks(), rank, world_size, Split.EVAL)
+    batches = batches_of(CLICKS, rank, world_size, Split.EVAL)
     places = rank_all_items(model, batches, chunk_size=6)
     return RankingQuality.over_ranks(places, 15, group)
 
@@ -205,14 +184,14 @@ TWO_TOWER_WAYS: dict[str, Way] = {
 
 def train_towers(rank: int, world_size: int, loss: str) -> dict[str, TrainedModel]:
     return {
-        name: train_sharded(two_towers(loss), Clicks(), way, quality_of)
+        name: train_sharded(two_towers(loss), CLICKS, way, quality_of)
         for name, way in TWO_TOWER_WAYS.items()
     }
 
 
 @pytest.mark.parametrize("loss", ["bce", "in_batch"])
 def test_two_towers_train_every_way_as_one_process(ranks4: RankPool, loss: str) -> None:
-    expected = train_unsharded(two_towers(loss), Clicks(), 4, quality_of)
+    expected = train_unsharded(two_towers(loss), CLICKS, 4, quality_of)
     assert 20 < expected.at_end.num_targets < 64
     assert expected.at_end.recall(1) < expected.at_end.recall(15) == 1
     start = {name: value.detach() for name, value in two_towers(loss).named_parameters()}

@@ -20,6 +20,7 @@ from tests.support.devices import rank_device
 from tests.support.planning import group_plan_of
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
+from torchrec_2dsp.programs.models.model import tables_of
 
 LR, DENSE_LR, STEPS, GLOBAL_BATCH = 0.05, 0.1, 4, 16
 
@@ -101,7 +102,7 @@ def shard_model(model: nn.Module, way: Way) -> tdsp.ModelParallel2D:
         tdsp.EmbeddingBagCollectionSharder2D(rule, keep_weights=True),
         tdsp.EmbeddingCollectionSharder2D(rule),
     ]
-    tables = [table for part in model.modules() for table in _configs_of(part)]
+    tables = [config.name for config in tables_of(model)]
     constraints = {
         table: ParameterConstraints(sharding_types=[way.sharding_type]) for table in tables
     }
@@ -111,13 +112,6 @@ def shard_model(model: nn.Module, way: Way) -> tdsp.ModelParallel2D:
     return tdsp.ModelParallel2D(
         model, plan=plan, sharders=sharders, data_parallel_wrapper=way.dense()
     )
-
-
-def _configs_of(module: Any) -> list[str]:
-    for name in ("embedding_configs", "embedding_bag_configs"):
-        if hasattr(module, name):
-            return [config.name for config in getattr(module, name)()]
-    return []
 
 
 def optimizer_of(parallel: Any, way: Way) -> KeyedOptimizer:

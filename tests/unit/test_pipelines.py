@@ -227,7 +227,10 @@ def test_impossible_schedules_are_refused() -> None:
 
 LAYERED = Layered(
     stack=tdsp.LayerStack([nn.Linear(4, 4), nn.Linear(4, 4)], nn.MSELoss(reduction="none")),
+    name="stack",
+    units=(),
     tensor_plan={"stack.layers.0": ColwiseParallel()},
+    sample=lambda num_samples: (torch.rand(num_samples, 4), [torch.rand(num_samples, 4)]),
 )
 MESH = DenseMesh.for_world(8, tp=2)
 PIPELINES = DenseMesh.for_world(8, pp=2)

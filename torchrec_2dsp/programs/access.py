@@ -5,29 +5,18 @@ Ranks read different blocks and sum their counts. Counters and statistics are in
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from pydantic import BaseModel, ConfigDict
 
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.programs.data.dataset import Progress, Split, open_together
 from torchrec_2dsp.programs.data.logs.ids import MISSING_ROW, collision_rate, values_behind
-from torchrec_2dsp.programs.data.logs.sections import (
-    AvazuConfig,
-    CriteoConfig,
-    InteractionsConfig,
-    TableConfig,
-)
-from torchrec_2dsp.programs.models.model import table_name
-
-LoggedData = Annotated[
-    TableConfig | CriteoConfig | AvazuConfig | InteractionsConfig, Field(discriminator="kind")
-]
-"""The config sections for logs in files."""
+from torchrec_2dsp.programs.data.logs.sections import LoggedData
+from torchrec_2dsp.programs.models.model import bags_of, table_name
 
 
 class AccessConfig(BaseModel):
@@ -114,15 +103,8 @@ def count_access(
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     data = open_together(config.data, group, progress)
-    counter = RowCounter(
-        EmbeddingBagConfig(
-            num_embeddings=feature.num_rows,
-            embedding_dim=_COUNTED_DIM,
-            name=table_name(feature.name),
-            feature_names=[feature.name],
-        )
-        for feature in data.features
-    )
+    tables = bags_of(data.features, _COUNTED_DIM, "meta").embedding_bag_configs()
+    counter = RowCounter(tables)
     num_rows, total = 0, data.num_rows(Split.TRAIN) / world_size
     with (
         agreeing(group),

@@ -311,7 +311,8 @@ class BenchConfig(Section):
     def _check_kinds(self) -> "BenchConfig":
         check_pair(self.data, self.model)
         for name, own in self.planned.items():
-            check_balance(f"contestants.{name}", own, self.model, self.schedule.device)
+            device = self.schedule.device
+            check_balance(f"contestants.{name}", own.balance, own.dense, self.model, device)
             check_calibrated(f"contestants.{name}", own.dense, self.calibration)
             check_preconditioned(f"contestants.{name}", own.dense, self.optimizer.dense_optimizer)
             if isinstance(own.dense, PipelinedConfig) and own.dense.recut_every:

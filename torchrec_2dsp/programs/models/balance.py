@@ -7,7 +7,7 @@ Pipelines take batches ahead, so a batch carries its own loss's weight.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,31 +94,19 @@ def sample_lengths(
     return num_used_items
 
 
-class DealsSamples(Protocol):
-    """A training run, or a benchmark's contestant."""
-
-    @property
-    def balance(self) -> BalanceConfig | None:
-        """The balance section, if samples are dealt."""
-        ...
-
-    @property
-    def dense(self) -> DenseKinds:
-        """The section for the dense part."""
-        ...
-
-
-def check_balance(key: str, run: DealsSamples, model: ModelSection, device: str) -> None:
+def check_balance(
+    key: str, balance: BalanceConfig | None, dense: DenseKinds, model: ModelSection, device: str
+) -> None:
     """Refuse a balance that would train something else, or can't work."""
-    if run.balance is None:
+    if balance is None:
         return
     if not isinstance(model, OwnModelConfig):
-        run.balance.refuse_unread(
+        balance.refuse_unread(
             ["mean_over_samples"],
             "is for a model of your own; leave it out",
             key=f"{key}.balance.",
         )
-    reason = _refusal(run.balance, model, run.dense, device)
+    reason = _refusal(balance, model, dense, device)
     if reason is not None:
         raise ConfigError(f"{key}.balance deals samples to other ranks, and {reason}")
 

@@ -1,7 +1,7 @@
 """The wrapper of a model's dense part, by its config or by predictions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -51,19 +51,19 @@ _SMALLER = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Layered:
-    """The layers that a model's ranks may share; empty for a model without a stack."""
+    """The layers that a model's ranks may share."""
 
-    stack: LayerStack | None = None
-    name: str = ""
+    stack: LayerStack
+    name: str
     """The stack's name in the model."""
 
-    units: tuple[type[nn.Module], ...] = ()
+    units: tuple[type[nn.Module], ...]
     """Modules whose parameters are gathered together when sharded."""
 
-    tensor_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    tensor_plan: Mapping[str, ParallelStyle]
     """Tensor-parallel styles, by module names in the model."""
 
-    sample: Callable[[int], Sample] | None = None
+    sample: Callable[[int], Sample]
     """Makes samples that have the right sizes."""
 
     def work(
@@ -71,17 +71,9 @@ class Layered:
     ) -> DenseLayers:
         """Measure all layers on this machine, while the other ranks do the same.
 
-        Raises:
-            ConfigError: the model has no layers that could be shared.
-
         Collectives:
             One all-reduce per layer, with four numbers.
         """
-        if self.stack is None or self.sample is None:
-            raise ConfigError(
-                "the model has no LayerStack, so its dense part can't be planned; use another "
-                "kind of dense part, or the sequence model"
-            )
         small = max(1, batch_size // _SMALLER)
         inputs, targets = self.sample(batch_size)
         few = [tensor[:small] for tensor in (inputs, *targets)]
@@ -110,7 +102,6 @@ class Layered:
         self, number: int, seconds: torch.Tensor, sizes: tuple[int, int], timed: LayerTime
     ) -> LayerWork:
         """Fit a layer's times by a constant and a term per sample."""
-        assert self.stack is not None
         layer, (many, few) = self.stack.layers[number], sizes
         total = seconds.sum(dim=1)
         per_sample = float(total[0] - total[1]) / (many - few) if many > few else 0.0
@@ -132,7 +123,6 @@ class Layered:
 
     def _sums(self, number: int) -> int:
         """Count a layer's modules that end in a sum if it is split."""
-        assert self.stack is not None
         prefix = f"{self.name}.layers.{number}"
         names = [f"{prefix}.{name}" for name, _ in self.stack.layers[number].named_modules()]
         return sum(
@@ -143,8 +133,6 @@ class Layered:
 
     def _kept_bytes(self, number: int) -> float:
         """Return the bytes that a layer keeps per sample for its backward."""
-        assert self.stack is not None
-        assert self.sample is not None
         given, _ = self.sample(1)
         params = {param.data_ptr() for param in self.stack.parameters()}
         sizes: dict[int, int] = {}
@@ -163,14 +151,13 @@ class Layered:
 
 
 def dense_wrapper(
-    config: DenseKinds, layered: Layered | None = None, *, static_graph: bool = True
+    config: DenseKinds, layered: Layered | None, *, static_graph: bool = True
 ) -> DataParallelWrapper | None:
     """Build the wrapper; `None` for TorchRec's own, which is DDP.
 
     Raises:
         ConfigError: the model has no layers to share.
     """
-    layered = layered or Layered()
     match config:
         case DDPConfig():
             return None if static_graph else DefaultDataParallelWrapper(static_graph=False)
@@ -192,16 +179,15 @@ def dense_wrapper(
         case DelayedConfig():
             return DelayedDense(warm_up=config.warm_up)
         case FullyShardedConfig():
-            return FullyShardedDense(layered.units, num_copies=config.num_copies)
+            units = layered.units if layered else ()
+            return FullyShardedDense(units, num_copies=config.num_copies)
         case LocalConfig():
             return LocalDense(density=config.meeting_density, values=config.values)
         case TensorParallelConfig():
-            _check_stack(config.kind, layered)
-            return TensorParallelDense(
-                layered.tensor_plan, tp=config.tp, num_copies=config.num_copies
-            )
+            plan = _layers(config.kind, layered).tensor_plan
+            return TensorParallelDense(plan, tp=config.tp, num_copies=config.num_copies)
         case PipelinedConfig():
-            _check_stack(config.kind, layered)
+            layered = _layers(config.kind, layered)
             check_one_length(config.kind, layered)
             return PipelinedDense(
                 config.num_stages,
@@ -217,11 +203,12 @@ def dense_wrapper(
             raise AssertionError("dense_part plans it")
 
 
-def _check_stack(kind: str, layered: Layered) -> None:
-    if layered.stack is None:
+def _layers(kind: str, layered: Layered | None) -> Layered:
+    if layered is None:
         raise ConfigError(
             f'dense.kind="{kind}" is for models with a LayerStack, such as model.kind="sequence"'
         )
+    return layered
 
 
 def check_one_length(kind: str, layered: Layered) -> None:
@@ -269,7 +256,7 @@ class DensePart:
 
 def dense_part(
     config: DenseKinds,
-    layered: Layered,
+    layered: Layered | None,
     *,
     calibration: str,
     batch_size: int,
@@ -286,6 +273,11 @@ def dense_part(
     """
     if config.kind != "planned":
         return DensePart(dense_wrapper(config, layered, static_graph=static_graph))
+    if layered is None:
+        raise ConfigError(
+            "the model has no LayerStack, so its dense part can't be planned; use another kind of "
+            "dense part, or the sequence model"
+        )
     check_one_length(config.kind, layered)
     world = world_group()
     world_size = dist.get_world_size(world)

@@ -65,10 +65,10 @@ def dataset_for(model: ModelSection, dataset: Dataset) -> Dataset:
     )
 
 
-def layered_of(model: nn.Module) -> Layered:
-    """Return the layers that a model's ranks may share."""
+def layered_of(model: nn.Module) -> Layered | None:
+    """Return the layers that a model's ranks may share; `None` for a model without a stack."""
     if not isinstance(model, NextItemModel):
-        return Layered()
+        return None
     return Layered(
         stack=model.dense,
         name="dense",

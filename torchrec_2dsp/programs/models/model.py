@@ -1,6 +1,6 @@
 """DLRM and DCN over a dataset's features, and what all model sections share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -17,7 +17,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import type_2d
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import ModelConfig, SplitPlace
-from torchrec_2dsp.programs.data.dataset import BatchShape
+from torchrec_2dsp.programs.data.dataset import BatchShape, DatasetFeature
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_whole_tables_
 
 
@@ -26,6 +26,9 @@ def _check_types(types: tuple[str, ...]) -> tuple[str, ...]:
         type_2d(name)
     return types
 
+
+Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""What `DLRMTrain` returns: the loss, and beside it the detached loss, scores and labels."""
 
 ShardingTypes = Annotated[tuple[str, ...], AfterValidator(_check_types)]
 """Names of sharding types, TorchRec's or their 2D forms."""
@@ -54,18 +57,7 @@ def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "c
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
-        tables = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=table_name(feature.name),
-                    num_embeddings=feature.num_rows,
-                    embedding_dim=model.dim,
-                    feature_names=[feature.name],
-                )
-                for feature in data.features
-            ],
-            device=torch.device(tables_device),
-        )
+        tables = bags_of(data.features, model.dim, tables_device)
         if tables_device != "meta":
             draw_whole_tables_(tables, model.seed)
         # Not what the tables' weights left of the stream: their device must not matter.
@@ -84,6 +76,22 @@ def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "c
             dcn_low_rank_dim=model.dcn_low_rank,
         )
         return DLRMTrain(cross_layers)
+
+
+def bags_of(
+    features: Sequence[DatasetFeature], dim: int, tables_device: str
+) -> EmbeddingBagCollection:
+    """Build a collection with a table for each feature."""
+    tables = [
+        EmbeddingBagConfig(
+            name=table_name(feature.name),
+            num_embeddings=feature.num_rows,
+            embedding_dim=dim,
+            feature_names=[feature.name],
+        )
+        for feature in features
+    ]
+    return EmbeddingBagCollection(tables=tables, device=torch.device(tables_device))
 
 
 def table_name(feature: str) -> str:

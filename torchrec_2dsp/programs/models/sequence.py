@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_2dsp.errors import InputError
 from torchrec_2dsp.programs.data.negatives import NegativeItems, NegativeKind, negatives_name
-from torchrec_2dsp.programs.models.model import PlannedSection, table_name
+from torchrec_2dsp.programs.models.model import Output, PlannedSection, table_name
 from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, RankingConfig, places_of
 from torchrec_2dsp.programs.models.sequence_layers import (
     Positions,
@@ -195,9 +195,6 @@ def _rows(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Take the values at these places; the last one for -1."""
     places = places.where(places >= 0, values.shape[0] - 1)
     return values.index_select(0, places.flatten()).unflatten(0, places.shape)
-
-
-Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class NextItemModel(nn.Module):

@@ -8,18 +8,14 @@ from pydantic import Field, model_validator
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.data.negatives import feature_of
-from torchrec_2dsp.programs.models.model import PlannedSection, table_name
+from torchrec_2dsp.programs.models.model import Output, PlannedSection, bags_of
 from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, RankingConfig, places_of
-
-Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class TwoTowerConfig(PlannedSection):
@@ -120,24 +116,11 @@ class TwoTowerModel(nn.Module):
     ) -> None:
         super().__init__()
         self._config = config
-        self.num_dense = num_dense
-        """The user tower's number of dense features."""
         used = [
             feature_of(features, name) for name in (*config.user_features, *config.item_features)
         ]
         self._num_items = feature_of(features, config.item_features[0]).num_rows
-        self.embeddings = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=table_name(feature.name),
-                    num_embeddings=feature.num_rows,
-                    embedding_dim=config.dim,
-                    feature_names=[feature.name],
-                )
-                for feature in used
-            ],
-            device=torch.device(tables_device),
-        )
+        self.embeddings = bags_of(used, config.dim, tables_device)
         # Not what the tables' weights left of the stream: their device must not matter.
         torch.manual_seed(config.seed + 1)
         self.user_tower = Tower(len(config.user_features) * config.dim + num_dense, config)

@@ -363,7 +363,7 @@ class TrainConfig(Section):
         return self
 
     def _check_run(self, name: str, run: RunConfig) -> None:
-        check_balance(f"runs.{name}", run, self.model, self.loop.device)
+        check_balance(f"runs.{name}", run.balance, run.dense, self.model, self.loop.device)
         check_calibrated(f"runs.{name}", run.dense, run.calibration)
         optimizer = self.optimizer
         check_preconditioned(

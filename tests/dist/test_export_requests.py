@@ -11,20 +11,22 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.support.exporting import plain_scores, stock_model, train_config
+from tests.support.exporting import (
+    LAYERS,
+    exported,
+    plain_scores,
+    run_config,
+    stock_model,
+    train_config,
+)
 from tests.support.logs import Row, hashed_row, make_rows, write_log
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.export.export import ExportRecord, export_model
+from torchrec_2dsp.programs.export.export import ExportRecord
 from torchrec_2dsp.programs.export.requests import HistoryEncoder, RequestEncoder
 from torchrec_2dsp.programs.export.served import load_script
-from torchrec_2dsp.programs.export.source import ExportSource
-from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.results import RunFolder
 
 NUM_TAGS = 20
 ROWS = make_rows(160)
@@ -32,33 +34,20 @@ HELD_OUT = ROWS[-40:]
 
 
 def config_in(folder: Path) -> TrainConfig:
-    tree = {
-        "data": {
-            "kind": "table",
-            "files": [str(folder / "log.csv")],
-            "label": "label",
-            "dense": [{"column": "number", "lowest": 0, "log1p": True, "scale": "measured"}],
-            "features": [
-                {"name": "user", "encoding": "vocabulary", "min_count": 2},
-                {"name": "tags", "separator": "|", "num_rows": NUM_TAGS},
-            ],
-            "held_out": {"by": "last", "share": len(HELD_OUT) / len(ROWS)},
-            "prepared": str(folder / "made"),
-            "epochs": 0,
-        },
-        "model": {"dim": 8, "dense_layers": [4], "over_layers": [4]},
-        "optimizer": {"lr": 0.1},
-        "loop": {"steps": 8, "global_batch_size": 40, "eval_steps": 1},
-        "checkpoint": {"folder": str(folder / "checkpoints")},
-        "output": {"folder": str(folder / "out")},
-        "runs": {"main": {"num_groups": 2}},
+    data = {
+        "kind": "table",
+        "files": [str(folder / "log.csv")],
+        "label": "label",
+        "dense": [{"column": "number", "lowest": 0, "log1p": True, "scale": "measured"}],
+        "features": [
+            {"name": "user", "encoding": "vocabulary", "min_count": 2},
+            {"name": "tags", "separator": "|", "num_rows": NUM_TAGS},
+        ],
+        "held_out": {"by": "last", "share": len(HELD_OUT) / len(ROWS)},
+        "prepared": str(folder / "made"),
+        "epochs": 0,
     }
-    return make_config(TrainConfig, tree)
-
-
-def train_on_log(rank: int, world_size: int, folder: Path) -> None:
-    config = config_in(folder)
-    train(config, [RunFolder(config.output.folder, config)] if rank == 0 else [])
+    return run_config(folder, data, LAYERS, lr=0.1, steps=8, global_batch_size=40, eval_steps=1)
 
 
 def check_refusals(encoder: RequestEncoder, columns: dict[str, list[Any]], served: Path) -> None:
@@ -87,10 +76,8 @@ def expected_ids(row: Row, vocabulary: list[str]) -> tuple[list[int], list[int]]
 
 def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_path: Path) -> None:
     write_log(tmp_path / "log.csv", ROWS)
-    ranks2.run(train_on_log, tmp_path)
-    source, served = ExportSource.find(tmp_path / "out"), tmp_path / "served"
-    with only_rank("export"):
-        record = export_model(source, served, max_loss=0.01)
+    ranks2.run(train_config, config_in(tmp_path))
+    source, served, record = exported(tmp_path)
     config = source.config
     (trained_on,) = config.data.dataset().batches(
         Split.EVAL, global_batch_size=len(HELD_OUT), rank=0, world_size=1
@@ -170,24 +157,16 @@ def test_names_of_items_get_the_scores_of_the_trained_model(
     ranks2: RankPool, tmp_path: Path
 ) -> None:
     by_user, by_frequency = write_interactions(tmp_path / "log.inter")
-    tree = {
-        "data": {
-            "kind": "interactions",
-            "files": [str(tmp_path / "log.inter")],
-            "feature": "movie",
-            "epochs": 0,
-            "num_ahead": 0,
-        },
-        "model": {"kind": "sequence", "feature": "movie", "dim": 8, "max_length": MAX_LENGTH},
-        "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 1},
-        "checkpoint": {"folder": str(tmp_path / "checkpoints")},
-        "output": {"folder": str(tmp_path / "out")},
-        "runs": {"main": {"num_groups": 2}},
+    data = {
+        "kind": "interactions",
+        "files": [str(tmp_path / "log.inter")],
+        "feature": "movie",
+        "epochs": 0,
+        "num_ahead": 0,
     }
-    ranks2.run(train_config, make_config(TrainConfig, tree))
-    source, served = ExportSource.find(tmp_path / "out"), tmp_path / "served"
-    with only_rank("export"):
-        export_model(source, served, max_loss=1.0)
+    sequences = {"kind": "sequence", "feature": "movie", "dim": 8, "max_length": MAX_LENGTH}
+    ranks2.run(train_config, run_config(tmp_path, data, sequences, eval_steps=1))
+    source, served, _ = exported(tmp_path, max_loss=1.0)
     model = stock_model(source)
     weight = model.get_parameter("embeddings.embeddings.t_movie.weight")
     script = load_script(served / "model.pt")

@@ -9,20 +9,19 @@ import pytest
 import torch
 
 from tests.support.exporting import (
-    HALF_PRECISION,
+    exported,
+    half_step,
     printed_alone,
     quantized_by_hand,
+    run_config,
     stock_model,
     train_config,
 )
 from tests.support.ranks import RankPool
-from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.export.export import ExportRecord, export_model
+from torchrec_2dsp.programs.export.export import ExportRecord
 from torchrec_2dsp.programs.export.served import load_script
 from torchrec_2dsp.programs.export.source import ExportSource
-from torchrec_2dsp.programs.launch import only_rank
-from torchrec_2dsp.programs.train.config import TrainConfig
 
 pytestmark = pytest.mark.dealt_file
 
@@ -44,34 +43,25 @@ class Served(NamedTuple):
 def served(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Return a model that has learned something of which item comes next."""
     folder = tmp_path_factory.mktemp("sequences")
-    tree = {
-        # A sample of one item has no history, and one of nine is longer than the model looks.
-        "data": {
-            "kind": "synthetic_sequences",
-            "num_items": NUM_ITEMS,
-            "min_length": 1,
-            "max_length": 9,
-            "length_skew": 0.3,
-            "num_clusters": 5,
-        },
-        "model": {
-            "kind": "sequence",
-            "dim": 8,
-            "max_length": MAX_LENGTH,
-            "num_negatives": 4,
-            "ranking": {"exclude_seen": True, "chunk_size": 25},
-        },
-        "optimizer": {"lr": 0.1},
-        "loop": {"steps": 20, "global_batch_size": 16, "eval_steps": EVAL_STEPS},
-        "checkpoint": {"folder": str(folder / "checkpoints")},
-        "output": {"folder": str(folder / "out")},
-        "runs": {"main": {"num_groups": 2}},
+    # A sample of one item has no history, and one of nine is longer than the model looks.
+    data = {
+        "kind": "synthetic_sequences",
+        "num_items": NUM_ITEMS,
+        "min_length": 1,
+        "max_length": 9,
+        "length_skew": 0.3,
+        "num_clusters": 5,
     }
-    config = make_config(TrainConfig, tree)
+    model = {
+        "kind": "sequence",
+        "dim": 8,
+        "max_length": MAX_LENGTH,
+        "num_negatives": 4,
+        "ranking": {"exclude_seen": True, "chunk_size": 25},
+    }
+    config = run_config(folder, data, model, lr=0.1, steps=20, eval_steps=EVAL_STEPS)
     ranks2.run(train_config, config)
-    source, output = ExportSource.find(folder / "out"), folder / "served"
-    with only_rank("export"):
-        record = export_model(source, output, max_loss=0.2)
+    source, output, record = exported(folder, max_loss=0.2)
     return Served(output, source, record, load_script(output / "model.pt"), stock_model(source))
 
 
@@ -131,8 +121,7 @@ def test_the_file_predicts_as_the_trained_layers_do_over_rounded_rows(served: Se
     span = exact.amax(dim=1, keepdim=True) - exact.amin(dim=1, keepdim=True)
     # A number on the border between two steps may be rounded either way.
     assert ((rows - quantized_by_hand(exact)).abs() <= span / 255 * 1.01).all()
-    bound = span / 510 + 2 * HALF_PRECISION * exact.abs().amax(dim=1, keepdim=True)
-    assert ((rows - exact).abs() <= bound).all()
+    assert ((rows - exact).abs() <= half_step(exact)).all()
     samples = held_out(served.source)
     lengths = {len(sample) for sample in samples}
     assert 1 in lengths

@@ -1,24 +1,16 @@
 """Each model and dense optimizer of the training program trains as the unsharded model does."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
-from torchrec.datasets.utils import Batch
 
+from tests.support.exporting import OWN
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, PlainRun, config_with
 from torchrec_2dsp.programs.config.sections import SplitPlace
-from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 
@@ -133,34 +125,6 @@ CLICKS = {
 SEQUENCES = {"kind": "synthetic_sequences", "num_items": 60, "max_length": 8, "num_clusters": 5}
 
 
-class OwnModel(nn.Module):
-    """User bags and item sequences in one model."""
-
-    def __init__(self, features: Sequence[DatasetFeature], num_dense: int, dim: int) -> None:
-        super().__init__()
-        users, items = features
-        self.bags = EmbeddingBagCollection(
-            [EmbeddingBagConfig(users.num_rows, dim, name="t_user", feature_names=["user"])]
-        )
-        self.items = EmbeddingCollection(
-            [EmbeddingConfig(items.num_rows, dim, name="t_item", feature_names=["item"])]
-        )
-        self.over = nn.Linear(num_dense + 2 * dim, 1)
-
-    def forward(self, batch: Batch) -> Any:
-        users, items = self.bags(batch.sparse_features), self.items(batch.sparse_features)
-        inputs = [batch.dense_features, users["user"], items["item"].values()]
-        logits = self.over(torch.cat(inputs, dim=1)).squeeze(1)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        return loss, (loss.detach(), logits.detach(), batch.labels)
-
-
-def make_model(
-    features: Sequence[DatasetFeature], num_dense: int, options: Mapping[str, Any]
-) -> nn.Module:
-    return OwnModel(features, num_dense, options["dim"])
-
-
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "sequence": (
         SEQUENCES,
@@ -184,11 +148,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
         },
         {"loss", "recall@3", "ndcg@3"},
     ),
-    "own": (
-        CLICKS,
-        {"kind": "module:factory", "factory": f"{__name__}:make_model", "options": {"dim": 8}},
-        {"loss", "ne", "auc", "calibration"},
-    ),
+    "own": (CLICKS, OWN, {"loss", "ne", "auc", "calibration"}),
 }
 
 

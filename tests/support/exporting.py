@@ -2,22 +2,31 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+from torchrec.datasets.utils import Batch
 
 from tests.support.programs import python
 from tests.support.train_runs import plain_metrics
 from torchrec_2dsp.programs.config.config_file import make_config
-from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
+from torchrec_2dsp.programs.export.export import ExportRecord, export_model
 from torchrec_2dsp.programs.export.source import ExportSource
+from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, has_clicks
 from torchrec_2dsp.programs.models.model import split_
 from torchrec_2dsp.programs.train import program as trainer
@@ -25,7 +34,6 @@ from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunFolder
 
-ROOT = Path(__file__).parents[2]
 DATA = {
     "num_dense": 2,
     "features": [
@@ -36,6 +44,7 @@ DATA = {
 LAYERS = {"dim": 8, "dense_layers": [4], "over_layers": [4]}
 TOWERS = {"kind": "two_tower", "user_features": ["user"], "item_features": ["item"], "dim": 8}
 SPLITS = {"splits": {"dense": 0.5, "over": 0.5}, "split_threshold": "laplace"}
+OWN = {"kind": "module:factory", "factory": f"{__name__}:make_model"}
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dlrm": (LAYERS, {}),
     "dcn": ({**LAYERS, "kind": "dcn"}, {}),
@@ -45,7 +54,10 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**TOWERS, "loss": "in_batch", "temperature": 0.5, "ranking": {"among": "sampled"}},
         {},
     ),
+    "own": (OWN, {}),
 }
+MOST_IDS = 3
+"""The most items of a sample."""
 HALF_PRECISION = 2.0**-11
 """The rounding of a row's scale and offset, which FBGEMM keeps in half precision."""
 ALONE = """
@@ -66,18 +78,67 @@ runpy.run_path(script, run_name="__main__")
 """Runs a script where nothing but torch and FBGEMM can be imported."""
 
 
-def config_of(cell: str, folder: Path) -> TrainConfig:
-    """Return the config of a cell, whose runs leave all that an export needs."""
-    model, run = CELLS[cell]
+class OwnModel(nn.Module):
+    """User bags and item sequences, in a model that isn't one of the built-in kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bags = EmbeddingBagConfig(40, 8, name="t_user", feature_names=["user"])
+        rows = EmbeddingConfig(30, 8, name="t_item", feature_names=["item"])
+        self.bags = EmbeddingBagCollection([bags])
+        self.items = EmbeddingCollection([rows])
+        self.over = nn.Linear(2 + (1 + MOST_IDS) * 8, 1)
+
+    def forward(self, batch: Batch) -> Any:
+        users = self.bags(batch.sparse_features)["user"]
+        items = self.items(batch.sparse_features)["item"].to_padded_dense(MOST_IDS)
+        inputs = torch.cat([batch.dense_features, users, items.flatten(1)], dim=1)
+        logits = self.over(torch.relu(inputs)).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, (loss.detach(), logits.detach(), batch.labels)
+
+
+def make_model(
+    features: Sequence[DatasetFeature], num_dense: int, options: Mapping[str, Any]
+) -> nn.Module:
+    return OwnModel()
+
+
+def run_config(
+    folder: Path,
+    data: Mapping[str, Any],
+    model: Mapping[str, Any],
+    run: Mapping[str, Any] | None = None,
+    *,
+    lr: float = 0.02,
+    **loop: int,
+) -> TrainConfig:
+    """Return a config whose only run leaves in a folder all that an export needs."""
     tree = {
-        "data": DATA,
+        "data": data,
         "model": model,
-        "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 2, "report_every": 4},
-        "checkpoint": {"folder": str(folder / cell / "checkpoints")},
-        "output": {"folder": str(folder / cell / "out")},
-        "runs": {"main": {"num_groups": 2, **run}},
+        "optimizer": {"lr": lr},
+        "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 2, **loop},
+        "checkpoint": {"folder": str(folder / "checkpoints")},
+        "output": {"folder": str(folder / "out")},
+        "runs": {"main": {"num_groups": 2, **(run or {})}},
     }
     return make_config(TrainConfig, tree)
+
+
+class Exported(NamedTuple):
+    """An exported model."""
+
+    source: ExportSource
+    folder: Path
+    record: ExportRecord
+
+
+def exported(folder: Path, *, max_loss: float = 0.01) -> Exported:
+    """Export what a `run_config` has trained in a folder."""
+    source, output = ExportSource.find(folder / "out"), folder / "served"
+    with only_rank("export"):
+        return Exported(source, output, export_model(source, output, max_loss=max_loss))
 
 
 @dataclass(frozen=True)
@@ -104,7 +165,8 @@ def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "evaluated", evaluated)
         for cell in CELLS:
-            config = config_of(cell, folder)
+            model, run = CELLS[cell]
+            config = run_config(folder / cell, DATA, model, run)
             watchers = [] if rank else [RunFolder(config.output.folder, config)]
             metrics = dict(train(config, watchers).runs[0].evaluated.metrics)
             done[cell] = Trained(metrics, list(thresholds))
@@ -132,6 +194,19 @@ def quantized_by_hand(weight: torch.Tensor) -> torch.Tensor:
     return (torch.round((weight - low) / scale)).clamp(0, 255) * scale + low
 
 
+def round_rows_(weight: torch.Tensor) -> None:
+    """Round a table as `quantized_by_hand`, in place, by no more than half a step."""
+    rounded = quantized_by_hand(weight)
+    assert ((rounded - weight).abs() <= half_step(weight)).all()
+    weight.copy_(rounded)
+
+
+def half_step(weight: torch.Tensor) -> torch.Tensor:
+    """Return how far eight bits may move the numbers of each row."""
+    span = weight.amax(dim=1, keepdim=True) - weight.amin(dim=1, keepdim=True)
+    return span / 510 + 2 * HALF_PRECISION * weight.abs().amax(dim=1, keepdim=True)
+
+
 def stock_model(source: ExportSource) -> nn.Module:
     """Return the trained model as TorchRec and torch alone load it."""
     config = source.config
@@ -145,9 +220,11 @@ def stock_model(source: ExportSource) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def plain_scores(model: nn.Module, batch: Any) -> torch.Tensor:
+def plain_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the scores of a batch, by the model's own parts."""
     whole: Any = model
+    if isinstance(model, OwnModel):
+        return model(batch)[1][1]
     if hasattr(whole, "user_tower"):
         users, items = whole.vectors(batch.sparse_features, batch.dense_features)
         return (users * items).sum(dim=1)

@@ -37,6 +37,12 @@ def batch_of(
     )
 
 
+def looked_up(rows: np.ndarray) -> KeyedJaggedTensor:
+    """Make a batch of samples that look up one row each, of the feature "f"."""
+    lengths = torch.ones(len(rows), dtype=torch.int64)
+    return KeyedJaggedTensor(["f"], torch.from_numpy(rows), lengths=lengths)
+
+
 @pytest.mark.parametrize("exact_rows", [EXACT, SKETCH])
 @given(batches=BATCHES)
 def test_every_lookup_is_counted(batches: list[list[list[int]]], exact_rows: int) -> None:
@@ -61,11 +67,8 @@ def test_a_sketch_keeps_the_most_used_rows_within_its_error() -> None:
     counter = tdsp.RowCounter(table, exact_rows=1, sketch_rows=sketch_rows)
     exact = tdsp.RowCounter(table)
     for part in ids.reshape(30, -1):
-        batch = KeyedJaggedTensor(
-            ["f"], torch.from_numpy(part), lengths=torch.ones(len(part), dtype=torch.int64)
-        )
-        counter.update(batch)
-        exact.update(batch)
+        counter.update(looked_up(part))
+        exact.update(looked_up(part))
     sketched, known = counter.stats()["t"], exact.stats()["t"]
     true_counts = np.bincount(ids, minlength=num_rows)
     allowed = 3.5 / sketch_rows * len(ids)
@@ -104,8 +107,7 @@ def test_a_halved_sketch_counts_nothing_twice() -> None:
     for num_lookups in (5_000, 5_000, 0):
         part = np.minimum(random.zipf(1.1, num_lookups), num_rows) - 1
         true_counts = true_counts / 2 + np.bincount(part, minlength=num_rows)
-        lengths = torch.ones(len(part), dtype=torch.int64)
-        counter.update(KeyedJaggedTensor(["f"], torch.from_numpy(part), lengths=lengths))
+        counter.update(looked_up(part))
     table_access = counter.stats()["t"]
 
     assert (true_counts[table_access.rows] - table_access.counts).min() >= 0

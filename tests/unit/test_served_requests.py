@@ -58,6 +58,8 @@ def test_a_request_passes(check: torch.jit.ScriptModule, dtype: torch.dtype) -> 
         ((DENSE, VALUES, LENGTHS.float()), "lengths isn't int64 or int32"),
         ((DENSE, VALUES, LENGTHS.view(2, 2)), r"lengths has the shape \[2, 2\]; give 4 numbers"),
         ((DENSE, VALUES, torch.tensor([1, 1, 0, 3])), "lengths add up to 5"),
+        ((DENSE, VALUES, torch.tensor([3, 1, 1, -1])), "no negative length"),
+        ((DENSE[:0], VALUES[:0], LENGTHS[:0]), "give a row for each sample, one at least"),
         ((DENSE, torch.tensor([1, 9, 2, 4]), LENGTHS), "an id is negative, or its feature has"),
     ],
 )

@@ -44,11 +44,6 @@ _MAX_POINTS = 400
 """The most points in a line."""
 
 
-def plot_cdf(tables: Mapping[str, TableAccess], path: str | Path) -> None:
-    """Plot the lookup share that the hottest rows take, as an SVG."""
-    draw_lines([cdf_chart(tables)], path)
-
-
 def cdf_chart(
     tables: Mapping[str, TableAccess], hot_rows: Mapping[str, int] | None = None
 ) -> LineChart:
@@ -182,4 +177,4 @@ class AccessStats(Mapping[str, TableAccess]):
 
     def plot(self, path: str | Path) -> None:
         """Plot the lookup share that the hottest rows take, as an SVG."""
-        plot_cdf(self._tables, path)
+        draw_lines([cdf_chart(self._tables)], path)

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 from torch import nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
@@ -127,7 +126,7 @@ def _written(
     served = served_model(model, config.model, dataset)
     batches = HeldOutBatches(config, dataset_for(config.model, dataset))
     trained = measure(model, served, batches, config, group)
-    table_bytes = _table_bytes(tables_of(model))
+    table_bytes = sum(4 * table.num_embeddings * table.embedding_dim for table in tables_of(model))
     factory = config.model.factory if isinstance(config.model, OwnModelConfig) else ""
     with saying_what_stops(factory):
         quantize_(model)
@@ -136,7 +135,21 @@ def _written(
         outputs = _checked_outputs(folder / MODEL_FILE, served, quantized, batches)
     serving_inputs(config, served, outputs).save(folder / FEATURES_FILE)
     write_encoding(config, dataset, folder)
-    record = _record(source, trained, quantized, max_loss, table_bytes, quantized_bytes(model))
+    before, after = trained.metrics[config.metric], quantized.metrics[config.metric]
+    record = ExportRecord(
+        run=source.run,
+        checkpoint=str(source.checkpoint),
+        num_samples=sum(scores.numel() for scores in trained.scores),
+        largest_difference=largest_difference(trained.scores, quantized.scores),
+        trained=trained.metrics,
+        served=quantized.metrics,
+        metric=config.metric,
+        worse_by=check_loss(config.metric, before, after, max_loss),
+        max_loss=max_loss,
+        table_bytes=table_bytes,
+        served_table_bytes=quantized_bytes(model),
+        environment=environment(),
+    )
     record.save(folder / EXPORT_FILE)
     return record
 
@@ -149,33 +162,3 @@ def _checked_outputs(
     check_script(scores_of(served, script, batches), quantized.scores)
     request = first_request(served, batches)
     return check_answers(script, served.module(), request, len(served.features))
-
-
-def _record(
-    source: ExportSource,
-    trained: ServedQuality,
-    served: ServedQuality,
-    max_loss: float,
-    table_bytes: int,
-    served_table_bytes: int,
-) -> ExportRecord:
-    metric = source.config.metric
-    worse_by = check_loss(metric, trained.metrics[metric], served.metrics[metric], max_loss)
-    return ExportRecord(
-        run=source.run,
-        checkpoint=str(source.checkpoint),
-        num_samples=sum(scores.numel() for scores in trained.scores),
-        largest_difference=largest_difference(trained.scores, served.scores),
-        trained=trained.metrics,
-        served=served.metrics,
-        metric=metric,
-        worse_by=worse_by,
-        max_loss=max_loss,
-        table_bytes=table_bytes,
-        served_table_bytes=served_table_bytes,
-        environment=environment(),
-    )
-
-
-def _table_bytes(tables: list[BaseEmbeddingConfig]) -> int:
-    return sum(table.num_embeddings * table.embedding_dim * 4 for table in tables)

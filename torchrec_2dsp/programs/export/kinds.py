@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
-from torchrec.models.dlrm import DLRMTrain
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -75,20 +74,6 @@ class ServedScores:
         return scores
 
 
-def served_clicks(model: DLRMTrain) -> ServedScores:
-    """Serve a DLRM or a DCN, which returns click logits and probabilities."""
-    dlrm: Any = model.model
-    num_dense = next(
-        module.in_features for module in dlrm.dense_arch.modules() if isinstance(module, nn.Linear)
-    )
-    return ServedScores(_ClickScores(dlrm), _features_of_tables(model), num_dense)
-
-
-def served_towers(model: TwoTowerModel) -> ServedScores:
-    """Serve two towers, which return dot products and the multiplied vectors."""
-    return ServedScores(_TwoTowerScores(model), _features_of_tables(model), model.num_dense)
-
-
 def _features_of_tables(model: nn.Module) -> list[ServedFeature]:
     """List the features for a model's tables, table by table."""
     return [
@@ -116,7 +101,7 @@ class _Answers(nn.Module):
 
 
 class _ClickScores(nn.Module):
-    """Scores clicks by a DLRM or a DCN."""
+    """Scores clicks by a DLRM or a DCN: logits and probabilities."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -128,7 +113,7 @@ class _ClickScores(nn.Module):
 
 
 class _TwoTowerScores(nn.Module):
-    """Scores pairs by two towers."""
+    """Scores pairs by two towers: dot products and the multiplied vectors."""
 
     def __init__(self, model: TwoTowerModel) -> None:
         super().__init__()
@@ -228,19 +213,12 @@ class ServedNextItems:
     """No dense features, whatever the data has."""
 
     def __init__(self, model: NextItemModel, config: SequenceModelConfig) -> None:
-        self._model = model
-        (table,) = tables_of(model)
-        self._names, self._chunk_size = list(table.feature_names), config.ranking.chunk_size
+        self._model, self._chunk_size = model, config.ranking.chunk_size
         # A held-out sample's last item is the one to predict.
         self._max_items = config.max_length - 1
-        self.features = (
-            ServedFeature(
-                name=config.feature,
-                table=table.name,
-                num_rows=table.num_embeddings,
-                dim=table.embedding_dim,
-            ),
-        )
+        items, negatives = _features_of_tables(model)
+        self._names = [items.name, negatives.name]
+        self.features = (items,)
         """The one feature, which holds the items."""
 
     def module(self) -> nn.Module:
@@ -396,6 +374,6 @@ def served_model(model: nn.Module, section: ModelSection, data: BatchShape) -> S
         return served_own_model(model, data, section.factory)
     if isinstance(section, SequenceModelConfig):
         return ServedNextItems(built, section)
-    if isinstance(section, ModelConfig):
-        return served_clicks(built)
-    return served_towers(built)
+    is_clicks = isinstance(section, ModelConfig)
+    answers = _ClickScores(built.model) if is_clicks else _TwoTowerScores(built)
+    return ServedScores(answers, _features_of_tables(model), data.num_dense)

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from itertools import cycle, product
+from itertools import count, cycle, product
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Self
 
@@ -265,19 +265,18 @@ def run_sync_bench(
     world_size = dist.get_world_size(world)
     place = Place(dist.get_rank(world), world_size, get_local_size(world_size))
     speeds = measure_link_speeds(local_world_size=place.local_world_size)
-    cases = list(product(config.num_groups, config.shard_mib, config.touched_shares))
+    num_cases = len(config.num_groups) * len(config.shard_mib) * len(config.touched_shares)
+    numbers = count(1)
     times: list[SyncTimes] = []
-    copies: Copies | None = None
-    built = (0, 0.0)
-    for number, case in enumerate(cases):
-        progress(
-            f"{number + 1} of {len(cases)}: {case[0]} copies of {case[1]:g} MiB, "
-            f"{100 * case[2]:g} % changed"
-        )
-        if case[:2] != built or copies is None:
-            built, copies = case[:2], None  # Free the old shard's memory for the new one.
-            copies = _build(config, *case[:2])
-        times += _measure(config, case, copies)
+    for num_groups, shard_mib in product(config.num_groups, config.shard_mib):
+        copies = _build(config, num_groups, shard_mib)
+        for share in config.touched_shares:
+            progress(
+                f"{next(numbers)} of {num_cases}: {num_groups} copies of {shard_mib:g} MiB, "
+                f"{100 * share:g} % changed"
+            )
+            times += _measure(config, (num_groups, shard_mib, share), copies)
+        del copies  # The next shard needs its memory.
     return SyncBenchResult(
         setting=describe_setting(
             config,
@@ -316,8 +315,8 @@ def _measure(config: SyncBenchConfig, case: Case, copies: Copies) -> list[SyncTi
         for name in order:
             seed = random.Random(f"{config.seed} {case} {repeat} {dist.get_rank()}").getrandbits(31)
             generator = torch.Generator().manual_seed(seed)
-            count = max(1, round(case[2] * copies.num_rows))
-            rows = torch.randperm(copies.num_rows, generator=generator)[:count]
+            num_rows = max(1, round(case[2] * copies.num_rows))
+            rows = torch.randperm(copies.num_rows, generator=generator)[:num_rows]
             timing = copies.timed_sync(config.syncs[name].sync_config, rows, seed)
             copies.check_equal()
             if repeat >= 0:

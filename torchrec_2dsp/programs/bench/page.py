@@ -249,7 +249,9 @@ def _columns(summaries: Sequence[Summary]) -> str:
 def _coverage(summaries: Sequence[Summary]) -> str:
     """Say how much confidence an interval keeps with so few rounds."""
     rounds = {
-        len(contestant.result.blocks) for summary in summaries for contestant in summary.contestants
+        len(contestant.result.blocks)
+        for summary in summaries
+        for contestant in summary.contestants.values()
     }
     if not rounds:
         return ""

@@ -85,17 +85,14 @@ class ContestantSummary:
     loaded_rounds: tuple[int, ...]
     """Rounds whose foreign load was above `FOREIGN_LOAD_LIMIT_CORES`."""
 
-    @property
-    def name(self) -> str:
-        """The contestant's name in the config."""
-        return self.result.name
-
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """A benchmark's figures."""
 
-    contestants: tuple[ContestantSummary, ...]
+    contestants: Mapping[str, ContestantSummary]
+    """The measured contestants by name, in the config's order."""
+
     best_stock: str | None
     """The fastest stock contestant, whatever it was given."""
 
@@ -105,12 +102,6 @@ class Summary:
     ceiling: str | None
     probe_s: float | None = None
     """The fixed piece of work's median seconds; None if it wasn't timed."""
-
-    def find(self, name: str) -> ContestantSummary | None:
-        """Return the contestant with this name; None if it was not measured."""
-        return next(
-            (contestant for contestant in self.contestants if contestant.name == name), None
-        )
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
@@ -248,7 +239,7 @@ def summarize(result: BenchResult) -> Summary:
         if block.probe_s
     ]
     return Summary(
-        contestants=tuple(figures(contestant) for contestant in result.measured()),
+        contestants={contestant.name: figures(contestant) for contestant in result.measured()},
         best_stock=best_stock.name if best_stock else None,
         best_plain_stock=best_plain.name if best_plain else None,
         ceiling=ceiling.name if ceiling else None,
@@ -322,7 +313,10 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
     summaries = [summarize(result) for result in results]
     names = [contestant.name for contestant in results[0].contestants]
     steps = {
-        name: [figures.step if (figures := summary.find(name)) else None for summary in summaries]
+        name: [
+            summary.contestants[name].step if name in summary.contestants else None
+            for summary in summaries
+        ]
         for name in names
     }
     probes_s = tuple(summary.probe_s for summary in summaries if summary.probe_s)

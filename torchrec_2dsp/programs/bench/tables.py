@@ -40,7 +40,7 @@ def names_in(results: Iterable[BenchResult]) -> list[str]:
 
 def counts_link(summary: Summary) -> bool:
     """Return whether bytes on the network interface were counted."""
-    return any(contestant.link_bytes is not None for contestant in summary.contestants)
+    return any(contestant.link_bytes is not None for contestant in summary.contestants.values())
 
 
 def shows_plain_stock(summary: Summary) -> bool:
@@ -65,7 +65,7 @@ def overview_table(results: Sequence[BenchResult], summaries: Sequence[Summary])
     """Show median step times: a row for each contestant, a column for each setting."""
 
     def cell(name: str, result: BenchResult, summary: Summary) -> str:
-        figures = summary.find(name)
+        figures = summary.contestants.get(name)
         if figures is None:
             outcomes = {contestant.name: contestant.outcome for contestant in result.contestants}
             return outcomes.get(name, MISSING)
@@ -101,7 +101,7 @@ def step_table(result: BenchResult, summary: Summary) -> Table:
         del columns["x best plain stock"]
 
     def row(contestant: ContestantResult) -> list[str]:
-        figures = summary.find(contestant.name)
+        figures = summary.contestants.get(contestant.name)
         if figures is None:
             return [contestant.name, MISSING, contestant.outcome, *[MISSING] * (len(columns) - 2)]
         return [contestant.name, *(column(figures) for column in columns.values())]
@@ -110,7 +110,7 @@ def step_table(result: BenchResult, summary: Summary) -> Table:
 
 
 def _gap(figures: ContestantSummary, result: BenchResult, field: str, form: str) -> str:
-    if figures.name == result.reference:
+    if figures.result.name == result.reference:
         return "reference"
     gap = getattr(figures.result, field)
     return MISSING if gap is None else f"{gap:{form}}"
@@ -122,7 +122,7 @@ def closing_table(result: BenchResult, summary: Summary) -> Table:
     headings = ("x best stock\n[low, high]", "of\nceiling", "MB/\nstep", "NE\ngap")
     rows = [
         [
-            figures.name,
+            name,
             ms(figures.step.min_s),
             ms(figures.step.median_s),
             ms(figures.step.max_s),
@@ -131,7 +131,7 @@ def closing_table(result: BenchResult, summary: Summary) -> Table:
             _megabytes(figures.link_bytes if is_counted else figures.sent_bytes),
             _gap(figures, result, "ne_gap", "+.3%").replace("reference", MISSING),
         ]
-        for figures in summary.contestants
+        for name, figures in summary.contestants.items()
     ]
     return Table([_NAME, "min\nms", "median\nms", "max\nms", *headings], rows, words={_NAME})
 
@@ -167,13 +167,13 @@ def noise_table(summary: Summary) -> Table:
     """Show how much the blocks vary, and what else the machine did."""
     headings = ("blocks", "steps", "median within ms", "spread", "foreign load", "highest")
     rows = []
-    for figures in summary.contestants:
+    for name, figures in summary.contestants.items():
         step, blocks = figures.step, figures.result.blocks
         probes_s = [block.probe_s for block in blocks if block.probe_s]
         of_probes = (min, statistics.median, max) if probes_s else ()
         rows.append(
             [
-                figures.name,
+                name,
                 str(len(blocks)),
                 str(sum(block.num_steps for block in blocks)),
                 f"[{ms(step.low_s)}, {ms(step.high_s)}]",

@@ -314,9 +314,8 @@ def _measure(config: SyncBenchConfig, case: Case, copies: Copies) -> list[SyncTi
         random.Random(f"{config.seed} {case} {repeat}").shuffle(order)
         for name in order:
             seed = random.Random(f"{config.seed} {case} {repeat} {dist.get_rank()}").getrandbits(31)
-            generator = torch.Generator().manual_seed(seed)
             num_rows = max(1, round(case[2] * copies.num_rows))
-            rows = torch.randperm(copies.num_rows, generator=generator)[:num_rows]
+            rows = torch.randperm(copies.num_rows, generator=_generator(seed))[:num_rows]
             timing = copies.timed_sync(config.syncs[name].sync_config, rows, seed)
             copies.check_equal()
             if repeat >= 0:

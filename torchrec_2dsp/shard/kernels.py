@@ -6,7 +6,7 @@ They are TorchRec's kernels: storage, state names and the fused update are stock
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -329,10 +329,12 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 class SequenceLookup(GroupedEmbeddingsLookup):
     """A lookup over `EmbeddingKernel`s."""
 
+    kernel_class: ClassVar[type[EmbeddingKernel]] = EmbeddingKernel
+
     def _create_embedding_kernel(
         self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
     ) -> BaseEmbedding:
-        return EmbeddingKernel(config, pg, device)
+        return self.kernel_class(config, pg, device)
 
 
 Pooled = TypeVar("Pooled", bound=PooledLookup)

@@ -271,12 +271,8 @@ class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> Any:
         """Make the lookup for this rank's rows."""
-        return RowLookup(
-            grouped_configs=[config_by_row(config) for config in self._facts.configs],
-            pg=self._facts.group,
-            device=device or self._facts.device,
-            env=self._facts.env,
-        )
+        by_row = [config_by_row(config) for config in self._facts.configs]
+        return sequence_lookup(replace(self._facts, configs=by_row), device, RowLookup)
 
     def create_output_dist(self, device: Device = None) -> Any:
         """Make the row fetch."""

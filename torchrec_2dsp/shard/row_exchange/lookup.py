@@ -10,14 +10,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.fbgemm import OptimizerStep, is_on_gpu, output_dtype, tbe_shape
 from torchrec_2dsp._compat.shardings import parts_of_lookup
-from torchrec_2dsp._compat.torchrec import (
-    BaseEmbedding,
-    GroupedEmbeddingConfig,
-    GroupedEmbeddingsLookup,
-)
+from torchrec_2dsp._compat.torchrec import GroupedEmbeddingConfig
 from torchrec_2dsp.rows.gradients import blocks_of
 from torchrec_2dsp.rows.update import TableRun, even_bags, read_rows, runs_of
-from torchrec_2dsp.shard.kernels import EmbeddingKernel
+from torchrec_2dsp.shard.kernels import EmbeddingKernel, SequenceLookup
 
 
 class RowKernel(EmbeddingKernel):
@@ -111,13 +107,10 @@ class OwnedRows(list[torch.Tensor]):
         return self
 
 
-class RowLookup(GroupedEmbeddingsLookup):
+class RowLookup(SequenceLookup):
     """Looks up the rows that other ranks ask for."""
 
-    def _create_embedding_kernel(
-        self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
-    ) -> BaseEmbedding:
-        return RowKernel(config, pg, device)
+    kernel_class = RowKernel
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedRows:  # type: ignore[override]
         """Return the rows that all ranks want for one batch."""

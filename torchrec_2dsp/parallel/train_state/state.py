@@ -193,7 +193,7 @@ class TrainState:
             stored = {name: stored_member(name, member) for name, member in self._members.items()}
             summary = RankSummary(
                 {name: digest(tensors) for name, tensors in stored.items()},
-                self._hyper_parameters(),
+                {kind: hyper_parameters(*pair) for kind, pair in self._optimizers().items()},
                 model_state.iterations(model),
             )
             # Values that can't be stored raise here, where all ranks learn of it.
@@ -312,11 +312,8 @@ class TrainState:
                     f"model without train_state and set {name!r} by hand"
                 )
             check_states(name, member, states)
-        fused = self.model.fused_optimizer
-        check_hyper_parameters(saved.header["hyper_parameters"]["fused"], fused)
-        if self.optimizer is not None:
-            dense = saved.header["hyper_parameters"]["dense"]
-            check_hyper_parameters(dense, self.optimizer, but=fused)
+        for kind, optimizers in self._optimizers().items():
+            check_hyper_parameters(saved.header["hyper_parameters"][kind], *optimizers)
         model_state.check_whole_state(self.model, saved.header["model"])
 
     def _restore(self, saved: Saved, *, is_same_plan: bool) -> None:
@@ -324,12 +321,10 @@ class TrainState:
         self.step = header["step"]
         for name, member in self._members.items():
             load_states(name, member, saved.members.get(name, [{}]))
-        fused, saved_parameters = model.fused_optimizer, header["hyper_parameters"]
-        restore_hyper_parameters(saved_parameters["fused"], fused)
+        for kind, optimizers in self._optimizers().items():
+            restore_hyper_parameters(header["hyper_parameters"][kind], *optimizers)
         # Hands learning rates to the kernels.
-        fused.step()
-        if self.optimizer is not None:
-            restore_hyper_parameters(saved_parameters["dense"], self.optimizer, but=fused)
+        model.fused_optimizer.step()
         model_state.restore_whole_state(model, header["model"], step=self.step)
         if is_same_plan and saved.own is not None:
             model_state.restore_rank_state(model, saved.own)
@@ -338,10 +333,11 @@ class TrainState:
         num_bad_ids = [rank_state["num_bad_ids"] for rank_state in saved.ranks.values()]
         model_state.restore_bad_ids(model, num_bad_ids)
 
-    def _hyper_parameters(self) -> dict[str, HyperParameters]:
+    def _optimizers(self) -> dict[str, tuple[KeyedOptimizer, KeyedOptimizer | None]]:
+        """Return both optimizers, and whose groups in each belong to the other."""
         fused = self.model.fused_optimizer
-        dense = {} if self.optimizer is None else hyper_parameters(self.optimizer, but=fused)
-        return {"fused": hyper_parameters(fused), "dense": dense}
+        dense = {} if self.optimizer is None else {"dense": (self.optimizer, fused)}
+        return {"fused": (fused, None), **dense}
 
     @property
     def _device(self) -> torch.device:

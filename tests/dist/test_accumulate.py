@@ -2,18 +2,24 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import group_plan
-from tests.support.devices import rank_device
-from tests.support.models import SEQUENCES, build
+from tests.support.models import SEQUENCES
 from tests.support.oracle import batch_of, local_loss, trained_oracle
-from tests.support.parity import FUSED, LR, TOLERANCE, Cell, Gap, compare, make_optimizer, oracle_of
-from tests.support.ranks import RankPool
+from tests.support.parity import (
+    TOLERANCE,
+    Cell,
+    Gap,
+    compare,
+    make_optimizer,
+    make_sharder,
+    oracle_of,
+    shard,
+)
+from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp._compat.fbgemm import iteration_of
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.errors import ConfigError, SyncError
@@ -42,25 +48,11 @@ CELLS = [
 ]
 
 
-def make_model(cell: Cell, *, accumulates: bool = True) -> DistributedModelParallel:
-    model = build(cell.spec, seed=0)
-    weights: Any = {name: value.clone() for name, value in model.state_dict().items()}
-    kinds = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D)
-    sharder = kinds[cell.spec.sequence](
-        FUSED[cell.optimizer],
-        fused_params={"learning_rate": LR, "eps": cell.eps},
-        accumulates=accumulates,
-    )
-    wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
-    plan = group_plan(cell, model, sharder, 4)
-    parallel = wrapper(
-        model,
-        device=rank_device(),
-        plan=plan,
-        sharders=[sharder],  # type: ignore[list-item]
-    )
-    parallel.load_state_dict(weights)
-    return parallel
+def make_model(cell: Cell) -> DistributedModelParallel:
+    """Shard a model that may accumulate."""
+    sharder = make_sharder(cell)
+    sharder.accumulates = True
+    return shard(cell, sharder)
 
 
 def train(rank: int, world_size: int, cell: Cell, num_batches: int) -> tuple[Gap, dict[str, int]]:
@@ -120,14 +112,9 @@ class Said:
 
 
 def misuse(rank: int, world_size: int) -> Said:
-    def error_of(call: Any, kind: type[Exception]) -> str:
-        with pytest.raises(kind) as raised:
-            call()
-        return str(raised.value)
-
     cell = Cell(FOUR, "row_wise")
     batch = batch_of(cell.spec, 0, (6,) * 4, 4, 0, rank=rank)
-    fused, model = make_model(cell, accumulates=False), make_model(cell)
+    fused, model = shard(cell), make_model(cell)
 
     def read_between() -> None:
         for number, given in enumerate(tdsp.accumulate(model, [batch, batch])):
@@ -138,16 +125,16 @@ def misuse(rank: int, world_size: int) -> Said:
     def leave_and_begin() -> str:
         left = iter(tdsp.accumulate(model, [batch, batch]))
         local_loss(model(next(left))).backward()
-        message = error_of(lambda: list(tdsp.accumulate(model, [batch])), ConfigError)
+        message = error_text(lambda: list(tdsp.accumulate(model, [batch])), ConfigError)
         left.close()  # type: ignore[attr-defined]
         return message
 
     message = Said(
-        error_of(lambda: list(tdsp.accumulate(fused, [batch])), ConfigError),
-        error_of(lambda: list(tdsp.accumulate(model, [batch] * (1 + rank % 2))), ConfigError),
-        error_of(lambda: list(tdsp.accumulate(model, [])), ConfigError),
+        error_text(lambda: list(tdsp.accumulate(fused, [batch])), ConfigError),
+        error_text(lambda: list(tdsp.accumulate(model, [batch] * (1 + rank % 2))), ConfigError),
+        error_text(lambda: list(tdsp.accumulate(model, [])), ConfigError),
         leave_and_begin(),
-        error_of(read_between, SyncError),
+        error_text(read_between, SyncError),
     )
     # What an error has left behind can be trained by, and read.
     local_loss(model(batch)).backward()

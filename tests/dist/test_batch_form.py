@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -13,7 +13,7 @@ from tests.support.loops import largest_gap, make_stream, plain_loop, shard, sna
 from tests.support.models import SEQUENCES, ModelSpec, make_batch
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import TWO, Cell, make_optimizer
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_text
 from tests.support.slices import Deal
 from torchrec_2dsp.shard.parted import sharded_tables
 from torchrec_2dsp.shard.sharded_modules import EmptyBatches
@@ -99,15 +99,10 @@ HARMLESS: list[Change] = [
 def trained(rank: int, cell: Cell, change: Change, first: int) -> tuple[list[float], Any]:
     """Losses and state after three steps; one rank's batches from ``first`` on are changed."""
     parallel = shard(cell)
-    optimizer = make_optimizer(parallel)
-    losses = []
-    for step, batches in enumerate(make_stream(cell, 3)):
-        batch = change(batches[rank]) if rank == 1 and step >= first else batches[rank]
-        optimizer.zero_grad()
-        loss = local_loss(parallel(batch))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    batches = [step[rank] for step in make_stream(cell, 3)]
+    if rank == 1:
+        batches[first:] = map(change, batches[first:])
+    losses = plain_loop(parallel, make_optimizer(parallel), batches)
     return losses, snapshot(parallel)
 
 
@@ -138,17 +133,10 @@ def empty_losses(rank: int, world_size: int) -> list[list[float]]:
     by_form = []
     for has_weights in (True, False):
         parallel = shard(cell)
-        optimizer, losses = make_optimizer(parallel), []
-        for step in range(3):
-            batch = batches_of(cell.spec, 0, cell.batch_sizes, 4, step)[rank]
-            if rank == 1 and not has_weights:
-                batch = with_parts(batch, weights=None, stride=0)
-            optimizer.zero_grad()
-            loss = local_loss(parallel(batch))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        by_form.append(losses)
+        batches = [batches_of(cell.spec, 0, cell.batch_sizes, 4, step)[rank] for step in range(3)]
+        if rank == 1 and not has_weights:
+            batches = [with_parts(batch, weights=None, stride=0) for batch in batches]
+        by_form.append(plain_loop(parallel, make_optimizer(parallel), batches))
     return by_form
 
 
@@ -262,9 +250,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
         parallel.sync_now()  # type: ignore[operator]
         for change in refused_of(cell):
             before = snapshot(parallel)
-            with pytest.raises(tdsp.errors.InputError) as caught:
-                parallel(change(second[rank]) if rank == 1 else second[rank])
-            messages.append(str(caught.value))
+            batch = change(second[rank]) if rank == 1 else second[rank]
+            messages.append(error_text(partial(parallel, batch), tdsp.errors.InputError))
             assert largest_gap(snapshot(parallel), before) == 0.0
         local_loss(parallel(third[rank])).backward()
     return messages
@@ -279,10 +266,8 @@ def test_bad_batches_are_refused_by_all_ranks(ranks4: RankPool) -> None:
 
 
 def refusal_of_first_batches(rank: int, world_size: int, cell: Cell) -> str:
-    parallel = shard(cell)
-    with pytest.raises(tdsp.errors.InputError) as caught:
-        parallel(without_weights(make_stream(cell, 1)[0][rank]))
-    return str(caught.value)
+    parallel, batch = shard(cell), without_weights(make_stream(cell, 1)[0][rank])
+    return error_text(lambda: parallel(batch), tdsp.errors.InputError)
 
 
 def test_weighted_tables_need_weights_from_the_first_batch_on(ranks4: RankPool) -> None:
@@ -298,12 +283,9 @@ def gaps_of_single_samples(rank: int, world_size: int, cells: list[Cell]) -> lis
         ends = []
         for change in (as_it_is, with_strides, with_equal_weights):
             parallel = shard(cell)
-            optimizer = make_optimizer(parallel)
-            for step in range(3):
-                batch = with_equal_weights(make_batch(cell.spec, 10 * step + rank, 1), copy=True)
-                optimizer.zero_grad()
-                local_loss(parallel(change(batch))).backward()
-                optimizer.step()
+            drawn = [make_batch(cell.spec, 10 * step + rank, 1) for step in range(3)]
+            batches = [change(with_equal_weights(batch, copy=True)) for batch in drawn]
+            plain_loop(parallel, make_optimizer(parallel), batches)
             ends.append(snapshot(parallel))
         gaps += [largest_gap(ends[0], other) for other in ends[1:]]
     return gaps

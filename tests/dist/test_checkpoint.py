@@ -197,7 +197,7 @@ def test_every_way_to_stock_and_back(ranks4: RankPool, tmp_path: Path, mesh: tds
 def differences(rank: int, world_size: int) -> tuple[float, float, str]:
     """Return distance before and after one moment is changed, and what a changed replica gives."""
     cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
-    model, optimizer = make(cell, world_size)
+    model, optimizer = make(cell)
     train(model, optimizer, cell, range(1))
     oracle = make_oracle(cell)
     oracle.step(batches(cell, 0, world_size))

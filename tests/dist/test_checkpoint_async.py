@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ import torchrec_2dsp as tdsp
 from tests.support.models import SEQUENCES
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell
-from tests.support.ranks import RankPool, run_ranks
+from tests.support.ranks import RankPool, error_text, run_ranks
 from tests.support.trips import HOT, M14, M22, M41, batches, make, stock
 from torchrec_2dsp.comms.groups import WorldGroups
 from torchrec_2dsp.errors import CheckpointError, ConfigError
@@ -36,20 +37,30 @@ CELLS = [
     Cell(M22, "column_wise", spec=SEQUENCES),
     stock("table_wise"),
 ]
+ROW_WISE, COPIED = Cell(tdsp.Mesh2D(1, 2)), Cell(tdsp.Mesh2D(2, 1))
+"""On two ranks."""
+
+
+def writing_after(wait: Callable[[], object]) -> Any:
+    """Return a patch by which checkpoint writes wait."""
+    write = ChecksumWriter.write_data
+
+    def write_later(*args: Any) -> Any:
+        wait()
+        return write(*args)
+
+    return patch.object(ChecksumWriter, "write_data", write_later)
 
 
 @contextmanager
 def held_writes() -> Iterator[threading.Event]:
     """Hold back checkpoint writes until the event is set."""
     may_write = threading.Event()
-    write = ChecksumWriter.write_data
 
-    def write_later(*args: Any) -> Any:
-        plan, planner = args[1:]
+    def wait() -> None:
         assert may_write.wait(60)
-        return write(args[0], plan, planner)
 
-    with patch.object(ChecksumWriter, "write_data", write_later):
+    with writing_after(wait):
         yield may_write
 
 
@@ -64,7 +75,7 @@ class Run:
 
 def run(cell: Cell, world_size: int, folder: Path, way: str) -> Run:
     """Train; ``way`` says how to save after some of the steps."""
-    model, optimizer = make(cell, world_size)
+    model, optimizer = make(cell)
     losses: list[float] = []
     unfinished = 0
 
@@ -126,7 +137,7 @@ WAYS = ("synchronous", "asynchronous")
 
 
 def groups_are_made_once(rank: int, world_size: int, folder: Path) -> list[object]:
-    model, _ = make(Cell(tdsp.Mesh2D(1, 2), "row_wise"), world_size)
+    model, _ = make(ROW_WISE)
     seen = []
     for number in range(2):
         save_checkpoint(folder / str(number), model, asynchronous=True).result()
@@ -141,7 +152,7 @@ def test_saves_have_one_group_of_their_own(ranks2: RankPool, tmp_path: Path) -> 
 
 def waits_for_one_another(rank: int, world_size: int, folder: Path) -> list[bool]:
     """Save or load while a save is in flight; return whether each waited."""
-    model, optimizer = make(Cell(tdsp.Mesh2D(1, 2), "row_wise"), world_size)
+    model, optimizer = make(ROW_WISE)
     was_done = []
 
     def save_too(path: Path) -> None:
@@ -172,7 +183,7 @@ def test_one_save_at_a_time(ranks2: RankPool, tmp_path: Path) -> None:
 
 def fails(rank: int, world_size: int, folder: Path) -> list[str]:
     """Return a failed save's error, from its future, or from the next save if nobody waited."""
-    model, optimizer = make(Cell(tdsp.Mesh2D(1, 2), "row_wise"), world_size)
+    model, optimizer = make(ROW_WISE)
     texts = []
 
     def no_space(*args: Any) -> None:
@@ -181,14 +192,9 @@ def fails(rank: int, world_size: int, folder: Path) -> list[str]:
     for number in range(2):
         with patch.object(ChecksumWriter, "write_data", no_space if rank else _WRITE):
             pending = save_checkpoint(folder / str(number), model, optimizer, asynchronous=True)
-            if number == 0:
-                with pytest.raises(CheckpointError) as caught:
-                    pending.result()
-                texts.append(str(caught.value))
-            else:
-                with pytest.raises(CheckpointError) as caught:
-                    save_checkpoint(folder / "next", model, optimizer)
-                texts.append(str(caught.value))
+            save_next = partial(save_checkpoint, folder / "next", model, optimizer)
+            ways: list[Callable[[], object]] = [pending.result, save_next]
+            texts.append(error_text(ways[number], CheckpointError))
     save_checkpoint(folder / "0", model, optimizer, asynchronous=True).result()
     load_checkpoint(folder / "0", model, optimizer)
     return [text.replace(str(folder), "FOLDER") for text in texts]
@@ -213,10 +219,9 @@ def test_a_failure_of_one_rank_is_everybodys(ranks2: RankPool, tmp_path: Path) -
 
 
 def refused(rank: int, world_size: int, folder: Path) -> str:
-    model, _ = make(Cell(tdsp.Mesh2D(1, 2), "row_wise"), world_size)
-    with pytest.raises(ConfigError) as caught:
-        save_checkpoint(folder, model, asynchronous=bool(rank))  # type: ignore[call-overload]
-    return str(caught.value)
+    model, _ = make(ROW_WISE)
+    asynchronous: Any = bool(rank)
+    return error_text(lambda: save_checkpoint(folder, model, asynchronous=asynchronous), ConfigError)
 
 
 @pytest.mark.dealt_file
@@ -233,22 +238,14 @@ def test_ranks_must_agree_on_it(ranks2: RankPool, tmp_path: Path) -> None:
 
 def leave_while_saving(rank: int, world_size: int, folder: Path, way: str) -> str:
     """End with a save under way; return what comes of it where that can be seen."""
-    model, optimizer = make(Cell(tdsp.Mesh2D(1, 2), "row_wise"), world_size)
-    write = ChecksumWriter.write_data
+    model, optimizer = make(ROW_WISE)
     may_write = threading.Event()
-
-    def write_later(writer: Any, plan: Any, planner: Any) -> Any:
-        may_write.wait(60)
-        return write(writer, plan, planner)
-
-    patch.object(ChecksumWriter, "write_data", write_later).start()
+    writing_after(lambda: may_write.wait(60)).start()
     pending = save_checkpoint(folder, model, optimizer, asynchronous=True)
     threading.Timer(0.5, may_write.set).start()
     if way == "destroy":
         dist.destroy_process_group()
-        with pytest.raises(CheckpointError) as caught:
-            pending.result()
-        return str(caught.value).replace(str(folder), "FOLDER")
+        return error_text(pending.result, CheckpointError).replace(str(folder), "FOLDER")
     # The worker destroys the world, as many programs do; here the end of the interpreter does it.
     ways = iter([lambda: None, dist.destroy_process_group])
     patch.object(dist, "destroy_process_group", lambda: next(ways)()).start()
@@ -275,11 +272,10 @@ Arguments = Callable[[int], dict[str, Any]]
 
 
 def save_fails(rank: int, world_size: int, path: Path, make_arguments: Arguments) -> str:
-    model, _ = make(Cell(tdsp.Mesh2D(2, 1), "row_wise"), world_size)
-    arguments: dict[str, Any] = {"path": path, **make_arguments(rank)}
-    with pytest.raises(tdsp.TwoDError) as caught:
-        save_checkpoint(model=model, **arguments)
-    return str(caught.value).replace(str(path), "FOLDER")
+    model, _ = make(COPIED)
+    arguments: dict[str, Any] = {"path": path, "model": model, **make_arguments(rank)}
+    text = error_text(lambda: save_checkpoint(**arguments), tdsp.TwoDError)
+    return text.replace(str(path), "FOLDER")
 
 
 def not_json(rank: int) -> dict[str, Any]:
@@ -330,7 +326,7 @@ def nothing(rank: int) -> dict[str, Any]:
 
 
 def save_on_two(rank: int, world_size: int, path: Path) -> None:
-    model, _ = make(Cell(tdsp.Mesh2D(2, 1), "row_wise"), world_size)
+    model, _ = make(COPIED)
     save_checkpoint(path, model)
 
 
@@ -355,19 +351,17 @@ def test_a_folder_that_cannot_be_made(ranks2: RankPool, tmp_path: Path) -> None:
 
 def save_slowly(rank: int, world_size: int, path: Path, go_on: Path) -> None:
     """Save, but write nothing before the file ``go_on`` exists."""
-    write = ChecksumWriter.write_data
 
-    def write_later(*arguments: Any) -> Any:
+    def wait() -> None:
         while not go_on.exists():
             time.sleep(0.01)
-        return write(*arguments)
 
-    with patch.object(ChecksumWriter, "write_data", write_later):
+    with writing_after(wait):
         save_on_two(rank, world_size, path)
 
 
 def load_on_two(rank: int, world_size: int, path: Path) -> None:
-    model, _ = make(Cell(tdsp.Mesh2D(2, 1), "row_wise"), world_size)
+    model, _ = make(COPIED)
     load_checkpoint(path, model)
 
 

@@ -134,7 +134,7 @@ def test_each_shard_is_written_once_and_by_all_ranks(ranks4: RankPool, tmp_path:
 
 def load_with_dcp_alone(rank: int, world_size: int, path: Path, cell: Cell) -> float:
     """Load as the guide says, with nothing but torch and TorchRec."""
-    model = make_stock(cell, world_size)
+    model = make_stock(cell)
     weights = {"model": model.state_dict()}
     dcp.load(weights, checkpoint_id=path)
     model.load_state_dict(weights["model"])  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def test_stock_torchrec_needs_nothing_from_this_package(ranks4: RankPool, tmp_pa
 
 def go_on(rank: int, world_size: int, path: Path, cell: Cell, saved: Cell) -> float:
     """Load, and train three steps on this world's batches."""
-    model, optimizer = make(cell, world_size)
+    model, optimizer = make(cell)
     assert load_checkpoint(path, model, optimizer) == {"step": 3}
     train(model, optimizer, cell, range(3, 6))
     oracle = make_oracle(saved)
@@ -178,7 +178,7 @@ def test_a_smaller_world_goes_on(ranks4: RankPool, ranks2: RankPool, tmp_path: P
 
 def pending_is_saved(rank: int, world_size: int, path: Path, cell: Cell) -> None:
     """Save and load between a backward and its sync."""
-    models = [make(cell, world_size)[0] for _ in range(2)]
+    models = [make(cell)[0] for _ in range(2)]
     for model in models:
         backward(model, cell, 0)
     save_checkpoint(path, models[0])
@@ -201,7 +201,7 @@ def dense_states(
         cell = Cell(M22, "row_wise", hot_rows=HOT)
         sides = []
         for steps in (3, 0, 1):
-            model, _ = make(cell, world_size)
+            model, _ = make(cell)
             dense = dense_optimizer(kind, model)
             optimizer = CombinedOptimizer([("x", model.fused_optimizer), ("y", dense)])
             train(model, optimizer, cell, range(steps))
@@ -242,13 +242,13 @@ def test_the_dense_optimizer_is_stored_once(
 def load_for_evaluation(rank: int, world_size: int, path: Path) -> None:
     """Without an optimizer everything else is loaded; `extra` is optional."""
     cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
-    model, _ = make(cell, world_size)
+    model, _ = make(cell)
     optimizer = dense_optimizer("adam", model)
     backward(model, cell, 0)
     optimizer.step()
     save_checkpoint(path, model, optimizer)
     expected = full_state(model)
-    other, _ = make(cell, world_size)
+    other, _ = make(cell)
     assert load_checkpoint(path, other) == {}
     loaded = full_state(other)
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
@@ -264,7 +264,7 @@ def over_a_group_of_its_own(rank: int, world_size: int, path: Path) -> bool:
     dist.get_backend_config = lambda group=None: "cuda:nccl"
     try:
         cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
-        model, optimizer = make(cell, world_size)
+        model, optimizer = make(cell)
         save_checkpoint(path, model, optimizer, extra={"a": [1, "two"]})
         group = WorldGroups.current().shared["checkpoints"]
         assert load_checkpoint(path, model, optimizer) == {"a": [1, "two"]}

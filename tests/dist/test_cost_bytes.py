@@ -83,7 +83,7 @@ def sent(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[Bytes, Byt
 def predicted(cell: Cell) -> Loads:
     """Predict the bytes of the plan that the ranks run."""
     model = build(cell.spec)
-    plan = group_plan(cell, model, make_sharder(cell), local_world_size=2)
+    plan = group_plan(cell, model, make_sharder(cell))
     workload = Workload.of_model(model, batch_size=BATCH)
     span = Span.of_sharding_groups(cell.mesh, local_world_size=2)
     loads = Loads(4)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -25,12 +26,12 @@ from tests.support.parity import (
     compare,
     make_optimizer,
     make_oracle,
+    shards_of,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_text
 from tests.support.slices import Deal
 from tests.support.trips import full_state
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.shard.parted import sharded_tables
 
 pytestmark = pytest.mark.dealt_file
 
@@ -251,12 +252,10 @@ def error_of(rank: int, world_size: int, what: str) -> str:
     if rank == 1 and what == "rate":
         set_rate(optimizer, 0.5)
     if rank == 1 and what == "weight":
-        (tables,) = sharded_tables(parallel)
-        tables.kernels()[0].shards()[0].tensors["weight"].data[3] += 1
+        shards_of(parallel)[0].tensors["weight"].data[3] += 1
     optimizer.zero_grad()
-    with pytest.raises(tdsp.errors.SyncError) as caught:
-        without_zero_grad(parallel, optimizer, 0, rank)
-    return str(caught.value)
+    step = partial(without_zero_grad, parallel, optimizer, 0, rank)
+    return error_text(step, tdsp.errors.SyncError)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torchrec_2dsp as tdsp
 from tests.support.dense_training import TowerModel, batch_of, cell_of, dense_of, model_of
 from tests.support.devices import copied
 from tests.support.parity import Cell
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_text
 from tests.support.resuming import Run, Variant
 from tests.support.slices import patient
 from torchrec_2dsp._compat.c10d import store_of_world
@@ -256,21 +256,17 @@ def test_a_nan_of_one_rank_stops_all_before_it_is_applied(ranks4: RankPool) -> N
 
 
 def misuse(rank: int, world_size: int) -> list[str]:
-    errors = []
-    for warm_up in (0, True, 1.5):
-        with pytest.raises(ConfigError) as raised:
-            tdsp.DelayedDense(warm_up=warm_up)  # type: ignore[arg-type]
-        errors.append(str(raised.value))
-    with pytest.raises(ConfigError) as raised:
-        model_of(cell_of(world_size), tdsp.DelayedDense(warm_up=1 + rank))
-    errors.append(str(raised.value))
-    dense = tdsp.DelayedDense()
+    wrong: list[Any] = [0, True, 1.5]
+    errors = [
+        error_text(lambda value=value: tdsp.DelayedDense(warm_up=value), ConfigError)
+        for value in wrong
+    ]
+    cell, dense = cell_of(world_size), tdsp.DelayedDense()
+    other = tdsp.DelayedDense(warm_up=1 + rank)
+    errors.append(error_text(lambda: model_of(cell, other), ConfigError))
     assert dense.state_dict() == {}
-    cell = cell_of(world_size)
     model = model_of(cell, dense)
-    with pytest.raises(ConfigError) as raised:
-        model_of(cell, dense)
-    errors.append(str(raised.value))
+    errors.append(error_text(lambda: model_of(cell, dense), ConfigError))
     # In the first step DDP adds up in each backward, as the batches of accumulate() do there.
     for _ in range(2):
         model(batch_of(cell, 0, rank)).backward()
@@ -278,11 +274,10 @@ def misuse(rank: int, world_size: int) -> list[str]:
     for step in (1, 2):
         model.zero_grad()
         model(batch_of(cell, step, rank)).backward()
-    with pytest.raises(ConfigError) as raised:
-        model(batch_of(cell, 3, rank))
+    errors.append(error_text(lambda: model(batch_of(cell, 3, rank)), ConfigError))
     with torch.no_grad():  # Evaluation leaves gradients alone.
         model(batch_of(cell, 3, rank))
-    return [*errors, str(raised.value)]
+    return errors
 
 
 def test_what_cannot_be_is_said(ranks2: RankPool) -> None:

@@ -484,6 +484,6 @@ def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
 )
 def test_a_plan_says_what_it_needs(sharding: str, pinned: dict[str, Any], text: str) -> None:
     cell = Cell(ONE, sharding)
-    plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
+    plan = group_plan(cell, build(cell.spec), make_sharder(cell))
     with pytest.raises(tdsp.errors.PlanError, match=text):
         tdsp.pin(plan, "t0", **pinned)

@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -23,20 +22,18 @@ from tests.support.loops import (
     make_stream,
     plain_loop,
     shard,
-    sharded_tables,
+    shard_tables,
     snapshot,
 )
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
-from tests.support.parity import TWO, Cell, make_optimizer
-from tests.support.planning import group_plan_of
-from tests.support.ranks import RankPool, run_ranks
+from tests.support.parity import TWO, Cell, make_optimizer, shards_of
+from tests.support.ranks import RankPool, error_text, run_ranks
 from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.failure_detection import NoticeBoard
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.synced_shard import TouchedRows
-from torchrec_2dsp.shard.kernels import TableShard
 
 pytestmark = pytest.mark.dealt_file
 
@@ -224,12 +221,8 @@ def after_an_error(rank: int, world_size: int) -> list[str]:
     model: Any = shard(replace(EXACT, sync=tdsp.GradientSync()))
     (batches,) = make_stream(EXACT, 1)
     (local_loss(model(batches[rank])) * float("nan" if rank == 1 else 1)).backward()
-    texts = []
-    for use in (model.sync_now, model.sync_now, lambda: model(batches[rank]), model.state_dict):
-        with pytest.raises(tdsp.errors.SyncError) as caught:
-            use()
-        texts.append(str(caught.value))
-    return texts
+    uses = (model.sync_now, model.sync_now, lambda: model(batches[rank]), model.state_dict)
+    return [error_text(use, tdsp.errors.SyncError) for use in uses]
 
 
 def test_a_model_that_failed_says_so_again() -> None:
@@ -258,12 +251,6 @@ LAYERED = replace(SMALL, mesh=tdsp.Mesh2D(4, 1))
 AVERAGED = replace(SMALL, sync=tdsp.WeightSync())
 
 FAULTY_RANK = 1
-
-
-def shards_of(parallel: torch.nn.Module) -> list[TableShard]:
-    """Return this rank's shards, read behind the sync point's back."""
-    kernels = [kernel for part in sharded_tables(parallel) for kernel in part.kernels()]
-    return [shard for kernel in kernels for shard in kernel.shards()]
 
 
 def values_of(parallel: torch.nn.Module) -> torch.Tensor:
@@ -333,17 +320,11 @@ class TwoModules(torch.nn.Module):
 
 def bad_bags(rank: int, world_size: int, feature: str, value: float, second_kernel: str) -> str:
     """Sync after one feature's bags got a non-finite gradient on one rank."""
-    model = TwoModules()
-    sharders: Any = [tdsp.EmbeddingBagCollectionSharder2D(fused_params={"learning_rate": 0.1})]
+    sharders = [tdsp.EmbeddingBagCollectionSharder2D(fused_params={"learning_rate": 0.1})]
     t1_type = "table_wise" if second_kernel == "table_wise" else "row_wise"
     types = {"t0": "row_wise", "t1": t1_type, "t2": "row_wise"}
-    constraints = {
-        name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()
-    }
-    plan = group_plan_of(model, TWO, sharders=sharders, constraints=constraints)
-    if second_kernel == "row exchange":
-        plan = tdsp.pin(plan, "t1", exchange="row")
-    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
+    pins = {"t1": {"exchange": "row"}} if second_kernel == "row exchange" else {}
+    parallel = shard_tables(TwoModules(), TWO, sharders, types, pins)
     batch = KeyedJaggedTensor(
         ["f0", "f1", "f2"], torch.arange(12) + rank, lengths=torch.ones(12, dtype=torch.int32)
     )
@@ -459,12 +440,8 @@ def alone(rank: int, world_size: int) -> str:
         return ""
     message, _ = syncing(parallel)
     # An error like this one is the last: whatever uses the model raises it again, at once.
-    again = [syncing(parallel)[0]]
     uses: list[Any] = [parallel.sync_now, parallel.state_dict, lambda: parallel(batches[rank])]
-    for use in uses:
-        with pytest.raises(tdsp.errors.RankError) as caught:
-            use()
-        again.append(str(caught.value))
+    again = [syncing(parallel)[0], *(error_text(use, tdsp.errors.RankError) for use in uses)]
     assert set(again) == {message}
     store.set("told", "")
     return message

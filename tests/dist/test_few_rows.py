@@ -15,10 +15,9 @@ from tests.support.parity import (
     ONE,
     Cell,
     check_cells,
-    group_plan,
     local_shards,
-    local_world_size,
     make_sharder,
+    shard,
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.shard.initial_tables import BLOCK_ROWS, drawn_block
@@ -141,23 +140,20 @@ def compared(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[str, i
     """Count the expected values of each cell's shards on this rank, or name the wrong cell."""
     results = []
     for cell in cells:
-        model = build(cell.spec, seed=rank)
         sharder: Any = make_sharder(cell)
-        plan = group_plan(cell, model, sharder, local_world_size())
         drawing = type(sharder)(sharder.optimizer, init_seed=SEED)
-        expected = expected_tables(cell)
-        parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[drawing])
-        num_equal = 0
+        parallel = shard(cell, drawing, build(cell.spec, seed=rank), load=False)
+        expected, num_equal = expected_tables(cell), 0
         for name, value in parallel.state_dict().items():
             table = name.split(".")[-2]
             if table not in expected:
                 continue
-            for shard, (row, column) in local_shards(value):
-                rows, columns = shard.shape
+            for part, (row, column) in local_shards(value):
+                rows, columns = part.shape
                 wanted = expected[table][row : row + rows, column : column + columns]
-                if not torch.equal(shard.detach(), wanted.to(shard.dtype)):
+                if not torch.equal(part.detach(), wanted.to(part.dtype)):
                     results.append((f"{cell}: {name}", -1))
-                num_equal += shard.numel()
+                num_equal += part.numel()
         results.append((str(cell), num_equal))
     return results
 

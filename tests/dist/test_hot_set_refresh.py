@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -20,6 +20,7 @@ from tests.support.loops import (
     plain_loop,
     shard,
     shard_loss_model,
+    shard_tables,
     snapshot,
     warnings_of,
 )
@@ -34,8 +35,7 @@ from tests.support.parity import (
     make_optimizer,
     make_oracle,
 )
-from tests.support.planning import group_plan_of
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_text
 from tests.support.trips import Trip, check_arrivals, stock
 
 pytestmark = pytest.mark.dealt_file
@@ -157,17 +157,17 @@ def test_a_backward_finds_the_hot_rows_of_its_forward(ranks4: RankPool) -> None:
 
 def refused(rank: int, world_size: int, cell: Cell) -> list[str]:
     parallel = sharded(cell)
-    messages = []
-    for hot_sets in (
+    wrong: list[Any] = [
         {"t2": tdsp.HotSet((0,))},
         {"t1": tdsp.HotSet((0, 1, 2))},
         {"t0": tdsp.HotSet((40,))},
         {"t0": tdsp.HotSet((rank,))},
         {"t0": []},
-    ):
-        with pytest.raises(tdsp.TwoDError) as error:
-            parallel.refresh_hot_sets(hot_sets)
-        messages.append(str(error.value))
+    ]
+    messages = [
+        error_text(partial(parallel.refresh_hot_sets, hot_sets), tdsp.TwoDError)
+        for hot_sets in wrong
+    ]
     assert parallel.hot_sets == {name: tdsp.HotSet(rows) for name, rows in PLANNED}
     return messages
 
@@ -259,17 +259,11 @@ def sequences(rank: int, world_size: int) -> list[tuple[list[float], list[int], 
     weight = torch.arange(40.0)[:, None].expand(40, 8)
     for table in cast(Any, model.ec).embeddings.values():
         table.weight.data.copy_(weight)
-    sharders: Any = [tdsp.EmbeddingCollectionSharder2D(fused_params={"learning_rate": 0.1})]
+    sharders = [tdsp.EmbeddingCollectionSharder2D(fused_params={"learning_rate": 0.1})]
     # Their replicas have different widths.
-    constraints = {
-        "t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=4),
-        "t1": ParameterConstraints(sharding_types=["row_wise"]),
-    }
-    mesh = tdsp.Mesh2D(1, 2)
-    plan = group_plan_of(model, mesh, sharders=sharders, constraints=constraints)
-    for table in ("t0", "t1"):
-        plan = tdsp.pin(plan, table, hot_rows=[1, 7, 20])
-    parallel: Any = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
+    types = {"t0": "column_wise", "t1": "row_wise"}
+    pins = dict.fromkeys(types, {"hot_rows": [1, 7, 20]})
+    parallel = shard_tables(model, tdsp.Mesh2D(1, 2), sharders, types, pins)
     batch = KeyedJaggedTensor(
         ["f0", "f1", "f2"],
         torch.tensor([7, 3, 1, 1, 39, 20, 7, 7, 38, 7]),

@@ -12,7 +12,7 @@ import torchrec_2dsp as tdsp
 from tests.support.dense_training import TowerModel, Trained, batch_of, cell_of, dense_of, model_of
 from tests.support.devices import copied
 from tests.support.parity import Cell
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.errors import ConfigError, SyncError
 
 pytestmark = pytest.mark.dealt_file
@@ -147,10 +147,9 @@ def meet_with_nan(rank: int, world_size: int) -> str:
     if rank == 1:
         with torch.no_grad():
             params[2].view(-1)[0] = torch.nan
-    with pytest.raises(SyncError) as raised:
-        outer.global_step(torch.tensor(1))
+    text = error_text(lambda: outer.global_step(torch.tensor(1)), SyncError)
     assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True)) or rank
-    return str(raised.value)
+    return text
 
 
 def test_a_nan_of_one_rank_stops_all(ranks2: RankPool) -> None:
@@ -164,13 +163,10 @@ def save_and_load_apart(rank: int, world_size: int, folder: Path) -> list[str]:
     model = model_of(cell, dense)
     tdsp.save_checkpoint(folder / "together", model)
     model(batch_of(cell, 0, rank)).backward()
-    errors = []
-    with pytest.raises(SyncError) as saved:
-        tdsp.save_checkpoint(folder / "apart", model)
-    errors.append(str(saved.value))
-    with pytest.raises(SyncError) as loaded:
-        tdsp.load_checkpoint(folder / "together", model)
-    errors.append(str(loaded.value))
+    errors = [
+        error_text(lambda: tdsp.save_checkpoint(folder / "apart", model), SyncError),
+        error_text(lambda: tdsp.load_checkpoint(folder / "together", model), SyncError),
+    ]
     tdsp.DiLoCo(dense_of(model).values(), dense).global_step(torch.tensor(1))
     tdsp.load_checkpoint(folder / "together", model)
     return errors
@@ -182,29 +178,25 @@ def test_ranks_are_together_when_they_save_and_load(ranks2: RankPool, tmp_path: 
 
 
 def misuse(rank: int, world_size: int) -> tuple[str, ...]:
-    errors = []
-    wrong: list[dict[str, Any]] = [{"density": 0.0}, {"values": "int3"}, {"residual_decay": 1.5}]
-    for options in wrong:
-        with pytest.raises(ConfigError) as raised:
-            tdsp.LocalDense(**options)
-        errors.append(str(raised.value))
     dense = tdsp.LocalDense(density=0.5)
-    with pytest.raises(SyncError) as no_model:
-        dense.mean([torch.ones(2)])
+    errors = [
+        error_text(lambda: tdsp.LocalDense(density=0.0), ConfigError),
+        error_text(lambda: tdsp.LocalDense(values="int3"), ConfigError),
+        error_text(lambda: tdsp.LocalDense(residual_decay=1.5), ConfigError),
+        error_text(lambda: dense.mean([torch.ones(2)]), SyncError),
+    ]
     cell = cell_of(world_size)
     model = model_of(cell, dense)
     dense.state_dict()
     model(batch_of(cell, 0, rank)).backward()
-    with pytest.raises(SyncError) as apart:
-        dense.state_dict()
+    errors.append(error_text(dense.state_dict, SyncError))
     outer = tdsp.DiLoCo(dense_of(model).values(), dense)
-    with pytest.raises(ConfigError) as step:
-        outer.step()
+    errors.append(error_text(outer.step, ConfigError))
     outer.global_step(torch.tensor(1))
     dense.state_dict()
-    with pytest.raises(ConfigError) as rates:
-        tdsp.DiLoCo(dense_of(model).values(), dense, momentum=1.0)
-    return (*errors, *(str(raised.value) for raised in (no_model, apart, step, rates)))
+    params = dense_of(model).values()
+    errors.append(error_text(lambda: tdsp.DiLoCo(params, dense, momentum=1.0), ConfigError))
+    return tuple(errors)
 
 
 def test_what_cannot_be_is_said(ranks2: RankPool) -> None:

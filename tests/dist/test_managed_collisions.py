@@ -31,10 +31,9 @@ from tests.support.managed_collisions import (
     batch_of,
 )
 from tests.support.oracle import local_loss
-from tests.support.parity import TWO, local_shards, make_optimizer, make_sharder
-from tests.support.ranks import RankPool
+from tests.support.parity import TWO, local_shards, make_optimizer, make_sharder, shards_of
+from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
-from torchrec_2dsp.shard.parted import sharded_tables
 
 STEPS = 7
 
@@ -52,7 +51,7 @@ def sharder_of(case: Case) -> Any:
 def plan_of(case: Case, sharder: Any) -> tdsp.Plan2D:
     """Plan the tables as if there were no id maps, which TorchRec's planner cuts into buckets."""
     tables = nn.ModuleDict({"mc": ManagedModel(Case(case.cell)).mc._embedding_module})
-    return group_plan(case.cell, tables, sharder.tables, dist.get_world_size())
+    return group_plan(case.cell, tables, sharder.tables)
 
 
 def sharded(case: Case) -> tdsp.ModelParallel2D:
@@ -122,13 +121,11 @@ def state_gap(parallel: tdsp.ModelParallel2D, twin: Twin) -> float:
             if wanted.dim() == 2:
                 wanted = wanted[row : row + part.shape[0], column : column + part.shape[1]]
             gap = max(gap, _gap(part, wanted))
-    for tables in sharded_tables(parallel):
-        for kernel in tables.kernels():
-            for shard in kernel.shards():
-                moments = [value for name, value in shard.tensors.items() if name != "weight"]
-                for moment in moments:
-                    rows = slice(shard.row, shard.row + shard.num_rows)
-                    gap = max(gap, _gap(moment, twin.moments[shard.table][rows]))
+    for shard in shards_of(parallel):
+        moments = [value for name, value in shard.tensors.items() if name != "weight"]
+        for moment in moments:
+            rows = slice(shard.row, shard.row + shard.num_rows)
+            gap = max(gap, _gap(moment, twin.moments[shard.table][rows]))
     return gap
 
 
@@ -258,14 +255,6 @@ def around_training(rank: int, world_size: int) -> list[str]:
     parallel.train()
     errors.append(error_of(lambda: parallel(wrong)))
     return errors
-
-
-def error_of(run: Any) -> str:
-    try:
-        run()
-    except tdsp.errors.TwoDError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def test_pauses_evaluations_and_wrong_batches(ranks4: RankPool) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from tests.support.forks import NUM_RANKS, WAYS, count_threads
 from tests.support.programs import python
 from tests.support.rank_worker import GLOO_TIMEOUT
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
@@ -258,12 +259,8 @@ def test_all_groups_have_the_timeout_of_the_world(two_hosts: RankPool) -> None:
 
 
 def wrong_world(rank: int, world_size: int) -> list[str]:
-    texts = []
-    for make in (MeshGroups, MeshGroups.for_mesh):
-        with pytest.raises(MeshError) as caught:
-            make(Mesh2D(2, 4), "cpu")
-        texts.append(str(caught.value))
-    return texts
+    makers: list[Any] = [MeshGroups, MeshGroups.for_mesh]
+    return [error_text(partial(make, Mesh2D(2, 4), "cpu"), MeshError) for make in makers]
 
 
 def test_a_wrong_world_size_is_an_error_on_every_rank(ranks4: RankPool) -> None:

@@ -5,7 +5,6 @@ from itertools import product
 from typing import Any, cast
 
 import torch
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -13,8 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
+from tests.support.loops import shard_tables
 from tests.support.parity import LR, TOLERANCE
-from tests.support.planning import group_plan_of
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -59,21 +58,16 @@ def collection(tables: tuple[MixedTable, ...]) -> EmbeddingBagCollection:
 
 def sharded(tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D) -> tdsp.ModelParallel2D:
     """Shard the collection by its tables' plan, with the weights of `collection`."""
-    model = torch.nn.ModuleDict({"ebc": collection(tables)})
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    sharder: Any = tdsp.EmbeddingBagCollectionSharder2D(
+    sharder = tdsp.EmbeddingBagCollectionSharder2D(
         EmbOptimType.EXACT_SGD, fused_params={"learning_rate": LR}
     )
-    constraints = {
-        f"t{index}": ParameterConstraints(sharding_types=[table.sharding], min_partition=4)
-        for index, table in enumerate(tables)
-    }
-    plan = group_plan_of(model, mesh, sharders=[sharder], constraints=constraints)
-    for index, table in enumerate(tables):
-        plan = tdsp.pin(plan, f"t{index}", exchange=table.exchange)
-    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
-    parallel.load_state_dict(cast(Any, weights))
-    return parallel
+    return shard_tables(
+        torch.nn.ModuleDict({"ebc": collection(tables)}),
+        mesh,
+        [sharder],
+        {f"t{index}": table.sharding for index, table in enumerate(tables)},
+        {f"t{index}": {"exchange": table.exchange} for index, table in enumerate(tables)},
+    )
 
 
 def make_batch(features: list[str], rank: int, step: int, size: int) -> KeyedJaggedTensor:

@@ -20,8 +20,8 @@ from tests.support.devices import rank_device
 from tests.support.loops import logged
 from tests.support.models import SEQUENCES, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import TOLERANCE, TWO, Cell, local_world_size, make_parallel
-from tests.support.ranks import RankPool
+from tests.support.parity import TOLERANCE, TWO, Cell, shard
+from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.parallel import planning
 
 STEPS = 3
@@ -83,12 +83,8 @@ def error_of_what_does_not_fit(rank: int, world_size: int) -> str:
         num_embeddings=10**12, embedding_dim=128, name="huge", feature_names=["f"]
     )
     model = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
-    try:
-        with known_machines():
-            tdsp.ModelParallel2D(model)
-    except tdsp.errors.PlanError as error:
-        return str(error)
-    return "it fits"
+    with known_machines():
+        return error_text(lambda: tdsp.ModelParallel2D(model), tdsp.errors.PlanError)
 
 
 def test_what_does_not_fit_is_one_error_on_all_ranks(ranks4: RankPool) -> None:
@@ -102,7 +98,7 @@ BAGS = Cell(tdsp.Mesh2D(2, 1), sync=tdsp.WeightSync())
 
 def evaluate(rank: int, world_size: int, cell: Cell) -> None:
     """Train, evaluate in inference mode and without gradients, and train on."""
-    model = make_parallel(cell, world_size, local_world_size())
+    model = shard(cell)
     batch = make_batch(cell.spec, seed=rank)
     for _ in range(2):
         local_loss(model(batch)).backward()
@@ -140,10 +136,9 @@ REFUSED = {
 
 
 def refusal(rank: int, world_size: int, cell: Cell, use: Callable[..., None]) -> str:
-    model = make_parallel(cell, world_size, local_world_size())
-    with pytest.raises(tdsp.errors.UnsupportedError) as caught:
-        use(model, make_batch(cell.spec, seed=rank))
-    return str(caught.value)
+    model = shard(cell)
+    batch = make_batch(cell.spec, seed=rank)
+    return error_text(lambda: use(model, batch), tdsp.errors.UnsupportedError)
 
 
 @pytest.mark.parametrize("use", REFUSED, ids=lambda use: use.__name__)
@@ -158,7 +153,7 @@ WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
 
 def averaged(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, list[int]]:
     """Return one averaging sync's report, and this rank's rows per shard."""
-    parallel = make_parallel(cell, world_size, local_world_size())
+    parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
     local_loss(parallel(make_batch(cell.spec, rank))).backward()
     report = parallel.sync()
@@ -186,7 +181,7 @@ PAUSE_S = 0.2
 
 def travelling(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, tdsp.SyncReport]:
     """Return reports of merges with gradients sent long before their rows were needed."""
-    parallel = make_parallel(cell, world_size, local_world_size())
+    parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
     local_loss(parallel(make_batch(cell.spec, rank))).backward()
     assert parallel.sync() == tdsp.SyncReport()
@@ -209,7 +204,7 @@ def weights_after_lookup(
     rank: int, world_size: int, cell: Cell, equal: bool
 ) -> tuple[list[torch.Tensor], list[str]]:
     """Return this rank's shards after its own initialisation and a lookup, and the log."""
-    parallel = make_parallel(cell, world_size, local_world_size())
+    parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
     (module,) = parallel.sharded_tables()
     shards = [shard.tensors["weight"] for kernel in module.kernels() for shard in kernel.shards()]

@@ -7,20 +7,23 @@ package by their length, as the unsharded model does.
 from dataclasses import replace
 
 import torch
+from torchrec.distributed.types import ShardingPlan
 
-from tests.support.models import SEQUENCES, ModelSpec, make_batch
-from tests.support.oracle import local_loss
+from tests.support.loops import plain_loop
+from tests.support.models import SEQUENCES, ModelSpec, build, make_batch
 from tests.support.parity import (
     ONE,
     Cell,
+    group_plan,
     local_shards,
-    local_world_size,
     make_optimizer,
-    make_parallel,
+    make_sharder,
+    shard,
 )
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
-from tests.support.trips import make_stock_group
+from tests.support.trips import make_stock
+from torchrec_2dsp.plan.plan2d import plan_for_rank
 
 CELLS = [
     Cell(ONE, sharding, spec, optimizer)
@@ -43,21 +46,18 @@ def differing_entries(rank: int, world_size: int, cells: list[Cell]) -> list[str
     """Return which losses or weights of three steps differ in any bit from stock TorchRec's."""
     results = []
     for cell in cells:
-        ours, stock = (
-            make_parallel(cell, world_size, local_world_size()),
-            make_stock_group(cell, world_size),
-        )
+        # By TorchRec alone, with the same placement.
+        plan = group_plan(cell, build(cell.spec), make_sharder(cell))
+        of_rank = plan_for_rank(plan, rank, local_world_size=world_size)
+        ours, stock = shard(cell), make_stock(cell, ShardingPlan(of_rank.plan))
         optimizers = make_optimizer(ours), make_optimizer(stock)
         for step in range(3):
             batch = make_batch(cell.spec, seed=10 * step + rank)
-            losses = []
-            for model, optimizer in zip((ours, stock), optimizers, strict=True):
-                optimizer.zero_grad()
-                loss = local_loss(model(batch))
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            if losses[0] != losses[1]:
+            own_loss, their_loss = (
+                plain_loop(model, optimizer, [batch])
+                for model, optimizer in zip((ours, stock), optimizers, strict=True)
+            )
+            if own_loss != their_loss:
                 results.append(f"{cell}: loss of step {step}")
         expected = stock.state_dict()
         for name, value in ours.state_dict().items():

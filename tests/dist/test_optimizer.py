@@ -28,11 +28,11 @@ from tests.support.loops import (
     plain_loop,
     shard,
     snapshot,
-    stock_dmp,
 )
 from tests.support.models import SEQUENCES, build, tables_of
 from tests.support.parity import LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
+from tests.support.trips import make_stock, stock
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.errors import ConfigError
@@ -273,8 +273,8 @@ def into_stock(rank: int, world_size: int, cell: Cell, folder: str) -> list[floa
     plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
     for batches in stream:
         emulation.step(batches)
-    stock = stock_dmp(cell, world_size)
-    ours, theirs = entries(parallel), entries(stock)
+    alone = make_stock(stock("table_wise", spec=cell.spec))
+    ours, theirs = entries(parallel), entries(alone)
     # Table-wise, a rank of stock TorchRec shows the state of its own tables only.
     assert {name: ours[name].size() for name in theirs} == {
         name: value.size() for name, value in theirs.items()
@@ -283,7 +283,7 @@ def into_stock(rank: int, world_size: int, cell: Cell, folder: str) -> list[floa
     checkpoint.load(theirs, checkpoint_id=folder)
     expected = emulation.groups[0]
     moments = {name: value for name, value in theirs.items() if "/" in name}
-    return [compare(stock, expected).weight] + [
+    return [compare(alone, expected).weight] + [
         (local - expected.moments[name.split("/")[1].split(".")[0]][:, 0]).abs().max().item()
         for name, value in moments.items()
         for local in local_tensors(value)

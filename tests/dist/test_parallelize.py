@@ -1,5 +1,6 @@
 """`parallelize`: whatever it chooses trains as the unsharded model, and it says what it chose."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from tests.support.devices import rank_device
 from tests.support.loops import LossModel
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build, make_batch
 from tests.support.parity import FOUR, ONE, TWO, Cell, check_cells, parallelized
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.serialize import save
 
@@ -111,12 +112,9 @@ def keep_weights_and_take_plans(
     build_first = build(spec, seed=3)
     build_first.load_state_dict(before)
     kept += [torch.equal(first(batch), build_first(batch)), torch.equal(again(batch), first(batch))]
-    sharders = tdsp.get_default_sharders()
-    for wrong in ({}, {"optimizer": ADAGRAD, "sharders": sharders}):
-        try:
-            tdsp.parallelize(other, device=rank_device(), batch_size=8, **cast(Any, wrong))
-        except tdsp.errors.ConfigError as error:
-            kept.append(str(error))
+    call: Any = partial(tdsp.parallelize, other, device=rank_device(), batch_size=8)
+    both = {"optimizer": ADAGRAD, "sharders": tdsp.get_default_sharders()}
+    kept += [error_text(partial(call, **wrong), tdsp.errors.ConfigError) for wrong in ({}, both)]
     return kept
 
 
@@ -132,15 +130,9 @@ def demands_of_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
         {"plan": plan, "mesh": ONE},
         {"plan": str(Path(folder) / "none.json") if is_last else plan},
     ]
-    errors = []
-    for demands in wrong:
-        with pytest.raises(tdsp.TwoDError) as raised:
-            tdsp.parallelize(
-                build(ModelSpec()),
-                **{"device": rank_device(), "batch_size": 8, "optimizer": ADAGRAD} | demands,
-            )
-        errors.append(str(raised.value))
-    return errors
+    known: dict[str, Any] = {"device": rank_device(), "batch_size": 8, "optimizer": ADAGRAD}
+    calls = [partial(tdsp.parallelize, build(ModelSpec()), **known | demands) for demands in wrong]
+    return [error_text(call, tdsp.TwoDError) for call in calls]
 
 
 def test_what_one_rank_gets_wrong_is_one_error_on_all(two_hosts: RankPool, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Ten steps, or four; the loss of every step, every weight and every moment at the end.
 """
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,11 +22,11 @@ from tests.support.parity import (
     TOLERANCE,
     Cell,
     check_cells,
-    make_parallel,
     run_cells,
+    shard,
 )
 from tests.support.planning import constrained, group_plan_of
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_text
 from tests.support.slices import Deal
 from torchrec_2dsp import GradientSync, Mesh2D, RankLayout, WeightSync
 from torchrec_2dsp.shard.parted import sharded_tables
@@ -271,7 +272,7 @@ def test_rows_of_a_host_travel_together(ranks8: RankPool) -> None:
 
 
 def modes_of(rank: int, world_size: int, cell: Cell) -> list[bool]:
-    parallel = make_parallel(cell, world_size, 2).eval()
+    parallel = shard(cell).eval()
     return [part.module.training for part in sharded_tables(parallel)]
 
 
@@ -282,15 +283,13 @@ def test_all_parts_are_told_of_evaluation(ranks4: RankPool) -> None:
 
 def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
     """Return the errors for a bad id in either kind of table, and train a good batch after each."""
-    parallel = make_parallel(cell, world_size, 2)
+    parallel = shard(cell)
     messages = []
     for feature in ("f0", "f1"):
         batch = make_batch(cell.spec, rank)
         if rank == 1:
             batch[feature].values()[0] = 10_000
-        with pytest.raises(tdsp.errors.InputError) as caught:
-            parallel(batch)
-        messages.append(str(caught.value))
+        messages.append(error_text(partial(parallel, batch), tdsp.errors.InputError))
         local_loss(parallel(make_batch(cell.spec, rank))).backward()
     return messages
 

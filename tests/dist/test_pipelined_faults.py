@@ -23,12 +23,11 @@ from tests.support.pipelining import (
     ItemLoss,
     StackModel,
     close_groups,
-    error_text,
     layers_of,
     pipelined,
     stack_model,
 )
-from tests.support.ranks import RankPool, RanksFailed
+from tests.support.ranks import RankPool, RanksFailed, error_text
 from torchrec_2dsp.dense.pipelined.layer_stack import LayerElsewhere
 from torchrec_2dsp.errors import ConfigError, InputError, MeshError, TwoDError, UnsupportedError
 

@@ -30,6 +30,7 @@ from tests.support.parity import (
     make_optimizer,
     make_oracle,
     make_sharder,
+    shards_of,
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
@@ -94,13 +95,12 @@ def write_by_hand(rank: int, world_size: int, cell: Cell) -> tuple[float, torch.
     parallel.sync_now()
     (part,) = parallel.sharded_tables()
     gap = 0.0
-    for kernel in part.kernels():
-        for entry in kernel.shards():
-            weight = entry.tensors["weight"]
-            expected = oracle.weights[entry.table][entry.row : entry.row + entry.num_rows]
-            gap = max(gap, (weight - expected).abs().max().item())
-            numbers = torch.arange(entry.row, entry.row + entry.num_rows).float()
-            weight.copy_((numbers if rank < 2 else torch.zeros_like(numbers))[:, None])
+    for entry in shards_of(parallel):
+        weight = entry.tensors["weight"]
+        expected = oracle.weights[entry.table][entry.row : entry.row + entry.num_rows]
+        gap = max(gap, (weight - expected).abs().max().item())
+        numbers = torch.arange(entry.row, entry.row + entry.num_rows).float()
+        weight.copy_((numbers if rank < 2 else torch.zeros_like(numbers))[:, None])
     parallel.broadcast_replicas()
     ids = KeyedJaggedTensor.from_lengths_sync(
         keys=["f0"], values=torch.arange(40), lengths=torch.ones(40).int()
@@ -238,10 +238,9 @@ def known_rows(
     yield "loaded on one rank", loaded, first_rank
     written = drawn(cell)
     if dist.get_rank() == 0:
-        for kernel in written.sharded_tables()[0].kernels():
-            for part in kernel.shards():
-                weight = part.tensors["weight"]
-                weight.copy_(tables[f"ebc.embedding_bags.{part.table}.weight"][: len(weight)])
+        for part in shards_of(written):
+            weight = part.tensors["weight"]
+            weight.copy_(tables[f"ebc.embedding_bags.{part.table}.weight"][: len(weight)])
     yield "written on one rank", written, first_rank
 
 
@@ -297,6 +296,6 @@ def test_owners_of_sorted_ids_do_equal_work(ranks4: RankPool) -> None:
 
 def test_a_plan_file_keeps_it() -> None:
     cell = Cell(ONE)
-    plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
+    plan = group_plan(cell, build(cell.spec), make_sharder(cell))
     spread = tdsp.pin(plan, "t0", exchange="row", owners="hash")
     assert from_json(to_json(spread)) == spread != tdsp.pin(plan, "t0", exchange="row")

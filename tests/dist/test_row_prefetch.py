@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torchrec.distributed.fbgemm_qcomm_codec import CommType
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -27,12 +26,12 @@ from tests.support.loops import (
     logged,
     make_stream,
     shard,
+    shard_tables,
     snapshot,
 )
 from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, BagModel, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import LR, ONE, TOLERANCE, Cell, make_optimizer, make_sharder
-from tests.support.planning import group_plan_of
 from tests.support.prefetching import STEPS, Counts, Trained, compare, drain, run, sharded
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -382,20 +381,15 @@ class ManyModel(nn.Module):
 
 def sharded_two(output: DataType = DataType.FP32) -> Any:
     torch.manual_seed(0)
-    model = ManyModel()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
     params = {"learning_rate": LR, "eps": EPS, "output_dtype": output}
     kinds = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D)
-    sharders: Any = [kind(EmbOptimType.EXACT_ADAGRAD, fused_params=dict(params)) for kind in kinds]
-    constraints = {name: ParameterConstraints(sharding_types=["row_wise"]) for name in EXCHANGES}
-    plan = group_plan_of(model, CELL.mesh, sharders=sharders, constraints=constraints)
-    for name, exchange in EXCHANGES.items():
-        plan = tdsp.pin(plan, name, exchange=exchange)
-    parallel: Any = tdsp.ModelParallel2D(
-        module=model, device=rank_device(), plan=plan, sharders=sharders
+    return shard_tables(
+        ManyModel(),
+        CELL.mesh,
+        [kind(EmbOptimType.EXACT_ADAGRAD, fused_params=dict(params)) for kind in kinds],
+        dict.fromkeys(EXCHANGES, "row_wise"),
+        {name: {"exchange": exchange} for name, exchange in EXCHANGES.items()},
     )
-    parallel.load_state_dict(weights)
-    return parallel
 
 
 def both(rank: int, world_size: int, output: DataType) -> tuple[Trained, Trained, float]:

@@ -12,8 +12,7 @@ import torchrec_2dsp as tdsp
 from tests.support.dense_training import cell_of, model_of
 from tests.support.loops import shard
 from tests.support.models import BagModel
-from tests.support.parity import make_sharder
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.dense.sharded_dense import JointBatch
 from torchrec_2dsp.errors import ConfigError, MeshError, UnsupportedError
 
@@ -30,16 +29,20 @@ class WithParameter(BagModel):
 
 def misuse_fully_sharded(rank: int, world_size: int) -> tuple[str, ...]:
     cell = cell_of(world_size)
-    with pytest.raises(ConfigError) as no_divisor:
-        model_of(cell, tdsp.FullyShardedDense(num_copies=3))
-    with pytest.raises(ConfigError) as differs:
-        model_of(cell, tdsp.FullyShardedDense(num_copies=1 + rank % 2))
-    with pytest.raises(ConfigError) as no_count:
-        tdsp.FullyShardedDense(num_copies=0)
-    wrapper = tdsp.FullyShardedDense()
-    with pytest.raises(ConfigError) as beside:
-        shard(cell, make_sharder(cell), WithParameter(cell.spec), data_parallel_wrapper=wrapper)
-    return tuple(str(raised.value) for raised in (no_divisor, differs, no_count, beside))
+
+    def with_copies(num_copies: int) -> None:
+        model_of(cell, tdsp.FullyShardedDense(num_copies=num_copies))
+
+    def with_a_parameter_beside() -> None:
+        wrapper = tdsp.FullyShardedDense()
+        shard(cell, model=WithParameter(cell.spec), data_parallel_wrapper=wrapper)
+
+    return (
+        error_text(lambda: with_copies(3), ConfigError),
+        error_text(lambda: with_copies(1 + rank % 2), ConfigError),
+        error_text(lambda: with_copies(0), ConfigError),
+        error_text(with_a_parameter_beside, ConfigError),
+    )
 
 
 def test_impossible_shards_are_refused(ranks4: RankPool) -> None:
@@ -117,27 +120,25 @@ class Flat(nn.Linear):
 
 
 def misuse_split_layers(rank: int, world_size: int) -> tuple[str, ...]:
-    cell, messages = cell_of(world_size), []
-    for plan, tp, kind in (
-        ({"tower.7": ColwiseParallel()}, 2, ConfigError),
-        (PLAN, 3, MeshError),
-        (PLAN, 2 + 2 * (rank % 2), ConfigError),
-        ({}, 2, ConfigError),
-        ({"last": ColwiseParallel()}, 2, ConfigError),
-    ):
-        with pytest.raises(kind) as raised:
-            model_of(cell, tdsp.TensorParallelDense(plan, tp=tp))
-        messages.append(str(raised.value))
-    for num_copies in (4, 1 + rank % 2, True):
-        with pytest.raises(ConfigError) as raised:
-            model_of(cell, tdsp.TensorParallelDense(PLAN, tp=2, num_copies=num_copies))
-        messages.append(str(raised.value))
+    cell = cell_of(world_size)
+
+    def split(plan: Any, tp: int, num_copies: int = 1) -> None:
+        model_of(cell, tdsp.TensorParallelDense(plan, tp=tp, num_copies=num_copies))
+
     layer, group = Flat(2, 1), torch.distributed.group.WORLD
     assert group is not None
     JointBatch("flat", layer, group)
-    with pytest.raises(UnsupportedError) as unsupported:
-        layer(torch.ones(3, 2))
-    return (*messages, str(unsupported.value))
+    return (
+        error_text(lambda: split({"tower.7": ColwiseParallel()}, 2), ConfigError),
+        error_text(lambda: split(PLAN, 3), MeshError),
+        error_text(lambda: split(PLAN, 2 + 2 * (rank % 2)), ConfigError),
+        error_text(lambda: split({}, 2), ConfigError),
+        error_text(lambda: split({"last": ColwiseParallel()}, 2), ConfigError),
+        error_text(lambda: split(PLAN, 2, 4), ConfigError),
+        error_text(lambda: split(PLAN, 2, 1 + rank % 2), ConfigError),
+        error_text(lambda: split(PLAN, 2, True), ConfigError),
+        error_text(lambda: layer(torch.ones(3, 2)), UnsupportedError),
+    )
 
 
 def test_impossible_splits_are_refused(ranks4: RankPool) -> None:

@@ -24,7 +24,16 @@ from tests.support.loops import (
 )
 from tests.support.models import SEQUENCES, build
 from tests.support.oracle import Oracle, local_loss
-from tests.support.parity import LR, TWO, Cell, compare, make_optimizer, make_oracle, make_sharder
+from tests.support.parity import (
+    LR,
+    TWO,
+    Cell,
+    compare,
+    make_optimizer,
+    make_oracle,
+    make_sharder,
+    shards_of,
+)
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.replicas.sync_report import SyncReason
@@ -191,11 +200,9 @@ def test_weights_of_the_cpu_module_are_kept(ranks4: RankPool) -> None:
 def broadcast(rank: int, world_size: int, cell: Cell) -> Tensors:
     parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
-    for part in parallel.sharded_tables():
-        for kernel in part.kernels():
-            for table in kernel.shards():
-                for tensor in table.tensors.values():
-                    tensor.fill_(rank + 1.0)
+    for table in shards_of(parallel):
+        for tensor in table.tensors.values():
+            tensor.fill_(rank + 1.0)
     parallel.broadcast_replicas()
     parallel(make_stream(cell, 1)[0][rank])
     return {name: value for name, value in snapshot(parallel).items() if "over" not in name}

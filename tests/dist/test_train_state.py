@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.support.parity import Cell, make_optimizer, make_parallel
-from tests.support.ranks import RankPool
+from tests.support.parity import Cell, make_optimizer, shard, shards_of
+from tests.support.ranks import RankPool, error_of
 from tests.support.resuming import (
     HOT,
     M14,
@@ -148,7 +148,7 @@ def test_what_was_another_on_each_rank_is_refused_elsewhere(
 def synced_steps(rank: int, world_size: int, start: int) -> list[int]:
     """Return the steps at which a model syncs whose policy goes on at one."""
     cell = Cell(tdsp.Mesh2D(2, 1), sync=tdsp.WeightSync(policy=tdsp.every(3)))
-    model: Any = make_parallel(cell, world_size, world_size)
+    model: Any = shard(cell)
     optimizer = make_optimizer(model)
     model.set_sync_step(start)
     results = []
@@ -175,7 +175,7 @@ def counted(rank: int, world_size: int, folder: Path) -> list[Any]:
     seen = []
     for is_load in (False, True):
         cell = Cell(M14)
-        model = make_parallel(cell, world_size, world_size)
+        model = shard(cell)
         optimizer = make_optimizer(model)
         state = tdsp.TrainState(model, optimizer)
         tbes = [tbe for part in sharded_tables(model) for tbe in part.tbes()]
@@ -222,14 +222,12 @@ def test_iterations_learning_rates_and_random_numbers_come_back(
 def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     """Return the errors of saves and loads that can't be done."""
     cell = Cell(M14)
-    model = make_parallel(cell, world_size, world_size)
+    model = shard(cell)
     optimizer = make_optimizer(model)
     reported: dict[str, str] = {}
 
     def refuse(name: str, action: Callable[[], object]) -> None:
-        with pytest.raises(tdsp.TwoDError) as caught:
-            action()
-        reported[name] = f"{type(caught.value).__name__}: {caught.value}"
+        reported[name] = error_of(action)
 
     def load(state: tdsp.TrainState, path: Path = folder / "with") -> object:
         return tdsp.load_checkpoint(path, model, optimizer, train_state=state)
@@ -255,7 +253,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     assert all(torch.equal(value, before[name]) for name, value in _local(model).items())
     assert (position, state.step) == ({"row": 7}, 3)
 
-    other = make_parallel(cell, world_size, world_size)
+    other = shard(cell)
     refuse("other model", lambda: load(tdsp.TrainState(other)))
     save = tdsp.save_checkpoint
     refuse("not plain", lambda: tdsp.TrainState(model, things={"a": {1, 2}}).state_dict())
@@ -276,13 +274,10 @@ def _save_without_dense(folder: Path, model: Any, optimizer: Any) -> None:
 
 
 def _local(model: Any) -> dict[str, torch.Tensor]:
-    parts = sharded_tables(model)
     return {
-        f"{number} {shard.table} {name}": tensor
-        for number, part in enumerate(parts)
-        for kernel in part.kernels()
-        for shard in kernel.shards()
-        for name, tensor in shard.tensors.items()
+        f"{number} {part.table} {name}": tensor
+        for number, part in enumerate(shards_of(model))
+        for name, tensor in part.tensors.items()
     }
 
 

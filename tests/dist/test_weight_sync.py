@@ -10,7 +10,7 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import Tensors, largest_gap, make_stream, shard, snapshot, train
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
-from tests.support.parity import FOUR, TWO, Cell, make_optimizer, sharded_tables
+from tests.support.parity import FOUR, TWO, Cell, make_optimizer, shards_of
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.sync import SyncPolicy
@@ -150,13 +150,7 @@ def test_nor_are_they_when_whole_shards_are_averaged(ranks3: RankPool) -> None:
 
 def raw(parallel: torch.nn.Module, name: str) -> torch.Tensor:
     """Return all values of a kind on this rank, read behind the sync point's back."""
-    tensors = [
-        shard.tensors[name].reshape(-1)
-        for part in sharded_tables(parallel)
-        for kernel in part.kernels()
-        for shard in kernel.shards()
-    ]
-    return torch.cat(tensors).clone()
+    return torch.cat([shard.tensors[name].reshape(-1) for shard in shards_of(parallel)]).clone()
 
 
 def watch_replicas(
@@ -264,11 +258,7 @@ def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str
     parallel, (batches,) = shard(cell), make_stream(cell, 1)
     local_loss(parallel(batches[rank])).backward()
     (tensor,) = [
-        shard.tensors["weight"]
-        for part in sharded_tables(parallel)
-        for kernel in part.kernels()
-        for shard in kernel.shards()
-        if shard.table == "t1"
+        shard.tensors["weight"] for shard in shards_of(parallel) if shard.table == "t1"
     ]
     if rank == 1:
         tensor[batches[rank]["f1"].values()] = value

@@ -28,7 +28,7 @@ from tests.fuzz.search import chosen_case
 from tests.fuzz.seen import Piece, Seen, StateSeen
 from tests.support.devices import copied, rank_device
 from tests.support.loops import local_tensors
-from tests.support.parity import local_shards
+from tests.support.parity import local_shards, shards_of
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.shard.parted import sharded_tables
 
@@ -328,16 +328,14 @@ class _Run:
 def _moments(parallel: nn.Module) -> list[Piece]:
     """Return the moments in this rank's shards, with as many columns as the shard."""
     pieces = []
-    for part in sharded_tables(parallel):
-        for kernel in part.kernels():
-            for shard in kernel.shards():
-                moment = shard.tensors.get("sum", shard.tensors.get("exp_avg_sq"))
-                if moment is None:
-                    continue
-                width = shard.tensors["weight"].shape[1]
-                if moment.dim() == 1:
-                    moment = moment[:, None].expand(-1, width)
-                pieces.append(Piece(shard.table, shard.row, shard.column, copied(moment)))
+    for shard in shards_of(parallel):
+        moment = shard.tensors.get("sum", shard.tensors.get("exp_avg_sq"))
+        if moment is None:
+            continue
+        width = shard.tensors["weight"].shape[1]
+        if moment.dim() == 1:
+            moment = moment[:, None].expand(-1, width)
+        pieces.append(Piece(shard.table, shard.row, shard.column, copied(moment)))
     return pieces
 
 

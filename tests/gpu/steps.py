@@ -96,7 +96,7 @@ def make(cell: Cell, is_stock: bool) -> Any:
     ours = make_sharder(cell)
     device = rank_device()
     if not is_stock:
-        plan = group_plan(cell, model, ours, 1)
+        plan = group_plan(cell, model, ours)
         return tdsp.ModelParallel2D(module=model, device=device, plan=plan, sharders=[ours])
     sharder: Any = EmbeddingBagCollectionSharder(
         {**ours.fused_params, "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}

@@ -98,10 +98,10 @@ def plan_by_cost(
     )
 
 
-def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: int) -> tdsp.Plan2D:
+def group_plan(cell: Cell, model: nn.Module, sharder: object) -> tdsp.Plan2D:
     """Plan every table the cell's way."""
     # Planning takes as long as a few steps, and many cells differ in what comes after it.
-    key = (cell.mesh, cell.sharding, cell.spec, type(model), local_world_size)
+    key = (cell.mesh, cell.sharding, cell.spec, type(model))
     if key not in _STOCK_PLANS:
         _STOCK_PLANS[key] = plan_as_torchrec(cell, model, sharder)
     plan = tdsp.Plan2D.from_stock(_STOCK_PLANS[key], cell.mesh, cell.sync)

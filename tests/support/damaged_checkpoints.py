@@ -105,7 +105,7 @@ def summary(by_rank: list[list[Outcome]]) -> tuple[Counter[str], list[str]]:
 
 
 def _trained(world_size: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    model, _ = make(CELL, world_size)
+    model, _ = make(CELL)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=0.01))
     optimizer = CombinedOptimizer([model.fused_optimizer, adam])

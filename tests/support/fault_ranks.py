@@ -36,7 +36,7 @@ from tests.support.fault_cases import (
 from tests.support.loops import LossModel, make_stream, shard, sharded_tables
 from tests.support.models import BagModel
 from tests.support.oracle import local_loss
-from tests.support.parity import make_optimizer, make_sharder
+from tests.support.parity import make_optimizer, make_sharder, shards_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
 TIMEOUT_S = 30.0 if on_gpus() else 8.0
@@ -188,10 +188,8 @@ def _spoil(case: Case, model: Any, faults: Faults, where: str) -> bool:
         return False
     faults.note()
     if where == "weights":
-        for part in sharded_tables(model):
-            for kernel in part.kernels():
-                for table in kernel.shards():
-                    table.tensors["weight"].fill_(float("nan"))
+        for table in shards_of(model):
+            table.tensors["weight"].fill_(float("nan"))
     return True
 
 

@@ -2,17 +2,15 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed._tensor.api import DTensor
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
 from torchrec.optim.keyed import KeyedOptimizer
@@ -20,18 +18,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.batches import make_variable_batch
-from tests.support.devices import copied, on_rank_device, rank_device
-from tests.support.models import BagModel, build, make_batch
+from tests.support.devices import copied, rank_device
+from tests.support.models import BagModel, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import (
-    LR,
-    Cell,
-    group_plan,
-    local_world_size,
-    make_optimizer,
-    make_sharder,
-)
-from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from tests.support.parity import Cell, make_optimizer, shard
+from tests.support.planning import group_plan_of
 from torchrec_2dsp.comms.counting import Collectives
 from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.parted import sharded_tables
@@ -50,28 +41,24 @@ def make_stream(cell: Cell, steps: int) -> Stream:
     ]
 
 
-def shard(
-    cell: Cell,
-    sharder: Any = None,
-    model: nn.Module | None = None,
-    *,
-    load: bool = True,
-    data_parallel_wrapper: Any = None,
-) -> DistributedModelParallel:
-    """``model``, or that of seed 0, as the cell says; with its weights if ``load``."""
-    model = build(cell.spec, seed=0) if model is None else model
-    sharder = make_sharder(cell) if sharder is None else sharder
-    weights = {name: value.clone() for name, value in model.state_dict().items()} if load else {}
-    wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
-    parallel = wrapper(
-        module=on_rank_device(model),
-        device=rank_device(),
-        plan=group_plan(cell, model, sharder, local_world_size()),
-        sharders=[sharder],
-        data_parallel_wrapper=data_parallel_wrapper,
-    )
-    if load:
-        parallel.load_state_dict(cast(Any, weights))
+def shard_tables(
+    model: nn.Module,
+    mesh: tdsp.Mesh2D,
+    sharders: Any,
+    types: Mapping[str, str],
+    pins: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Any:
+    """Shard each table by its type and what is pinned of it; the model keeps its weights."""
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    constraints = {
+        name: ParameterConstraints(sharding_types=[kind], min_partition=4)
+        for name, kind in types.items()
+    }
+    plan = group_plan_of(model, mesh, sharders=sharders, constraints=constraints)
+    for name, pinned in (pins or {}).items():
+        plan = tdsp.pin(plan, name, **pinned)
+    parallel = tdsp.ModelParallel2D(model, device=rank_device(), plan=plan, sharders=sharders)
+    parallel.load_state_dict(cast(Any, weights))
     return parallel
 
 
@@ -89,27 +76,6 @@ def shard_loss_model(cell: Cell) -> DistributedModelParallel:
         return shard(cell)
     torch.manual_seed(0)
     return shard(cell, model=LossModel(cell.spec))
-
-
-def stock_dmp(cell: Cell, world_size: int) -> DistributedModelParallel:
-    """Return a stock TorchRec model on all ranks, with row-wise AdaGrad and other weights."""
-    model = build(cell.spec, seed=1)
-    sharder: Any = EmbeddingBagCollectionSharder(
-        {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR}
-    )
-    planner = EmbeddingShardingPlanner(
-        Topology(world_size=world_size, compute_device=rank_device().type),
-        batch_size=8,
-        constraints={
-            table.name: ParameterConstraints(sharding_types=["table_wise"])
-            for table in cell.spec.tables
-        },
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-    )
-    plan = planner.plan(model, [sharder])
-    return DistributedModelParallel(
-        on_rank_device(model), device=rank_device(), plan=plan, sharders=[sharder]
-    )
 
 
 def entries(parallel: DistributedModelParallel) -> dict[str, Any]:

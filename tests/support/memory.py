@@ -103,7 +103,7 @@ def _train(rank: int, case: Case, num_rows: tuple[int, ...], batch_size: int) ->
     cell = replace(case.cell, spec=spec, hot_rows=hot_rows)
     model, sharder = Tables(spec), make_sharder(cell)
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    plan = group_plan(cell, model, sharder, local_world_size)
+    plan = group_plan(cell, model, sharder)
     expected = _expected(case, model, sharder, plan, batch_size, local_world_size)
     parallel = tdsp.ModelParallel2D(
         module=model,

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -92,29 +92,40 @@ def make_sharder(cell: Cell, qcomms: CommType | None = None) -> Any:
     return sharder
 
 
-def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> DistributedModelParallel:
-    """Shard the cell's model, with the weights of seed 0."""
-    model = build(cell.spec, seed=0)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    sharder = make_sharder(cell)
+def shard(
+    cell: Cell,
+    sharder: Any = None,
+    model: nn.Module | None = None,
+    *,
+    load: bool = True,
+    data_parallel_wrapper: Any = None,
+) -> DistributedModelParallel:
+    """Shard ``model``, or that of seed 0, as the cell says; with its weights if ``load``."""
+    model = build(cell.spec, seed=0) if model is None else model
+    sharder = make_sharder(cell) if sharder is None else sharder
+    weights = {name: value.clone() for name, value in model.state_dict().items()} if load else {}
     if cell.parallelized:
         parallel = parallelized(cell, model, sharders=[sharder])
-        parallel.load_state_dict(weights)  # type: ignore[arg-type]
-        return parallel
+    else:
+        wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
+        parallel = wrapper(
+            module=on_rank_device(model),
+            device=rank_device(),
+            plan=plan_of(cell, model, sharder),
+            sharders=[sharder],
+            data_parallel_wrapper=data_parallel_wrapper,
+        )
+    if load:
+        parallel.load_state_dict(cast(Any, weights))
+    return parallel
+
+
+def plan_of(cell: Cell, model: nn.Module, sharder: Any) -> ShardingPlan:
+    """Plan the cell's model on the hosts of this world."""
     if cell.demands:
         # A search takes longer than the steps that follow.
-        plan = from_rank_0(lambda: plan_by_cost(cell, model, sharder, local_world_size))
-    else:
-        plan = group_plan(cell, model, sharder, local_world_size)
-    wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
-    parallel = wrapper(
-        module=on_rank_device(model),
-        device=rank_device(),
-        plan=plan,
-        sharders=[sharder],
-    )
-    parallel.load_state_dict(weights)  # type: ignore[arg-type]
-    return parallel
+        return from_rank_0(lambda: plan_by_cost(cell, model, sharder, local_world_size()))
+    return group_plan(cell, model, sharder)
 
 
 def parallelized(cell: Cell, model: nn.Module, **known: Any) -> tdsp.ModelParallel2D:
@@ -149,7 +160,7 @@ def make_optimizer(parallel: DistributedModelParallel, lr: float = LR) -> Combin
 
 def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
     """Train the cell and the oracle side by side on this rank."""
-    parallel = make_parallel(cell, world_size, local_world_size())
+    parallel = shard(cell)
     optimizer = make_optimizer(parallel)
     sizes = cell.batch_sizes or (6,) * world_size
     # What mesh, sync, exchange and hot rows don't change is trained once for all cells.
@@ -227,17 +238,21 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
             weight_gap = max(weight_gap, _gap(shard.float().cpu(), expected.float()))
             count += shard.numel()
     parallel.state_dict()
-    for part in sharded_tables(parallel):
-        for kernel in part.kernels():
-            for shard in kernel.shards():
-                for name, moment in shard.tensors.items():
-                    if name != "weight" and moment.numel():
-                        expected = _expected_moment(oracle, name, shard, moment)
-                        scale = expected.abs().max().clamp(min=1e-12)
-                        gap = (moment.cpu() - expected).abs() / scale
-                        moment_gap = max(moment_gap, gap.max().item())
+    for shard in shards_of(parallel):
+        for name, moment in shard.tensors.items():
+            if name != "weight" and moment.numel():
+                expected = _expected_moment(oracle, name, shard, moment)
+                scale = expected.abs().max().clamp(min=1e-12)
+                gap = (moment.cpu() - expected).abs() / scale
+                moment_gap = max(moment_gap, gap.max().item())
     synced = parallel.sync_total.num_rows if isinstance(parallel, tdsp.ModelParallel2D) else 0
     return Gap(loss_gap, weight_gap, moment_gap, count, synced)
+
+
+def shards_of(parallel: nn.Module) -> list[TableShard]:
+    """Return this rank's shards of all tables, read behind the sync points' backs."""
+    kernels = [kernel for part in sharded_tables(parallel) for kernel in part.kernels()]
+    return [shard for kernel in kernels for shard in kernel.shards()]
 
 
 def local_shards(value: object) -> list[tuple[torch.Tensor, tuple[int, int]]]:

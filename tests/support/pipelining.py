@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +20,6 @@ from tests.support.loops import shard
 from tests.support.models import BagModel, ModelSpec, make_batch, tables_of
 from tests.support.oracle import Oracle
 from tests.support.parity import LR, Gap, compare, make_sharder
-from torchrec_2dsp.errors import TwoDError
 
 WIDTH = 12
 NUM_STEPS = 2
@@ -262,10 +260,3 @@ def run_pipeline(rank: int, world_size: int, cell: PipelineCell) -> Gap:
 
 def run_pipelines(rank: int, world_size: int, cells: list[PipelineCell]) -> list[Gap]:
     return [run_pipeline(rank, world_size, cell) for cell in cells]
-
-
-def error_text(action: Callable[[], Any], kind: type[TwoDError]) -> str:
-    """Return the text of the error that an action raises."""
-    with pytest.raises(kind) as raised:
-        action()
-    return str(raised.value)

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import pytest
+
 from tests.support.devices import device_env, on_gpus, ranks_per_host
 from tests.support.rank_worker import serve, sum_over_ranks
 from tests.support.slices import patient
@@ -294,6 +296,22 @@ class _Rank:
         self.connection.close()
         self._stacks.unlink(missing_ok=True)
         self._stacks.parent.rmdir()
+
+
+def error_text(action: Callable[[], object], kind: type[Exception]) -> str:
+    """Return the text of the error of a kind that an action raises."""
+    with pytest.raises(kind) as raised:
+        action()
+    return str(raised.value)
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """Return the kind and the text of the error that an action raises; empty if it raises none."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _report(kind: str, value: Any) -> str:

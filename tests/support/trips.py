@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -26,18 +25,15 @@ from tests.support.parity import (
     FUSED,
     LR,
     Cell,
-    group_plan,
     local_shards,
     local_world_size,
     make_optimizer,
-    make_parallel,
-    make_sharder,
     oracle_of,
+    shard,
 )
 from tests.support.planning import AnyTypeSharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
-from torchrec_2dsp.plan.plan2d import plan_for_rank
 
 M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
 M22_CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
@@ -84,26 +80,34 @@ class Arrival:
     """What came back."""
 
 
-def make(cell: Cell, world_size: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+def make(cell: Cell) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Return the cell's model with the weights of seed 0, and its optimizers."""
-    model = (
-        make_stock(cell, world_size)
-        if isinstance(cell, StockCell)
-        else make_parallel(cell, world_size, local_world_size())
-    )
+    model = make_stock(cell) if isinstance(cell, StockCell) else shard(cell)
     return model, make_optimizer(model)
 
 
-def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
-    """Return the cell's model with nothing from this package."""
+def make_stock(cell: Cell, plan: ShardingPlan | None = None) -> DistributedModelParallel:
+    """Return the cell's model with nothing from this package, by TorchRec's planner or a plan."""
     model = build(cell.spec, seed=0)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    weights: Any = {name: value.clone() for name, value in model.state_dict().items()}
     kind = EmbeddingCollectionSharder if cell.spec.sequence else AnyTypeSharder
     fused_params = {"optimizer": FUSED[cell.optimizer], "learning_rate": LR, "eps": cell.eps}
-    sharders = [kind(fused_params=fused_params)]
-    planner = EmbeddingShardingPlanner(
+    sharders: Any = [kind(fused_params=fused_params)]
+    parallel = DistributedModelParallel(
+        module=on_rank_device(model),
+        device=rank_device(),
+        plan=stock_planner(cell).plan(model, sharders) if plan is None else plan,
+        sharders=sharders,
+    )
+    parallel.load_state_dict(weights)
+    return parallel
+
+
+def stock_planner(cell: Cell) -> EmbeddingShardingPlanner:
+    """Return TorchRec's planner on this world, which shards every table the cell's way."""
+    return EmbeddingShardingPlanner(
         topology=Topology(
-            world_size=world_size,
+            world_size=dist.get_world_size(),
             compute_device=rank_device().type,
             local_world_size=local_world_size(),
         ),
@@ -114,34 +118,6 @@ def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
         },
         storage_reservation=FixedPercentageStorageReservation(0.0),
     )
-    parallel = DistributedModelParallel(
-        module=on_rank_device(model),
-        device=rank_device(),
-        plan=planner.plan(model, sharders),  # type: ignore[arg-type]
-        sharders=sharders,  # type: ignore[arg-type]
-    )
-    parallel.load_state_dict(weights)  # type: ignore[arg-type]
-    return parallel
-
-
-def make_stock_group(cell: Cell, world_size: int) -> DistributedModelParallel:
-    """Return the cell by TorchRec alone: its sharder, its wrapper, the same placement."""
-    model = build(cell.spec, seed=0)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    kind = EmbeddingCollectionSharder if cell.spec.sequence else EmbeddingBagCollectionSharder
-    params = {"optimizer": FUSED[cell.optimizer], "learning_rate": LR, "eps": cell.eps}
-    plan = group_plan(cell, model, make_sharder(cell), local_world_size())
-    stock_plan = ShardingPlan(
-        plan_for_rank(plan, dist.get_rank(), local_world_size=world_size).plan
-    )
-    parallel = DistributedModelParallel(
-        module=model,
-        device=rank_device(),
-        plan=stock_plan,
-        sharders=cast(Any, [kind(params)]),
-    )
-    parallel.load_state_dict(weights)  # type: ignore[arg-type]
-    return parallel
 
 
 def batches(cell: Cell, step: int, world_size: int) -> list:

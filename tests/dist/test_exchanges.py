@@ -305,6 +305,9 @@ TRIPS = [
     Trip(replace(ADAGRAD, owners="hash"), Cell(TWO, "column_wise", optimizer="adagrad")),
     Trip(replace(HASH, spec=SEQUENCES), stock("row_wise", spec=SEQUENCES)),
     Trip(Cell(TWO), replace(HASH, mesh=TWO)),
+    Trip(
+        Cell(ONE, "table_wise", SEQUENCES, hot_rows=HOT_ROWS), stock("row_wise", spec=SEQUENCES)
+    ),
 ]
 
 
@@ -457,11 +460,13 @@ def test_quantised_communication_halves_the_bytes(
 def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
     stock_exchange = Cell(TWO, hot_rows=HOT_ROWS)
     quiet = [replace(ROWS, hot_rows=HOT_ROWS), Cell(TWO), replace(stock_exchange, mesh=FOUR)]
+    # TorchRec's exchange of sequences ships a vector per id.
+    quiet.append(Cell(ONE, "table_wise", SEQUENCES, hot_rows=HOT_ROWS))
     first, *others = ranks4.run(warnings_of, [stock_exchange, *quiet])
     ((message,), *silent) = first
     assert message.startswith("hot rows of t0, t1 save no bytes: TorchRec's output exchange ships")
-    assert silent == [[], [], []]
-    assert others == [[[], [], [], []]] * 3
+    assert silent == [[]] * 4
+    assert others == [[[]] * 5] * 3
 
 
 @pytest.mark.parametrize(

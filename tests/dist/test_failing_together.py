@@ -346,20 +346,6 @@ def test_a_bad_gradient_in_one_kernel_of_two_modules(
     assert "is not finite; no row was updated" in raised
 
 
-def bad_weights(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
-    parallel, (batches,) = shard(cell), make_stream(cell, 1)
-    local_loss(parallel(batches[rank])).backward()
-    for table in shards_of(parallel) if rank == FAULTY_RANK else []:
-        table.tensors["weight"].fill_(float("nan"))
-    return syncing(parallel)
-
-
-def test_a_bad_weight(ranks4: RankPool) -> None:
-    message = same_message(ranks4.run(bad_weights, AVERAGED))
-    assert message.startswith("table 't0' has weights or optimizer state that are not finite")
-    assert message.endswith(f"(found on rank {FAULTY_RANK})")
-
-
 def crashing(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
     parallel, (batches,) = shard(cell), make_stream(cell, 1)
     local_loss(parallel(batches[rank])).backward()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -22,9 +21,8 @@ from tests.support.loops import (
     shard_loss_model,
     shard_tables,
     snapshot,
-    warnings_of,
 )
-from tests.support.models import SEQUENCES, ModelSpec
+from tests.support.models import HOT_ROWS, SEQUENCES, ModelSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import (
     ONE,
@@ -36,12 +34,11 @@ from tests.support.parity import (
     make_oracle,
 )
 from tests.support.ranks import RankPool, error_text
-from tests.support.trips import Trip, check_arrivals, stock
 
 pytestmark = pytest.mark.dealt_file
 
-PLANNED = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
-HOT = Cell(ONE, "table_wise", hot_rows=PLANNED)
+HOT = Cell(ONE, "table_wise", hot_rows=HOT_ROWS)
+HOT_SEQUENCES = replace(HOT, spec=SEQUENCES)
 SETS = [
     {"t0": tdsp.HotSet((1, 2, 3)), "t1": tdsp.HotSet((1, 23))},
     {"t1": tdsp.HotSet((0, 22))},
@@ -55,6 +52,8 @@ CELLS = [
     replace(HOT, sharding="row_wise", mesh=TWO, exchange="row", owners="hash"),
     replace(HOT, mesh=TWO, optimizer="sgd", sync=tdsp.WeightSync()),
     replace(HOT, sharding="row_wise", mesh=TWO, exchange="row", in_world=("t0",)),
+    HOT_SEQUENCES,
+    replace(HOT_SEQUENCES, mesh=TWO, sharding="row_wise", exchange="row"),
 ]
 
 
@@ -151,7 +150,8 @@ def backwards_after_a_refresh(rank: int, world_size: int, cell: Cell) -> float:
 
 
 def test_a_backward_finds_the_hot_rows_of_its_forward(ranks4: RankPool) -> None:
-    for cell in (HOT, replace(HOT, sharding="row_wise", exchange="row", owners="hash")):
+    spread = replace(HOT, sharding="row_wise", exchange="row", owners="hash")
+    for cell in (HOT, spread, HOT_SEQUENCES):
         assert max(ranks4.run(backwards_after_a_refresh, cell)) <= 1e-5
 
 
@@ -168,7 +168,7 @@ def refused(rank: int, world_size: int, cell: Cell) -> list[str]:
         error_text(partial(parallel.refresh_hot_sets, hot_sets), tdsp.TwoDError)
         for hot_sets in wrong
     ]
-    assert parallel.hot_sets == {name: tdsp.HotSet(rows) for name, rows in PLANNED}
+    assert parallel.hot_sets == {name: tdsp.HotSet(rows) for name, rows in HOT_ROWS}
     return messages
 
 
@@ -206,7 +206,7 @@ def follow_the_log(rank: int, world_size: int, cell: Cell) -> tuple[list[bool], 
 
 
 def test_hot_sets_follow_the_log(ranks4: RankPool) -> None:
-    planned = {name: tdsp.HotSet(rows) for name, rows in PLANNED}
+    planned = {name: tdsp.HotSet(rows) for name, rows in HOT_ROWS}
     first = {**planned, "t0": tdsp.HotSet((0, 1, 2, 3))}
     later = {**planned, "t0": tdsp.HotSet((10, 11, 12, 13))}
     for changed, hot in ranks4.run(follow_the_log, HOT):
@@ -229,21 +229,6 @@ def wrong_counters(rank: int, world_size: int, cell: Cell) -> None:
 
 def test_a_refresh_says_what_it_needs(ranks4: RankPool) -> None:
     ranks4.run(wrong_counters, HOT)
-
-
-SOME = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
-HOT_SEQUENCES = Cell(ONE, "table_wise", spec=SEQUENCES, hot_rows=SOME)
-
-
-def test_refreshes_of_sequences_change_nothing(ranks4: RankPool) -> None:
-    cells = [HOT_SEQUENCES, replace(HOT_SEQUENCES, mesh=TWO, sharding="row_wise", exchange="row")]
-    for gaps in ranks4.run(gap_after_refreshes, cells):
-        assert max(gaps) <= TOLERANCE
-    assert max(ranks4.run(backwards_after_a_refresh, HOT_SEQUENCES)) <= 1e-5
-
-
-def test_checkpoints_are_stock_torchrec_s(ranks4: RankPool, tmp_path: Path) -> None:
-    check_arrivals(ranks4, [Trip(HOT_SEQUENCES, stock("row_wise", spec=SEQUENCES))], tmp_path)
 
 
 def sequences(rank: int, world_size: int) -> list[tuple[list[float], list[int], list[int]]]:
@@ -286,8 +271,3 @@ def test_sequences_keep_their_order(ranks2: RankPool) -> None:
     for answer in ranks2.run(sequences):
         for (values, lengths, ids), (rows, expected_lengths) in zip(answer, expected, strict=True):
             assert (values, lengths, ids) == (rows, expected_lengths, rows)
-
-
-def test_they_save_bytes_with_torchrec_s_exchange(ranks4: RankPool) -> None:
-    """TorchRec's exchange ships a vector per id, so no warning is needed."""
-    assert ranks4.run(warnings_of, [HOT_SEQUENCES]) == [[[]]] * 4

@@ -11,13 +11,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.devices import copied
-from tests.support.loops import (
-    all_to_all_bytes,
-    make_stream,
-    plain_loop,
-    shard,
-)
+from tests.support.loops import all_to_all_bytes, make_stream, plain_loop, shard
 from tests.support.models import HOT_ROWS, ModelSpec, TableSpec, build
 from tests.support.parity import (
     ONE,
@@ -26,13 +20,14 @@ from tests.support.parity import (
     compare,
     group_plan,
     local_loss,
-    local_shards,
     make_optimizer,
     make_oracle,
     make_sharder,
+    relative_gap,
     shards_of,
 )
 from tests.support.ranks import RankPool
+from tests.support.trips import full_state
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.plan.serialize import from_json, to_json
@@ -133,17 +128,11 @@ def drawn(
 
 def whole_state(parallel: tdsp.ModelParallel2D) -> dict[str, torch.Tensor]:
     """Gather the state dict; copies of a row have to be equal."""
-    whole = {}
-    for name, value in parallel.state_dict().items():
-        parts: list[Any] = [None] * dist.get_world_size()
-        own = [(row, copied(part)) for part, (row, _) in local_shards(value)]
-        dist.all_gather_object(parts, own)
-        whole[name] = torch.full(value.shape, torch.nan)
-        for row, part in (numbered for of_rank in parts for numbered in of_rank):
-            place = whole[name][row : row + len(part)]
-            assert place.isnan().all() or torch.equal(place, part)
-            place.copy_(part)
-    return whole
+    return {
+        name.removeprefix("model."): value
+        for name, value in full_state(parallel).items()
+        if name.startswith("model.")
+    }
 
 
 def bytes_of_lookup(parallel: tdsp.ModelParallel2D, batch: KeyedJaggedTensor) -> int:
@@ -169,10 +158,7 @@ def train_drawn(rank: int, world_size: int, cell: Cell, reads: bool) -> tuple[fl
             assert torch.equal(value, start[name])
     losses = plain_loop(parallel, make_optimizer(parallel), [batches[rank] for batches in stream])
     expected = [oracle.step(batches)[rank] for batches in stream]
-    gaps = [
-        abs(loss - wanted) / (1 + wanted) for loss, wanted in zip(losses, expected, strict=True)
-    ]
-    return compare(parallel, oracle, max(gaps)).worst, num_bytes
+    return compare(parallel, oracle, relative_gap(losses, expected)).worst, num_bytes
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)

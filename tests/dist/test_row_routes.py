@@ -9,10 +9,10 @@ import torch
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
-from tests.support.models import SEQUENCES
+from tests.support.loop_oracles import ROUNDING, train_late
+from tests.support.models import HOT_ROWS, SEQUENCES
 from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
-from tests.support.rounding import HOT_ROWS, ROUNDING, train_late
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.groups import MeshGroups

@@ -2,26 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import Tensors, largest_gap, make_stream, shard, snapshot
-from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build
-from tests.support.oracle import batches_of, local_loss
-from tests.support.parity import (
-    LR,
-    Cell,
-    group_plan,
-    local_shards,
-    local_world_size,
-    make_optimizer,
-    make_oracle,
-    make_sharder,
-)
+from tests.fuzz.case import Case, ModuleCase, TableCase
+from tests.fuzz.judge import judge
+from tests.fuzz.run import run_case
+from tests.fuzz.seen import RankReport
+from tests.support.loop_oracles import ROUNDING, train_late
+from tests.support.loops import Tensors, largest_gap, make_stream, plain_loop, shard, snapshot
+from tests.support.models import HOT_ROWS, ModelSpec, TableSpec
+from tests.support.parity import LR, Cell, make_optimizer
 from tests.support.ranks import RankPool
-from tests.support.rounding import HOT_ROWS, ROUNDING, RoundingOracle, train_late
 
 pytestmark = pytest.mark.dealt_file
 
@@ -45,12 +40,10 @@ def train(rank: int, world_size: int, cell: Cell) -> tuple[list[Tensors], int]:
     parallel, seen = shard(cell), []
     assert isinstance(parallel, tdsp.ModelParallel2D)
     optimizer = make_optimizer(parallel)
-    for step, batches in enumerate(make_stream(cell, NUM_STEPS)):
-        optimizer.zero_grad()
-        local_loss(parallel(batches[rank])).backward()
-        optimizer.step()
-        if step % 2:
-            seen.append(snapshot(parallel))
+    batches = [step[rank] for step in make_stream(cell, NUM_STEPS)]
+    for pair in zip(batches[::2], batches[1::2], strict=True):
+        plain_loop(parallel, optimizer, pair)
+        seen.append(snapshot(parallel))
     return seen, parallel.sync_total.num_bytes
 
 
@@ -106,130 +99,113 @@ def test_late_updates_equal_the_late_oracle(ranks4: RankPool) -> None:
         assert min(gap for _, gap, _ in gaps) > 1e-4
 
 
-ONE, TWO_GROUPS = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
-CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
-WEIGHTED = ModelSpec(weighted=True)
-MEAN = ModelSpec(pooling="mean")
-TOLERANCE = 2e-6
-"""Of sums of the same rounded numbers in another order."""
-FLIPPED = 0.01
-"""The share of weights that may be off by a unit: where a number is half way between two, another
-order of additions decides which it becomes."""
-ROUNDED = [transport.value for transport in tdsp.Transport if transport.value != "fp32"]
+TABLES = (
+    TableCase(rows=40, dim=8, features=(0,)),
+    TableCase(rows=24, dim=16, features=(1, 2)),
+    TableCase(rows=33, dim=8, features=(3,)),
+)
 
 
-def gaps(rank: int, world_size: int, cells: Sequence[Cell]) -> list[tuple[float, float, float]]:
-    """Measure each cell's gaps to oracles with and without rounding.
-
-    Returns:
-        For each cell, the first loss's gap, the share of wrong weights, and the share that would be
-        wrong by an oracle without rounding.
-    """
-    results = []
-    for cell in cells:
-        sizes = cell.batch_sizes or (6,) * world_size
-        stream = [batches_of(cell.spec, 0, sizes, cell.max_length, step) for step in range(2)]
-        parallel = shard(cell)
-        plan = group_plan(cell, build(cell.spec), make_sharder(cell), local_world_size())
-        oracle = RoundingOracle(
-            cell,
-            plan,
-            local_world_size=local_world_size(),
-            optimizer=cell.optimizer,
-            lr=LR,
-            eps=cell.eps,
+def case_of(
+    transport: str,
+    sharding: str,
+    exchange: str = "pooled",
+    *,
+    groups: int = 1,
+    hosts: int = 1,
+    kind: str = "bags",
+    optimizer: str = "sgd",
+    sizes: tuple[int, ...] = (6, 6, 6, 6),
+    **of_tables: Any,
+) -> Case:
+    """Return a random case without randomness: four ranks, whose rows or bags are rounded."""
+    # Sequences have one dim.
+    tables = TABLES[::2] if kind == "sequences" else TABLES
+    sharded = [
+        replace(
+            table,
+            sharding=sharding,
+            exchange=exchange,
+            transport=transport,
+            place=place,
+            **of_tables,
         )
-        exact, optimizer = make_oracle(cell), make_optimizer(parallel)
-        loss_gaps = []
-        for batches in stream:
-            optimizer.zero_grad()
-            loss = local_loss(parallel(batches[rank]))
-            loss.backward()
-            optimizer.step()
-            wanted = oracle.step(batches)[rank]
-            exact.step(batches)
-            loss_gaps.append(abs(loss.item() - wanted) / (1 + wanted))
-        off = [share_off(parallel, weights.weights) for weights in (oracle, exact)]
-        results.append((loss_gaps[0], *off))
-    return results
-
-
-def share_off(parallel: torch.nn.Module, expected: dict[str, torch.Tensor]) -> float:
-    """Return the share of unexpected weights on this rank, which has at least one."""
-    num_off = num_seen = 0
-    for name, value in parallel.state_dict().items():
-        if not name.startswith(("ebc", "ec")):
-            continue
-        for part, (row, column) in local_shards(value):
-            wanted = expected[name.split(".")[-2]]
-            wanted = wanted[row : row + part.shape[0], column : column + part.shape[1]]
-            num_off += int(((part - wanted).abs() > TOLERANCE).sum())
-            num_seen += part.numel()
-    return num_off / max(1, num_seen)
-
-
-def check_gaps(ranks: RankPool, cells: Sequence[Cell]) -> None:
-    by_rank = ranks.run(gaps, list(cells), timeout_s=200)
-    for of_cell in zip(cells, *by_rank, strict=True):
-        cell, *of_ranks = of_cell
-        assert max(loss_gap for loss_gap, _, _ in of_ranks) <= TOLERANCE, str(cell)
-        assert max(off for _, off, _ in of_ranks) <= FLIPPED, f"{cell}: {of_ranks}"
-        # Rounding is seen: an oracle without it has other weights.
-        unrounded = max(off for _, _, off in of_ranks)
-        assert unrounded > max(off for _, off, _ in of_ranks), f"{cell}: {of_ranks}"
-
-
-@pytest.mark.parametrize("transport", ROUNDED)
-def test_rows_are_rounded_once_each_way(ranks4: RankPool, transport: str) -> None:
-    row = Cell(ONE, exchange="row", optimizer="sgd", transport=transport)
-    check_gaps(
-        ranks4,
-        [
-            row,
-            replace(row, mesh=TWO_GROUPS),
-            replace(row, spec=WEIGHTED),
-            replace(row, spec=MEAN),
-            replace(row, spec=SEQUENCES),
-            replace(row, hot_rows=HOT_ROWS),
-            replace(row, owners="hash"),
-            replace(row, exchange="row_per_host"),
-            replace(row, optimizer="adagrad"),
-        ],
+        for place, table in enumerate(tables)
+    ]
+    return Case(
+        groups=groups,
+        size=4 // groups,
+        layout="strided" if hosts == 1 else "contiguous",
+        local=4 // hosts,
+        modules=(ModuleCase(kind=kind, tables=tuple(sharded)),),
+        optimizer=optimizer,
+        sizes=sizes,
+        max_length=4,
+        # Up to here the oracle's numbers are those of the ranks, rounded where they are.
+        events=((0, "state_dict"),),
     )
 
 
-@pytest.mark.parametrize("transport", ROUNDED)
-def test_bags_are_rounded_once_each_way(ranks4: RankPool, transport: str) -> None:
-    table_wise = Cell(ONE, "table_wise", optimizer="sgd", transport=transport)
-    check_gaps(
-        ranks4,
-        [
-            replace(table_wise, mesh=mesh, sharding=sharding, exchange=exchange)
-            for mesh in (ONE, TWO_GROUPS)
-            for sharding in ("table_wise", "column_wise", "row_wise")
-            for exchange in ("pooled", "nonempty")
-        ]
-        + [
-            replace(table_wise, spec=WEIGHTED),
-            replace(table_wise, spec=SEQUENCES),
-            replace(table_wise, spec=SEQUENCES, sharding="row_wise"),
-            replace(table_wise, spec=SEQUENCES, sharding="column_wise"),
-            replace(table_wise, batch_sizes=(5, 0, 2, 1)),
-            replace(table_wise, sharding="row_wise", batch_sizes=(5, 0, 2, 1)),
-        ],
-    )
+def check_rounding(ranks: RankPool, cases: Sequence[Case], folder: Path) -> None:
+    """Compare with an oracle that rounds where ranks do, so that one rounding more or less shows."""
+    for number, case in enumerate(cases):
+        seen = ranks.run(run_case, case, folder / str(number))
+        verdict = judge(case, [RankReport("returned", of_rank) for of_rank in seen])
+        assert verdict.outcome == "ok", f"{case.to_json()}: {verdict.text}"
+        assert verdict.counts.rounded > 0
 
 
-@pytest.mark.parametrize("transport", ROUNDED)
-def test_bags_are_rounded_again_between_hosts(two_hosts: RankPool, transport: str) -> None:
+@pytest.mark.parametrize("transport", SHORT)
+def test_rows_are_rounded_once_each_way(
+    ranks4: RankPool, transport: tdsp.Transport, tmp_path: Path
+) -> None:
+    more: list[dict[str, Any]] = [
+        {},
+        {"groups": 2},
+        {"kind": "weighted"},
+        {"pooling": "mean"},
+        {"kind": "sequences"},
+        {"hot": "some"},
+        {"owners": "hash"},
+        {"exchange": "row_per_host"},
+        {"optimizer": "adagrad"},
+    ]
+    rows = {"exchange": "row"}
+    cases = [case_of(transport.value, "row_wise", **rows | options) for options in more]
+    check_rounding(ranks4, cases, tmp_path)
+
+
+@pytest.mark.parametrize("transport", SHORT)
+def test_bags_are_rounded_once_each_way(
+    ranks4: RankPool, transport: tdsp.Transport, tmp_path: Path
+) -> None:
+    uneven = (5, 0, 2, 1)
+    cases = [
+        case_of(transport.value, sharding, exchange, groups=groups)
+        for groups in (1, 2)
+        for sharding in ("table_wise", "column_wise", "row_wise")
+        for exchange in ("pooled", "nonempty")
+    ]
+    cases += [
+        case_of(transport.value, "table_wise", kind="weighted"),
+        case_of(transport.value, "table_wise", kind="sequences"),
+        case_of(transport.value, "row_wise", kind="sequences"),
+        case_of(transport.value, "column_wise", kind="sequences"),
+        case_of(transport.value, "table_wise", sizes=uneven),
+        case_of(transport.value, "row_wise", sizes=uneven),
+    ]
+    check_rounding(ranks4, cases, tmp_path)
+
+
+@pytest.mark.parametrize("transport", SHORT)
+def test_bags_are_rounded_again_between_hosts(
+    two_hosts: RankPool, transport: tdsp.Transport, tmp_path: Path
+) -> None:
     """A host's sums travel to the other one, and gradients from host to host, then inside."""
-    table_row_wise = Cell(ONE, "table_row_wise", optimizer="sgd", transport=transport)
-    check_gaps(
-        two_hosts,
-        [
-            replace(table_row_wise, mesh=mesh, sharding=sharding)
-            for mesh in (ONE, CONTIGUOUS)
-            for sharding in ("table_row_wise", "grid_shard", "table_column_wise")
-        ]
-        + [replace(table_row_wise, sharding="grid_shard", spec=WEIGHTED)],
-    )
+    cases = [
+        case_of(transport.value, sharding, groups=groups, hosts=2)
+        for groups in (1, 2)
+        for sharding in ("table_row_wise", "grid_shard", "table_column_wise")
+    ]
+    cases.append(case_of(transport.value, "grid_shard", hosts=2, kind="weighted"))
+    check_rounding(two_hosts, cases, tmp_path)

@@ -16,7 +16,6 @@ from tests.support.batches import changed, make_variable_batch, written_out
 from tests.support.loops import (
     by_pipelines,
     largest_gap,
-    make_stream,
     plain_loop,
     shard,
     shard_loss_model,
@@ -141,27 +140,6 @@ def test_pipelines(ranks4: RankPool, cell: Cell) -> None:
     for torchrecs, ours in ranks4.run(with_pipelines, cell, timeout_s=200):
         assert torchrecs == [0.0] * len(torchrecs)
         assert ours == 0.0
-
-
-def train_sparsely(rank: int, world_size: int, sync: Any) -> tuple[Any, Any]:
-    """Return the state before and after some steps that touch few rows."""
-    spec = ModelSpec((TableSpec("t0", 400, 8, ("f0",)), TableSpec("t1", 240, 16, ("f1", "f2"))))
-    cell = Cell(TWO, "table_wise", spec, sync=sync, variable=True)
-    parallel = shard(cell)
-    start = snapshot(parallel)
-    batches = [step[rank] for step in make_stream(cell, STEPS)]
-    plain_loop(parallel, make_optimizer(parallel), batches)
-    return start, snapshot(parallel)
-
-
-def test_touched_rows_are_averaged_as_whole_shards_are(ranks4: RankPool) -> None:
-    touched = ranks4.run(train_sparsely, tdsp.WeightSync())
-    whole = ranks4.run(train_sparsely, tdsp.WeightSync(rows=tdsp.SyncedRows.ALL))
-    moved = 0.0
-    for (start, end), (_, expected) in zip(touched, whole, strict=True):
-        assert largest_gap(end, expected) == 0.0
-        moved = max(moved, largest_gap(start, end))
-    assert moved > 1e-2
 
 
 def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:

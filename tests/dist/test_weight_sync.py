@@ -58,7 +58,7 @@ def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None
     cells = [replace(base, sharding=kind) for kind in ("row_wise", "table_wise", "column_wise")]
     cells += [replace(base, optimizer=name) for name in ("sgd", "adagrad")]
     cells += [replace(base, spec=ModelSpec()), replace(base, mesh=tdsp.Mesh2D(2, 2, CONTIGUOUS))]
-    cells += [replace(base, spec=SEQUENCES)]
+    cells += [replace(base, spec=SEQUENCES), replace(base, variable=True)]
     policies = [tdsp.every(2), tdsp.after(1, tdsp.every(3)), tdsp.never()]
     cells += [replace(base, sync=replace(TOUCHED, policy=policy)) for policy in policies]
     cells += [replace(base, sync=replace(TOUCHED, moments_policy=tdsp.every(2)))]
@@ -309,16 +309,3 @@ def test_large_shards_are_averaged_where_they_are(ranks4: RankPool) -> None:
         assert joined == {"all_reduce_coalesced"}
         # Moments are small enough to travel together.
         assert parted == {"all_reduce", "all_reduce_coalesced"}
-
-
-def trained_with_an_empty_shard(rank: int, world_size: int) -> Tensors:
-    """Train a model whose first table has no row on every second rank of a group."""
-    spec = ModelSpec((TableSpec("t0", 1, 8, ("f0",)), *LARGE.tables[1:]))
-    cell = Cell(tdsp.Mesh2D(2, 2), spec=spec, sync=WHOLE)
-    return train(cell, rank, make_stream(cell, 2))
-
-
-def test_shards_without_rows_are_left_out(ranks4: RankPool) -> None:
-    copies = ranks4.run(trained_with_an_empty_shard)
-    for entry, other in (copies[:2], copies[2:]):
-        assert largest_gap(entry, other) == 0.0

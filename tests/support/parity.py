@@ -221,6 +221,11 @@ def make_oracle(cell: Cell) -> Oracle:
     return oracle_of(cell).make()
 
 
+def relative_gap(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest difference of a loss, relative to 1 plus the expected one."""
+    return max(abs(a - b) / (1 + b) for a, b in zip(losses, expected, strict=True))
+
+
 def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float = 0.0) -> Gap:
     """Every local shard and moment against the oracle's."""
     weight_gap, moment_gap, count = 0.0, 0.0, 0

@@ -14,340 +14,299 @@ from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import plan_as_torchrec
-from tests.support.models import SEQUENCES, Model, ModelSpec, TableSpec, build, tables_of
-from tests.support.parity import TWO, Cell, group_plan, local_world_size, make_sharder
-from tests.support.ranks import RankPool
+from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build, tables_of
+from tests.support.parity import TWO, Cell, group_plan, make_sharder
+from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.mesh import RankLayout
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 
 MAX_SECONDS = 5.0
 CELL = Cell(TWO)
+FIRST, *OTHERS = ModelSpec().tables
+SHARED_FEATURE = ModelSpec((TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 24, 8, ("f0",))))
+ONE_TABLE = ModelSpec((TableSpec("t0", 7, 4, ("f0",)),))
 WEIGHTED_MEANS = ModelSpec(pooling="mean", weighted=True)
+sharder_of = tdsp.EmbeddingBagCollectionSharder2D
 
 
-def raised(rank: int, world_size: int, case: str) -> tuple[str, str, float]:
-    """Return the error of a case on this rank, and its seconds."""
-    start = time.monotonic()
-    try:
-        CASES[case][0](rank)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "nothing", "", time.monotonic() - start
+def planned(cell: Cell = CELL) -> tdsp.Plan2D:
+    return group_plan(cell, build(cell.spec), make_sharder(cell))
 
 
-def planned(cell: Cell = CELL) -> tuple[Model, Any, tdsp.Plan2D]:
-    model = build(cell.spec)
-    sharder = make_sharder(cell)
-    return model, sharder, group_plan(cell, model, sharder, local_world_size())
-
-
-def construct(model: Model, sharder: Any, plan: Any, **options: Any) -> None:
-    tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder], **options)
-
-
-def mesh_of_another_world(rank: int) -> None:
-    model, sharder, plan = planned()
-    construct(model, sharder, tdsp.Plan2D.from_stock(plan, tdsp.Mesh2D(4, 2)))
-
-
-def stock_plan(rank: int) -> None:
-    model, sharder, plan = planned()
-    construct(model, sharder, ShardingPlan(plan.plan))
-
-
-def plan_of_another_model(rank: int) -> None:
-    _, sharder, plan = planned()
-    construct(build(SEQUENCES), sharder, plan)
-
-
-def plan_with_missing_table(rank: int) -> None:
-    model, sharder, plan = planned()
-    del plan.plan["ebc"]["t1"]  # type: ignore[attr-defined]
-    construct(model, sharder, plan)
-
-
-def ranks_with_different_plans(rank: int) -> None:
-    model, sharder, plan = planned()
-    construct(model, sharder, tdsp.pin(plan, "t0", hot_rows=[rank // 2]))
-
-
-def ranks_with_different_meshes(rank: int) -> None:
-    layout = RankLayout.STRIDED if rank else RankLayout.CONTIGUOUS
-    model, sharder, plan = planned(replace(CELL, mesh=tdsp.Mesh2D(2, 2, layout)))
-    construct(model, sharder, plan)
-
-
-def ranks_with_different_optimizers(rank: int) -> None:
-    model, _, plan = planned()
-    sharder = make_sharder(replace(CELL, optimizer="sgd" if rank == 2 else "adagrad"))
-    construct(model, sharder, plan)
-
-
-def ranks_with_different_pooling(rank: int) -> None:
-    _, sharder, plan = planned()
-    construct(build(ModelSpec(pooling="mean" if rank == 1 else "sum")), sharder, plan)
-
-
-def ranks_with_different_data_types(rank: int) -> None:
-    _, sharder, plan = planned()
-    data_type = DataType.FP16 if rank == 1 else DataType.FP32
-    construct(build(ModelSpec(data_type=data_type)), sharder, plan)
-
-
-def ranks_with_different_features(rank: int) -> None:
-    _, sharder, plan = planned()
-    first, *others = ModelSpec().tables
-    features = ("f9",) if rank == 1 else first.features
-    construct(build(ModelSpec(tables=(replace(first, features=features), *others))), sharder, plan)
-
-
-def ranks_with_different_hosts(rank: int) -> None:
-    model, sharder, plan = planned()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", "2" if rank == 1 else "4")
-        construct(model, sharder, plan)
-
-
-def one_rank_with_a_bad_plan(rank: int) -> None:
-    model, sharder, plan = planned()
-    construct(model, sharder, "plan.json" if rank == 3 else plan)
-
-
-def one_rank_without_a_plan(rank: int) -> None:
-    model, sharder, plan = planned()
-    construct(model, sharder, None if rank == 3 else plan)
-
-
-def stock_sharder(rank: int) -> None:
-    model, _, plan = planned()
-    construct(model, EmbeddingBagCollectionSharder(), plan)
-
-
-def stock_wrapper_and_sharder(rank: int) -> None:
-    model, _, plan = planned()
-    DistributedModelParallel(model, plan=plan, sharders=[EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
-
-
-def submodule_configs(rank: int) -> None:
-    model, sharder, plan = planned()
-    construct(model, sharder, plan, submodule_configs=[])
-
-
-def sharding_strategy(rank: int) -> None:
-    model, sharder, plan = planned()
-    construct(model, sharder, plan, sharding_strategy="fully_sharded")
-
-
-def unknown_pinned_table(rank: int) -> None:
-    _, _, plan = planned()
-    tdsp.pin(plan, "t9", hot_rows=[0])
-
-
-def hot_row_out_of_range(rank: int) -> None:
-    _, _, plan = planned()
-    tdsp.pin(plan, "t0", hot_rows=[0, 40])
-
-
-def hot_rows_of_a_data_parallel_table(rank: int) -> None:
-    _, _, plan = planned(Cell(TWO, "data_parallel"))
-    tdsp.pin(plan, "t0", hot_rows=[0])
-
-
-def hot_rows_of_a_shared_feature(rank: int) -> None:
-    tables = (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 24, 8, ("f0",)))
-    model = build(ModelSpec())
-    sharder = make_sharder(CELL)
-    cell = Cell(TWO, spec=ModelSpec(tables=tables))
-    model = build(cell.spec)
-    plan = group_plan(cell, model, sharder, local_world_size())
-    construct(model, sharder, tdsp.pin(plan, "t0", hot_rows=[0]))
-
-
-def cached_kernel(rank: int) -> None:
-    model, sharder, plan = planned()
-    table = plan.plan["ebc"]["t0"]  # type: ignore[index]
-    plan.plan["ebc"]["t0"] = replace(table, compute_kernel="fused_uvm_caching")  # type: ignore[index]
-    construct(model, sharder, plan)
-
-
-def optimizer_without_cpu_kernel(rank: int) -> None:
-    model, _, plan = planned()
-    construct(model, tdsp.EmbeddingBagCollectionSharder2D(EmbOptimType.LARS_SGD), plan)
-
-
-def partial_moments_of_a_single_row(rank: int) -> None:
-    model, _, plan = planned(
-        Cell(tdsp.Mesh2D(1, 4), spec=ModelSpec((TableSpec("t0", 7, 4, ("f0",)),)))
+def construct(
+    cell: Cell = CELL,
+    *,
+    model: Any = None,
+    sharder: Any = None,
+    change: Callable[[tdsp.Plan2D], Any] = lambda plan: plan,
+    **options: Any,
+) -> None:
+    """Shard the cell's model, or another, with its sharder, or another, by its changed plan."""
+    tdsp.ModelParallel2D(
+        build(cell.spec) if model is None else model,
+        plan=change(planned(cell)),
+        sharders=[make_sharder(cell) if sharder is None else sharder],
+        **options,
     )
-    optimizer = EmbOptimType.PARTIAL_ROWWISE_ADAM
-    construct(model, tdsp.EmbeddingBagCollectionSharder2D(optimizer), plan)
 
 
-def optimizer_that_needs_more_than_gradients(rank: int) -> None:
-    model, _, plan = planned()
-    optimizer = EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD
-    construct(model, tdsp.EmbeddingBagCollectionSharder2D(optimizer), plan)
+def pinned(table: str, hot_rows: list[int], cell: Cell = CELL) -> tdsp.Plan2D:
+    return tdsp.pin(planned(cell), table, hot_rows=hot_rows)
 
 
-def one_rank_whose_kernel_fails(rank: int) -> None:
-    model, sharder, plan = planned(Cell(TWO, "table_wise"))
-    sharder.fused_params["no_such_parameter"] = 1
-    construct(model, sharder, plan)
+def without_t1(plan: Any) -> tdsp.Plan2D:
+    del plan.plan["ebc"]["t1"]
+    return plan
 
 
-def stochastic_rounding(rank: int) -> None:
-    model, _, plan = planned()
-    sharder = tdsp.EmbeddingBagCollectionSharder2D(fused_params={"stochastic_rounding": True})
-    construct(model, sharder, plan)
+def with_cached_kernel(plan: Any) -> tdsp.Plan2D:
+    tables = plan.plan["ebc"]
+    tables["t0"] = replace(tables["t0"], compute_kernel="fused_uvm_caching")
+    return plan
 
 
-def odd_dim(rank: int) -> None:
-    planned(Cell(TWO, spec=ModelSpec((TableSpec("t0", 9, 6, ("f0",)),))))
-
-
-def odd_dim_with_a_plan_by_hand(rank: int) -> None:
-    _, sharder, plan = planned()
-    tables = (replace(ModelSpec().tables[0], dim=6), *ModelSpec().tables[1:])
-    construct(build(ModelSpec(tables)), sharder, plan)
-
-
-def table_without_rows(rank: int) -> None:
-    model = build(CELL.spec)
-    model.ebc.embedding_bag_configs()[0].num_embeddings = 0  # type: ignore[union-attr]
-    plan_as_torchrec(CELL, model, make_sharder(CELL))
-
-
-def ranks_with_different_init_seeds(rank: int) -> None:
-    model, _, plan = planned()
-    construct(model, tdsp.EmbeddingBagCollectionSharder2D(init_seed=rank), plan)
+def with_first_table(**changes: Any) -> Any:
+    """Build the cell's model with another first table."""
+    return build(ModelSpec((replace(FIRST, **changes), *OTHERS)))
 
 
 def scaled(scale: Any, sync: Any) -> None:
     """Shard tables with scaled moments."""
-    model, _, plan = planned(replace(CELL, sync=sync))
     rule = tdsp.MomentScaledRowWiseAdaGrad(lr=0.1, moment_scale=scale)
-    construct(model, tdsp.EmbeddingBagCollectionSharder2D(rule), plan)
+    construct(replace(CELL, sync=sync), sharder=sharder_of(rule))
 
 
-def scale_of_exact_moments(rank: int) -> None:
-    scaled(2.0, tdsp.GradientSync())
-
-
-def scales_of_exact_moments(rank: int) -> None:
-    scaled(dict.fromkeys(("t0", "t1", "t2"), 2.0), tdsp.GradientSync())
-
-
-def scales_of_some_tables(rank: int) -> None:
-    scaled({"t0": 2.0}, tdsp.WeightSync())
-
-
-def scale_of_exact_moments_in_backward(rank: int) -> None:
-    model, _, plan = planned()
-    options = {"lr": 0.1, "moment_scale": 2.0}
+def scaled_in_backward(rank: int) -> None:
+    model, options = build(CELL.spec), {"lr": 0.1, "moment_scale": 2.0}
     rule = MomentScaledRowWiseAdaGradOptimizer
     _apply_optimizer_in_backward(rule, tables_of(model).parameters(), options)
-    construct(model, tdsp.EmbeddingBagCollectionSharder2D(), plan)
+    construct(model=model, sharder=sharder_of())
 
 
-def policy_for_moments_of_sgd(rank: int) -> None:
-    sync = tdsp.WeightSync(moments_policy=tdsp.every(4))
-    construct(*planned(Cell(TWO, optimizer="sgd", sync=sync)))
+def on_different_hosts(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2" if rank == 1 else "4")
+        construct()
 
 
-def short_transport_of_short_tables(rank: int) -> None:
-    sync = tdsp.WeightSync(transport=tdsp.Transport.BF16)
-    construct(*planned(Cell(TWO, spec=ModelSpec(data_type=DataType.FP16), sync=sync)))
+def with_a_parameter_that_no_kernel_has(rank: int) -> None:
+    sharder = make_sharder(CELL)
+    sharder.fused_params["no_such_parameter"] = 1
+    construct(Cell(TWO, "table_wise"), sharder=sharder)
 
 
-def nonempty_bags_of_sequences(rank: int) -> None:
-    construct(*planned(Cell(TWO, exchange="nonempty", spec=SEQUENCES)))
+def by_torchrec_alone(rank: int) -> None:
+    sharders: Any = [EmbeddingBagCollectionSharder()]
+    DistributedModelParallel(build(CELL.spec), plan=planned(), sharders=sharders)
 
 
-def weighted_means(rank: int) -> None:
-    planned(replace(CELL, spec=WEIGHTED_MEANS))
-
-
-def weighted_means_with_a_plan_of_sums(rank: int) -> None:
-    _, sharder, plan = planned()
-    construct(build(WEIGHTED_MEANS), sharder, plan)
+def without_rows(rank: int) -> None:
+    model: Any = build(CELL.spec)
+    model.ebc.embedding_bag_configs()[0].num_embeddings = 0
+    plan_as_torchrec(CELL, model, make_sharder(CELL))
 
 
 NO_SCALE = "moment_scale=2.0 with GradientSync, whose moments are exact; leave it at FROM_MESH or"
-CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
-    case.__name__: (case, error, text)
-    for case, error, text in (
-        (mesh_of_another_world, "MeshError", "has 8 ranks but the world has 4"),
-        (stock_plan, "ConfigError", "plan is a ShardingPlan; pass Planner2D's"),
-        (plan_of_another_model, "PlanError", "names module 'ebc', which the model doesn't have"),
-        (plan_with_missing_table, "PlanError", "doesn't fit its tables: missing t1"),
-        (ranks_with_different_plans, "ConfigError", "the plan differs between ranks: rank 0"),
-        (ranks_with_different_meshes, "ConfigError", "the plan differs between ranks: rank 0"),
-        (ranks_with_different_optimizers, "ConfigError", "the sharders differs between ranks"),
-        (ranks_with_different_pooling, "ConfigError", "8 FP32, SUM of ['f0'], rank 1 has 40 x 8 "),
-        (ranks_with_different_data_types, "ConfigError", "x 8 FP32, SUM of ['f0'], rank 1 has 40"),
-        (ranks_with_different_features, "ConfigError", "SUM of ['f9']; give all ranks the same"),
-        (ranks_with_different_hosts, "ConfigError", "LOCAL_WORLD_SIZE differs between ranks"),
-        (one_rank_with_a_bad_plan, "ConfigError", "plan is a str; pass Planner2D's"),
-        (one_rank_without_a_plan, "ConfigError", "whether there is a plan differs between ranks"),
-        (stock_sharder, "ConfigError", "its sharder is EmbeddingBagCollectionSharder"),
-        (stock_wrapper_and_sharder, "ValueError", "2d_row_wise"),
-        (submodule_configs, "UnsupportedError", "doesn't take submodule_configs"),
-        (sharding_strategy, "UnsupportedError", "doesn't take sharding_strategy"),
-        (unknown_pinned_table, "PlanError", "the plan has no table 't9'; it has t0, t1, t2"),
-        (hot_row_out_of_range, "PlanError", "hot row 40 of table 'ebc.t0' is out of range"),
-        (hot_rows_of_a_data_parallel_table, "PlanError", "data parallel: every rank holds all"),
-        (hot_rows_of_a_shared_feature, "UnsupportedError", "looks up several tables"),
-        (cached_kernel, "UnsupportedError", "compute_kernel='fused_uvm_caching'"),
-        (
-            optimizer_without_cpu_kernel,
-            "UnsupportedError",
-            "no CPU kernel for EmbOptimType.LARS_SGD",
+MOMENTS_POLICY = tdsp.WeightSync(moments_policy=tdsp.every(4))
+SHORT = tdsp.WeightSync(transport=tdsp.Transport.BF16)
+FP16 = ModelSpec(data_type=DataType.FP16)
+Case = tuple[str, Callable[[int], object]]
+"""A part of the error's text, and what a rank does."""
+
+CONFIG_ERRORS: dict[str, Case] = {
+    "a stock plan": (
+        "plan is a ShardingPlan; pass Planner2D's",
+        lambda rank: construct(change=lambda plan: ShardingPlan(plan.plan)),
+    ),
+    "different plans": (
+        "the plan differs between ranks: rank 0",
+        lambda rank: construct(change=lambda plan: tdsp.pin(plan, "t0", hot_rows=[rank // 2])),
+    ),
+    "different meshes": (
+        "the plan differs between ranks: rank 0",
+        lambda rank: construct(
+            Cell(tdsp.Mesh2D(2, 2, RankLayout.STRIDED if rank else RankLayout.CONTIGUOUS))
         ),
-        (partial_moments_of_a_single_row, "UnsupportedError", "has a shard of one row beside"),
-        (optimizer_that_needs_more_than_gradients, "UnsupportedError", "from row gradients"),
-        (one_rank_whose_kernel_fails, "ConfigError", "no_such_parameter"),
-        (stochastic_rounding, "UnsupportedError", "asks for stochastic_rounding"),
-        (odd_dim, "PlanError", "table 't0' of module 'ebc' has embedding_dim=6; FBGEMM's kernels"),
-        (odd_dim_with_a_plan_by_hand, "PlanError", "need a multiple of 4, such as 8"),
-        (ranks_with_different_init_seeds, "ConfigError", "init_seed differs between ranks: rank 0"),
-        (scale_of_exact_moments, "ConfigError", NO_SCALE),
-        (scales_of_exact_moments, "ConfigError", NO_SCALE),
-        (scale_of_exact_moments_in_backward, "ConfigError", NO_SCALE),
-        (scales_of_some_tables, "ConfigError", "moment_scale has nothing for table 't1'"),
-        (
-            policy_for_moments_of_sgd,
-            "ConfigError",
-            "that moments_policy=every(4) could sync;",
+    ),
+    "different optimizers": (
+        "the sharders differs between ranks",
+        lambda rank: construct(
+            sharder=make_sharder(replace(CELL, optimizer="sgd" if rank == 2 else "adagrad"))
         ),
-        (
-            short_transport_of_short_tables,
-            "UnsupportedError",
-            "table 't0' has torch.float16 values, which transport='bf16' wouldn't make smaller",
+    ),
+    "different pooling": (
+        "8 FP32, SUM of ['f0'], rank 1 has 40 x 8 ",
+        lambda rank: construct(model=build(ModelSpec(pooling="mean" if rank == 1 else "sum"))),
+    ),
+    "different data types": (
+        "x 8 FP32, SUM of ['f0'], rank 1 has 40",
+        lambda rank: construct(model=build(FP16 if rank == 1 else CELL.spec)),
+    ),
+    "different features": (
+        "SUM of ['f9']; give all ranks the same",
+        lambda rank: construct(
+            model=with_first_table(features=("f9",) if rank == 1 else FIRST.features)
         ),
-        (
-            nonempty_bags_of_sequences,
-            "UnsupportedError",
-            "has exchange='nonempty', which is for",
+    ),
+    "different hosts": ("LOCAL_WORLD_SIZE differs between ranks", on_different_hosts),
+    "different init seeds": (
+        "init_seed differs between ranks: rank 0",
+        lambda rank: construct(sharder=sharder_of(init_seed=rank)),
+    ),
+    "a text for a plan on one rank": (
+        "plan is a str; pass Planner2D's",
+        lambda rank: construct(change=lambda plan: "plan.json" if rank == 3 else plan),
+    ),
+    "no plan on one rank": (
+        "whether there is a plan differs between ranks",
+        lambda rank: construct(change=lambda plan: None if rank == 3 else plan),
+    ),
+    "a stock sharder": (
+        "its sharder is EmbeddingBagCollectionSharder",
+        lambda rank: construct(sharder=EmbeddingBagCollectionSharder()),
+    ),
+    "a kernel that fails": ("no_such_parameter", with_a_parameter_that_no_kernel_has),
+    "a scale of exact moments": (NO_SCALE, lambda rank: scaled(2.0, tdsp.GradientSync())),
+    "scales of exact moments": (
+        NO_SCALE,
+        lambda rank: scaled(dict.fromkeys(("t0", "t1", "t2"), 2.0), tdsp.GradientSync()),
+    ),
+    "a scale of exact moments in backward": (NO_SCALE, scaled_in_backward),
+    "scales of some tables": (
+        "moment_scale has nothing for table 't1'",
+        lambda rank: scaled({"t0": 2.0}, tdsp.WeightSync()),
+    ),
+    "a policy for moments of SGD": (
+        "that moments_policy=every(4) could sync;",
+        lambda rank: construct(Cell(TWO, optimizer="sgd", sync=MOMENTS_POLICY)),
+    ),
+}
+PLAN_ERRORS: dict[str, Case] = {
+    "a plan of another model": (
+        "names module 'ebc', which the model doesn't have",
+        lambda rank: construct(model=build(SEQUENCES)),
+    ),
+    "a missing table": (
+        "doesn't fit its tables: missing t1",
+        lambda rank: construct(change=without_t1),
+    ),
+    "an unknown pinned table": (
+        "the plan has no table 't9'; it has t0, t1, t2",
+        lambda rank: pinned("t9", [0]),
+    ),
+    "a hot row out of range": (
+        "hot row 40 of table 'ebc.t0' is out of range",
+        lambda rank: pinned("t0", [0, 40]),
+    ),
+    "hot rows of a data-parallel table": (
+        "data parallel: every rank holds all",
+        lambda rank: pinned("t0", [0], Cell(TWO, "data_parallel")),
+    ),
+    "an odd dim": (
+        "table 't0' of module 'ebc' has embedding_dim=6; FBGEMM's kernels",
+        lambda rank: planned(Cell(TWO, spec=ModelSpec((TableSpec("t0", 9, 6, ("f0",)),)))),
+    ),
+    "an odd dim with a plan by hand": (
+        "need a multiple of 4, such as 8",
+        lambda rank: construct(model=with_first_table(dim=6)),
+    ),
+    "a table without rows": ("table 't0' of module 'ebc' has 0 rows; give it at", without_rows),
+}
+UNSUPPORTED: dict[str, Case] = {
+    "submodule_configs": (
+        "doesn't take submodule_configs",
+        lambda rank: construct(submodule_configs=[]),
+    ),
+    "sharding_strategy": (
+        "doesn't take sharding_strategy",
+        lambda rank: construct(sharding_strategy="fully_sharded"),
+    ),
+    "hot rows of a shared feature": (
+        "looks up several tables",
+        lambda rank: construct(
+            Cell(TWO, spec=SHARED_FEATURE), change=lambda plan: tdsp.pin(plan, "t0", hot_rows=[0])
         ),
-        (weighted_means, "UnsupportedError", "table 't0' averages weighted bags"),
-        (weighted_means_with_a_plan_of_sums, "UnsupportedError", "averages weighted bags"),
-        (table_without_rows, "PlanError", "table 't0' of module 'ebc' has 0 rows; give it at"),
+    ),
+    "a cached kernel": (
+        "compute_kernel='fused_uvm_caching'",
+        lambda rank: construct(change=with_cached_kernel),
+    ),
+    "an optimizer without a CPU kernel": (
+        "no CPU kernel for EmbOptimType.LARS_SGD",
+        lambda rank: construct(sharder=sharder_of(EmbOptimType.LARS_SGD)),
+    ),
+    "partial moments of a single row": (
+        "has a shard of one row beside",
+        lambda rank: construct(
+            Cell(tdsp.Mesh2D(1, 4), spec=ONE_TABLE),
+            sharder=sharder_of(EmbOptimType.PARTIAL_ROWWISE_ADAM),
+        ),
+    ),
+    "an optimizer that needs more than gradients": (
+        "from row gradients",
+        lambda rank: construct(sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)),
+    ),
+    "stochastic rounding": (
+        "asks for stochastic_rounding",
+        lambda rank: construct(sharder=sharder_of(fused_params={"stochastic_rounding": True})),
+    ),
+    "a short transport of short tables": (
+        "table 't0' has torch.float16 values, which transport='bf16' wouldn't make smaller",
+        lambda rank: construct(Cell(TWO, spec=FP16, sync=SHORT)),
+    ),
+    "nonempty bags of sequences": (
+        "has exchange='nonempty', which is for",
+        lambda rank: construct(Cell(TWO, exchange="nonempty", spec=SEQUENCES)),
+    ),
+    "weighted means": (
+        "table 't0' averages weighted bags",
+        lambda rank: planned(Cell(TWO, spec=WEIGHTED_MEANS)),
+    ),
+    "weighted means with a plan of sums": (
+        "averages weighted bags",
+        lambda rank: construct(model=build(WEIGHTED_MEANS)),
+    ),
+}
+OTHER_ERRORS: dict[str, dict[str, Case]] = {
+    "MeshError": {
+        "a mesh of another world": (
+            "has 8 ranks but the world has 4",
+            lambda rank: construct(
+                change=lambda plan: tdsp.Plan2D.from_stock(plan, tdsp.Mesh2D(4, 2))
+            ),
+        )
+    },
+    "ValueError": {"a stock wrapper and sharder": ("2d_row_wise", by_torchrec_alone)},
+}
+CASES = {
+    name: (kind, *case)
+    for kind, cases in (
+        ("ConfigError", CONFIG_ERRORS),
+        ("PlanError", PLAN_ERRORS),
+        ("UnsupportedError", UNSUPPORTED),
+        *OTHER_ERRORS.items(),
     )
+    for name, case in cases.items()
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_rank_raises_the_same_error_within_seconds(ranks4: RankPool, case: str) -> None:
-    _, expected, text = CASES[case]
-    results = ranks4.run(raised, case, timeout_s=30)
-    kinds, texts, seconds = zip(*results, strict=True)
-    assert set(kinds) == {expected}, results
+def raised(rank: int, world_size: int, name: str) -> tuple[str, float]:
+    """Return the error of a case on this rank, and its seconds."""
+    start, (_, _, act) = time.monotonic(), CASES[name]
+    return error_of(lambda: act(rank)), time.monotonic() - start
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_raises_the_same_error_within_seconds(ranks4: RankPool, name: str) -> None:
+    kind, part, _ = CASES[name]
+    texts, seconds = zip(*ranks4.run(raised, name, timeout_s=30), strict=True)
     assert len(set(texts)) == 1, texts
-    assert text in texts[0]
+    assert texts[0].startswith(f"{kind}: "), texts
+    assert part in texts[0]
     assert max(seconds) < MAX_SECONDS
 
 
 def test_a_mesh_needs_a_process_group() -> None:
     with pytest.raises(tdsp.errors.MeshError, match=r"call torch\.distributed\.init_process_group"):
-        construct(build(ModelSpec()), None, None)
+        tdsp.ModelParallel2D(build(ModelSpec()), plan=None, sharders=[])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.dense_products import FORMS, ProductCell, ProductGap, run_products
+from tests.support.dense_products import FORMS, ProductCell, run_product
 from tests.support.pipelining import TABLES
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -22,8 +22,9 @@ COPIES = {"FSDP": 1, "FSDP at once": 1, "FSDP, gathered once": 1, "HSDP": 2}
 """The number of copies of the dense part on all ranks together, in some forms."""
 
 
-def check(gaps: list[list[ProductGap]], cells: list[ProductCell]) -> None:
-    for cell, of_ranks in zip(cells, zip(*gaps, strict=True), strict=True):
+def check(ranks: RankPool, cells: list[ProductCell]) -> None:
+    for cell in cells:
+        of_ranks = ranks.run(run_product, cell)
         assert sum(gap.num_values for gap in of_ranks) > 0
         if copies := COPIES.get(cell.form):
             held = sum(gap.held_share for gap in of_ranks)
@@ -40,8 +41,7 @@ def test_a_few_of_all(ranks4: RankPool, dealt: Deal) -> None:
         ProductCell(form, names[number % len(names)], 1 + 3 * (number % 3 == 0))
         for number, form in enumerate(ON_FOUR_RANKS)
     ]
-    hand = dealt(cells)
-    check(ranks4.run(run_products, hand), hand)
+    check(ranks4, dealt(cells))
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_a_few_of_all(ranks4: RankPool, dealt: Deal) -> None:
 @pytest.mark.parametrize("form", ON_FOUR_RANKS)
 def test_four_ranks(ranks4: RankPool, form: str, num_batches: int) -> None:
     cells = [ProductCell(form, tables, num_batches) for tables in TABLES]
-    check(ranks4.run(run_products, cells), cells)
+    check(ranks4, cells)
 
 
 @pytest.mark.slow
@@ -57,4 +57,4 @@ def test_four_ranks(ranks4: RankPool, form: str, num_batches: int) -> None:
 @pytest.mark.parametrize("form", ON_EIGHT_RANKS)
 def test_eight_ranks(ranks8: RankPool, form: str, num_batches: int) -> None:
     cells = [ProductCell(form, tables, num_batches) for tables in TABLES]
-    check(ranks8.run(run_products, cells), cells)
+    check(ranks8, cells)

@@ -10,7 +10,6 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import batch_of, cell_of, dense_of, whole
 from tests.support.loops import shard
-from tests.support.parity import make_sharder
 from tests.support.pipelining import close_groups, stack_model, tensor_parallel_plan
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
@@ -62,8 +61,7 @@ class Run:
         self._rank, self._cell, self._wrapper = rank, cell_of(world_size), make_wrapper(kind)
         self.model = shard(
             self._cell,
-            make_sharder(self._cell),
-            stack_model(self._cell.spec),
+            model=stack_model(self._cell.spec),
             data_parallel_wrapper=self._wrapper,
         )
         self.params = dense_of(self.model)

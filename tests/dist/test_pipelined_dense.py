@@ -1,6 +1,7 @@
 """Pipelined layers against the unsharded model, and what their steps send, measure and clip."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, cast
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_products import FORMS
-from tests.support.parity import LR, Gap, compare, local_shards
+from tests.support.parity import Gap, compare, local_shards, relative_gap
 from tests.support.pipelining import (
     TABLES,
     TWO_RANKS,
@@ -20,9 +21,11 @@ from tests.support.pipelining import (
     StackOracle,
     batch_for,
     batches_for,
+    dense_sgd,
     pipelined,
-    run_pipelines,
+    run_pipeline,
     stack_model,
+    step_of,
     tensor_parallel_plan,
 )
 from tests.support.ranks import RankPool
@@ -62,18 +65,18 @@ SPLIT: dict[str, Any] = {
 """Two pipelines with one stage, in which two ranks compute each layer."""
 
 
-def pipeline_cell(options: dict[str, Any], sizes: tuple[int, ...] = (7, 7, 7, 7)) -> PipelineCell:
-    return PipelineCell(TABLES["row-wise"], tuple(options.items()), sizes=sizes)
+def check(ranks: RankPool, cells: list[PipelineCell]) -> None:
+    for cell in cells:
+        check_gaps(ranks.run(run_pipeline, cell), cell)
 
 
-def check(gaps: list[list[Gap]], cells: list[PipelineCell]) -> None:
-    for cell, of_ranks in zip(cells, zip(*gaps, strict=True), strict=True):
-        assert sum(gap.num_values for gap in of_ranks) > 0
-        assert sum(gap.synced_rows for gap in of_ranks) > 0
-        for gap in of_ranks:
-            assert gap.loss < ROUNDING, (cell, gap)
-            assert gap.weight < ROUNDING, (cell, gap)
-            assert gap.moment < MOMENT_ROUNDING, (cell, gap)
+def check_gaps(of_ranks: Sequence[Gap], cell: PipelineCell) -> None:
+    assert sum(gap.num_values for gap in of_ranks) > 0
+    assert sum(gap.synced_rows for gap in of_ranks) > 0
+    for gap in of_ranks:
+        assert gap.loss < ROUNDING, (cell, gap)
+        assert gap.weight < ROUNDING, (cell, gap)
+        assert gap.moment < MOMENT_ROUNDING, (cell, gap)
 
 
 @pytest.mark.parametrize("tables", TABLES)
@@ -85,24 +88,21 @@ def test_every_schedule_trains_what_one_process_does(
     if num_batches > 1 and tables != "row-wise":
         # Each schedule leaves the tables one gradient, so a few show what tables do with several.
         options = [FOUR_RANKS[1], FOUR_RANKS[4], TWO_RANKS[0]]
-    cells = [PipelineCell(TABLES[tables], tuple(option.items()), num_batches) for option in options]
-    check(ranks4.run(run_pipelines, cells), cells)
+    cells = [PipelineCell(option, TABLES[tables], num_batches) for option in options]
+    check(ranks4, cells)
 
 
 def test_pipelines_beside_each_other_and_split_layers(ranks4: RankPool) -> None:
     split = {"plan": tensor_parallel_plan(), "tp": 2}
     strided = {"layout": tdsp.RankLayout.STRIDED}
     cells = [
-        PipelineCell(TABLES["row-wise"], tuple((option | more).items()), num_batches)
+        PipelineCell(option | more, num_batches=num_batches)
         for option in TWO_RANKS
         for more in ({}, split)
         for num_batches in (1, 2)
     ]
-    cells += [
-        PipelineCell(TABLES["row-wise"], tuple((option | strided).items()), sizes=(5, 0, 2, 7))
-        for option in TWO_RANKS
-    ]
-    check(ranks4.run(run_pipelines, cells), cells)
+    cells += [PipelineCell(option | strided, sizes=(5, 0, 2, 7)) for option in TWO_RANKS]
+    check(ranks4, cells)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -114,19 +114,15 @@ def test_ranks_may_have_different_numbers_of_samples(ranks4: RankPool, reduction
         TWO_RANKS[0],
     ]
     cells = [
-        pipeline_cell(option | {"reduction": reduction}, sizes)
-        for option in options
-        for sizes in ((5, 0, 2, 7), (1, 3, 2, 1))
-    ]
-    # Of two pipelines one may have no samples.
-    cells += [
-        pipeline_cell(option | {"reduction": reduction}, sizes)
+        PipelineCell(option | {"reduction": reduction}, sizes=sizes)
         for option, sizes in (
+            *product(options, ((5, 0, 2, 7), (1, 3, 2, 1))),
+            # Of two pipelines one may have no samples.
             *product(SHARED, ((5, 0, 2, 7), (0, 0, 3, 1))),
             (SPLIT, (5, 0, 2, 7)),
         )
     ]
-    check(ranks4.run(run_pipelines, cells), cells)
+    check(ranks4, cells)
 
 
 def test_three_axes_on_eight_ranks(ranks8: RankPool) -> None:
@@ -134,18 +130,18 @@ def test_three_axes_on_eight_ranks(ranks8: RankPool) -> None:
     options = {"num_stages": 2, "num_micro_batches": 4, "plan": tensor_parallel_plan(), "tp": 2}
     tables = replace(TABLES["2D"], mesh=tdsp.Mesh2D(2, 4))
     cells = [
-        PipelineCell(tables, tuple((options | {"layout": layout}).items()), sizes=(3,) * 8)
+        PipelineCell(options | {"layout": layout}, tables, sizes=(3,) * 8)
         for layout in tdsp.RankLayout
     ]
-    check(ranks8.run(run_pipelines, cells), cells)
+    check(ranks8, cells)
 
 
 def evaluate(rank: int, world_size: int) -> tuple[float, ...]:
     """Return gaps to the uncut model without gradients, and after a step."""
-    cell = PipelineCell(TABLES["row-wise"], tuple(TWO_RANKS[1].items()), sizes=(5, 0, 2, 7))
+    cell = PipelineCell(TWO_RANKS[1], sizes=(5, 0, 2, 7))
     oracle, gaps = StackOracle(cell.cell), []
     batch = batch_for(cell, 0, 0, rank)
-    with pipelined(cell.cell, tdsp.PipelinedDense(**dict(cell.options))) as (model, _):
+    with pipelined(cell.cell, cell.wrapper()) as (model, _):
         assert model.training
         for with_targets in (False, True):
             with torch.no_grad():
@@ -174,17 +170,15 @@ def one_update_or_several(rank: int, world_size: int) -> tuple[float, float]:
     First as `PipelinedDense` trains, then with a table update after each micro-batch.
     """
     tables = replace(TABLES["row-wise"], always_capture=False)
-    cell = PipelineCell(tables, tuple(TWO_RANKS[0].items()))
+    cell = PipelineCell(TWO_RANKS[0], tables)
     oracle = StackOracle(tables)
     oracle.step_on(batches_for(cell, 0))
     expected = oracle.weights["t0"]
     parts = StackOracle(tables)
     for sample in range(cell.sizes[0]):
         parts.step_on([[single(batch, sample)] for (batch,) in batches_for(cell, 0)])
-    with pipelined(tables, tdsp.PipelinedDense(**dict(cell.options))) as (model, params):
-        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
-        model(batch_for(cell, 0, 0, rank)).mean().backward()
-        optimizer.step()
+    with pipelined(tables, cell.wrapper()) as (model, params):
+        step_of(model, dense_sgd(params.values()), cell, 0, rank)
         (name,) = [name for name in model.state_dict() if "t0" in name]
         gap = 0.0
         for rows, (row, _) in local_shards(model.state_dict()[name]):
@@ -219,8 +213,8 @@ def test_updates_by_micro_batch_are_another_training(ranks4: RankPool) -> None:
 
 def step_collectives(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, int]:
     """List what this rank issues in groups of pipelines and of copies in the second step."""
-    cell = pipeline_cell(options)
-    with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, _):
+    cell = PipelineCell(options)
+    with pipelined(cell.cell, cell.wrapper()) as (model, _):
         model(batch_for(cell, 0, 0, rank)).mean().backward()
         with count_collectives() as seen:
             model(batch_for(cell, 1, 0, rank)).mean().backward()
@@ -262,8 +256,8 @@ def test_shares_are_gathered_once_for_all_micro_batches(ranks4: RankPool) -> Non
 
 def by_dense_norm(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float, float]:
     """Return the norm of all dense gradients and the weight gap after a clipped step."""
-    cell = pipeline_cell(options)
-    wrapper = tdsp.PipelinedDense(**options)
+    cell = PipelineCell(options)
+    wrapper = cell.wrapper()
     oracle = StackOracle(cell.cell)
     oracle.step_on(batches_for(cell, 0))
     model: Any = oracle.model
@@ -295,12 +289,9 @@ def rounded(rank: int, world_size: int) -> list[float]:
     """Return losses with activations in fp32, bf16 and fp16 on the wire."""
     losses = []
     for values in ("fp32", "bf16", "fp16"):
-        options: dict[str, Any] = TWO_RANKS[0] | {"values": values}
-        cell = pipeline_cell(options)
-        with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, _):
-            loss = model(batch_for(cell, 0, 0, rank)).mean()
-            loss.backward()
-            losses.append(loss.item())
+        cell = PipelineCell(TWO_RANKS[0] | {"values": values})
+        with pipelined(cell.cell, cell.wrapper()) as (model, params):
+            losses.append(step_of(model, dense_sgd(params.values()), cell, 0, rank))
     return losses
 
 
@@ -323,19 +314,15 @@ def thresholded(
     rank: int, world_size: int, options: dict[str, Any], values: str
 ) -> tuple[Gap, list[int], list[int]]:
     """Return the gap to one process where a layer keeps 3 of 12, and the bytes of messages."""
-    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    cell = PipelineCell(options | {"values": values})
     oracle, model = StackOracle(cell.cell), stack_model(cell.cell.spec)
     for whole in (cast(Any, oracle.model), model):
         whole.stack.layers[1] = tdsp.Thresholded(0.25)
     expected = oracle.step_on(batches_for(cell, 0))[rank]
-    wrapper = tdsp.PipelinedDense(**options, values=values)
-    with pipelined(cell.cell, wrapper, model) as (parallel, params):
-        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+    with pipelined(cell.cell, cell.wrapper(), model) as (parallel, params):
         with count_collectives() as seen:
-            loss = parallel(batch_for(cell, 0, 0, rank)).mean()
-            loss.backward()
-        optimizer.step()
-        gap = compare(parallel, oracle, abs(loss.item() - expected) / (1 + abs(expected)))
+            loss = step_of(parallel, dense_sgd(params.values()), cell, 0, rank)
+        gap = compare(parallel, oracle, relative_gap([loss], [expected]))
     forward, backward = (
         [
             record.num_bytes
@@ -354,8 +341,7 @@ def test_only_what_a_thresholded_layer_keeps_travels(
     for options in THRESHOLDED:
         answers = ranks4.run(thresholded, options, values)
         if values == "fp32":
-            cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
-            check([[gap] for gap, _, _ in answers], [cell])
+            check_gaps([gap for gap, _, _ in answers], PipelineCell(options))
         if options["num_stages"] == 2:
             # Of each sample 3 numbers go on, with a bit for each of 12 places; 3 come back.
             sizes = [3, 3, 3, 3, 2]
@@ -370,13 +356,9 @@ def stock(rank: int, world_size: int, form: str) -> list[float]:
     for is_stock in (True, False):
         cell = replace(TABLES["row-wise"], stock_wrapper=is_stock, always_capture=False)
         with pipelined(cell, FORMS[form]()) as (model, params):
-            optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
-            for step in range(2):
-                optimizer.zero_grad()
-                loss = model(batch_for(PipelineCell(cell, ()), step, 0, rank)).mean()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
+            optimizer = dense_sgd(params.values())
+            work = PipelineCell({}, cell)
+            losses += [step_of(model, optimizer, work, step, rank) for step in range(2)]
     return losses
 
 
@@ -391,9 +373,8 @@ def measured(rank: int, world_size: int) -> tuple[int, ...]:
     cuts = tdsp.MeasuredCuts(
         inputs=torch.rand(8, WIDTH), targets=[torch.rand(8), torch.rand(8, 8)], num_repeats=1
     )
-    options: dict[str, Any] = TWO_RANKS[1] | {"cuts": cuts}
-    wrapper = tdsp.PipelinedDense(**options)
-    cell = pipeline_cell(options)
+    cell = PipelineCell(TWO_RANKS[1] | {"cuts": cuts})
+    wrapper = cell.wrapper()
     with pipelined(cell.cell, wrapper) as (model, _):
         model(batch_for(cell, 0, 0, rank)).mean().backward()
         return wrapper.cuts["stack"]
@@ -407,8 +388,8 @@ def test_all_ranks_cut_by_the_mean_of_their_times(ranks4: RankPool) -> None:
 
 def held(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int]:
     """Count the stack's elements that this rank keeps between steps, and its layers' elements."""
-    cell = pipeline_cell(options)
-    with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, params):
+    cell = PipelineCell(options)
+    with pipelined(cell.cell, cell.wrapper()) as (model, params):
         layers = {name: param for name, param in params.items() if "stack" in name}
         whole_layers = {name: id(param) for name, param in layers.items()}
         model(batch_for(cell, 0, 0, rank)).mean().backward()
@@ -443,8 +424,8 @@ def test_split_layers_are_shared_as_well(ranks4: RankPool) -> None:
 
 def one_pipeline(rank: int, world_size: int) -> bool:
     """Return whether any parameter of a single pipeline is sharded."""
-    options: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 5, "fully_shard": True}
-    with pipelined(pipeline_cell(options).cell, tdsp.PipelinedDense(**options)) as (_, params):
+    cell = PipelineCell({"num_stages": 4, "num_micro_batches": 5, "fully_shard": True})
+    with pipelined(cell.cell, cell.wrapper()) as (_, params):
         return any(isinstance(param, DTensor) for name, param in params.items() if "stack" in name)
 
 

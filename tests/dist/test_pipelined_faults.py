@@ -15,7 +15,6 @@ from tests.support.cells import Cell
 from tests.support.dense_training import cell_of, model_of
 from tests.support.loops import shard
 from tests.support.models import ModelSpec, make_batch
-from tests.support.parity import LR, make_sharder
 from tests.support.pipelining import (
     TABLES,
     TWO_RANKS,
@@ -23,6 +22,7 @@ from tests.support.pipelining import (
     ItemLoss,
     StackModel,
     close_groups,
+    dense_sgd,
     layers_of,
     pipelined,
     stack_model,
@@ -50,7 +50,7 @@ class SharedWeights(StackModel):
 def wrapped(cell: Cell, model: nn.Module | None = None, **options: Any) -> Any:
     model = stack_model(cell.spec) if model is None else model
     wrapper = tdsp.PipelinedDense(**(TWO_STAGES | options))
-    return shard(cell, make_sharder(cell), model, data_parallel_wrapper=wrapper)
+    return shard(cell, model=model, data_parallel_wrapper=wrapper)
 
 
 def set_up_wrongly(rank: int, world_size: int) -> list[str]:
@@ -148,7 +148,7 @@ def stack_of(cell: Cell, faulty: nn.Module, **options: Any) -> tuple[tdsp.LayerS
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), faulty, nn.Linear(4, 4)]
     model.stack = tdsp.LayerStack(layers, SumLoss())
     wrapper = tdsp.PipelinedDense(**(TWO_STAGES | options))
-    parallel = shard(cell, make_sharder(cell), model, data_parallel_wrapper=wrapper, load=False)
+    parallel = shard(cell, model=model, data_parallel_wrapper=wrapper, load=False)
     (stack,) = [part for part in parallel.modules() if isinstance(part, tdsp.LayerStack)]
     return stack, wrapper
 
@@ -249,7 +249,7 @@ def die(rank: int, world_size: int) -> None:
     cell = cell_of(world_size)
     model = stack_model(cell.spec)
     wrapper = tdsp.PipelinedDense(**TWO_STAGES)
-    parallel = shard(cell, make_sharder(cell), model, data_parallel_wrapper=wrapper, load=False)
+    parallel = shard(cell, model=model, data_parallel_wrapper=wrapper, load=False)
     parallel(make_batch(cell.spec, seed=rank)).mean().backward()
     if rank == 1:
         model.stack.layers[-1].register_forward_pre_hook(lambda *_: os._exit(3))
@@ -298,7 +298,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     ]
     wrapper = tdsp.PipelinedDense(**options)
     with pipelined(cell, wrapper) as (_, params):
-        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+        optimizer = dense_sgd(params.values())
         errors.append(error_text(lambda: wrapper.recut(optimizer, cuts=[3]), TwoDError))
     return errors
 

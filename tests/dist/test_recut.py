@@ -16,14 +16,15 @@ import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec
 from tests.support.parity import LR
 from tests.support.pipelining import (
-    TABLES,
     WIDTH,
     ItemLoss,
     PipelineCell,
     StackModel,
     batch_for,
+    dense_sgd,
     pipelined,
     stack_model,
+    step_of,
 )
 from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.dense.pipelined import cut_stack
@@ -50,16 +51,6 @@ def make_optimizer(name: str, params: dict[str, nn.Parameter]) -> torch.optim.Op
     return kind(groups, foreach=False)
 
 
-def step_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, cell: PipelineCell, step: int, rank: int
-) -> float:
-    optimizer.zero_grad()
-    loss = model(batch_for(cell, step, 0, rank)).mean()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
 def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
     """List this rank's layer parameters in the optimizer's order, with their moments."""
     names = {id(param): name for name, param in model.named_parameters()}
@@ -79,9 +70,8 @@ def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, 
 def train(
     rank: int, options: dict[str, Any], optimizer_name: str, recuts: dict[int, list[int]]
 ) -> tuple[list[float], list[tuple[Any, ...]], dict[str, tuple[int, ...]]]:
-    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
-    wrapper = tdsp.PipelinedDense(**options)
-    losses = []
+    cell = PipelineCell(options)
+    wrapper, losses = cell.wrapper(), []
     with pipelined(cell.cell, wrapper) as (model, params):
         optimizer = make_optimizer(optimizer_name, params)
         for step in range(NUM_STEPS):
@@ -127,13 +117,12 @@ class Slow(nn.Module):
 
 def cut_by_time(rank: int, world_size: int) -> list[tuple[int, ...]]:
     """Return the cuts after each step, until two slow layers are on different stages."""
-    options: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 2}
-    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
-    wrapper = tdsp.PipelinedDense(**options)
+    cell = PipelineCell({"num_stages": 4, "num_micro_batches": 2})
+    wrapper = cell.wrapper()
     model = stack_model(cell.cell.spec)
     model.stack.layers[0], model.stack.layers[1] = Slow(), Slow()
     with pipelined(cell.cell, wrapper, model) as (parallel_model, params):
-        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+        optimizer = dense_sgd(params.values())
         with pytest.raises(ConfigError, match="no layer has been timed"):
             wrapper.recut(optimizer)
         cuts = [wrapper.cuts["stack"]]
@@ -157,15 +146,15 @@ def test_slow_layers_part(ranks4: RankPool) -> None:
 
 def cut_by_given_times(rank: int, world_size: int) -> tuple[list[bool], list[tuple[int, ...]]]:
     """Tell whether layers move, and the cuts, when two times are four times the others."""
-    cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
-    wrapper = tdsp.PipelinedDense(**ONE_PIPELINE)
+    cell = PipelineCell(ONE_PIPELINE)
+    wrapper = cell.wrapper()
 
     def seconds_of(stack: Any) -> dict[int, float]:
         return {number: 0.4 if number in (0, 1) else 0.1 for number in stack._own_layers}
 
     with pipelined(cell.cell, wrapper) as (model, params), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cut_stack.CutStack, "_layer_seconds", seconds_of)
-        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+        optimizer = dense_sgd(params.values())
         moved, cuts = [], []
         for step, least_gain in enumerate((0.6, 0.3, 0.3)):
             step_of(model, optimizer, cell, step, rank)
@@ -193,9 +182,8 @@ def named_optimizer(params: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
 
 def loaded_elsewhere(rank: int, world_size: int, folder: str) -> None:
     """Save after a recut, then load and continue with other cuts."""
-    cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
-    losses = []
-    wrapper = tdsp.PipelinedDense(**ONE_PIPELINE, cuts=[1, 2, 6])
+    cell = PipelineCell(ONE_PIPELINE | {"cuts": [1, 2, 6]})
+    wrapper, losses = cell.wrapper(), []
     with pipelined(cell.cell, wrapper) as (model, params):
         optimizer = named_optimizer(params)
         whole = CombinedOptimizer([model.fused_optimizer, optimizer])
@@ -205,7 +193,7 @@ def loaded_elsewhere(rank: int, world_size: int, folder: str) -> None:
         # It was made before, and learns of the move.
         tdsp.save_checkpoint(folder, model, whole)
         losses.append(step_of(model, optimizer, cell, 1, rank))
-    with pipelined(cell.cell, tdsp.PipelinedDense(**ONE_PIPELINE)) as (model, params):
+    with pipelined(cell.cell, PipelineCell(ONE_PIPELINE).wrapper()) as (model, params):
         optimizer = named_optimizer(params)
         whole = CombinedOptimizer([model.fused_optimizer, optimizer])
         tdsp.load_checkpoint(folder, model, whole)
@@ -244,12 +232,12 @@ class TwoStacks(StackModel):
 
 def refused(rank: int, world_size: int) -> list[str]:
     """Return `recut`'s errors; the cuts stay, and training continues."""
-    cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
-    wrapper = tdsp.PipelinedDense(**ONE_PIPELINE, cuts=[1, 2, 6])
+    cell = PipelineCell(ONE_PIPELINE | {"cuts": [1, 2, 6]})
+    wrapper = cell.wrapper()
     model = TwoStacks(cell.cell.spec)
     messages = []
     with pipelined(cell.cell, wrapper, model) as (parallel_model, params):
-        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+        optimizer = dense_sgd(params.values())
         step_of(parallel_model, optimizer, cell, 0, rank)
         attempts: list[tuple[torch.optim.Optimizer, list[int]]] = [(optimizer, [3, 4, 6])]
         optimizer.zero_grad()

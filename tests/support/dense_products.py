@@ -1,29 +1,25 @@
 """Every dense wrapper, with every table sharding, beside one process."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import EPS, Cell
 from tests.support.dense_training import whole
-from tests.support.models import ModelSpec
 from tests.support.parity import LR, compare
 from tests.support.pipelining import (
     TABLES,
     PipelineCell,
     Residual,
     StackOracle,
-    batch_for,
-    batches_for,
     pipelined,
+    step_of,
     tensor_parallel_plan,
+    trained_stack_oracle,
 )
 
 NUM_STEPS = 10
@@ -117,17 +113,6 @@ def dense_adagrad(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(params, lr=LR, eps=EPS, foreach=False)
 
 
-@lru_cache(maxsize=4)
-def product_oracle(
-    spec: ModelSpec, num_batches: int, world_size: int
-) -> tuple[StackOracle, list[list[float]]]:
-    """Return a trained oracle, which must not train further, and each step's losses."""
-    tables = Cell(tdsp.Mesh2D(1, world_size), spec=spec)
-    cell = PipelineCell(tables, (), num_batches, (BATCH_SIZE,) * world_size)
-    oracle = StackOracle(tables, make_dense_optimizer=dense_adagrad)
-    return oracle, [oracle.step_on(batches_for(cell, step)) for step in range(NUM_STEPS)]
-
-
 def tables_on(name: str, world_size: int) -> Cell:
     """Return the named tables, on a world."""
     cell = TABLES[name]
@@ -135,33 +120,22 @@ def tables_on(name: str, world_size: int) -> Cell:
     return replace(cell, mesh=tdsp.Mesh2D(groups, world_size // groups))
 
 
-@contextmanager
-def product_model(
-    cell: ProductCell, world_size: int
-) -> Iterator[tuple[DistributedModelParallel, dict[str, Any], torch.optim.Optimizer]]:
-    """Yield a cell's model, its dense parameters by name, and their optimizer."""
-    with pipelined(tables_on(cell.tables, world_size), FORMS[cell.form]()) as (model, params):
-        named = {name.removeprefix("module."): param for name, param in params.items()}
-        yield model, named, dense_adagrad(list(named.values()))
-
-
 def run_product(rank: int, world_size: int, cell: ProductCell) -> ProductGap:
     """Train beside the oracle; compare losses, all weights and all moments."""
-    tables = tables_on(cell.tables, world_size)
-    oracle, expected_losses = product_oracle(tables.spec, cell.num_batches, world_size)
-    work = PipelineCell(tables, (), cell.num_batches, (BATCH_SIZE,) * world_size)
-    loss_gap = 0.0
-    with product_model(cell, world_size) as (model, params, optimizer):
-        for step in range(NUM_STEPS):
-            optimizer.zero_grad()
-            total = 0.0
-            batches = [batch_for(work, step, part, rank) for part in range(cell.num_batches)]
-            for batch in tdsp.accumulate(model, batches) if len(batches) > 1 else batches:
-                loss = model(batch).mean() / len(batches)
-                loss.backward()
-                total += loss.item()
-            optimizer.step()
-            loss_gap = max(loss_gap, abs(total - expected_losses[step][rank]))
+    tables, sizes = tables_on(cell.tables, world_size), (BATCH_SIZE,) * world_size
+    oracle, expected = trained_stack_oracle(
+        tables.spec,
+        tables.optimizer,
+        cell.num_batches,
+        sizes,
+        num_steps=NUM_STEPS,
+        make_dense_optimizer=dense_adagrad,
+    )
+    work = PipelineCell({}, tables, cell.num_batches, sizes)
+    with pipelined(tables, FORMS[cell.form]()) as (model, params):
+        optimizer = dense_adagrad(list(params.values()))
+        losses = [step_of(model, optimizer, work, step, rank) for step in range(NUM_STEPS)]
+        loss_gap = max(abs(a - b) for a, b in zip(losses, expected[rank], strict=True))
         gap = compare(model, oracle, loss_gap)
         held = [
             param.to_local() if isinstance(param, DTensor) else param for param in params.values()
@@ -169,14 +143,12 @@ def run_product(rank: int, world_size: int, cell: ProductCell) -> ProductGap:
         num_dense = sum(param.numel() for param in oracle.dense.values())
         held_share = sum(part.numel() for part in held) / num_dense
         moments = [
-            _relative_gap(whole(optimizer.state[param]["sum"]), _moment(oracle, name))
+            _relative_gap(
+                whole(optimizer.state[param]["sum"]), _moment(oracle, name.removeprefix("module."))
+            )
             for name, param in params.items()
         ]
     return ProductGap(gap.worst, max(moments), len(moments), gap.num_values, held_share)
-
-
-def run_products(rank: int, world_size: int, cells: list[ProductCell]) -> list[ProductGap]:
-    return [run_product(rank, world_size, cell) for cell in cells]
 
 
 def _moment(oracle: StackOracle, name: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torchrec_2dsp as tdsp
 from tests.support.devices import copied
 from tests.support.loops import shard
 from tests.support.models import BagModel, make_batch
-from tests.support.parity import Cell, make_sharder
+from tests.support.parity import Cell
 from torchrec_2dsp.comms.counting import count_collectives
 
 LR = 0.05
@@ -64,7 +64,7 @@ def cell_of(world_size: int, *, groups: int = 1, stock: bool = False) -> Cell:
 def model_of(cell: Cell, wrapper: Any) -> DistributedModelParallel:
     """Build the tower with seed 0; its tables learn nothing, so that only dense gradients count."""
     torch.manual_seed(0)
-    model = shard(cell, make_sharder(cell), TowerModel(cell.spec), data_parallel_wrapper=wrapper)
+    model = shard(cell, model=TowerModel(cell.spec), data_parallel_wrapper=wrapper)
     for group in cast(Any, model.fused_optimizer.param_groups):
         group["lr"] = 0.0
     model.fused_optimizer.step()

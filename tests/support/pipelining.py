@@ -19,7 +19,7 @@ from tests.support.cells import Cell
 from tests.support.loops import shard
 from tests.support.models import BagModel, ModelSpec, make_batch, tables_of
 from tests.support.oracle import Oracle
-from tests.support.parity import LR, Gap, compare, make_sharder
+from tests.support.parity import LR, Gap, compare, relative_gap
 
 WIDTH = 12
 NUM_STEPS = 2
@@ -177,17 +177,26 @@ def reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
 class PipelineCell:
     """A way to train the model."""
 
-    cell: Cell
-    """The tables, and the mesh."""
-
-    options: tuple[tuple[str, Any], ...]
+    options: dict[str, Any]
     """The options of `PipelinedDense`."""
+
+    cell: Cell = TABLES["row-wise"]
+    """The tables, and the mesh."""
 
     num_batches: int = 1
     """Batches per update."""
 
     sizes: tuple[int, ...] = BATCH_SIZES
     """Each rank's number of samples."""
+
+    def wrapper(self) -> tdsp.PipelinedDense:
+        """Return a new wrapper."""
+        return tdsp.PipelinedDense(**self.options)
+
+    @property
+    def reduction(self) -> str:
+        """How a rank's losses are reduced."""
+        return self.options.get("reduction", "mean")
 
 
 @contextmanager
@@ -196,7 +205,7 @@ def pipelined(
 ) -> Iterator[tuple[DistributedModelParallel, dict[str, nn.Parameter]]]:
     """Yield the wrapped model and its dense parameters; close its process groups afterwards."""
     unsharded = unsharded or stack_model(cell.spec)
-    model = shard(cell, make_sharder(cell), unsharded, data_parallel_wrapper=wrapper)
+    model = shard(cell, model=unsharded, data_parallel_wrapper=wrapper)
     try:
         yield model, dict(in_backward_optimizer_filter(model.named_parameters()))
     finally:
@@ -225,38 +234,43 @@ def batches_for(cell: PipelineCell, step: int) -> list[list[KeyedJaggedTensor]]:
 
 @lru_cache(maxsize=16)
 def trained_stack_oracle(
-    spec: ModelSpec, optimizer: str, num_batches: int, sizes: tuple[int, ...], reduction: str
+    spec: ModelSpec,
+    optimizer: str,
+    num_batches: int,
+    sizes: tuple[int, ...],
+    reduction: str = "mean",
+    num_steps: int = NUM_STEPS,
+    make_dense_optimizer: Callable[[Any], torch.optim.Optimizer] = dense_sgd,
 ) -> tuple[StackOracle, list[list[float]]]:
-    """Return a trained oracle, which must not train further, and each step's losses."""
+    """Return a trained oracle, which must not train further, and each rank's losses by step."""
     tables = Cell(tdsp.Mesh2D(1, len(sizes)), spec=spec, optimizer=optimizer)
-    cell = PipelineCell(tables, (), num_batches, sizes)
-    oracle = StackOracle(tables, reduction=reduction)
-    return oracle, [oracle.step_on(batches_for(cell, step)) for step in range(NUM_STEPS)]
+    cell = PipelineCell({}, tables, num_batches, sizes)
+    oracle = StackOracle(tables, reduction=reduction, make_dense_optimizer=make_dense_optimizer)
+    by_step = [oracle.step_on(batches_for(cell, step)) for step in range(num_steps)]
+    return oracle, [list(of_rank) for of_rank in zip(*by_step, strict=True)]
+
+
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, cell: PipelineCell, step: int, rank: int
+) -> float:
+    """Train a step; return this rank's loss."""
+    optimizer.zero_grad()
+    total = 0.0
+    batches = [batch_for(cell, step, part, rank) for part in range(cell.num_batches)]
+    for batch in tdsp.accumulate(model, batches) if len(batches) > 1 else batches:
+        loss = reduced(model(batch), cell.reduction) / len(batches)
+        loss.backward()
+        total += loss.item()
+    optimizer.step()
+    return total
 
 
 def run_pipeline(rank: int, world_size: int, cell: PipelineCell) -> Gap:
     """Train beside the oracle; compare losses, dense weights, tables and moments."""
-    wrapper = tdsp.PipelinedDense(**dict(cell.options))
-    reduction = dict(cell.options).get("reduction", "mean")
     # How tables and layers are sharded changes nothing, so one oracle serves many cells.
-    kind = (cell.cell.spec, cell.cell.optimizer, cell.num_batches, cell.sizes)
-    oracle, expected_losses = trained_stack_oracle(*kind, reduction)
-    loss_gap = 0.0
-    with pipelined(cell.cell, wrapper) as (model, params):
-        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
-        for step in range(NUM_STEPS):
-            expected = expected_losses[step][rank]
-            optimizer.zero_grad()
-            total = 0.0
-            batches = [batch_for(cell, step, part, rank) for part in range(cell.num_batches)]
-            for batch in tdsp.accumulate(model, batches) if len(batches) > 1 else batches:
-                loss = reduced(model(batch), reduction) / len(batches)
-                loss.backward()
-                total += loss.item()
-            optimizer.step()
-            loss_gap = max(loss_gap, abs(total - expected) / (1 + abs(expected)))
-        return compare(model, oracle, loss_gap)
-
-
-def run_pipelines(rank: int, world_size: int, cells: list[PipelineCell]) -> list[Gap]:
-    return [run_pipeline(rank, world_size, cell) for cell in cells]
+    kind = (cell.cell.spec, cell.cell.optimizer, cell.num_batches, cell.sizes, cell.reduction)
+    oracle, expected = trained_stack_oracle(*kind)
+    with pipelined(cell.cell, cell.wrapper()) as (model, params):
+        optimizer = dense_sgd(params.values())
+        losses = [step_of(model, optimizer, cell, step, rank) for step in range(NUM_STEPS)]
+        return compare(model, oracle, relative_gap(losses, expected[rank]))

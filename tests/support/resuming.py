@@ -17,7 +17,7 @@ import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
 from tests.support.loops import shard, snapshot
 from tests.support.models import BagModel, ModelSpec, make_batch
-from tests.support.parity import Cell, make_sharder
+from tests.support.parity import Cell
 
 M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
 HOT = (("t0", (0, 1, 5, 39)), ("t1", (0, 2, 3)))
@@ -145,7 +145,7 @@ class Run:
         self.variant = variant
         self.counter = tdsp.RowCounter.for_model(model, half_life=6)
         wrapper = variant.dense() if variant.dense else None
-        sharded = shard(cell, make_sharder(cell), model, data_parallel_wrapper=wrapper)
+        sharded = shard(cell, model=model, data_parallel_wrapper=wrapper)
         self.model = cast(tdsp.ModelParallel2D, sharded)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=0.01))

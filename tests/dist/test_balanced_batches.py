@@ -16,7 +16,7 @@ import torchrec_2dsp as tdsp
 from tests.support.batches import Sessions, check_samples, count_dealing_threads, sessions
 from tests.support.devices import rank_device
 from tests.support.loops import largest_gap, shard_loss_model, snapshot
-from tests.support.models import ModelSpec, make_batch, tables_of
+from tests.support.models import ModelSpec, make_batch
 from tests.support.oracle import Oracle
 from tests.support.parity import LR, TOLERANCE, Cell, compare, make_optimizer, shard
 from tests.support.ranks import RankPool, error_of
@@ -216,11 +216,7 @@ class MeanOracle(Oracle):
         scores = torch.cat([self.model(batch) for batch in batches if batch.stride()])
         loss = (scores - 1.0).pow(2).mean()
         loss.backward()
-        with torch.no_grad():
-            for param in self.model.over.parameters():
-                param -= self.lr * param.grad  # type: ignore[operator]
-            for name, table in tables_of(self.model).items():
-                self._update_(name, cast(Any, table.weight).grad)
+        self.apply_(batches)
         return loss.item()
 
 

@@ -43,8 +43,8 @@ ROUNDING = 1e-6
 """The oracle adds gradients in another order: some float32 roundings of values below 1."""
 
 
-def oracle_of(cell: Cell) -> LoopOracle:
-    return LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
+def oracle_of(cell: Cell, model: BagModel | None = None) -> LoopOracle:
+    return LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps, model=model)
 
 
 def all_loops(rank: int, world_size: int, cells: list[Cell]) -> list[list[float]]:
@@ -196,9 +196,8 @@ def fused_clipped(rank: int, world_size: int, cell: Cell) -> tuple[float, float]
     sharder.always_capture = cell.always_capture
     parallel, stream = shard(cell, sharder), make_stream(cell, STEPS)
     plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
-    clipping, plain = oracle_of(cell), oracle_of(cell)
     torch.manual_seed(0)
-    clipping.train(ClippedModel(cell.spec))
+    clipping, plain = oracle_of(cell, ClippedModel(cell.spec)), oracle_of(cell)
     for oracle in (clipping, plain):
         for batches in stream:
             oracle.accumulate([batches])

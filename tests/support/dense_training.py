@@ -36,8 +36,7 @@ class TowerModel(BagModel):
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, features: Any) -> torch.Tensor:
-        pooled = self.ebc(features)
-        joined = torch.cat([pooled[name] for name in self.features], dim=1)
+        joined = self.joined(features)
         return (self.last(self.tower(joined)).squeeze(1) - 1.0).pow(2).mean()
 
 

@@ -29,13 +29,6 @@ class LoopOracle(Oracle):
         self.grads: Tensors = {}
         """Each table's latest gradient."""
 
-    def train(self, model: BagModel) -> None:
-        """Train this model instead of the spec's."""
-        self.model = model
-        self.weights = {
-            name: cast(Any, table).weight.detach() for name, table in tables_of(model).items()
-        }
-
     def accumulate(self, micro_batches: Stream) -> None:
         """Tables are updated per backward, as the fused update does; dense layers once."""
         tables = tables_of(self.model)
@@ -191,18 +184,16 @@ class TwiceModel(BagModel):
         shorter = KeyedJaggedTensor(features.keys(), features.values()[keep], lengths=lengths)
         scores = []
         for batch, trains in zip((features, shorter), self.trains, strict=True):
-            pooled = self.ebc(batch)
-            joined = torch.cat([pooled[name] for name in self.features], dim=1)
+            joined = self.joined(batch)
             scores.append(self.over(joined if trains else joined.detach()).squeeze(1))
         return scores[0] - 0.5 * scores[1]
 
 
 def twice_oracle(cell: Cell, stream: Stream) -> Oracle:
     """One update per lookup, as the fused kernel's backwards do: the later lookup first."""
-    oracle = LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
     torch.manual_seed(0)
     model = TwiceModel(cell.spec)
-    oracle.train(model)
+    oracle = LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps, model=model)
     tables = tables_of(model)
     for batches in stream:
         grads = []

@@ -22,7 +22,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.support.cells import Cell
-from tests.support.models import BagModel, ModelSpec, SequenceModel, TableSpec
+from tests.support.models import BagModel, ModelSpec, SequenceModel, TableSpec, summed
 from tests.support.oracle import local_loss, row_wise_adagrad_, sgd_
 from tests.support.parity import LR
 from torchrec_2dsp.shard.initial_tables import configs_of, drawn_rows
@@ -87,11 +87,7 @@ class Head(nn.Module):
         return self.over(torch.cat([self.bags(rows[f]) for f in self.features], 1)).squeeze(1)
 
     def bags(self, rows: Any) -> torch.Tensor:
-        if not self.is_sequence:
-            return rows
-        sample = torch.arange(rows.lengths().numel()).repeat_interleave(rows.lengths())
-        bags = rows.values().new_zeros(rows.lengths().numel(), rows.values().shape[1])
-        return bags.index_add(0, sample, rows.values().tanh())
+        return summed(rows) if self.is_sequence else rows
 
 
 class ManagedModel(nn.Module):

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,14 @@ class BagModel(nn.Module):
         )
         self.over = nn.Linear(sum(table.dim for _, table in spec.features), 1)
 
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+    def joined(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Return all bags of a sample side by side."""
         pooled = self.ebc(features)
         # The order of a sharded collection's output follows the plan: read it by name.
-        return self.over(torch.cat([pooled[name] for name in self.features], dim=1)).squeeze(1)
+        return torch.cat([pooled[name] for name in self.features], dim=1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.over(self.joined(features)).squeeze(1)
 
 
 class SequenceModel(nn.Module):
@@ -123,16 +127,16 @@ class SequenceModel(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         sequences = self.ec(features)
-        parts = []
-        for name in self.features:
-            jagged = sequences[name]
-            lengths = jagged.lengths()
-            sample = torch.arange(lengths.numel(), device=lengths.device)
-            sample = sample.repeat_interleave(lengths)
-            total = jagged.values().new_zeros(lengths.numel(), jagged.values().shape[1])
-            # Values by position in the sequence, so that order matters.
-            parts.append(total.index_add(0, sample, jagged.values().tanh()))
+        parts = [summed(sequences[name]) for name in self.features]
         return self.over(torch.cat(parts, dim=1)).squeeze(1)
+
+
+def summed(sequences: JaggedTensor) -> torch.Tensor:
+    """Return one vector for each sample."""
+    lengths, values = sequences.lengths(), sequences.values()
+    sample = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
+    total = values.new_zeros(lengths.numel(), values.shape[1])
+    return total.index_add(0, sample, values.tanh())
 
 
 Model = BagModel | SequenceModel

@@ -96,7 +96,7 @@ def local_loss(scores: torch.Tensor) -> torch.Tensor:
 
 
 class Oracle:
-    """Trains all tables with an eager optimizer and the rest with SGD.
+    """Trains a model, by default that of seed 0: tables by an eager optimizer, the rest by SGD.
 
     ``column_blocks`` splits a table's row-wise moment as TorchRec's column-wise sharding does:
     each block of columns has a moment of its own.
@@ -110,10 +110,10 @@ class Oracle:
         lr: float,
         eps: float = 1e-8,
         column_blocks: dict[str, int] | None = None,
-        seed: int = 0,
+        model: Model | None = None,
     ) -> None:
         self.spec = spec
-        self.model: Model = build(spec, seed)
+        self.model = build(spec) if model is None else model
         self.optimizer, self.lr, self.eps = optimizer, lr, eps
         self.weights = {
             name: cast(torch.Tensor, table.weight).detach()
@@ -133,17 +133,21 @@ class Oracle:
             for batch in batches
         ]
         (sum(losses, torch.zeros(())) / len(batches)).backward()
-        self._num_steps += 1
-        with torch.no_grad():
-            for param in self.model.over.parameters():
-                param -= self.lr * param.grad  # type: ignore[operator]
-            for name, table in tables_of(self.model).items():
-                grad = cast(torch.Tensor, cast(torch.Tensor, table.weight).grad)
-                if self.optimizer in WITH_AVERAGE:
-                    self._move_rows_(name, grad, self._looked_up(name, batches))
-                else:
-                    self._update_(name, grad)
+        self.apply_(batches)
         return [loss.item() for loss in losses]
+
+    @torch.no_grad()
+    def apply_(self, batches: Sequence[KeyedJaggedTensor]) -> None:
+        """Update all weights by their gradients of these batches."""
+        self._num_steps += 1
+        for param in self.model.over.parameters():
+            param -= self.lr * param.grad  # type: ignore[operator]
+        for name, table in tables_of(self.model).items():
+            grad = cast(torch.Tensor, cast(torch.Tensor, table.weight).grad)
+            if self.optimizer in WITH_AVERAGE:
+                self._move_rows_(name, grad, self._looked_up(name, batches))
+            else:
+                self._update_(name, grad)
 
     def scores(self, batch: KeyedJaggedTensor) -> torch.Tensor:
         """Return the scores of one rank's batch."""

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell
 from tests.support.loops import shard
-from tests.support.models import BagModel, ModelSpec, make_batch, tables_of
+from tests.support.models import BagModel, ModelSpec, make_batch
 from tests.support.oracle import Oracle
 from tests.support.parity import LR, Gap, compare, relative_gap
 
@@ -133,14 +133,9 @@ class StackOracle(Oracle):
         reduction: str = "mean",
         make_dense_optimizer: Callable[[Any], torch.optim.Optimizer] = dense_sgd,
     ) -> None:
-        super().__init__(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
-        self.model = cast(Any, stack_model(cell.spec))
-        self.weights = {
-            name: cast(torch.Tensor, table.weight).detach()
-            for name, table in tables_of(self.model).items()
-        }
+        model = stack_model(cell.spec)
+        super().__init__(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps, model=model)
         self._reduction = reduction
-        model = cast(Any, self.model)
         self.dense = {
             name: param for name, param in model.named_parameters() if not name.startswith("ebc")
         }
@@ -162,9 +157,8 @@ class StackOracle(Oracle):
         ]
         (sum(losses, torch.zeros(())) / len(batches)).backward()
         self.dense_optimizer.step()
-        with torch.no_grad():
-            for name, table in tables_of(self.model).items():
-                self._update_(name, cast(torch.Tensor, cast(torch.Tensor, table.weight).grad))
+        # All the rest is in tables.
+        self.apply_([batch for of_rank in batches for batch in of_rank])
         return [loss.item() for loss in losses]
 
 

@@ -107,8 +107,7 @@ class TowerModel(BagModel):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        pooled = self.ebc(features)
-        joined = torch.cat([pooled[name] for name in self.features], dim=1)
+        joined = self.joined(features)
         loss = (self.tower(joined).squeeze(1) - 1.0).pow(2).mean()
         return loss, loss.detach()
 

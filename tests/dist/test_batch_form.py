@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -106,25 +107,22 @@ def trained(rank: int, cell: Cell, change: Change, first: int) -> tuple[list[flo
     return losses, snapshot(parallel)
 
 
-def harmless_gaps(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[str, float]]:
+def harmless_gaps(rank: int, world_size: int, cell: Cell) -> dict[str, float]:
     """Return the gaps to training on unchanged batches."""
-    gaps = []
-    for cell in cells:
-        expected_losses, expected = trained(rank, cell, as_it_is, 0)
-        for change in HARMLESS:
-            for first in (0, 1):
-                losses, tensors = trained(rank, cell, change, first)
-                assert losses == expected_losses, f"{cell}: {change.__name__} from step {first}"
-                name = f"{cell}: {change.__name__} from step {first}"
-                gaps.append((name, largest_gap(tensors, expected)))
+    gaps = {}
+    expected_losses, expected = trained(rank, cell, as_it_is, 0)
+    for change, first in product(HARMLESS, (0, 1)):
+        losses, tensors = trained(rank, cell, change, first)
+        name = f"{change.__name__} from step {first}"
+        assert losses == expected_losses, name
+        gaps[name] = largest_gap(tensors, expected)
     return gaps
 
 
 def test_batches_in_another_form_train_the_same(ranks4: RankPool, dealt: Deal) -> None:
-    cells = dealt(CELLS)
-    for gaps in ranks4.run(harmless_gaps, cells, timeout_s=200):
-        assert len(gaps) == len(cells) * len(HARMLESS) * 2
-        assert [name for name, gap in gaps if gap] == []
+    for cell in dealt(CELLS):
+        for gaps in ranks4.run(harmless_gaps, cell):
+            assert list(gaps.values()) == [0.0] * (2 * len(HARMLESS)), (cell, gaps)
 
 
 def empty_losses(rank: int, world_size: int) -> list[list[float]]:
@@ -159,38 +157,28 @@ class NotedBatches(EmptyBatches):
         return features
 
 
-def filled_gaps(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, list[int]]]:
+def filled_gap(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int]]:
     """Compare training with and without samples for empty batches, as GPUs need them."""
-    gaps = []
-    for cell in cells:
-        NotedBatches.num_samples.clear()
-        snapshots = []
-        for is_filled in (False, True):
-            parallel = shard(cell)
-            for part in sharded_tables(parallel) if is_filled else ():
-                part.stages.append(NotedBatches())
-            batches = [
-                batches_of(cell.spec, 0, cell.batch_sizes, 4, step)[rank] for step in range(3)
-            ]
-            plain_loop(parallel, make_optimizer(parallel), batches)
-            snapshots.append(snapshot(parallel))
-        gaps.append((largest_gap(*snapshots), [*NotedBatches.num_samples]))
-    return gaps
+    NotedBatches.num_samples.clear()
+    snapshots = []
+    for is_filled in (False, True):
+        parallel = shard(cell)
+        for part in sharded_tables(parallel) if is_filled else ():
+            part.stages.append(NotedBatches())
+        batches = [batches_of(cell.spec, 0, cell.batch_sizes, 4, step)[rank] for step in range(3)]
+        plain_loop(parallel, make_optimizer(parallel), batches)
+        snapshots.append(snapshot(parallel))
+    return largest_gap(*snapshots), [*NotedBatches.num_samples]
 
 
 def test_batches_without_samples_train_the_same_with_one_that_is_cut(
     ranks4: RankPool, dealt: Deal
 ) -> None:
-    cells = [cell for cell in CELLS if not cell.spec.sequence]
-    cells = dealt([replace(cell, batch_sizes=(3, 0, 5, 0)) for cell in cells])
-    for answers in zip(*ranks4.run(filled_gaps, cells), strict=True):
+    for cell in dealt([cell for cell in CELLS if not cell.spec.sequence]):
+        answers = ranks4.run(filled_gap, replace(cell, batch_sizes=(3, 0, 5, 0)))
         assert [gap for gap, _ in answers] == [0.0] * 4
-        assert [num_samples[:3] for _, num_samples in answers] == [
-            [3] * 3,
-            [1] * 3,
-            [5] * 3,
-            [1] * 3,
-        ]
+        num_samples = [of_rank[:3] for _, of_rank in answers]
+        assert num_samples == [[3] * 3, [1] * 3, [5] * 3, [1] * 3]
 
 
 def without_a_feature(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -240,29 +228,27 @@ def refused_of(cell: Cell) -> dict[Change, str]:
     return {**REFUSED, **(REFUSED_OF_WEIGHTED if cell.spec.weighted else {})}
 
 
-def refusals(rank: int, world_size: int) -> list[str]:
+def refusals(rank: int, world_size: int, cell: Cell) -> list[str]:
     """Return the errors for bad batches, which leave the state unchanged."""
-    messages = []
-    for cell in CELLS:
-        parallel = shard(cell)
-        first, second, third = make_stream(cell, 3)
-        local_loss(parallel(first[rank])).backward()
-        parallel.sync_now()  # type: ignore[operator]
-        for change in refused_of(cell):
-            before = snapshot(parallel)
-            batch = change(second[rank]) if rank == 1 else second[rank]
-            messages.append(error_text(partial(parallel, batch), tdsp.errors.InputError))
-            assert largest_gap(snapshot(parallel), before) == 0.0
-        local_loss(parallel(third[rank])).backward()
+    messages, parallel = [], shard(cell)
+    first, second, third = make_stream(cell, 3)
+    local_loss(parallel(first[rank])).backward()
+    parallel.sync_now()  # type: ignore[operator]
+    for change in refused_of(cell):
+        before = snapshot(parallel)
+        batch = change(second[rank]) if rank == 1 else second[rank]
+        messages.append(error_text(partial(parallel, batch), tdsp.errors.InputError))
+        assert largest_gap(snapshot(parallel), before) == 0.0
+    local_loss(parallel(third[rank])).backward()
     return messages
 
 
 def test_bad_batches_are_refused_by_all_ranks(ranks4: RankPool) -> None:
-    expected = [text for cell in CELLS for text in refused_of(cell).values()]
-    for message in ranks4.run(refusals, timeout_s=200):
-        for text, part in zip(message, expected, strict=True):
-            assert part in text, text
-            assert text.endswith("(found on rank 1)"), text
+    for cell in CELLS:
+        for messages in ranks4.run(refusals, cell):
+            for text, part in zip(messages, refused_of(cell).values(), strict=True):
+                assert part in text, text
+                assert text.endswith("(found on rank 1)"), text
 
 
 def refusal_of_first_batches(rank: int, world_size: int, cell: Cell) -> str:
@@ -276,19 +262,16 @@ def test_weighted_tables_need_weights_from_the_first_batch_on(ranks4: RankPool) 
             assert "has no weights, which the tables need" in message
 
 
-def gaps_of_single_samples(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+def gaps_of_single_samples(rank: int, world_size: int, cell: Cell) -> list[float]:
     """Return the gaps to training on contiguous tensors, with one sample per rank."""
-    gaps = []
-    for cell in cells:
-        ends = []
-        for change in (as_it_is, with_strides, with_equal_weights):
-            parallel = shard(cell)
-            drawn = [make_batch(cell.spec, 10 * step + rank, 1) for step in range(3)]
-            batches = [change(with_equal_weights(batch, copy=True)) for batch in drawn]
-            plain_loop(parallel, make_optimizer(parallel), batches)
-            ends.append(snapshot(parallel))
-        gaps += [largest_gap(ends[0], other) for other in ends[1:]]
-    return gaps
+    ends = []
+    for change in (as_it_is, with_strides, with_equal_weights):
+        parallel = shard(cell)
+        drawn = [make_batch(cell.spec, 10 * step + rank, 1) for step in range(3)]
+        batches = [change(with_equal_weights(batch, copy=True)) for batch in drawn]
+        plain_loop(parallel, make_optimizer(parallel), batches)
+        ends.append(snapshot(parallel))
+    return [largest_gap(ends[0], other) for other in ends[1:]]
 
 
 def with_equal_weights(batch: KeyedJaggedTensor, *, copy: bool = False) -> KeyedJaggedTensor:
@@ -304,5 +287,5 @@ def test_parts_of_larger_tensors(ranks4: RankPool) -> None:
         Cell(TWO, "row_wise", weighted, sync=tdsp.WeightSync(), optimizer="sgd"),
         Cell(tdsp.Mesh2D(1, 4), "row_wise", weighted, exchange="row"),
     ]
-    for gaps in ranks4.run(gaps_of_single_samples, cells):
-        assert gaps == [0.0] * (2 * len(cells))
+    for cell in cells:
+        assert ranks4.run(gaps_of_single_samples, cell) == [[0.0, 0.0]] * 4, cell

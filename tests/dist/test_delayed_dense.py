@@ -107,10 +107,6 @@ def train(rank: int, world_size: int, way: Way) -> Late:
     return late
 
 
-def train_all(rank: int, world_size: int, names: list[str]) -> list[Late]:
-    return [train(rank, world_size, WAYS[name]) for name in names]
-
-
 def expected(world_size: int, way: Way) -> list[dict[str, torch.Tensor]]:
     """Return each step's weights in one process that keeps gradients for the next step."""
     cell = way.cell(world_size)
@@ -152,10 +148,8 @@ def gradient_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def test_weights_are_those_of_late_updates(ranks4: RankPool) -> None:
-    names = list(WAYS)
-    ranks = ranks4.run(train_all, names)
-    for number, name in enumerate(names):
-        way, late = WAYS[name], [rank[number] for rank in ranks]
+    for name, way in WAYS.items():
+        late = ranks4.run(train, way)
         for step, wanted in enumerate(expected(4, way)):
             for key, value in wanted.items():
                 actual = late[0].weights[step][key]

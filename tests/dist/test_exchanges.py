@@ -17,11 +17,11 @@ from tests.support.loops import (
     all_to_all_bytes,
     by_pipelines,
     largest_gap,
+    logged,
     make_stream,
     plain_loop,
     shard,
     train,
-    warnings_of,
 )
 from tests.support.models import (
     ALL_ROWS,
@@ -46,7 +46,7 @@ from tests.support.parity import (
     group_plan,
     make_optimizer,
     make_sharder,
-    run_cells,
+    run_cell,
 )
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -204,17 +204,16 @@ EQUAL: dict[str, tuple[str, Sequence[Cell]]] = {
 """For each name the ranks, and cells."""
 
 
-def gaps_of_even_bags(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """Return the worst gaps to the oracle if rows are looked up as a GPU does."""
+def gap_of_even_bags(rank: int, world_size: int, cell: Cell) -> float:
+    """Return the worst gap to the oracle if rows are looked up as a GPU does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup, "is_on_gpu", lambda tbe: True)
-        return [gap.worst for gap in run_cells(rank, world_size, cells, 4)]
+        return run_cell(rank, world_size, cell, 4).worst
 
 
-def test_rows_in_even_bags_train_as_the_unsharded_model(ranks4: RankPool) -> None:
-    cells = [Cell(ONE, spec=spec, exchange="row") for spec in (MIXED, ONE_TABLE, SEQUENCES)]
-    for gaps in ranks4.run(gaps_of_even_bags, cells):
-        assert max(gaps) <= TOLERANCE
+@pytest.mark.parametrize("spec", [MIXED, ONE_TABLE, SEQUENCES])
+def test_rows_in_even_bags_train_as_the_unsharded_model(ranks4: RankPool, spec: ModelSpec) -> None:
+    assert max(ranks4.run(gap_of_even_bags, replace(ROWS, spec=spec))) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -273,22 +272,18 @@ def test_pipelines_change_nothing(two_hosts: RankPool, cell: Cell) -> None:
         assert gaps == [0.0] * len(PIPELINES)
 
 
-def as_pooled(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """Return each cell's gap to TorchRec's own exchange."""
-    gaps = []
-    for cell in cells:
-        stream = make_stream(cell, 4)
-        whole = train(replace(cell, exchange="pooled"), rank, stream)
-        gaps.append(largest_gap(train(cell, rank, stream), whole))
-    return gaps
+def as_pooled(rank: int, world_size: int, cell: Cell) -> float:
+    """Return the gap to TorchRec's own exchange."""
+    stream = make_stream(cell, 4)
+    whole = train(replace(cell, exchange="pooled"), rank, stream)
+    return largest_gap(train(cell, rank, stream), whole)
 
 
 @pytest.mark.dealt_file
 def test_whole_bags_have_the_bits_of_the_pooled_exchange(ranks4: RankPool) -> None:
-    cells = [
-        replace(NONEMPTY, mesh=mesh, sharding=kind) for mesh in (ONE, TWO) for kind in KINDS[:2]
-    ]
-    assert ranks4.run(as_pooled, cells) == [[0.0] * len(cells)] * 4
+    for mesh, kind in product((ONE, TWO), KINDS[:2]):
+        cell = replace(NONEMPTY, mesh=mesh, sharding=kind)
+        assert ranks4.run(as_pooled, cell) == [0.0] * 4, cell
 
 
 ADAGRAD = replace(ROWS, optimizer="adagrad")
@@ -457,16 +452,23 @@ def test_quantised_communication_halves_the_bytes(
         assert short * 2 == full > 0 or (cell is PER_HOST and full / 2 < short < full)
 
 
+def warnings_of(rank: int, world_size: int, cell: Cell) -> list[str]:
+    """Return the log of sharding a cell."""
+    with logged("torchrec_2dsp.shard.sharders") as messages:
+        shard(cell)
+    return messages
+
+
 def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
     stock_exchange = Cell(TWO, hot_rows=HOT_ROWS)
+    (message,), *others = ranks4.run(warnings_of, stock_exchange)
+    assert message.startswith("hot rows of t0, t1 save no bytes: TorchRec's output exchange ships")
+    assert others == [[]] * 3
     quiet = [replace(ROWS, hot_rows=HOT_ROWS), Cell(TWO), replace(stock_exchange, mesh=FOUR)]
     # TorchRec's exchange of sequences ships a vector per id.
     quiet.append(Cell(ONE, "table_wise", SEQUENCES, hot_rows=HOT_ROWS))
-    first, *others = ranks4.run(warnings_of, [stock_exchange, *quiet])
-    ((message,), *silent) = first
-    assert message.startswith("hot rows of t0, t1 save no bytes: TorchRec's output exchange ships")
-    assert silent == [[]] * 4
-    assert others == [[[]] * 5] * 3
+    for cell in quiet:
+        assert ranks4.run(warnings_of, cell) == [[]] * 4, cell
 
 
 @pytest.mark.parametrize(

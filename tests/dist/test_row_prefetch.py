@@ -48,14 +48,9 @@ pytestmark = pytest.mark.dealt_file
 ROWS = Cell(ONE, exchange="row")
 
 
-def compare_all(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, Counts]]:
-    return [compare(rank, cell) for cell in cells]
-
-
 def check(ranks: RankPool, cells: list[Cell]) -> None:
-    answers = ranks.run(compare_all, cells, timeout_s=200)
-    for cell, by_rank in zip(cells, zip(*answers, strict=True), strict=True):
-        for gap, counts in by_rank:
+    for cell in cells:
+        for gap, counts in ranks.run(compare, cell):
             assert gap == 0.0, f"{cell}: {gap}"
             assert min(counts) > 0, f"{cell}: {counts}"
 
@@ -92,9 +87,10 @@ def test_where_others_change_rows_none_come_early(ranks4: RankPool) -> None:
         Cell(ONE, "table_wise"),
         replace(ROWS, spec=replace(ModelSpec(), tables=(TableSpec("t0", 1, 8, ("f0",)),))),
     ]
-    for answers in ranks4.run(compare_all, cells, timeout_s=200):
-        assert [gap for gap, _ in answers] == [0.0] * len(cells)
-        assert [counts.early + counts.lagging for _, counts in answers] == [0] * len(cells)
+    for cell in cells:
+        for gap, counts in ranks4.run(compare, cell):
+            assert gap == 0.0, cell
+            assert counts.early + counts.lagging == 0, cell
 
 
 def load_after_two_steps(step: int, parallel: Any, pipeline: Any) -> None:
@@ -146,16 +142,6 @@ BETWEEN = {
 }
 
 
-def interrupted(
-    rank: int, world_size: int, names: list[str], owners: str
-) -> list[tuple[float, Counts]]:
-    hot = {"refresh": HOT_ROWS, "read": HOT_ROWS}
-    return [
-        compare(rank, replace(ROWS, hot_rows=hot.get(name, ()), owners=owners), BETWEEN[name])
-        for name in names
-    ]
-
-
 @pytest.mark.parametrize("owners", ["block", "hash"])
 def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str, dealt: Deal) -> None:
     """Match the plain pipeline where the model is loaded, refreshed, trained or read between steps.
@@ -163,9 +149,10 @@ def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str, dealt
     With hashed owners, a read moves the rows, and the next batch's late rows leave before its
     lookup.
     """
-    names = dealt(list(BETWEEN))
-    for answers in ranks4.run(interrupted, names, owners, timeout_s=200):
-        for name, (gap, counts) in zip(names, answers, strict=True):
+    for name in dealt(list(BETWEEN)):
+        hot_rows = HOT_ROWS if name in ("refresh", "read") else ()
+        cell = replace(ROWS, hot_rows=hot_rows, owners=owners)
+        for gap, counts in ranks4.run(compare, cell, BETWEEN[name]):
             # Batches that are on their way keep the old hot rows, and here one more is.
             assert gap <= (1e-6 if name == "refresh" else 0.0), f"{name}: {gap}"
             assert min(counts.early, counts.late) > 0, f"{name}: {counts}"
@@ -173,12 +160,8 @@ def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str, dealt
             assert (counts.lagging > 0) == (name != "read"), f"{name}: {counts}"
 
 
-def quantised(rank: int, world_size: int, qcomms: CommType) -> tuple[float, Counts]:
-    return compare(rank, ROWS, qcomms=qcomms)
-
-
 def test_quantised_rows_train_as_without(ranks4: RankPool) -> None:
-    for gap, counts in ranks4.run(quantised, CommType.FP16):
+    for gap, counts in ranks4.run(compare, ROWS, None, CommType.FP16):
         assert gap == 0.0
         assert min(counts) > 0
 
@@ -200,16 +183,16 @@ def test_rows_cost_a_byte_more_each_way(ranks4: RankPool) -> None:
         assert beside - without == reported > 0
 
 
-def updating_all_rows_at_once(rank: int, world_size: int) -> list[tuple[float, Counts]]:
+def updating_all_rows_at_once(rank: int, world_size: int, cell: Cell) -> tuple[float, Counts]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "rule_for", lambda tbe: None)
-        return [compare(rank, replace(ROWS, hot_rows=hot)) for hot in ((), HOT_ROWS)]
+        return compare(rank, world_size, cell)
 
 
 def test_kernels_that_update_all_rows_at_once_have_no_lagging_gradients(ranks4: RankPool) -> None:
     """Such as those on a GPU, or with another optimizer: FBGEMM's own backward."""
-    for answers in ranks4.run(updating_all_rows_at_once):
-        for gap, counts in answers:
+    for cell in (ROWS, replace(ROWS, hot_rows=HOT_ROWS)):
+        for gap, counts in ranks4.run(updating_all_rows_at_once, cell):
             assert gap == 0.0
             assert min(counts.early, counts.late) > 0
             assert counts.lagging == 0
@@ -256,22 +239,18 @@ def test_each_row_is_updated_once_in_all_epochs(ranks4: RankPool) -> None:
     assert ranks4.run(epochs) == [(0.0, 0)] * 4
 
 
-def heard(rank: int, world_size: int) -> list[list[str]]:
-    """Return the pipeline's log for models that can and that can't send rows early."""
-    answers = []
-    for cell in (ROWS, replace(ROWS, mesh=tdsp.Mesh2D(2, 2)), Cell(ONE, "table_wise")):
-        with logged("torchrec_2dsp.parallel.pipelines") as messages:
-            run(sharded(cell), [step[rank] for step in make_stream(cell, 3)])
-        answers.append(messages)
-    return answers
+def heard(rank: int, world_size: int, cell: Cell) -> list[str]:
+    """Return the beginnings of what the pipeline logs."""
+    with logged("torchrec_2dsp.parallel.pipelines") as messages:
+        run(sharded(cell), [step[rank] for step in make_stream(cell, 3)])
+    return [message[:38] for message in messages]
 
 
 def test_a_pipeline_says_where_no_rows_can_come_early(ranks4: RankPool) -> None:
-    for rank, (able, replicated, pooled) in enumerate(ranks4.run(heard)):
-        assert able == []
-        for message in (replicated, pooled):
-            once = ["no rows can travel beside computing: n"] if rank == 0 else []
-            assert [entry[:38] for entry in message] == once
+    assert ranks4.run(heard, ROWS) == [[]] * 4
+    for cell in (replace(ROWS, mesh=tdsp.Mesh2D(2, 2)), Cell(ONE, "table_wise")):
+        once = ["no rows can travel beside computing: n"]
+        assert ranks4.run(heard, cell) == [once, [], [], []], cell
 
 
 ONE_GROUP_ROWS = Cell(tdsp.Mesh2D(1, 4), exchange="row")

@@ -41,17 +41,14 @@ Step = list[tuple[str, str, int]]
 """Operation, axis and input bytes of each collective of a step."""
 
 
-def collectives_of_a_step(rank: int, world_size: int, cells: list[Cell]) -> list[Step]:
-    steps = []
-    for cell in cells:
-        parallel = shard(cell)
-        optimizer, batch = make_optimizer(parallel), one_hot_batch(cell, rank)
-        # The first step also compares the replicas.
+def collectives_of_a_step(rank: int, world_size: int, cell: Cell) -> Step:
+    parallel = shard(cell)
+    optimizer, batch = make_optimizer(parallel), one_hot_batch(cell, rank)
+    # The first step also compares the replicas.
+    plain_loop(parallel, optimizer, [batch])
+    with count_collectives() as seen:
         plain_loop(parallel, optimizer, [batch])
-        with count_collectives() as seen:
-            plain_loop(parallel, optimizer, [batch])
-        steps.append([(entry.op, AXES[entry.group], entry.num_bytes) for entry in seen.records])
-    return steps
+    return [(entry.op, AXES[entry.group], entry.num_bytes) for entry in seen.records]
 
 
 AXES = {
@@ -191,9 +188,8 @@ STEPS_BY_CELL: list[tuple[Cell, list[Step]]] = [
 
 
 def test_the_collectives_of_a_step(ranks4: RankPool) -> None:
-    answers = ranks4.run(collectives_of_a_step, [cell for cell, _ in STEPS_BY_CELL])
-    for rank, steps in enumerate(answers):
-        for (cell, expected), step in zip(STEPS_BY_CELL, steps, strict=True):
+    for cell, expected in STEPS_BY_CELL:
+        for rank, step in enumerate(ranks4.run(collectives_of_a_step, cell)):
             assert step == expected[TWO.shard_index(rank)], cell
 
 

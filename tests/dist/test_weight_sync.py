@@ -40,16 +40,12 @@ def ranks3() -> Iterator[RankPool]:
         yield pool
 
 
-def touched_and_whole(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+def touched_and_whole(rank: int, world_size: int, cell: Cell) -> float:
     """Return the distance between the two ways after some steps."""
-    gaps = []
-    for cell in cells:
-        stream = make_stream(cell, 4)
-        assert isinstance(cell.sync, tdsp.WeightSync)
-        all_rows = replace(cell.sync, rows=tdsp.SyncedRows.ALL, dense_above=None)
-        whole = replace(cell, sync=all_rows)
-        gaps.append(largest_gap(train(cell, rank, stream), train(whole, rank, stream)))
-    return gaps
+    stream = make_stream(cell, 4)
+    assert isinstance(cell.sync, tdsp.WeightSync)
+    whole = replace(cell, sync=replace(cell.sync, rows=tdsp.SyncedRows.ALL, dense_above=None))
+    return largest_gap(train(cell, rank, stream), train(whole, rank, stream))
 
 
 @pytest.mark.dealt_file
@@ -63,35 +59,32 @@ def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None
     cells += [replace(base, sync=replace(TOUCHED, policy=policy)) for policy in policies]
     cells += [replace(base, sync=replace(TOUCHED, moments_policy=tdsp.every(2)))]
     cells += [replace(base, sync=tdsp.WeightSync(dense_above=share)) for share in (None, 1.0)]
+    for cell in cells:
+        assert ranks4.run(touched_and_whole, cell) == [0.0] * 4, cell
 
-    assert ranks4.run(touched_and_whole, cells, timeout_s=200) == [[0.0] * len(cells)] * 4
 
-
-def in_small_messages(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+def in_small_messages(rank: int, world_size: int, cell: Cell) -> float:
     """Run `touched_and_whole` with a few rows per message instead of thousands."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_average, "_RANGE_BYTES", 7 * 4 * 8)
         patch.setattr(row_average, "_MESSAGE_BYTES", 3 * 4 * 8)
-        return touched_and_whole(rank, world_size, cells)
+        return touched_and_whole(rank, world_size, cell)
 
 
 @pytest.mark.dealt_file
 def test_rows_travel_some_at_a_time(ranks4: RankPool) -> None:
-    cells = [
-        Cell(TWO, spec=LARGE, sync=replace(TOUCHED, policy=policy))
-        for policy in (tdsp.every(1), tdsp.every(3))
-    ]
-    assert ranks4.run(in_small_messages, cells) == [[0.0] * len(cells)] * 4
-    cells = [Cell(FOUR, "table_wise", LARGE, sync=TOUCHED)]
-    for gaps in ranks4.run(in_small_messages, cells):
-        assert max(gaps) < ROUNDING
+    for policy in (tdsp.every(1), tdsp.every(3)):
+        cell = Cell(TWO, spec=LARGE, sync=replace(TOUCHED, policy=policy))
+        assert ranks4.run(in_small_messages, cell) == [0.0] * 4
+    cell = Cell(FOUR, "table_wise", LARGE, sync=TOUCHED)
+    assert max(ranks4.run(in_small_messages, cell)) < ROUNDING
 
 
 @pytest.mark.dealt_file
 def test_more_replicas_get_it_up_to_the_order_of_additions(ranks4: RankPool) -> None:
-    cells = [Cell(FOUR, "table_wise", spec, sync=TOUCHED) for spec in (LARGE, ModelSpec())]
-    for gaps in ranks4.run(touched_and_whole, cells):
-        assert max(gaps) < ROUNDING
+    for spec in (LARGE, ModelSpec()):
+        cell = Cell(FOUR, "table_wise", spec, sync=TOUCHED)
+        assert max(ranks4.run(touched_and_whole, cell)) < ROUNDING
 
 
 @dataclass(frozen=True)

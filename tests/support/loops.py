@@ -228,16 +228,6 @@ def logged(name: str = "torchrec_2dsp") -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def warnings_of(rank: int, world_size: int, cells: list[Cell]) -> list[list[str]]:
-    """Return the log of sharding each cell."""
-    warnings = []
-    for cell in cells:
-        with logged("torchrec_2dsp.shard.sharders") as messages:
-            shard(cell)
-        warnings.append(messages)
-    return warnings
-
-
 def all_to_all_bytes(counted: Collectives) -> list[int]:
     """Return the bytes that each all-to-all sent."""
     return [record.num_bytes for record in counted.records if record.op == "all_to_all_single"]

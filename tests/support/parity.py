@@ -181,11 +181,6 @@ def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
     return compare(parallel, oracle, loss_gap)
 
 
-def run_cells(rank: int, world_size: int, cells: list[Cell], steps: int = STEPS) -> list[Gap]:
-    """Train several cells in one call."""
-    return [run_cell(rank, world_size, cell, steps) for cell in cells]
-
-
 def check_cells(
     cells: Sequence[Cell],
     ranks: RankPool,
@@ -196,8 +191,8 @@ def check_cells(
     must_sync: bool = False,
 ) -> None:
     """Train cells on all ranks; each must end within its tolerance and compare all its weights."""
-    answers = ranks.run(run_cells, list(cells), steps, timeout_s=300)
-    for cell, gaps in zip(cells, zip(*answers, strict=True), strict=True):
+    for cell in cells:
+        gaps = ranks.run(run_cell, cell, steps)
         worst = max(gaps, key=lambda gap: gap.worst)
         allowed = tolerance_of(cell) if cell.max_length < 10 else long_bags
         assert worst.worst <= (tolerance or allowed), f"{cell} {cell.spec}: {worst}"

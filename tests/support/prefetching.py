@@ -109,7 +109,7 @@ def run(
 
 
 def compare(
-    rank: int, cell: Cell, between: Any = None, qcomms: CommType | None = None
+    rank: int, world_size: int, cell: Cell, between: Any = None, qcomms: CommType | None = None
 ) -> tuple[float, Counts]:
     """Return the largest gap to TorchRec's pipeline, and the traffic."""
     batches = [step[rank] for step in make_stream(cell, STEPS)]

@@ -3,6 +3,7 @@
 import argparse
 import random
 import sys
+from contextlib import ExitStack
 
 from tests.fuzz.case import Case
 from tests.fuzz.machine import DEADLINE_S, Machine
@@ -12,13 +13,17 @@ from tests.fuzz.worker import Worker
 def main() -> int:
     """1 if there was a finding, or if the machine compared too little."""
     arguments = _parsed()
-    workers = [Worker() for _ in range(arguments.jobs)]
-    machine = Machine(workers, deadline_s=arguments.deadline, show=lambda line: print(line))
-    try:
-        if arguments.case:
-            return _run_one(Case.from_json(arguments.case), workers[0], arguments.deadline)
-        seed = random.randrange(10**9) if arguments.seed is None else arguments.seed
-        print(f"seed {seed}")
+    if arguments.case:
+        with Worker() as worker:
+            verdict = worker.judged(Case.from_json(arguments.case), arguments.deadline)
+        print(verdict.outcome, verdict.kind)
+        print(verdict.text or verdict.counts)
+        return int(verdict.outcome == "finding")
+    seed = random.randrange(10**9) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}")
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker()) for _ in range(arguments.jobs)]
+        machine = Machine(workers, deadline_s=arguments.deadline, show=print)
         summary = machine.run(
             seed,
             arguments.cases,
@@ -28,19 +33,8 @@ def main() -> int:
                 and (not arguments.id_maps or case.has_maps)
             ),
         )
-    finally:
-        for worker in workers:
-            worker.close()
     print(summary)
     return int(bool(summary.findings or summary.complaints))
-
-
-def _run_one(case: Case, worker: Worker, deadline_s: float) -> int:
-    worker.ask(case.to_json(), deadline_s)
-    verdict = worker.answer()
-    print(verdict.outcome, verdict.kind)
-    print(verdict.text or verdict.counts)
-    return int(verdict.outcome == "finding")
 
 
 def _parsed() -> argparse.Namespace:

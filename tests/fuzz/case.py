@@ -1,18 +1,22 @@
 """A case: all options that a fuzzing run varies, as plain data on one JSON line."""
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.plan.sync import parse_policy
 
 
+class Strict:
+    """Options that are read from JSON, where other names than fields are errors."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
 @dataclass(frozen=True, kw_only=True)
-class DenseCase:
+class DenseCase(Strict):
     """The dense part; fields that a kind of training doesn't have are ignored."""
 
     kind: str = "ddp"
@@ -74,12 +78,8 @@ class DenseCase:
         return self.kind == "local" and self.local_steps > 1
 
 
-PLAIN_DENSE = DenseCase()
-"""The dense part of a case that says nothing of it."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class TableCase:
+class TableCase(Strict):
     """A table, and how the plan shards it."""
 
     rows: int = 16
@@ -134,7 +134,7 @@ class TableCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleCase:
+class ModuleCase(Strict):
     """An embedding module of the model."""
 
     kind: str = "bags"
@@ -157,7 +157,7 @@ class ModuleCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncCase:
+class SyncCase(Strict):
     """The fields for a `GradientSync` or a `WeightSync`; the other kind's fields are ignored."""
 
     kind: str = "gradient"
@@ -187,7 +187,7 @@ class SyncCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchCase:
+class SearchCase(Strict):
     """The arguments of `parallelize`, where it makes the plan."""
 
     calibration: str = "emulated_200mbit"
@@ -212,7 +212,7 @@ class SearchCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Strict):
     """One run. The default of each field is its plainest value, which shrinking goes back to."""
 
     groups: int = 1
@@ -229,7 +229,7 @@ class Case:
     search: SearchCase | None = None
     """The arguments of `parallelize`, if it makes the plan; otherwise the tables say it. Then a
     loop that isn't plain is the plan's pipeline."""
-    dense: DenseCase = PLAIN_DENSE
+    dense: DenseCase = DenseCase()
     wrapper: str = "2d"
     """`ModelParallel2D`, or ``"stock"`` for TorchRec's `DistributedModelParallel`."""
     refused: str = ""
@@ -304,30 +304,15 @@ class Case:
 
     def to_json(self) -> str:
         """Return one line, without default values."""
-        return json.dumps(_without_defaults(self), separators=(",", ":"))
+        return _JSON.dump_json(self, exclude_defaults=True).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "Case":
-        """Return the case of such a line; other names than fields are errors."""
-        values = json.loads(text)
-        if "sync" in values:
-            values["sync"] = SyncCase(**values["sync"])
-        if "dense" in values:
-            dense = dict(values["dense"])
-            dense |= {"hidden": tuple(dense["hidden"])} if "hidden" in dense else {}
-            values["dense"] = DenseCase(**dense)
-        if values.get("search") is not None:
-            search = values["search"]
-            lists = {
-                name: tuple(search[name]) for name in ("precision", "exchange") if name in search
-            }
-            values["search"] = SearchCase(**search | lists)
-        if "modules" in values:
-            values["modules"] = tuple(_module(module) for module in values["modules"])
-        values |= {name: tuple(values[name]) for name in ("sizes",) if name in values}
-        if "events" in values:
-            values["events"] = tuple((step, name) for step, name in values["events"])
-        return cls(**values)
+        """Return the case of such a line."""
+        return _JSON.validate_json(text)
+
+
+_JSON = TypeAdapter(Case)
 
 
 def table_name(module: int, table: int) -> str:
@@ -339,23 +324,3 @@ def feature_name(module: int, feature: int) -> str:
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def _module(values: dict[str, Any]) -> ModuleCase:
-    tables = [dict(table) for table in values.pop("tables", [{}])]
-    for table in tables:
-        lists = ("features", "chosen_hot")
-        table |= {name: tuple(table[name]) for name in lists if name in table}
-    return ModuleCase(**values, tables=tuple(TableCase(**table) for table in tables))
-
-
-def _without_defaults(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_without_defaults(item) for item in value]
-    if not dataclasses.is_dataclass(value):
-        return value
-    return {
-        field.name: _without_defaults(getattr(value, field.name))
-        for field in dataclasses.fields(value)
-        if getattr(value, field.name) != field.default
-    }

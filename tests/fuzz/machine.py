@@ -49,14 +49,6 @@ class Summary:
     """Findings of kinds that there were enough of, which weren't made smaller."""
     counts: Counts = field(default_factory=Counts)
 
-    def __iadd__(self, other: "Summary") -> "Summary":
-        self.num_ok += other.num_ok
-        self.refusals += other.refusals
-        self.findings += other.findings
-        self.repeated += other.repeated
-        self.counts += other.counts
-        return self
-
     @property
     def num_cases(self) -> int:
         """All of them."""
@@ -173,23 +165,19 @@ class Machine:
         if not self._shrink_s:
             return Finding(case, case, verdict)
         deadline = time.monotonic() + self._shrink_s
-        worker = Worker(self._workers[0].plant)
         last = verdict
 
         def still_fails(other: Case) -> bool:
             nonlocal last
             if time.monotonic() > deadline:
                 return False
-            worker.ask(other.to_json(), self._deadline_s)
-            answer = worker.answer()
+            answer = worker.judged(other, self._deadline_s)
             fails = answer.outcome == "finding" and answer.kind == verdict.kind
             last = answer if fails else last
             return fails
 
-        try:
+        with Worker(self._workers[0].plant) as worker:
             return Finding(shrink(case, still_fails), case, last)
-        finally:
-            worker.close()
 
     def _verdicts(
         self, cases: Iterator[Case], goes_on: Callable[[], bool]
@@ -199,7 +187,7 @@ class Machine:
         while True:
             while idle and goes_on() and (case := next(cases, None)) is not None:
                 worker = idle.pop()
-                worker.ask(case.to_json(), self._deadline_s)
+                worker.ask(case, self._deadline_s)
                 running[worker.connection] = (worker, case)
             if not running:
                 return

@@ -19,10 +19,8 @@ FAILED_ONCE = Path(__file__).with_name("failed_once.jsonl")
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Worker]]:
     """Yield two workers side by side, for the two cores that there are at least."""
-    both = [Worker(), Worker()]
-    yield both
-    for worker in both:
-        worker.close()
+    with Worker() as first, Worker() as second:
+        yield [first, second]
 
 
 def test_cases_that_failed_once_are_right(workers: list[Worker]) -> None:
@@ -51,7 +49,3 @@ def test_enough_cases_to_judge_the_machine_are_right(workers: list[Worker]) -> N
     summary = run_drawn(workers, seed_of_commit() + NUM_CASES, ENOUGH_CASES)
     assert summary.num_cases == ENOUGH_CASES
     assert not summary.complaints, str(summary)
-
-
-def test_the_seed_is_that_of_the_commit() -> None:
-    assert seed_of_commit() == seed_of_commit() >= 0

@@ -28,36 +28,28 @@ Plant = Callable[[], AbstractContextManager[None]]
 def test_an_update_applied_twice_is_found_in_a_drawn_case_and_made_smaller(
     healthy: Worker,
 ) -> None:
-    worker = Worker(plants.updates_applied_twice)
-    try:
+    with Worker(plants.updates_applied_twice) as worker:
         summary = Machine([worker], shrink_s=60).run(1, 1_000, max_findings=1, is_wanted=is_plain)
-    finally:
-        worker.close()
     assert summary.findings, str(summary)
     finding = summary.findings[0]
     assert finding.verdict.kind in ("wrong numbers", "copies differ"), str(finding)
     assert len(finding.case.to_json()) < 0.6 * len(finding.drawn.to_json()), str(finding)
     assert f"python -m tests.fuzz --case '{finding.case.to_json()}'" in str(summary)
-    healthy.ask(finding.case.to_json(), 60)
-    assert healthy.answer().outcome == "ok", str(finding)
+    assert healthy.judged(finding.case, 60).outcome == "ok", str(finding)
 
 
 @pytest.fixture(scope="module")
 def healthy() -> Iterator[Worker]:
-    worker = Worker()
-    yield worker
-    worker.close()
+    with Worker() as worker:
+        yield worker
 
 
 def with_and_without(plant: Plant, healthy: Worker, case: Case) -> tuple[Verdict, Verdict]:
     """Return the verdicts on a case with a planted fault, and without it."""
-    faulty = Worker(plant)
-    try:
+    with Worker(plant) as faulty:
         for worker in (faulty, healthy):
-            worker.ask(case.to_json(), 60)
+            worker.ask(case, 60)
         return faulty.answer(), healthy.answer()
-    finally:
-        faulty.close()
 
 
 def is_plain(case: Case) -> bool:
@@ -81,12 +73,8 @@ WRONG = "wrong numbers"
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_one_rank_does_is_found(plant: Plant, kind: str, text: str) -> None:
-    worker = Worker(plant)
-    try:
-        worker.ask(REPLICAS.to_json(), 8)
-        verdict = worker.answer()
-    finally:
-        worker.close()
+    with Worker(plant) as worker:
+        verdict = worker.judged(REPLICAS, 8)
     assert verdict.outcome == "finding", verdict.text
     assert kind in verdict.kind, verdict.text
     assert text in verdict.text
@@ -208,14 +196,11 @@ def test_a_machine_that_compares_nothing_complains() -> None:
 
 
 def test_cases_that_ranks_survive_are_counted() -> None:
-    both = [Worker(), Worker()]
     refused = Case(modules=(ModuleCase(tables=(TableCase(owners="hash"),)),))
     averaged = Case(groups=2, size=1, sync=SyncCase(kind="weight"))
-    try:
-        summary = Machine(both).run_cases(iter([REPLICAS, refused, averaged, REPLICAS]))
-    finally:
-        for worker in both:
-            worker.close()
+    with Worker() as first, Worker() as second:
+        both = Machine([first, second])
+        summary = both.run_cases(iter([REPLICAS, refused, averaged, REPLICAS]))
     assert (summary.num_ok, summary.refusals.total(), summary.findings) == (3, 1, [])
     assert summary.counts.copies > 0
     assert summary.counts.synced_rows > 0

@@ -201,7 +201,7 @@ class Worker:
         self._process.start()
         remote.close()
 
-    def ask(self, case: str, deadline_s: float) -> None:
+    def ask(self, case: Case, deadline_s: float) -> None:
         """Let it run a case; `answer` gives the verdict."""
         self.connection.send((case, deadline_s))
 
@@ -209,7 +209,15 @@ class Worker:
         """Return the verdict on the case that was asked for last."""
         return self.connection.recv()
 
-    def close(self) -> None:
+    def judged(self, case: Case, deadline_s: float) -> Verdict:
+        """Run a case; return the verdict."""
+        self.ask(case, deadline_s)
+        return self.answer()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """End the process."""
         self.connection.close()
         self._process.join(20)
@@ -226,10 +234,9 @@ def serve(connection: Connection, plant: Plant) -> None:
     with plant():
         while True:
             try:
-                line, deadline_s = connection.recv()
+                case, deadline_s = connection.recv()
             except (EOFError, OSError):
                 break
-            case = Case.from_json(line)
             folder = Path(tempfile.mkdtemp(prefix="fuzz"))
             try:
                 verdict = judge(case, run_ranks_of(case, folder, deadline_s))

@@ -7,10 +7,13 @@ import pytest
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
-from tests.support.models import SEQUENCES
+from tests.support.models import HOT_ROWS, SEQUENCES
 from tests.support.oracle import batch_of, local_loss, trained_oracle
 from tests.support.parity import (
+    FOUR,
+    ONE,
     TOLERANCE,
+    TWO,
     Cell,
     Gap,
     compare,
@@ -27,24 +30,22 @@ from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.parted import sharded_tables
 
 STEPS = 5
-FOUR, TWO_BY_TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
-HOT = (("t0", (0, 1, 2)), ("t1", (3,)))
 CELLS = [
-    Cell(FOUR, "table_wise"),
-    Cell(FOUR, "row_wise", optimizer="adagrad"),
-    Cell(FOUR, "column_wise"),
-    Cell(FOUR, "row_wise", exchange="row"),
-    Cell(FOUR, "row_wise", exchange="row", owners="hash", hot_rows=HOT),
-    Cell(FOUR, "table_wise", exchange="nonempty", hot_rows=HOT),
-    Cell(FOUR, "row_wise", SEQUENCES, exchange="row"),
-    Cell(FOUR, "row_wise", variable=True),
-    Cell(FOUR, "data_parallel"),
-    Cell(TWO_BY_TWO, "table_wise"),
-    Cell(TWO_BY_TWO, "row_wise", exchange="row"),
-    Cell(TWO_BY_TWO, "row_wise", stock_wrapper=True),
-    Cell(TWO_BY_TWO, "table_wise", optimizer="sgd", sync=tdsp.WeightSync()),
-    Cell(TWO_BY_TWO, "table_wise", hot_rows=HOT, exchange="nonempty"),
-    Cell(tdsp.Mesh2D(4, 1), "table_wise", SEQUENCES),
+    Cell(ONE, "table_wise"),
+    Cell(ONE, "row_wise", optimizer="adagrad"),
+    Cell(ONE, "column_wise"),
+    Cell(ONE, "row_wise", exchange="row"),
+    Cell(ONE, "row_wise", exchange="row", owners="hash", hot_rows=HOT_ROWS),
+    Cell(ONE, "table_wise", exchange="nonempty", hot_rows=HOT_ROWS),
+    Cell(ONE, "row_wise", SEQUENCES, exchange="row"),
+    Cell(ONE, "row_wise", variable=True),
+    Cell(ONE, "data_parallel"),
+    Cell(TWO, "table_wise"),
+    Cell(TWO, "row_wise", exchange="row"),
+    Cell(TWO, "row_wise", stock_wrapper=True),
+    Cell(TWO, "table_wise", optimizer="sgd", sync=tdsp.WeightSync()),
+    Cell(TWO, "table_wise", hot_rows=HOT_ROWS, exchange="nonempty"),
+    Cell(FOUR, "table_wise", SEQUENCES),
 ]
 
 
@@ -112,7 +113,7 @@ class Said:
 
 
 def misuse(rank: int, world_size: int) -> Said:
-    cell = Cell(FOUR, "row_wise")
+    cell = Cell(ONE, "row_wise")
     batch = batch_of(cell.spec, 0, (6,) * 4, 4, 0, rank=rank)
     fused, model = shard(cell), make_model(cell)
 

@@ -20,12 +20,11 @@ from tests.support.loops import (
     sharded_tables,
     snapshot,
 )
-from tests.support.models import SEQUENCES, ModelSpec
+from tests.support.models import HOT_ROWS, SEQUENCES, ModelSpec
 from tests.support.parity import TWO, Cell, make_optimizer, make_sharder
 from tests.support.ranks import RankPool, error_text
 
 FAULTY_RANK = 2
-HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 CELLS = [
     Cell(TWO, "table_wise"),
     Cell(TWO, "row_wise", hot_rows=HOT_ROWS),

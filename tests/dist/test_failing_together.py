@@ -25,7 +25,7 @@ from tests.support.loops import (
     shard_tables,
     snapshot,
 )
-from tests.support.models import SEQUENCES, ModelSpec, TableSpec
+from tests.support.models import HOT_ROWS, SEQUENCES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import TWO, Cell, make_optimizer, shards_of
 from tests.support.ranks import RankPool, error_text, run_ranks
@@ -241,7 +241,6 @@ def test_a_model_without_our_modules_is_refused() -> None:
 
 SPEC = ModelSpec((TableSpec("t0", 400, 8, ("f0",)), TableSpec("t1", 240, 16, ("f1", "f2"))))
 """Few of its rows are in a batch."""
-HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 SMALL = Cell(TWO, spec=SPEC)
 ONE_TABLE = Cell(TWO, "table_wise", ModelSpec(SPEC.tables[:1]))
 """Half of the ranks hold none."""

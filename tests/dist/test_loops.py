@@ -25,7 +25,7 @@ from tests.support.loops import (
     snapshot,
     train,
 )
-from tests.support.models import BagModel
+from tests.support.models import HOT_ROWS, BagModel
 from tests.support.parity import FUSED, LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -33,9 +33,9 @@ from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 EXACT = Cell(TWO)
 AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
-HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))
+HOT = replace(EXACT, sharding="table_wise", hot_rows=HOT_ROWS)
 BOTH = replace(HOT, sync=tdsp.WeightSync())
-PARTED = replace(EXACT, hot_rows=HOT.hot_rows, in_world=("t1",))
+PARTED = replace(EXACT, hot_rows=HOT_ROWS, in_world=("t1",))
 """A table with one copy in the world beside two with one in each group."""
 STEPS = 4
 
@@ -97,7 +97,7 @@ def by_the_plan(rank: int, world_size: int, cell: Cell, kind: Pipeline) -> tuple
     ],
 )
 def test_the_plan_chooses_the_pipeline(ranks4: RankPool, kind: Pipeline, name: str) -> None:
-    cell = Cell(tdsp.Mesh2D(1, 4), exchange="row", hot_rows=HOT.hot_rows)
+    cell = Cell(tdsp.Mesh2D(1, 4), exchange="row", hot_rows=HOT_ROWS)
     assert ranks4.run(by_the_plan, cell, kind) == [(name, 0.0)] * 4
 
 

@@ -29,7 +29,7 @@ from tests.support.loops import (
     shard,
     snapshot,
 )
-from tests.support.models import SEQUENCES, build, tables_of
+from tests.support.models import HOT_ROWS, SEQUENCES, build, tables_of
 from tests.support.parity import LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from tests.support.trips import make_stock, stock
@@ -42,7 +42,6 @@ from torchrec_2dsp.shard.parted import sharded_tables
 AVERAGED = Cell(TWO, sync=tdsp.WeightSync())
 EXACT = Cell(TWO)
 SEQUENCE = replace(AVERAGED, spec=SEQUENCES)
-HOT = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 STEPS = 4
 
 ROUNDING = 1e-6
@@ -89,12 +88,12 @@ CASES = {
     "any scale with WeightSync": (AVERAGED, 3.7),
     "plain row-wise AdaGrad, averaged": (AVERAGED, 1.0),
     "sequences": (SEQUENCE, None),
-    "hot rows, whose moments are exact": (replace(AVERAGED, hot_rows=HOT), None),
+    "hot rows, whose moments are exact": (replace(AVERAGED, hot_rows=HOT_ROWS), None),
     "each table's own": (AVERAGED, scales_of(AVERAGED)),
     "each table's own, of sequences": (SEQUENCE, scales_of(SEQUENCE)),
     "1 with GradientSync": (EXACT, None),
     "1 with GradientSync, written out": (EXACT, 1.0),
-    "hot rows with GradientSync": (replace(EXACT, hot_rows=HOT), None),
+    "hot rows with GradientSync": (replace(EXACT, hot_rows=HOT_ROWS), None),
     "one group": (replace(AVERAGED, mesh=tdsp.Mesh2D(1, 4), sync=tdsp.GradientSync()), None),
 }
 
@@ -220,9 +219,9 @@ def scheduled(rank: int, world_size: int, cell: Cell) -> tuple[list[float], floa
     [
         AVERAGED,
         EXACT,
-        replace(EXACT, hot_rows=HOT),
+        replace(EXACT, hot_rows=HOT_ROWS),
         # Table-wise: a rank without a shard of a hot table learns the rate from the others.
-        replace(AVERAGED, hot_rows=HOT, sharding="table_wise"),
+        replace(AVERAGED, hot_rows=HOT_ROWS, sharding="table_wise"),
         SEQUENCE,
     ],
     ids=str,
@@ -248,7 +247,7 @@ def new_hyper_parameters(rank: int, world_size: int, cell: Cell) -> float:
 
 @pytest.mark.dealt_file
 def test_a_running_kernel_takes_the_users_eps(ranks4: RankPool) -> None:
-    for cell in (AVERAGED, replace(EXACT, hot_rows=HOT), replace(AVERAGED, hot_rows=HOT)):
+    for cell in (AVERAGED, replace(EXACT, hot_rows=HOT_ROWS), replace(AVERAGED, hot_rows=HOT_ROWS)):
         assert max(ranks4.run(new_hyper_parameters, cell)) < ROUNDING
 
 
@@ -291,7 +290,7 @@ def into_stock(rank: int, world_size: int, cell: Cell, folder: str) -> list[floa
 
 
 @pytest.mark.dealt
-@pytest.mark.parametrize("cell", [AVERAGED, replace(EXACT, hot_rows=HOT)], ids=str)
+@pytest.mark.parametrize("cell", [AVERAGED, replace(EXACT, hot_rows=HOT_ROWS)], ids=str)
 def test_stock_row_wise_adagrad_loads_the_state(
     ranks4: RankPool, cell: Cell, tmp_path: Path
 ) -> None:

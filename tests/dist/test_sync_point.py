@@ -22,7 +22,7 @@ from tests.support.loops import (
     sharded_tables,
     snapshot,
 )
-from tests.support.models import SEQUENCES, build
+from tests.support.models import HOT_ROWS, SEQUENCES, build
 from tests.support.oracle import Oracle, local_loss
 from tests.support.parity import (
     LR,
@@ -41,7 +41,7 @@ from torchrec_2dsp.replicas.sync_report import SyncReason
 pytestmark = pytest.mark.dealt_file
 
 EXACT = Cell(TWO)
-HOT = Cell(TWO, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))
+HOT = Cell(TWO, sharding="table_wise", hot_rows=HOT_ROWS)
 AVERAGED = Cell(TWO, optimizer="sgd", sync=tdsp.WeightSync())
 SEQUENCE = Cell(TWO, spec=SEQUENCES)
 BOTH = replace(HOT, optimizer="sgd", sync=tdsp.WeightSync())

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.support.parity import Cell, make_optimizer, shard, shards_of
+from tests.support.models import HOT_ROWS
+from tests.support.parity import ONE, TWO, Cell, make_optimizer, shard, shards_of
 from tests.support.ranks import RankPool, error_of
 from tests.support.resuming import (
-    HOT,
-    M14,
-    M22,
     VARIANTS,
     Run,
     Variant,
@@ -98,7 +96,7 @@ def shared_state(run: Run) -> dict[str, Any]:
 
 def save_four(rank: int, world_size: int, folder: Path, is_losses_equal: bool) -> dict[str, Any]:
     """Return a checkpoint of four ranks, and what they had counted together."""
-    run = Run(Variant(Cell(M22, hot_rows=HOT, sync=tdsp.WeightSync(policy=tdsp.every(3))), 2))
+    run = Run(Variant(Cell(TWO, hot_rows=HOT_ROWS, sync=tdsp.WeightSync(policy=tdsp.every(3))), 2))
     for _ in range(4):
         run.step()
     if is_losses_equal:
@@ -111,7 +109,7 @@ def save_four(rank: int, world_size: int, folder: Path, is_losses_equal: bool) -
 
 def load_two(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     sync = tdsp.WeightSync(policy=tdsp.every(3))
-    run = Run(Variant(Cell(tdsp.Mesh2D(2, 1), hot_rows=HOT, sync=sync), refresh_every=2))
+    run = Run(Variant(Cell(tdsp.Mesh2D(2, 1), hot_rows=HOT_ROWS, sync=sync), refresh_every=2))
     try:
         run.load(path)
     except tdsp.errors.CheckpointError as error:
@@ -174,7 +172,7 @@ def counted(rank: int, world_size: int, folder: Path) -> list[Any]:
     """Return iterations, kernel learning rates and random draws, before a save and after a load."""
     seen = []
     for is_load in (False, True):
-        cell = Cell(M14)
+        cell = Cell(ONE)
         model = shard(cell)
         optimizer = make_optimizer(model)
         state = tdsp.TrainState(model, optimizer)
@@ -221,7 +219,7 @@ def test_iterations_learning_rates_and_random_numbers_come_back(
 
 def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     """Return the errors of saves and loads that can't be done."""
-    cell = Cell(M14)
+    cell = Cell(ONE)
     model = shard(cell)
     optimizer = make_optimizer(model)
     reported: dict[str, str] = {}

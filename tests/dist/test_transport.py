@@ -15,7 +15,7 @@ from tests.fuzz.seen import RankReport
 from tests.support.loop_oracles import ROUNDING, train_late
 from tests.support.loops import Tensors, largest_gap, make_stream, plain_loop, shard, snapshot
 from tests.support.models import HOT_ROWS, ModelSpec, TableSpec
-from tests.support.parity import LR, Cell, make_optimizer
+from tests.support.parity import FOUR, LR, TWO, Cell, make_optimizer
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.dealt_file
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.dealt_file
 LARGE = ModelSpec((TableSpec("t0", 1600, 8, ("f0",)), TableSpec("t1", 960, 16, ("f1", "f2"))))
 """Few of its rows are in a batch, so that they travel alone under `WeightSync`, too."""
 
-TWO, FOUR = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(4, 1)
 SHORT = [transport for transport in tdsp.Transport if transport is not tdsp.Transport.FP32]
 STEP_ROUNDING = {
     tdsp.Transport.BF16: 2**-8,

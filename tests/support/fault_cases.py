@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torchrec_2dsp as tdsp
-from tests.support.parity import Cell
+from tests.support.models import HOT_ROWS
+from tests.support.parity import FOUR, ONE, TWO, Cell
 
 FAULTY_RANK, FAULTY_STEP, NUM_STEPS = 1, 3, 5
 """Who fails, and when; steps count from 1."""
-
-HOT = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 
 
 @dataclass(frozen=True)
@@ -21,23 +20,21 @@ class Program:
     ranks_per_host: int = 4
 
 
-_TWO = tdsp.Mesh2D(2, 2)
-_ONE = tdsp.Mesh2D(1, 4)
 PROGRAMS = {
-    "2x2 exact": Program(Cell(_TWO)),
+    "2x2 exact": Program(Cell(TWO)),
     "2x2 delayed": Program(
-        Cell(_TWO, sync=tdsp.GradientSync(delay=1), exchange="row", hot_rows=HOT)
+        Cell(TWO, sync=tdsp.GradientSync(delay=1), exchange="row", hot_rows=HOT_ROWS)
     ),
-    "2x2 averaged": Program(Cell(_TWO, sync=tdsp.WeightSync())),
-    "4x1 two hosts": Program(Cell(tdsp.Mesh2D(4, 1)), ranks_per_host=2),
+    "2x2 averaged": Program(Cell(TWO, sync=tdsp.WeightSync())),
+    "4x1 two hosts": Program(Cell(FOUR), ranks_per_host=2),
     "1x4 prefetch": Program(
-        Cell(_ONE, exchange="row", owners="hash", full_duplex=True), loop="prefetch"
+        Cell(ONE, exchange="row", owners="hash", full_duplex=True), loop="prefetch"
     ),
     "1x4 pipeline": Program(
-        Cell(_ONE, exchange="row_per_host", hot_rows=HOT), loop="pipeline", ranks_per_host=2
+        Cell(ONE, exchange="row_per_host", hot_rows=HOT_ROWS), loop="pipeline", ranks_per_host=2
     ),
     "1x4 nonempty": Program(
-        Cell(_ONE, "table_wise", exchange="nonempty", hot_rows=HOT, full_duplex=True)
+        Cell(ONE, "table_wise", exchange="nonempty", hot_rows=HOT_ROWS, full_duplex=True)
     ),
 }
 """All programs by their names."""

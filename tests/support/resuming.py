@@ -16,11 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
 from tests.support.loops import shard, snapshot
-from tests.support.models import BagModel, ModelSpec, make_batch
-from tests.support.parity import Cell
-
-M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
-HOT = (("t0", (0, 1, 5, 39)), ("t1", (0, 2, 3)))
+from tests.support.models import HOT_ROWS, BagModel, ModelSpec, make_batch
+from tests.support.parity import FOUR, ONE, TWO, Cell
 
 
 @dataclass(frozen=True)
@@ -46,40 +43,40 @@ def _thresholded(**options: Any) -> tdsp.ThresholdedDataParallel:
     return tdsp.ThresholdedDataParallel(0.1, dense_below=30, **options)
 
 
-_ROWS = Cell(M14, exchange="row", owners="hash")
+_ROWS = Cell(ONE, exchange="row", owners="hash")
 VARIANTS = {
-    "gradient": Variant(Cell(M22)),
+    "gradient": Variant(Cell(TWO)),
     "four groups": Variant(
-        Cell(M41, optimizer="adagrad", sync=tdsp.GradientSync(transport=tdsp.Transport.BF16))
+        Cell(FOUR, optimizer="adagrad", sync=tdsp.GradientSync(transport=tdsp.Transport.BF16))
     ),
-    "delay": Variant(Cell(M22, sync=tdsp.GradientSync(delay=1))),
-    "every 1": Variant(Cell(M22, sync=_weight(tdsp.every(1)))),
-    "every 3": Variant(Cell(M22, sync=_weight(tdsp.every(3)))),
-    "after": Variant(Cell(M22, sync=_weight(tdsp.after(6, tdsp.every(3))))),
+    "delay": Variant(Cell(TWO, sync=tdsp.GradientSync(delay=1))),
+    "every 1": Variant(Cell(TWO, sync=_weight(tdsp.every(1)))),
+    "every 3": Variant(Cell(TWO, sync=_weight(tdsp.every(3)))),
+    "after": Variant(Cell(TWO, sync=_weight(tdsp.after(6, tdsp.every(3))))),
     "moments": Variant(
-        Cell(M22, sync=_weight(tdsp.every(2), moments_policy=tdsp.every(5)), hot_rows=HOT)
+        Cell(TWO, sync=_weight(tdsp.every(2), moments_policy=tdsp.every(5)), hot_rows=HOT_ROWS)
     ),
-    "hot refresh": Variant(Cell(M22, hot_rows=HOT), refresh_every=4),
+    "hot refresh": Variant(Cell(TWO, hot_rows=HOT_ROWS), refresh_every=4),
     "hot refresh delay": Variant(
-        Cell(M22, hot_rows=HOT, sync=tdsp.GradientSync(delay=1)), refresh_every=4
+        Cell(TWO, hot_rows=HOT_ROWS, sync=tdsp.GradientSync(delay=1)), refresh_every=4
     ),
     "hash": Variant(_ROWS),
-    "hash hot refresh": Variant(replace(_ROWS, hot_rows=HOT), refresh_every=4),
-    "sparse pipeline": Variant(Cell(M22, hot_rows=HOT), refresh_every=4, pipeline="sparse"),
+    "hash hot refresh": Variant(replace(_ROWS, hot_rows=HOT_ROWS), refresh_every=4),
+    "sparse pipeline": Variant(Cell(TWO, hot_rows=HOT_ROWS), refresh_every=4, pipeline="sparse"),
     "row pipeline": Variant(_ROWS, pipeline="rows"),
     "row pipeline hot refresh": Variant(
-        replace(_ROWS, hot_rows=HOT), refresh_every=4, pipeline="rows"
+        replace(_ROWS, hot_rows=HOT_ROWS), refresh_every=4, pipeline="rows"
     ),
-    "data parallel": Variant(Cell(M22, "data_parallel")),
-    "thresholded": Variant(Cell(M22), dense=lambda: _thresholded(warm_up=2)),
-    "thresholded rarely": Variant(Cell(M14), dense=lambda: _thresholded(refresh=3, values="int8")),
-    "thresholded owners": Variant(Cell(M14), dense=lambda: _thresholded(route="owners")),
+    "data parallel": Variant(Cell(TWO, "data_parallel")),
+    "thresholded": Variant(Cell(TWO), dense=lambda: _thresholded(warm_up=2)),
+    "thresholded rarely": Variant(Cell(ONE), dense=lambda: _thresholded(refresh=3, values="int8")),
+    "thresholded owners": Variant(Cell(ONE), dense=lambda: _thresholded(route="owners")),
     "preconditioned": Variant(
-        Cell(M22), dense=lambda: _thresholded(warm_up=2, preconditioner="adam", route="gather")
+        Cell(TWO), dense=lambda: _thresholded(warm_up=2, preconditioner="adam", route="gather")
     ),
-    "delayed": Variant(Cell(M14), dense=lambda: tdsp.DelayedDense(warm_up=2)),
+    "delayed": Variant(Cell(ONE), dense=lambda: tdsp.DelayedDense(warm_up=2)),
     "powersgd": Variant(
-        Cell(M14), dense=lambda: tdsp.HookedDataParallel("powersgd", rank=1, warm_up=3)
+        Cell(ONE), dense=lambda: tdsp.HookedDataParallel("powersgd", rank=1, warm_up=3)
     ),
 }
 

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import shard
+from tests.support.models import HOT_ROWS
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool
@@ -38,7 +39,6 @@ from torchrec_2dsp.programs.train.results import (
     TrainWatcher,
 )
 
-HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 LIBRARY = {
     "exact": Cell(tdsp.Mesh2D(2, 2), exchange="row", owners="hash", hot_rows=HOT_ROWS),
     "averaged": Cell(

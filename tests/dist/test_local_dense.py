@@ -9,8 +9,15 @@ from torchrec.optim import SemisyncOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
-from tests.support.dense_training import TowerModel, Trained, batch_of, cell_of, dense_of, model_of
-from tests.support.devices import copied
+from tests.support.dense_training import (
+    Trained,
+    batch_of,
+    cell_of,
+    copied_weights,
+    dense_of,
+    model_of,
+    unsharded,
+)
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.errors import ConfigError, SyncError
@@ -41,7 +48,7 @@ def train(
         optimizer.zero_grad()
         model(batch_of(cell, step, rank)).backward()
         optimizer.step()
-        trained.weights.append({name: copied(value) for name, value in params.items()})
+        trained.weights.append(copied_weights(params))
         trained.reports.append(dense.total)
     trained.residual_norm = dense.residual_norm()
     return trained
@@ -51,49 +58,37 @@ def expected(
     world_size: int, cell: Cell, density: float, factor: float = 1.0
 ) -> list[list[dict[str, torch.Tensor]]]:
     """Return each rank's weights after each step."""
-    torch.manual_seed(0)
-    models = [TowerModel(cell.spec) for _ in range(world_size)]
+    models, params = zip(*(unsharded(cell) for _ in range(world_size)), strict=True)
     with torch.no_grad():
-        for value in dense_params(models[0]).values():
+        for value in (value for of_rank in params for value in of_rank.values()):
             value.mul_(factor)
-    shared = {name: value.detach().clone() for name, value in dense_params(models[0]).items()}
+    shared = copied_weights(params[0])
     momentum = {name: torch.zeros_like(value) for name, value in shared.items()}
     left = [{name: torch.zeros_like(value) for name, value in shared.items()} for _ in models]
-    for model in models:
-        model.load_state_dict(models[0].state_dict())
     steps = []
     for step in range(NUM_STEPS):
-        for rank, model in enumerate(models):
+        for rank, (model, of_rank) in enumerate(zip(models, params, strict=True)):
             model.zero_grad()
             model(batch_of(cell, step, rank)).backward()
             with torch.no_grad():
-                for value in dense_params(model).values():
+                for value in of_rank.values():
                     value -= LR * cast(torch.Tensor, value.grad)
         if (step + 1) % NUM_LOCAL == 0:
             for name in shared:
                 sent = []
-                for rank, model in enumerate(models):
-                    due = left[rank][name] + shared[name] - dense_params(model)[name].detach()
+                for rank, of_rank in enumerate(params):
+                    due = left[rank][name] + shared[name] - of_rank[name].detach()
                     part = largest(due, density)
                     left[rank][name] = due - part
                     sent.append(part)
                 change = torch.stack(sent).sum(0) / world_size
                 momentum[name] = MOMENTUM * momentum[name] + change
                 shared[name] = shared[name] - OUTER_LR * (change + MOMENTUM * momentum[name])
-                for model in models:
-                    with torch.no_grad():
-                        dense_params(model)[name].copy_(shared[name])
-        steps.append(
-            [
-                {name: value.detach().clone() for name, value in dense_params(model).items()}
-                for model in models
-            ]
-        )
+                with torch.no_grad():
+                    for of_rank in params:
+                        of_rank[name].copy_(shared[name])
+        steps.append([copied_weights(of_rank) for of_rank in params])
     return steps
-
-
-def dense_params(model: TowerModel) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in model.named_parameters() if "ebc" not in name}
 
 
 def largest(due: torch.Tensor, density: float) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from tests.support.dense_training import (
     LR,
     NUM_STEPS,
     WIDTH,
-    TowerModel,
     Trained,
     batch_of,
     cell_of,
+    copied_weights,
     dense_of,
     model_of,
     train,
+    unsharded,
 )
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, error_text
@@ -109,9 +111,7 @@ def expected_weights(
     flush_at: int = -1,
 ) -> list[dict[str, torch.Tensor]]:
     """Return the weights by the reference, trained on one process."""
-    torch.manual_seed(0)
-    model = TowerModel(cell.spec)
-    dense = {name: value for name, value in model.named_parameters() if "ebc" not in name}
+    model, dense = unsharded(cell)
     weights = []
     for step in range(NUM_STEPS):
         gradients = []
@@ -123,7 +123,7 @@ def expected_weights(
         with torch.no_grad():
             for name, value in dense.items():
                 value -= LR * mean[name]
-        weights.append({name: value.detach().clone() for name, value in dense.items()})
+        weights.append(copied_weights(dense))
     return weights
 
 
@@ -145,11 +145,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def thresholded(**options: Any) -> Callable[[], tdsp.ThresholdedDataParallel]:
+    """Return a maker of wrappers, which can be sent to ranks."""
+    return partial(tdsp.ThresholdedDataParallel, **options)
+
+
 def check_against_oracle(
     pool: RankPool, cell: Cell, options: dict[str, Any], flush_at: int = -1
 ) -> list[Trained]:
     world_size = cell.mesh.world_size
-    trained = pool.run(train, cell, {"route": "gather", **options}, NUM_STEPS, flush_at)
+    wrapper = thresholded(**{"route": "gather", **options})
+    trained = pool.run(train, cell, wrapper, NUM_STEPS, flush_at)
     oracle = ThresholdOracle(
         options["density"],
         tdsp.Transport(options.get("values", "bf16")),
@@ -211,8 +217,8 @@ def test_a_flush_of_one_rank_empties_the_residuals_of_all(ranks2: RankPool) -> N
 def test_dense_steps_are_those_of_ddp_bit_for_bit(
     ranks4: RankPool, options: dict[str, Any]
 ) -> None:
-    stock = ranks4.run(train, cell_of(4), None)
-    dense = ranks4.run(train, cell_of(4), options)
+    stock = ranks4.run(train, cell_of(4))
+    dense = ranks4.run(train, cell_of(4), thresholded(**options))
     assert dense[0].digest == stock[0].digest
     assert dense[0].reports[-1].num_thresholded_steps == 0
 
@@ -225,7 +231,8 @@ def test_dense_steps_of_updates_are_those_of_the_optimizer(
 ) -> None:
     stock = ranks2.run(train, cell_of(2), None, NUM_STEPS, -1, optimizer)
     for options in ({"warm_up": 100}, {"density": 1.0}, {"route": "dense"}):
-        dense = ranks2.run(train, cell_of(2), {"preconditioner": rule, **options})
+        wrapper = thresholded(preconditioner=rule, **options)
+        dense = ranks2.run(train, cell_of(2), wrapper)
         assert len({rank.digest for rank in dense}) == 1
         for name, value in stock[0].weights[-1].items():
             # Updates that gradients near zero turn into noise.
@@ -235,8 +242,8 @@ def test_dense_steps_of_updates_are_those_of_the_optimizer(
 @pytest.mark.parametrize("density", [0.02, 0.3])
 def test_owners_lose_nothing_and_keep_ranks_equal(ranks4: RankPool, density: float) -> None:
     """Keep all ranks' weights equal, and leave no residuals after the final flush."""
-    options = {"density": density, "route": "owners", "values": "fp32"}
-    trained = ranks4.run(train, cell_of(4), options, NUM_STEPS, 4)
+    wrapper = thresholded(density=density, route="owners", values="fp32")
+    trained = ranks4.run(train, cell_of(4), wrapper, NUM_STEPS, 4)
     assert len({rank.digest for rank in trained}) == 1
     assert [rank.residual_norm for rank in trained] == [0.0] * 4
     assert trained[0].reports[-1].num_thresholded_steps == 4
@@ -289,10 +296,11 @@ def test_what_was_applied_and_what_is_left_are_the_sum_of_all_gradients(
 
 
 def test_a_step_has_the_collectives_that_are_documented(ranks4: RankPool) -> None:
-    stock = ranks4.run(train, cell_of(4), None)[0].counts[-1]
+    stock = ranks4.run(train, cell_of(4))[0].counts[-1]
     extra = {}
     for route in ("gather", "owners"):
-        counts = ranks4.run(train, cell_of(4), {"density": 0.05, "route": route})[0].counts[-1]
+        wrapper = thresholded(density=0.05, route=route)
+        counts = ranks4.run(train, cell_of(4), wrapper)[0].counts[-1]
         extra[route] = Counter(counts) - Counter(stock)
     # DDP's own all-reduce is left to what is sent as a whole.
     assert extra["gather"] == {"all_reduce": 1, "all_gather_into_tensor": 1}
@@ -300,8 +308,8 @@ def test_a_step_has_the_collectives_that_are_documented(ranks4: RankPool) -> Non
 
 
 def test_reports_count_bytes(ranks4: RankPool) -> None:
-    options = {"density": 0.05, "route": "gather", "dense_below": 1024}
-    report = ranks4.run(train, cell_of(4), options)[0].reports[-1]
+    wrapper = thresholded(density=0.05, route="gather", dense_below=1024)
+    report = ranks4.run(train, cell_of(4), wrapper)[0].reports[-1]
     width = sum(table.dim for _, table in cell_of(4).spec.features)
     large, small = [width * WIDTH, WIDTH * WIDTH], [WIDTH, WIDTH, WIDTH, 1]
     entries = sum(-int(-0.05 * size // 1) for size in large)
@@ -427,24 +435,11 @@ def test_settings_that_cannot_be_are_refused(make: Callable[[], object], message
         make()
 
 
-def train_hooked(rank: int, world_size: int, hook: str) -> Trained:
-    cell = cell_of(world_size)
-    model = model_of(cell, tdsp.HookedDataParallel(hook, rank=4, warm_up=2))
-    dense = dense_of(model)
-    optimizer = torch.optim.SGD(dense.values(), lr=LR)
-    trained = Trained()
-    for step in range(4):
-        optimizer.zero_grad()
-        model(batch_of(cell, step, rank)).backward()
-        optimizer.step()
-        trained.weights.append({name: value.detach().clone() for name, value in dense.items()})
-    return trained
-
-
 @pytest.mark.parametrize(("hook", "bound"), [("fp16", 1e-3), ("powersgd", 5e-2)])
 def test_stock_hooks_train_nearly_as_ddp(ranks4: RankPool, hook: str, bound: float) -> None:
     stock = ranks4.run(train, cell_of(4), None, 4)[0].weights
-    hooked = ranks4.run(train_hooked, hook)
+    wrapper = partial(tdsp.HookedDataParallel, hook, rank=4, warm_up=2)
+    hooked = ranks4.run(train, cell_of(4), wrapper, 4)
     assert len({rank.digest for rank in hooked}) == 1
     for name, value in hooked[0].weights[-1].items():
         moved = (stock[-1][name] - stock[0][name]).norm()

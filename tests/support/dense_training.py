@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -70,8 +71,20 @@ def model_of(cell: Cell, wrapper: Any) -> DistributedModelParallel:
     return model
 
 
+def unsharded(cell: Cell) -> tuple[TowerModel, dict[str, torch.Tensor]]:
+    """Build the tower with seed 0; return its dense parameters, too."""
+    torch.manual_seed(0)
+    model = TowerModel(cell.spec)
+    return model, {name: value for name, value in model.named_parameters() if "ebc" not in name}
+
+
 def dense_of(model: Any) -> dict[str, torch.Tensor]:
     return dict(in_backward_optimizer_filter(model.named_parameters()))
+
+
+def copied_weights(dense: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy dense weights, by their names in a model without a wrapper."""
+    return {name.removeprefix("module."): copied(value) for name, value in dense.items()}
 
 
 def batch_of(cell: Cell, step: int, rank: int) -> Any:
@@ -82,17 +95,16 @@ def train(
     rank: int,
     world_size: int,
     cell: Cell,
-    options: dict[str, Any] | None,
+    make_wrapper: Callable[[], Any] | None = None,
     num_steps: int = NUM_STEPS,
     flush_at: int = -1,
-    optimizer_class: Any = None,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD,
 ) -> Trained:
-    """Train with these options of the wrapper, or with TorchRec's own one."""
-    wrapper = None if options is None else tdsp.ThresholdedDataParallel(**options)
+    """Train with a wrapper, or with TorchRec's own one."""
+    wrapper = None if make_wrapper is None else make_wrapper()
     model = model_of(cell, wrapper)
     dense = dense_of(model)
-    kind = torch.optim.SGD if optimizer_class is None else optimizer_class
-    optimizer = kind(dense.values(), lr=LR)
+    optimizer: Any = optimizer_class(dense.values(), lr=LR)  # pyright: ignore[reportCallIssue]
     trained = Trained()
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -103,11 +115,10 @@ def train(
             loss.backward()
         trained.counts.append(seen.counts())
         optimizer.step()
-        named = {name.removeprefix("module."): value for name, value in dense.items()}
-        trained.weights.append({name: copied(value) for name, value in named.items()})
-        if wrapper is not None:
+        trained.weights.append(copied_weights(dense))
+        if isinstance(wrapper, tdsp.ThresholdedDataParallel):
             trained.reports.append(wrapper.total)
-    if wrapper is not None:
+    if isinstance(wrapper, tdsp.ThresholdedDataParallel):
         trained.residual_norm = wrapper.residual_norm()
     return trained
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.support.bench_results import NO_LINKS, bench_result, with_figures
 from tests.support.faulty_bench import CONFIG
-from tests.support.loops import local_tensors
+from tests.support.parity import local_shards
 from tests.support.programs import forked
 from tests.support.ranks import RankPool
 from tests.support.train_runs import SEQUENCES, click_data
@@ -198,7 +198,7 @@ def learning(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]]:
             trainer.stop_learning()
         trainer.pipeline.progress(batches)
         weights = trainer.model.state_dict().values()
-        seen.append([part.clone() for weight in weights for part in local_tensors(weight)])
+        seen.append([part.clone() for weight in weights for part, _ in local_shards(weight)])
     return seen
 
 

@@ -1,6 +1,5 @@
 """Training loops and TorchRec's pipelines: the same numbers whichever runs the model."""
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
@@ -16,6 +15,7 @@ from tests.support.loop_oracles import LoopOracle
 from tests.support.loops import (
     PIPELINES,
     counting_syncs,
+    drain,
     largest_gap,
     make_stream,
     pipeline_loop,
@@ -72,10 +72,7 @@ def by_the_plan(rank: int, world_size: int, cell: Cell, kind: Pipeline) -> tuple
     of_dense = [name for name, _ in parallel.named_parameters() if "ebc" not in name]
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=LR)
     pipeline = parallel.pipeline(optimizer)
-    batches = iter([step[rank] for step in stream])
-    with suppress(StopIteration):
-        while True:
-            pipeline.progress(batches)
+    drain(pipeline, [step[rank] for step in stream])
     combined = parallel.combined_optimizer(optimizer)
     assert list(combined.params)[-len(of_dense) :] == of_dense
     assert len(parallel.dense_parameters()) == len(of_dense) > 1

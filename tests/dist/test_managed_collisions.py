@@ -1,6 +1,5 @@
 """Managed collisions train as TorchRec's unsharded module on the batches of all ranks."""
 
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell, group_plan
+from tests.support.loops import drain, plain_loop
 from tests.support.managed_collisions import (
     BAGS,
     SEQUENCES,
@@ -31,7 +31,14 @@ from tests.support.managed_collisions import (
     batch_of,
 )
 from tests.support.oracle import local_loss
-from tests.support.parity import TWO, local_shards, make_optimizer, make_sharder, shards_of
+from tests.support.parity import (
+    TWO,
+    local_shards,
+    make_optimizer,
+    make_sharder,
+    relative_gap,
+    shards_of,
+)
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
 
@@ -66,44 +73,25 @@ def sharded(case: Case) -> tdsp.ModelParallel2D:
     return parallel
 
 
-def train(
-    case: Case, parallel: tdsp.ModelParallel2D, rank: int, steps: range
-) -> list[torch.Tensor]:
-    """Train some steps by the case's loop; return each step's scores."""
+def train(case: Case, parallel: tdsp.ModelParallel2D, rank: int, steps: range) -> list[float]:
+    """Train some steps by the case's loop; return each step's loss."""
     optimizer = make_optimizer(parallel)
     batches = [batch_of(case, step, rank) for step in steps]
-    scores: list[torch.Tensor] = []
-    if case.loop != "plain":
-        kinds: dict[str, Any] = {
-            "sparse dist": TrainPipelineSparseDist,
-            "prefetch": tdsp.TrainPipelineRowPrefetch,
-        }
-        pipeline = kinds[case.loop](parallel, optimizer, torch.device("cpu"))
-        stream = iter(batches)
-        with suppress(StopIteration):
-            while True:
-                scores.append(pipeline.progress(stream))
-        return scores
-    for batch in batches:
-        optimizer.zero_grad()
-        loss, found = parallel(batch)
-        loss.backward()
-        if not case.cell.stock_wrapper:
-            parallel.sync()
-        optimizer.step()
-        scores.append(found)
-    return scores
+    if case.loop == "plain":
+        return plain_loop(parallel, optimizer, batches)
+    kinds: dict[str, Any] = {
+        "sparse dist": TrainPipelineSparseDist,
+        "prefetch": tdsp.TrainPipelineRowPrefetch,
+    }
+    pipeline = kinds[case.loop](parallel, optimizer, torch.device("cpu"))
+    return [local_loss(scores).item() for scores in drain(pipeline, batches)]
 
 
 def train_beside_twin(rank: int, world_size: int, case: Case) -> tuple[float, float, int]:
     """Train beside the twin; return the gaps of losses and of state, and what was evicted."""
     twin, parallel = Twin(case), sharded(case)
-    scores = train(case, parallel, rank, range(STEPS))
-    gap = 0.0
-    for step in range(STEPS):
-        wanted = twin.step([batch_of(case, step, other) for other in range(world_size)])[rank]
-        gap = max(gap, abs(local_loss(scores[step]).item() - wanted) / (1 + wanted))
-    assert len(scores) == STEPS
+    losses = train(case, parallel, rank, range(STEPS))
+    gap = relative_gap(losses, [twin.step(step)[rank] for step in range(STEPS)])
     return gap, state_gap(parallel, twin), twin.num_evicted
 
 
@@ -177,7 +165,7 @@ def go_on(
     pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
     for step in range(save_at):
         pipeline.progress(stream)
-        twin.step([batch_of(case, step, other) for other in range(world_size)])
+        twin.step(step)
     state = tdsp.TrainState(parallel, optimizer)
     tdsp.save_checkpoint(folder, parallel, optimizer, train_state=state)
     gap = state_gap(parallel, twin)
@@ -187,13 +175,12 @@ def go_on(
     other = sharded(replace(case, cell=replace(case.cell, mesh=mesh)))
     optimizer = make_optimizer(other)
     tdsp.load_checkpoint(folder, other, optimizer, train_state=tdsp.TrainState(other, optimizer))
-    scores = train(replace(case, loop="plain"), other, rank, range(save_at, STEPS))
-    for step in range(save_at, STEPS):
-        wanted = twin.step([batch_of(case, step, other) for other in range(world_size)])[rank]
-        gap = max(gap, abs(local_loss(scores[step - save_at]).item() - wanted) / (1 + wanted))
+    steps = range(save_at, STEPS)
+    losses = train(replace(case, loop="plain"), other, rank, steps)
+    loss_gap = relative_gap(losses, [twin.step(step)[rank] for step in steps])
     alone = ManagedModel(case)
     load_weights(folder, alone)
-    return max(gap, state_gap(other, twin)), alone.state_dict()
+    return max(gap, loss_gap, state_gap(other, twin)), alone.state_dict()
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -203,7 +190,7 @@ def test_a_checkpoint_goes_on_with_another_mesh(
     case = Case(Cell(TWO, spec=BAGS, exchange="row"), "lru", interval)
     twin, save_at = Twin(case), 4
     for step in range(save_at):
-        twin.step([batch_of(case, step, rank) for rank in range(4)])
+        twin.step(step)
     args = (case, tdsp.Mesh2D(1, 4), tmp_path / "4", save_at)
     for gap, alone in ranks4.run(go_on, *args, timeout_s=60):
         assert gap < TOLERANCE
@@ -215,39 +202,37 @@ def around_training(rank: int, world_size: int) -> list[str]:
     """Pause a pipeline, evaluate, and pass batches that can't be right; return the errors."""
     case, errors = replace(CASES[3], loop="sparse dist"), []
     twin, parallel = Twin(case), sharded(case)
-    batches = [[batch_of(case, step, other) for other in range(world_size)] for step in range(6)]
+    batches = [batch_of(case, step, rank) for step in range(6)]
     pipeline = TrainPipelineSparseDist(parallel, make_optimizer(parallel), torch.device("cpu"))
-    stream = iter([batch[rank] for batch in batches])
+    stream = iter(batches)
     for step in range(4):
         scores = pipeline.progress(stream)
-        assert abs(local_loss(scores).item() - twin.step(batches[step])[rank]) < 1e-5
+        assert abs(local_loss(scores).item() - twin.step(step)[rank]) < 1e-5
         if step in (1, 2):
             pipeline.detach().eval()
             with torch.no_grad():
                 # Of the ids of the batch under way, whose rows aren't theirs yet, too.
-                batch = batches[step + 1][rank]
+                batch = batches[step + 1]
                 _, scores = parallel(batch)
                 assert (scores - twin.model.eval()(batch)[1]).abs().max() < 1e-5
             parallel.train()
             twin.model.train()
-    with suppress(StopIteration):
-        while True:
-            pipeline.progress(stream)
-    for batch in batches[4:]:
-        twin.step(batch)
+    drain(pipeline, stream)
+    for step in (4, 5):
+        twin.step(step)
     assert state_gap(parallel, twin) < TOLERANCE
     pipeline.detach()
     parallel.eval()
     with torch.inference_mode():
-        _, scores = parallel(batches[5][rank])
+        _, scores = parallel(batches[5])
     twin.model.eval()
-    _, expected = twin.model(batches[5][rank])
+    _, expected = twin.model(batches[5])
     assert torch.allclose(scores, expected, atol=1e-5)
     remapped: Any = parallel.module.remapped
     assert remapped.keys() == twin.model.remapped.keys()
     assert torch.equal(remapped.values(), twin.model.remapped.values())
     assert torch.equal(remapped.lengths(), twin.model.remapped.lengths())
-    wrong = batches[0][rank]
+    wrong = batches[0]
     if rank == 1:
         wrong = KeyedJaggedTensor(["f0"], torch.tensor([1]), lengths=torch.tensor([1, 0, 0, 0]))
     parallel.train(rank != 2)
@@ -269,25 +254,25 @@ def drop_a_batch(rank: int, world_size: int, folder: Path, reads_state: bool) ->
     case = CASES[3]
     twin, parallel = Twin(case), sharded(case)
     optimizer = make_optimizer(parallel)
-    steps = [[batch_of(case, step, other) for other in range(world_size)] for step in range(6)]
-    stream = iter([batches[rank] for batches in steps])
+    batches = [batch_of(case, step, rank) for step in range(6)]
+    stream = iter(batches)
     pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
     state, gap = tdsp.TrainState(parallel, optimizer), 0.0
     for step in range(3):
         if step == 2:
             tdsp.save_checkpoint(folder, parallel, optimizer, train_state=state)
         pipeline.progress(stream)
-        twin.step(steps[step])
+        twin.step(step)
     pipeline.detach()
     del pipeline
     if reads_state:
-        twin.see(steps[3])
+        twin.see(3)
         gap = state_gap(parallel, twin)
     twin = Twin(case)
     tdsp.load_checkpoint(folder, parallel, optimizer, train_state=state)
     train(replace(case, loop="plain"), parallel, rank, range(2, 6))
-    for batches in steps:
-        twin.step(batches)
+    for step in range(6):
+        twin.step(step)
     gap = max(gap, state_gap(parallel, twin))
     weights = parallel.state_dict()
     rows = weights[
@@ -296,7 +281,7 @@ def drop_a_batch(rank: int, world_size: int, folder: Path, reads_state: bool) ->
     if rank == 1:
         rows[:2] = rows[:2].flip(0)
     parallel.load_state_dict(weights)  # type: ignore[arg-type]
-    return gap, error_of(lambda: parallel(steps[0][rank]))
+    return gap, error_of(lambda: parallel(batches[0]))
 
 
 @pytest.mark.parametrize("reads_state", [True, False])
@@ -368,11 +353,8 @@ def by_one_call(rank: int, world_size: int) -> tuple[float, str]:
         calibration="emulated_200mbit",
     )
     parallel.load_state_dict(ManagedModel(case).state_dict())  # type: ignore[arg-type]
-    twin = Twin(case)
-    gap = 0.0
-    for step, scores in enumerate(train(case, parallel, rank, range(STEPS))):
-        wanted = twin.step([batch_of(case, step, other) for other in range(world_size)])[rank]
-        gap = max(gap, abs(local_loss(scores).item() - wanted) / (1 + wanted))
+    twin, losses = Twin(case), train(case, parallel, rank, range(STEPS))
+    gap = relative_gap(losses, [twin.step(step)[rank] for step in range(STEPS)])
     model = tdsp.ModelParallel2D(
         ManagedModel(case), plan=parallel.plan, sharders=[sharder_of(case)]
     )

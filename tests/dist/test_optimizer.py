@@ -23,14 +23,13 @@ from tests.support.loops import (
     Tensors,
     entries,
     largest_gap,
-    local_tensors,
     make_stream,
     plain_loop,
     shard,
     snapshot,
 )
 from tests.support.models import HOT_ROWS, SEQUENCES, build, tables_of
-from tests.support.parity import LR, TWO, Cell, compare, make_optimizer
+from tests.support.parity import LR, TWO, Cell, compare, local_shards, make_optimizer
 from tests.support.ranks import RankPool
 from tests.support.trips import make_stock, stock
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
@@ -285,7 +284,7 @@ def into_stock(rank: int, world_size: int, cell: Cell, folder: str) -> list[floa
     return [compare(alone, expected).weight] + [
         (local - expected.moments[name.split("/")[1].split(".")[0]][:, 0]).abs().max().item()
         for name, value in moments.items()
-        for local in local_tensors(value)
+        for local, _ in local_shards(value)
     ]
 
 

@@ -22,6 +22,7 @@ from tests.support.devices import rank_device
 from tests.support.loops import (
     LossModel,
     all_to_all_bytes,
+    drain,
     largest_gap,
     logged,
     make_stream,
@@ -32,7 +33,7 @@ from tests.support.loops import (
 from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, BagModel, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import LR, ONE, TOLERANCE, Cell, make_optimizer, make_sharder
-from tests.support.prefetching import STEPS, Counts, Trained, compare, drain, run, sharded
+from tests.support.prefetching import STEPS, Counts, Trained, compare, run, sharded
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp._compat.fbgemm import EmbOptimType

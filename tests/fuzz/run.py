@@ -27,7 +27,6 @@ from tests.fuzz.model import Batch, to_batch
 from tests.fuzz.search import chosen_case
 from tests.fuzz.seen import Piece, Seen, StateSeen
 from tests.support.devices import copied, rank_device
-from tests.support.loops import local_tensors
 from tests.support.parity import local_shards, shards_of
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.shard.parted import sharded_tables
@@ -266,7 +265,7 @@ class _Run:
             state = self._parallel.fused_optimizer.state_dict()["state"]
             for values in state.values():
                 for value in values.values():
-                    local_tensors(value)
+                    local_shards(value)
         weights, dense, id_maps = [], {}, {}
         for name, value in self._parallel.state_dict().items():
             if name.startswith("over"):

@@ -2,13 +2,12 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed._tensor.api import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
@@ -21,7 +20,7 @@ from tests.support.batches import make_variable_batch
 from tests.support.devices import copied, rank_device
 from tests.support.models import BagModel, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, make_optimizer, shard
+from tests.support.parity import Cell, local_shards, make_optimizer, shard
 from tests.support.planning import group_plan_of
 from torchrec_2dsp.comms.counting import Collectives
 from torchrec_2dsp.replicas.sync_report import SyncReason
@@ -91,17 +90,8 @@ def snapshot(parallel: DistributedModelParallel) -> Tensors:
     return {
         f"{name}{number}": copied(part)
         for name, value in entries(parallel).items()
-        for number, part in enumerate(local_tensors(value))
+        for number, (part, _) in enumerate(local_shards(value))
     }
-
-
-def local_tensors(value: Any) -> list[torch.Tensor]:
-    """Return this rank's parts of an entry of a state dict."""
-    if isinstance(value, DTensor):
-        return list(cast(Any, value.to_local()).local_shards())
-    if hasattr(value, "local_shards"):
-        return [part.tensor for part in value.local_shards()]
-    return [value]
 
 
 def largest_gap(left: Tensors, right: Tensors) -> float:
@@ -141,7 +131,7 @@ def counting_syncs(parallel: nn.Module) -> Iterator[list[tdsp.SyncReport]]:
 def plain_loop(
     parallel: DistributedModelParallel,
     optimizer: KeyedOptimizer,
-    batches: Sequence[KeyedJaggedTensor],
+    batches: Iterable[KeyedJaggedTensor],
     *,
     accumulate: int = 1,
     before_step: Callable[[int], None] | None = None,
@@ -181,15 +171,18 @@ def pipeline_loop(
 ) -> list[float]:
     """Run a pipeline over a `LossModel` until its stream ends."""
     pipeline = PIPELINES[kind](parallel, optimizer, rank_device(), **options)
-    stream, losses = iter(batches), []
-    for _ in range(len(batches) + 1):
-        try:
-            scores = pipeline.progress(stream)
-            losses.append(local_loss(scores).item())
-        except StopIteration:
-            break
+    losses = [local_loss(scores).item() for scores in drain(pipeline, batches)]
     assert len(losses) == len(batches)
     return losses
+
+
+def drain(pipeline: Any, batches: Iterable[KeyedJaggedTensor]) -> list[torch.Tensor]:
+    """Train until there are no more batches; return what the pipeline gives for each."""
+    stream, outputs = iter(batches), []
+    with suppress(StopIteration):
+        while True:
+            outputs.append(pipeline.progress(stream))
+    return outputs
 
 
 def train(cell: Cell, rank: int, stream: Stream, kind: str = "plain", **options: Any) -> Tensors:

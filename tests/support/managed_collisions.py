@@ -163,11 +163,16 @@ class Twin:
         tables = collection.embeddings if is_sequence else collection.embedding_bags
         return {name: table.weight for name, table in tables.items()}
 
-    def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
+    def batches(self, step: int) -> list[KeyedJaggedTensor]:
+        """Return all ranks' batches."""
+        return [batch_of(self.case, step, rank) for rank in range(self.case.cell.mesh.world_size)]
+
+    def step(self, step: int) -> list[float]:
+        """Train on a step's batches; return each rank's loss."""
         self.model.zero_grad()
-        features = self.see(batches)
-        scores = self.model.head(self.model.mc._embedding_module(features))
-        losses = [local_loss(part) for part in scores.split([b.stride() for b in batches])]
+        sizes = [batch.stride() for batch in self.batches(step)]
+        scores = self.model.head(self.model.mc._embedding_module(self.see(step)))
+        losses = [local_loss(part) for part in scores.split(sizes)]
         torch.stack(losses).mean().backward()
         with torch.no_grad():
             for param in self.model.head.parameters():
@@ -176,11 +181,11 @@ class Twin:
                 self.update(name, table)
         return [loss.item() for loss in losses]
 
-    def see(self, batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """Let the maps see a batch, and reset what they evict; return it with row ids."""
+    def see(self, step: int) -> KeyedJaggedTensor:
+        """Let the maps see a step's batches, and reset what they evict; return them with row ids."""
         self.num_steps += 1
         maps = self.model.mc._managed_collision_collection
-        features = maps(together(batches))
+        features = maps(together(self.batches(step)))
         for name, rows in maps.evict().items():
             if rows is not None and self.case.resets:
                 self.reset(name, rows, maps)

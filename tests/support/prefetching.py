@@ -1,7 +1,7 @@
 """Train a cell of the parity matrix by `TrainPipelineRowPrefetch` and by TorchRec's pipeline."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -119,11 +119,3 @@ def compare(
     losses = zip(actual.losses, expected.losses, strict=True)
     gap = max(largest_gap(actual.tensors, expected.tensors), *(abs(a - b) for a, b in losses))
     return gap, actual.counts
-
-
-def drain(pipeline: Any, batches: Sequence[KeyedJaggedTensor]) -> None:
-    """Train until there are no more."""
-    stream = iter(batches)
-    with suppress(StopIteration):
-        while True:
-            pipeline.progress(stream)

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.batches import Sessions, check_samples, count_dealing_threads, sessions
 from tests.support.devices import rank_device
-from tests.support.loops import largest_gap, shard_loss_model, snapshot
+from tests.support.loops import largest_gap, plain_loop, shard_loss_model, snapshot
 from tests.support.models import ModelSpec, make_batch
 from tests.support.oracle import Oracle
 from tests.support.parity import LR, TOLERANCE, Cell, compare, make_optimizer, shard
@@ -322,10 +322,7 @@ def pipe(rank: int, world_size: int) -> float:
             with pytest.raises(StopIteration):
                 pipeline.progress(balanced)
         else:
-            for batch in balanced:
-                optimizer.zero_grad()
-                parallel(batch)[0].backward()
-                optimizer.step()
+            plain_loop(parallel, optimizer, balanced)
         ends.append(snapshot(parallel))
     return largest_gap(*ends)
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
+from tests.support.loops import make_stream, plain_loop
 from tests.support.models import SEQUENCES
-from tests.support.oracle import local_loss
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, error_text, run_ranks
-from tests.support.trips import HOT, M14, M22, M41, batches, make, stock
+from tests.support.trips import HOT, M14, M22, M41, make, stock
 from torchrec_2dsp.comms.groups import WorldGroups
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
@@ -73,18 +73,14 @@ class Run:
     """How many saves were still writing when some steps more had been trained."""
 
 
-def run(cell: Cell, world_size: int, folder: Path, way: str) -> Run:
+def run(cell: Cell, folder: Path, way: str) -> Run:
     """Train; ``way`` says how to save after some of the steps."""
-    model, optimizer = make(cell)
+    (model, optimizer), stream = make(cell), make_stream(cell, STEPS)
     losses: list[float] = []
     unfinished = 0
 
     def train(step: int) -> None:
-        optimizer.zero_grad()
-        loss = local_loss(model(batches(cell, step, world_size)[dist.get_rank()]))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.extend(plain_loop(model, optimizer, [stream[step][dist.get_rank()]]))
 
     steps = iter(range(STEPS))
     for step in steps:
@@ -108,7 +104,7 @@ def run_all_ways(
 ) -> list[dict[str, Run]]:
     ways = ("none", "synchronous", "asynchronous")
     return [
-        {way: run(cell, world_size, folder / str(number) / way, way) for way in ways}
+        {way: run(cell, folder / str(number) / way, way) for way in ways}
         for number, cell in enumerate(cells)
     ]
 

@@ -14,7 +14,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import EPS
-from tests.support.loops import shard
+from tests.support.loops import plain_loop, shard
 from tests.support.models import BAGS, SEQUENCES, ModelSpec, TableSpec, build, make_batch, tables_of
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import (
@@ -188,10 +188,8 @@ def gap_with_schedule(rank: int, world_size: int, cell: Cell, way: str) -> float
         lr = LR / (step + 1)
         set_rate(optimizer, lr)
         oracle.lr = lr
-        optimizer.zero_grad()
         batches = batches_of(cell.spec, 0, (6,) * world_size, 4, step)
-        local_loss(parallel(batches[rank])).backward()
-        optimizer.step()
+        plain_loop(parallel, optimizer, [batches[rank]])
         oracle.step(batches)
     return compare(parallel, oracle).worst
 
@@ -218,10 +216,8 @@ def sent(rank: int, world_size: int, cell: Cell, idle: int) -> tuple[float, list
             if idle in (number, EVERY_RANK):
                 lengths = torch.zeros_like(batch.lengths())
                 batches[number] = type(batch)(batch.keys(), batch.values()[:0], lengths=lengths)
-        optimizer.zero_grad()
         with count_collectives() as seen:
-            local_loss(parallel(batches[rank])).backward()
-            optimizer.step()
+            plain_loop(parallel, optimizer, [batches[rank]])
         operations = [record.op for record in seen.records if record.num_bytes > 300]
         oracle.step(batches)
     assert isinstance(parallel, tdsp.ModelParallel2D)

@@ -347,21 +347,6 @@ def test_other_ranks_take_over_what_was_in_flight(
         assert all(torch.equal(mean, saved[0][name]) for name, mean in means.items())
 
 
-def start_with_plain(rank: int, world_size: int, folder: Path) -> float:
-    plain = run_of(world_size, is_delayed=False)
-    plain.step()
-    plain.save(folder)
-    run = run_of(world_size)
-    run.step()
-    run.load(folder / "1")
-    assert in_flight(run) == {}
-    return run.step()
-
-
-def test_a_run_may_begin_to_delay_at_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> None:
-    assert all(loss > 0 for loss in ranks2.run(start_with_plain, tmp_path))
-
-
 @dataclass
 class Bucket:
     """A DDP bucket, as far as hooks look at it."""

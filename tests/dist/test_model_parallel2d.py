@@ -17,7 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
-from tests.support.loops import logged
+from tests.support.loops import logged, plain_loop
 from tests.support.models import SEQUENCES, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import TOLERANCE, TWO, Cell, shard
@@ -34,16 +34,8 @@ def losses_of(parallel: DistributedModelParallel, spec: ModelSpec, rank: int) ->
     # Of TorchRec's model it trains data-parallel tables, too.
     dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
     optimizer = torch.optim.SGD(dense.values(), lr=0.01)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = local_loss(parallel(make_batch(spec, seed=10 * step + rank)))
-        loss.backward()
-        optimizer.step()
-        if isinstance(parallel, tdsp.ModelParallel2D):
-            parallel.sync()
-        losses.append(loss.item())
-    return losses
+    batches = [make_batch(spec, seed=10 * step + rank) for step in range(STEPS)]
+    return plain_loop(parallel, optimizer, batches)
 
 
 @contextmanager

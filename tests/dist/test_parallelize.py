@@ -12,8 +12,9 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
-from tests.support.loops import LossModel
+from tests.support.loops import LossModel, drain, plain_loop
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build, make_batch
+from tests.support.oracle import local_loss
 from tests.support.parity import FOUR, ONE, TWO, Cell, check_cells, parallelized
 from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
@@ -40,8 +41,8 @@ def test_whatever_is_chosen_trains_as_the_unsharded_model(
 
 
 def train_by_pipeline_and_by_hand(rank: int, world_size: int) -> tuple[list[str], list[float], str]:
-    """Return what was chosen, sums of scores, and the explanation."""
-    sums: list[list[float]] = []
+    """Return what was chosen, the losses, and the explanation."""
+    losses: list[list[float]] = []
     chosen: list[str] = []
     reasons = ""
     for by_hand in (True, False):
@@ -52,32 +53,25 @@ def train_by_pipeline_and_by_hand(rank: int, world_size: int) -> tuple[list[str]
         chosen += [table.exchange.value for _, part in plan.modules() for _, table in part.tables()]
         optimizer = torch.optim.SGD(model.dense_parameters(), lr=0.05)
         batches = [make_batch(LARGE, seed=10 * step + rank) for step in range(6)]
-        sums.append([])
         if by_hand:
-            for batch in batches:
-                optimizer.zero_grad()
-                loss, scores = model(batch)
-                loss.backward()
-                model.sync()
-                optimizer.step()
-                sums[-1].append(scores.sum().item())
+            losses.append(plain_loop(model, optimizer, batches))
         else:
-            pipeline, source = model.pipeline(optimizer), iter(batches)
-            sums[-1] = [pipeline.progress(source).sum().item() for _ in batches]
+            outputs = drain(model.pipeline(optimizer), batches)
+            losses.append([local_loss(scores).item() for scores in outputs])
         try:
             reasons = "\n".join(model.explain().summary())
         except tdsp.errors.ConfigError as error:
             reasons = str(error)
-    assert sums[0] == sums[1], sums
-    return chosen, sums[0], reasons
+    assert losses[0] == losses[1], losses
+    return chosen, losses[0], reasons
 
 
 def test_it_chooses_rows_and_a_pipeline_and_says_so(two_hosts: RankPool) -> None:
     answers = two_hosts.run(train_by_pipeline_and_by_hand)
-    for (pipeline, _, *exchanges), sums, _ in answers:
+    for (pipeline, _, *exchanges), losses, _ in answers:
         assert pipeline in {Pipeline.SPARSE_DIST.value, Pipeline.ROW_PREFETCH.value}
         assert set(exchanges) <= {"row", "row_per_host"}
-        assert len(set(sums)) == 6
+        assert len(set(losses)) == 6
     first, *others = (reasons for _, _, reasons in answers)
     lines = first.splitlines()
     assert lines[0].startswith("torchrec_2dsp: 3 row wise, row")

@@ -299,20 +299,27 @@ def test_a_model_that_would_lose_residuals_is_refused(ranks2: RankPool, tmp_path
     assert message.startswith("the train state holds dense gradients that weren't sent")
 
 
-def change_wrapper(rank: int, world_size: int, folder: Path) -> float:
-    """Resume with thresholds after a run without them."""
-    plain = Run(Variant(Cell(tdsp.Mesh2D(1, world_size))))
+def change_wrapper(rank: int, world_size: int, name: str, folder: Path) -> float:
+    """Resume with another wrapper after a run with TorchRec's own."""
+    cell = Cell(tdsp.Mesh2D(1, world_size))
+    plain = Run(Variant(cell))
     plain.step()
     plain.save(folder)
-    run = Run(variant_on(world_size))
+    run = Run(replace(VARIANTS[name], cell=cell))
     run.step()
     run.load(folder / "1")
-    assert wrapper_of(run).residual_norm() == 0
+    wrapper: Any = data_parallel_wrapper(run.model)
+    state = wrapper.state_dict()
+    kept = state.get("residuals", state.get("in_flight"))
+    assert not any(gradients.any() for gradients in kept.values())
     return run.step()
 
 
-def test_a_run_may_begin_to_threshold_at_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> None:
-    assert all(loss > 0 for loss in ranks2.run(change_wrapper, tmp_path))
+@pytest.mark.parametrize("name", ["thresholded owners", "delayed"])
+def test_a_run_may_begin_to_keep_gradients_at_a_checkpoint(
+    ranks2: RankPool, tmp_path: Path, name: str
+) -> None:
+    assert all(loss > 0 for loss in ranks2.run(change_wrapper, name, tmp_path))
 
 
 def take_name(rank: int, world_size: int) -> None:

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import Tensors, largest_gap, make_stream, shard, snapshot, train
+from tests.support.loops import (
+    Tensors,
+    largest_gap,
+    make_stream,
+    plain_loop,
+    shard,
+    snapshot,
+    train,
+)
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import FOUR, TWO, Cell, make_optimizer, shards_of
@@ -100,15 +108,12 @@ class Apart:
 def train_apart(rank: int, world_size: int, cell: Cell, num_steps: int) -> Apart:
     parallel, stream = shard(cell), make_stream(cell, num_steps)
     assert isinstance(parallel, tdsp.ModelParallel2D)
-    optimizer, start = make_optimizer(parallel), snapshot(parallel)
-    looked_up: list[set[int]] = [set() for _ in cell.spec.tables]
-    for batches in stream:
-        optimizer.zero_grad()
-        local_loss(parallel(batches[rank])).backward()
-        optimizer.step()
-        for rows, table in zip(looked_up, cell.spec.tables, strict=True):
-            for feature in table.features:
-                rows |= set(batches[rank][feature].values().tolist())
+    start, batches = snapshot(parallel), [step[rank] for step in stream]
+    plain_loop(parallel, make_optimizer(parallel), batches)
+    looked_up = [
+        {row for batch in batches for f in table.features for row in batch[f].values().tolist()}
+        for table in cell.spec.tables
+    ]
     return Apart(start, snapshot(parallel), looked_up, parallel.sync_total.num_bytes)
 
 

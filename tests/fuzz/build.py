@@ -34,7 +34,7 @@ from tests.fuzz.refusals import REFUSALS
 from tests.fuzz.search import access_of, calibration_of, constraints_of
 from tests.fuzz.state import EPS, LR, OUTER_LR, OUTER_MOMENTUM, initial_dense
 from tests.support.devices import copied, rank_device
-from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from tests.support.parity import FUSED
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=LR),
@@ -101,41 +101,6 @@ def _splits(dense: DenseCase) -> dict[str, ParallelStyle]:
     }
 
 
-def make_dense_optimizer(
-    case: Case,
-    params: dict[str, Any],
-    wrapper: DataParallelWrapper | None,
-    seen: Callable[[], None],
-) -> KeyedOptimizer:
-    """Return the dense part's optimizer.
-
-    Args:
-        case: says which one.
-        params: the dense part's parameters.
-        wrapper: runs the dense part.
-        seen: called in each step before gradients are clipped.
-    """
-    inner = _OPTIMIZERS[case.dense.optimizer](list(params.values()))
-
-    def before_step(*_: Any) -> None:
-        seen()
-        if case.dense.max_norm and isinstance(wrapper, tdsp.PipelinedDense):
-            wrapper.clip_grad_norm_(case.dense.max_norm)
-        elif case.dense.max_norm:
-            torch.nn.utils.clip_grad_norm_(params.values(), case.dense.max_norm)
-
-    inner.register_step_pre_hook(before_step)
-    keyed = KeyedOptimizerWrapper(params, lambda _: inner)
-    if not isinstance(wrapper, tdsp.LocalDense):
-        return keyed
-    outer = KeyedOptimizerWrapper(
-        params, lambda values: tdsp.DiLoCo(values, wrapper, OUTER_LR, momentum=OUTER_MOMENTUM)
-    )
-    return SemisyncOptimizer(
-        list(params.values()), keyed, outer, num_local_steps=case.dense.local_steps
-    )
-
-
 def whole(value: torch.Tensor) -> torch.Tensor:
     """Return a flat copy; the value is a parameter or a gradient.
 
@@ -162,13 +127,6 @@ def gathered(case: Case, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-_FUSED = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-    "partial_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
-}
 _OURS = {"moment_scaled": tdsp.MomentScaledRowWiseAdaGrad}
 
 
@@ -214,7 +172,7 @@ def make_sharders(case: Case) -> list[Any]:
     if case.optimizer in _OURS:
         known["optimizer"] = _OURS[case.optimizer](lr=LR, eps=EPS)
     else:
-        known["optimizer"] = _FUSED[case.optimizer]
+        known["optimizer"] = FUSED[case.optimizer]
         known["fused_params"] = {"learning_rate": LR, "eps": EPS}
     if case.refused:
         more = dict(REFUSALS[case.refused].fused_params)
@@ -330,8 +288,26 @@ def make_optimizer(
         dense: the wrapper that it has.
         seen: is called in each step before dense gradients are clipped.
     """
-    layer = make_dense_optimizer(case, dense_params(parallel), dense, seen)
-    return CombinedOptimizer([parallel.fused_optimizer, layer])
+    params: Any = dense_params(parallel)
+    inner = _OPTIMIZERS[case.dense.optimizer](list(params.values()))
+
+    def before_step(*_: Any) -> None:
+        seen()
+        if case.dense.max_norm and isinstance(dense, tdsp.PipelinedDense):
+            dense.clip_grad_norm_(case.dense.max_norm)
+        elif case.dense.max_norm:
+            torch.nn.utils.clip_grad_norm_(params.values(), case.dense.max_norm)
+
+    inner.register_step_pre_hook(before_step)
+    of_dense: KeyedOptimizer = KeyedOptimizerWrapper(params, lambda _: inner)
+    if isinstance(dense, tdsp.LocalDense):
+        outer = KeyedOptimizerWrapper(
+            params, lambda values: tdsp.DiLoCo(values, dense, OUTER_LR, momentum=OUTER_MOMENTUM)
+        )
+        of_dense = SemisyncOptimizer(
+            list(params.values()), of_dense, outer, num_local_steps=case.dense.local_steps
+        )
+    return CombinedOptimizer([parallel.fused_optimizer, of_dense])
 
 
 def halve_learning_rates(optimizer: CombinedOptimizer) -> None:

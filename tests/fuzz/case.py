@@ -294,13 +294,21 @@ class Case(Strict):
         return tdsp.Mesh2D(self.groups, self.size, tdsp.RankLayout(self.layout))
 
     @property
+    def tables_by_module(self) -> list[dict[str, TableCase]]:
+        """The tables of each module by their names."""
+        return [
+            {table_name(number, index): table for index, table in enumerate(module.tables)}
+            for number, module in enumerate(self.modules)
+        ]
+
+    @property
     def tables(self) -> dict[str, TableCase]:
         """All tables of the model by their names."""
-        return {
-            table_name(number, index): table
-            for number, module in enumerate(self.modules)
-            for index, table in enumerate(module.tables)
-        }
+        return {name: table for tables in self.tables_by_module for name, table in tables.items()}
+
+    def module_of(self, table: str) -> int:
+        """Return the number of a table's module."""
+        return next(n for n, tables in enumerate(self.tables_by_module) if table in tables)
 
     def to_json(self) -> str:
         """Return one line, without default values."""

@@ -95,7 +95,7 @@ class IdMaps:
 
     def _profiled(self, batches: list[LocalBatch]) -> Iterator[Evicted]:
         for name, of_table in self._maps.items():
-            table, module = self._case.tables[name], int(name[1 : name.index("t")])
+            table, module = self._case.tables[name], self._case.module_of(name)
             ids = [
                 batch.sent[module, feature].ids for feature in table.features for batch in batches
             ]

@@ -19,7 +19,7 @@ from torchrec.streamable import Pipelineable
 
 import torchrec_2dsp as tdsp
 from tests.fuzz.batches import LocalBatch
-from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
+from tests.fuzz.case import Case, ModuleCase, feature_name, table_name
 from tests.fuzz.id_maps import id_map
 from tests.fuzz.oracle import POSITION_WEIGHT, losses_of, output_names
 from tests.fuzz.state import initial_dense, initial_tables
@@ -228,7 +228,7 @@ def initial_state(case: Case) -> dict[str, torch.Tensor]:
     """Return the tables in the state dict that all ranks load."""
     state = {}
     for name, table in initial_tables(case).items():
-        module = int(name[1 : name.index("t")])
+        module = case.module_of(name)
         kind = "embeddings" if case.modules[module].kind == "sequences" else "embedding_bags"
         path = f"m{module}._embedding_module" if case.modules[module].evicts else f"m{module}"
         state[f"{path}.{kind}.{name}.weight"] = table
@@ -237,18 +237,14 @@ def initial_state(case: Case) -> dict[str, torch.Tensor]:
 
 def _configs(number: int, module: ModuleCase) -> Iterator[Any]:
     for index, table in enumerate(module.tables):
-        names = [feature_name(number, feature) for feature in table.features]
-        yield _config(table_name(number, index), names, table, module.kind)
-
-
-def _config(name: str, features: list[str], table: TableCase, kind: str) -> Any:
-    known: dict[str, Any] = {
-        "name": name,
-        "num_embeddings": table.rows,
-        "embedding_dim": table.dim,
-        "feature_names": features,
-        "data_type": _TYPES[table.dtype],
-    }
-    if kind == "sequences":
-        return EmbeddingConfig(**known)
-    return EmbeddingBagConfig(**known, pooling=PoolingType(table.pooling.upper()))
+        known: dict[str, Any] = {
+            "name": table_name(number, index),
+            "num_embeddings": table.rows,
+            "embedding_dim": table.dim,
+            "feature_names": [feature_name(number, feature) for feature in table.features],
+            "data_type": _TYPES[table.dtype],
+        }
+        if module.kind == "sequences":
+            yield EmbeddingConfig(**known)
+        else:
+            yield EmbeddingBagConfig(**known, pooling=PoolingType(table.pooling.upper()))

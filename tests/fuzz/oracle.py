@@ -55,9 +55,8 @@ class TableWire:
     @classmethod
     def of(cls, case: Case, name: str, noise: Noise) -> "TableWire":
         """Return how the named table's numbers travel."""
-        (module,) = (of for of in numbered_modules(case) if name in of)
-        table, kind = module[name], case.modules[int(name[1 : name.index("t")])].kind
-        together = [other for other in module.values() if _message(other) == _message(table)]
+        table, module = case.tables[name], case.modules[case.module_of(name)]
+        together = [other for other in module.tables if _message(other) == _message(table)]
         by_row = table.exchange in ("row", "row_per_host")
         widths = [other.dim // other.num_blocks for other in together]
         mesh = tdsp.Mesh2D(1, case.world_size) if table.once else case.mesh
@@ -69,7 +68,7 @@ class TableWire:
         is_still = table.sharding == "data_parallel" or transport == "none"
         return cls(
             table=table,
-            is_bags=kind != "sequences",
+            is_bags=module.kind != "sequences",
             transport=tdsp.Transport("fp32" if is_still else transport),
             width=table.dim if by_row else math.gcd(*widths),
             num_ranks=host_size if by_host else num_ranks,
@@ -149,14 +148,6 @@ class TableWire:
         if not self._by_row:
             return grads
         return torch.where(hot[:, None], grads, self._sent(grads))
-
-
-def numbered_modules(case: Case) -> list[dict[str, TableCase]]:
-    """Return the tables of each module by their names."""
-    modules: list[dict[str, TableCase]] = [{} for _ in case.modules]
-    for name, table in case.tables.items():
-        modules[int(name[1 : name.index("t")])][name] = table
-    return modules
 
 
 def _message(table: TableCase) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.fuzz.case import DTYPES, Case, TableCase, table_name
+from tests.fuzz.case import DTYPES, Case, TableCase
 from torchrec_2dsp.codecs.rows import FloatRows
 from torchrec_2dsp.plan.sync import parse_policy
 
@@ -371,10 +371,9 @@ class Part:
 
 def parts_of_case(case: Case, states: Mapping[str, TableState]) -> list[Part]:
     parts = []
-    for number, module in enumerate(case.modules):
-        named = {table_name(number, index): table for index, table in enumerate(module.tables)}
+    for of_module in case.tables_by_module:
         for once in (False, True):
-            tables = {name: table for name, table in named.items() if table.once is once}
+            tables = {name: table for name, table in of_module.items() if table.once is once}
             if tables:
                 parts.append(Part(case, tables, states))
     return parts

@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_2dsp as tdsp
 from tests.support.damaged_files import damage_folder
 from tests.support.hostile_pickles import MISLEADING, RUNNING, Call
 from tests.support.parity import Cell, local_shards
-from tests.support.trips import HOT, make, state_entries, train
+from tests.support.trips import HOT, dense_optimizer, make, state_entries, train
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.stored import FILE_NAME, Checksums, Chunk
@@ -54,7 +53,7 @@ def load_damaged(
     rank: int, world_size: int, folder: Path, num_damages: int, seed: int
 ) -> list[Outcome]:
     """Damage a checkpoint again and again, each time another way, and load it."""
-    model, optimizer = _trained(world_size)
+    model, optimizer = _trained()
     save_checkpoint(folder / "good", model, optimizer, extra=EXTRA)
     good = _state(model, optimizer)
     train(model, optimizer, CELL, range(10, 12))
@@ -104,11 +103,9 @@ def summary(by_rank: list[list[Outcome]]) -> tuple[Counter[str], list[str]]:
     return counts, wrong
 
 
-def _trained(world_size: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+def _trained() -> tuple[DistributedModelParallel, CombinedOptimizer]:
     model, _ = make(CELL)
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=0.01))
-    optimizer = CombinedOptimizer([model.fused_optimizer, adam])
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer("adam", model)])
     train(model, optimizer, CELL, range(2))
     return model, optimizer
 

@@ -1,5 +1,6 @@
 """Checkpoints of sharded dense parts move between all wrappers and worlds."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
+from tests.support.dense_products import split, tensor_parallel
 from tests.support.dense_training import batch_of, cell_of, dense_of, whole
 from tests.support.loops import shard
-from tests.support.pipelining import close_groups, stack_model, tensor_parallel_plan
+from tests.support.pipelining import close_groups, stack_model
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
 
@@ -18,47 +20,37 @@ pytestmark = pytest.mark.slow
 
 ROUNDING = 2e-6
 NUM_BEFORE, NUM_AFTER = 2, 2
-KINDS = (
-    *("ddp", "sharded", "copied", "split", "split copies"),
-    *("pipelined", "pipelined shares", "interleaved", "both", "both shares"),
-)
+WRAPPERS: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: None,
+    "sharded": tdsp.FullyShardedDense,
+    "copied": lambda: tdsp.FullyShardedDense(num_copies=2),
+    "split": split(2, num_copies=1),
+    "split copies": split(2, num_copies=2),
+    "pipelined": lambda: tdsp.PipelinedDense(2, num_micro_batches=2),
+    "pipelined shares": lambda: tdsp.PipelinedDense(
+        2, num_micro_batches=2, cuts=[5], fully_shard=True
+    ),
+    "interleaved": lambda: tdsp.PipelinedDense(
+        8, num_micro_batches=2, stages_per_rank=2, schedule="ZBVZeroBubble"
+    ),
+    "both": lambda: tdsp.PipelinedDense(2, num_micro_batches=2, cuts=[6], **tensor_parallel()),
+    "both shares": lambda: tdsp.PipelinedDense(
+        1, num_micro_batches=2, fully_shard=True, **tensor_parallel()
+    ),
+    "three axes": lambda: tdsp.PipelinedDense(
+        2, num_micro_batches=4, fully_shard=True, **tensor_parallel()
+    ),
+}
+KINDS = [kind for kind in WRAPPERS if kind != "three axes"]
 ON_EIGHT_RANKS = ("split copies", "three axes")
 ON_TWO_RANKS = ("ddp", "sharded", "split", "pipelined")
-
-
-def make_wrapper(kind: str) -> Any:
-    if kind == "sharded":
-        return tdsp.FullyShardedDense()
-    if kind == "copied":
-        return tdsp.FullyShardedDense(num_copies=2)
-    if kind == "split":
-        return tdsp.TensorParallelDense(tensor_parallel_plan(), tp=2)
-    if kind == "split copies":
-        return tdsp.TensorParallelDense(tensor_parallel_plan(), tp=2, num_copies=2)
-    if kind == "pipelined":
-        return tdsp.PipelinedDense(2, num_micro_batches=2)
-    if kind == "pipelined shares":
-        return tdsp.PipelinedDense(2, num_micro_batches=2, cuts=[5], fully_shard=True)
-    if kind == "interleaved":
-        schedule = "ZBVZeroBubble"
-        return tdsp.PipelinedDense(8, num_micro_batches=2, stages_per_rank=2, schedule=schedule)
-    if kind == "both":
-        plan = tensor_parallel_plan()
-        return tdsp.PipelinedDense(2, num_micro_batches=2, cuts=[6], plan=plan, tp=2)
-    if kind == "three axes":
-        plan = tensor_parallel_plan()
-        return tdsp.PipelinedDense(2, num_micro_batches=4, plan=plan, tp=2, fully_shard=True)
-    if kind == "both shares":
-        plan = tensor_parallel_plan()
-        return tdsp.PipelinedDense(1, num_micro_batches=2, plan=plan, tp=2, fully_shard=True)
-    return None
 
 
 class Run:
     """A model with AdaGrad for its dense part, whose moments must move as well."""
 
     def __init__(self, rank: int, world_size: int, kind: str) -> None:
-        self._rank, self._cell, self._wrapper = rank, cell_of(world_size), make_wrapper(kind)
+        self._rank, self._cell, self._wrapper = rank, cell_of(world_size), WRAPPERS[kind]()
         self.model = shard(
             self._cell,
             model=stack_model(self._cell.spec),

@@ -111,7 +111,12 @@ def train_apart(rank: int, world_size: int, cell: Cell, num_steps: int) -> Apart
     start, batches = snapshot(parallel), [step[rank] for step in stream]
     plain_loop(parallel, make_optimizer(parallel), batches)
     looked_up = [
-        {row for batch in batches for f in table.features for row in batch[f].values().tolist()}
+        {
+            row
+            for batch in batches
+            for feature in table.features
+            for row in batch[feature].values().tolist()
+        }
         for table in cell.spec.tables
     ]
     return Apart(start, snapshot(parallel), looked_up, parallel.sync_total.num_bytes)

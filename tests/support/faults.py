@@ -15,10 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -32,7 +31,6 @@ from tests.support.fault_cases import (
     PROGRAMS,
     STOPPED,
     Case,
-    Fault,
     all_cases,
 )
 from tests.support.fault_ranks import TIMEOUT_S, run_rank
@@ -95,16 +93,6 @@ class Outcome:
         if self.seconds > limit:
             problems.append(f"late: {self.seconds:.1f} s")
         return problems
-
-    def told(self) -> dict[str, Any]:
-        """Return it as JSON, with the program's name."""
-        fault = asdict(self.case.fault)
-        return {
-            "case": {"program": self.case.program, "fault": fault},
-            "ends": [asdict(end) for end in self.ends],
-            "seconds": self.seconds,
-            "problems": self.problems,
-        }
 
     def _names_rank(self, end: Ended) -> bool:
         if self.case.fault.kind in (NAN, DIFFERS):
@@ -206,9 +194,6 @@ def _store(port: int, number: int) -> dist.Store:
     return dist.PrefixStore(f"case{number}/", store)
 
 
-Told = dict[str, Any]
-"""An outcome, as JSON."""
-
 EXAMPLES = (
     "raises in the loss",
     "kill -9 in the backward",
@@ -221,21 +206,21 @@ EXAMPLES = (
 )
 
 
-def page(outcomes: Sequence[Told], *, timeout_s: float, deadline_s: float) -> str:
+def page(outcomes: Sequence[Outcome]) -> str:
     """Return a Markdown page with a row for each fault."""
-    by_fault: dict[str, list[Told]] = {str(case.fault): [] for case in all_cases()}
+    by_fault: dict[str, list[Outcome]] = {str(case.fault): [] for case in all_cases()}
     for outcome in outcomes:
-        by_fault[str(Fault(**outcome["case"]["fault"]))].append(outcome)
-    num_well = sum(not outcome["problems"] for outcome in outcomes)
+        by_fault[str(outcome.case.fault)].append(outcome)
+    num_well = sum(not outcome.problems for outcome in outcomes)
     lines = [
         "# How training ends when a rank fails",
         "",
         f"Rank {FAULTY_RANK} of four fails at step {FAULTY_STEP} of {NUM_STEPS}, in "
         f"{len(PROGRAMS)} programs: {', '.join(PROGRAMS)}. The timeout of the process groups is "
-        f"{timeout_s:g} s. A case went *well* if all other ranks ended by themselves, each with an "
+        f"{TIMEOUT_S:g} s. A case went *well* if all other ranks ended by themselves, each with an "
         "error of this package that names the rank, no process was aborted, and the last one ended "
-        f"within {deadline_s:g} s of the fault. After a SIGSTOP, or where the rank waits at a "
-        f"barrier, {timeout_s:g} s more: nobody can tell such a rank from a slow one before the "
+        f"within {DEADLINE_S:g} s of the fault. After a SIGSTOP, or where the rank waits at a "
+        f"barrier, {TIMEOUT_S:g} s more: nobody can tell such a rank from a slow one before the "
         "timeout. Without the context `failing_together` nobody has to be named, but all have to "
         f"end. {num_well} of {len(outcomes)} did. What the errors mean, and what to do about them: "
         "[guide](guides/faults.md).",
@@ -250,25 +235,24 @@ def page(outcomes: Sequence[Told], *, timeout_s: float, deadline_s: float) -> st
     lines += [_row(fault, outcome) for fault, outcome in by_fault.items() if outcome]
     lines += ["", "What the other ranks say:", ""]
     for example in EXAMPLES:
-        texts = [_text(outcome) for outcome in by_fault.get(example, []) if not outcome["problems"]]
+        texts = [_text(outcome) for outcome in by_fault.get(example, []) if not outcome.problems]
         lines += [f"- {example}: `{text}`" for text in texts[:1]]
     return "\n".join(lines) + "\n"
 
 
-def _row(fault: str, outcomes: Sequence[Told]) -> str:
-    well = [outcome for outcome in outcomes if not outcome["problems"]]
-    slowest = max(outcome["seconds"] for outcome in outcomes)
-    otherwise = "; ".join(
-        f"{outcome['case']['program']}: {', '.join(outcome['problems'])}"
+def _row(fault: str, outcomes: Sequence[Outcome]) -> str:
+    otherwise = [
+        f"{outcome.case.program}: {', '.join(outcome.problems)}"
         for outcome in outcomes
-        if outcome["problems"]
-    )
-    return f"| {fault} | {len(outcomes)} | {len(well)} | {slowest:.1f} s | {otherwise or '-'} |"
+        if outcome.problems
+    ]
+    num_well, slowest = len(outcomes) - len(otherwise), max(outcome.seconds for outcome in outcomes)
+    texts = "; ".join(otherwise) or "-"
+    return f"| {fault} | {len(outcomes)} | {num_well} | {slowest:.1f} s | {texts} |"
 
 
-def _text(reported: Told) -> str:
-    (text, *_) = [end["text"] for end in reported["ends"] if end["rank"] != FAULTY_RANK]
-    return text.replace("|", "/")
+def _text(outcome: Outcome) -> str:
+    return outcome.others[0].text.replace("|", "/")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -276,7 +260,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--case", action="append", default=[], help="only the case of this name")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--logs", type=Path, help="keep what ranks said in cases with problems")
-    parser.add_argument("--json", type=Path, help="write what happened")
     parser.add_argument("--page", type=Path, help="write a page about it")
     options = parser.parse_args(arguments)
     cases = [case for case in all_cases() if options.only in str(case)]
@@ -285,11 +268,8 @@ def main(arguments: Sequence[str]) -> int:
     outcomes = run_all(cases, options.logs)
     if outcomes is None:
         return 0
-    reported = [outcome.told() for outcome in outcomes]
-    if options.json is not None:
-        options.json.write_text(json.dumps(reported, indent=1))
     if options.page is not None:
-        options.page.write_text(page(reported, timeout_s=TIMEOUT_S, deadline_s=DEADLINE_S))
+        options.page.write_text(page(outcomes))
     return int(any(outcome.problems for outcome in outcomes))
 
 

@@ -217,7 +217,9 @@ def test_a_failure_of_one_rank_is_everybodys(ranks2: RankPool, tmp_path: Path) -
 def refused(rank: int, world_size: int, folder: Path) -> str:
     model, _ = make(ROW_WISE)
     asynchronous: Any = bool(rank)
-    return error_text(lambda: save_checkpoint(folder, model, asynchronous=asynchronous), ConfigError)
+    return error_text(
+        lambda: save_checkpoint(folder, model, asynchronous=asynchronous), ConfigError
+    )
 
 
 @pytest.mark.dealt_file

@@ -300,9 +300,7 @@ TRIPS = [
     Trip(replace(ADAGRAD, owners="hash"), Cell(TWO, "column_wise", optimizer="adagrad")),
     Trip(replace(HASH, spec=SEQUENCES), stock("row_wise", spec=SEQUENCES)),
     Trip(Cell(TWO), replace(HASH, mesh=TWO)),
-    Trip(
-        Cell(ONE, "table_wise", SEQUENCES, hot_rows=HOT_ROWS), stock("row_wise", spec=SEQUENCES)
-    ),
+    Trip(Cell(ONE, "table_wise", SEQUENCES, hot_rows=HOT_ROWS), stock("row_wise", spec=SEQUENCES)),
 ]
 
 

@@ -243,7 +243,7 @@ def sequences(rank: int, world_size: int) -> list[tuple[list[float], list[int], 
     sharders = [tdsp.EmbeddingCollectionSharder2D(fused_params={"learning_rate": 0.1})]
     # Their replicas have different widths.
     types = {"t0": "column_wise", "t1": "row_wise"}
-    pins = dict.fromkeys(types, {"hot_rows": [1, 7, 20]})
+    pins = {table: {"hot_rows": [1, 7, 20]} for table in types}
     parallel = shard_tables(model, tdsp.Mesh2D(1, 2), sharders, types, pins)
     batch = KeyedJaggedTensor(
         ["f0", "f1", "f2"],

@@ -145,7 +145,7 @@ def case_of(
 
 
 def check_rounding(ranks: RankPool, cases: Sequence[Case], folder: Path) -> None:
-    """Compare with an oracle that rounds where ranks do, so that one rounding more or less shows."""
+    """Compare with an oracle that rounds where ranks do: one rounding more or less shows."""
     for number, case in enumerate(cases):
         seen = ranks.run(run_case, case, folder / str(number))
         verdict = judge(case, [RankReport("returned", of_rank) for of_rank in seen])
@@ -168,7 +168,7 @@ def test_rows_are_rounded_once_each_way(
         {"exchange": "row_per_host"},
         {"optimizer": "adagrad"},
     ]
-    rows = {"exchange": "row"}
+    rows: dict[str, Any] = {"exchange": "row"}
     cases = [case_of(transport.value, "row_wise", **rows | options) for options in more]
     check_rounding(ranks4, cases, tmp_path)
 

@@ -260,9 +260,7 @@ def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str
     """Step after rank 1 got a bad weight; return its error and the rows that the sync wrote."""
     parallel, (batches,) = shard(cell), make_stream(cell, 1)
     local_loss(parallel(batches[rank])).backward()
-    (tensor,) = [
-        shard.tensors["weight"] for shard in shards_of(parallel) if shard.table == "t1"
-    ]
+    (tensor,) = [shard.tensors["weight"] for shard in shards_of(parallel) if shard.table == "t1"]
     if rank == 1:
         tensor[batches[rank]["f1"].values()] = value
     before = raw(parallel, "weight")

@@ -130,7 +130,7 @@ def counting_syncs(parallel: nn.Module) -> Iterator[list[tdsp.SyncReport]]:
 
 def plain_loop(
     parallel: DistributedModelParallel,
-    optimizer: KeyedOptimizer,
+    optimizer: torch.optim.Optimizer,
     batches: Iterable[KeyedJaggedTensor],
     *,
     accumulate: int = 1,

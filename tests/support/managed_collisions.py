@@ -182,7 +182,7 @@ class Twin:
         return [loss.item() for loss in losses]
 
     def see(self, step: int) -> KeyedJaggedTensor:
-        """Let the maps see a step's batches, and reset what they evict; return them with row ids."""
+        """Let the maps see a step's batches, reset what they evict, and return the row ids."""
         self.num_steps += 1
         maps = self.model.mc._managed_collision_collection
         features = maps(together(self.batches(step)))

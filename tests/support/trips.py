@@ -144,28 +144,28 @@ def full_state(
     """Gather every table and moment, whole; replicas must be equal."""
     # Arrays: hundreds of small tensors take long to pickle.
     own = [
-        (name, offsets, copied(shard).numpy())
+        (name, offsets, copied(part).numpy())
         for name, value in state_entries(model, optimizer)
-        for shard, offsets in local_shards(value)
+        for part, offsets in local_shards(value)
     ]
     pieces: list[list[tuple[str, tuple[int, ...], np.ndarray]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(pieces, own)
     every = [
-        (name, offsets, torch.from_numpy(shard))
+        (name, offsets, torch.from_numpy(part))
         for of_rank in pieces
-        for name, offsets, shard in of_rank
+        for name, offsets, part in of_rank
     ]
     ends: dict[str, list[int]] = {}
-    for name, offsets, shard in every:
-        end = [start + size for start, size in zip(offsets, shard.shape, strict=False)]
+    for name, offsets, part in every:
+        end = [start + size for start, size in zip(offsets, part.shape, strict=False)]
         ends[name] = [max(pair) for pair in zip(end, ends.get(name, end), strict=True)]
     whole = {name: torch.full(end, torch.nan) for name, end in ends.items()}
-    for name, offsets, shard in every:
-        parts = zip(offsets, shard.shape, strict=False)
-        region = whole[name][tuple(slice(start, start + size) for start, size in parts)]
+    for name, offsets, part in every:
+        spans = zip(offsets, part.shape, strict=False)
+        region = whole[name][tuple(slice(start, start + size) for start, size in spans)]
         if not region.isnan().all():
-            assert torch.equal(region, shard), f"replicas of {name} differ"
-        region.copy_(shard)
+            assert torch.equal(region, part), f"replicas of {name} differ"
+        region.copy_(part)
     assert not any(value.isnan().any() for value in whole.values())
     return whole
 
@@ -201,12 +201,12 @@ def travel(rank: int, world_size: int, trips: list[Trip], folder: Path) -> list[
 
 
 def arrive(trip: Trip, path: Path, world_size: int) -> Arrival:
-    source, source_optimizer = make(trip.source, world_size)
+    source, source_optimizer = make(trip.source)
     train(source, source_optimizer, trip.source, range(3))
     expected = full_state(source)
     save_checkpoint(path, source, source_optimizer, extra={"step": 3})
 
-    target, target_optimizer = make(trip.target, world_size)
+    target, target_optimizer = make(trip.target)
     # The target has another past: its own steps, hot rows that are newer than their homes, and
     # a backward that waits for its sync.
     train(target, target_optimizer, trip.target, range(20, 22))
@@ -256,7 +256,7 @@ def stock(sharding: str, **options: object) -> Cell:
 
 def save(rank: int, world_size: int, cells: list[Cell], folder: Path, steps: int = 1) -> None:
     for number, cell in enumerate(cells):
-        model, optimizer = make(cell, world_size)
+        model, optimizer = make(cell)
         train(model, optimizer, cell, range(steps))
         save_checkpoint(folder / str(number), model, optimizer, extra={"step": steps})
 

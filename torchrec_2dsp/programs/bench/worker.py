@@ -1,10 +1,10 @@
 """Run one contestant on one rank, in its own process."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
-from itertools import chain, cycle, islice, repeat
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -58,18 +58,13 @@ class Feed(Iterator[Batch]):
         """Different batches; 0 if all differ."""
         self._model = config.model
         dataset = dataset_for(config.model, config.data.dataset())
-        batches = partial(
-            dataset.batches,
+        batches = dataset.batches(
             Split.TRAIN,
             global_batch_size=config.schedule.batch_size * world_size,
             rank=rank,
             world_size=world_size,
         )
-        self._batches = (
-            batches()
-            if not cycle
-            else chain.from_iterable(islice(batches(), cycle) for _ in repeat(None))
-        )
+        self._batches = itertools.cycle(islice(batches, cycle)) if cycle else batches
         self._ready: deque[Batch] = deque()
         self._given: Iterator[Batch] = self._read()
         self._dealt: BalancedBatches[Batch] | None = None
@@ -83,7 +78,7 @@ class Feed(Iterator[Batch]):
         if self.cycle:
             batches = list(islice(self._dealt, self.cycle))
             self._dealt.close()
-            self._given = cycle(batches)
+            self._given = itertools.cycle(batches)
 
     @property
     def report(self) -> BalanceReport | None:

@@ -11,7 +11,7 @@ from torchrec_2dsp.programs.train.record import LESS_IS_BETTER, StepsTrained, be
 from torchrec_2dsp.report.charts import DASHES, PALETTE, Axis, BarChart, Bars, Dash, Line, LineChart
 from torchrec_2dsp.report.page import Page
 
-TITLES = {
+_TITLES = {
     "loss": "Loss",
     "ne": "Normalized entropy (NE)",
     "auc": "AUC",
@@ -55,10 +55,7 @@ def line_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
             "Training NE",
             curve_chart(contents, "NE before learning", lambda point: point.ne),
         ),
-        *(
-            (f"Held out: {TITLES.get(metric, metric)}", chart)
-            for metric, chart in metric_charts(contents)
-        ),
+        *metric_charts(contents),
         (
             "Throughput",
             curve_chart(contents, "samples per second", lambda point: point.samples_per_s),
@@ -113,7 +110,7 @@ def rates_chart(contents: RunContents) -> LineChart:
 
 
 def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
-    """Draw each evaluation metric that has a finite value; yield its name and the chart."""
+    """Draw each evaluation metric that has a finite value; yield the heading and the chart."""
     look_of = looks(contents)
     for metric in contents.finite_metrics:
         lines: list[Line] = []
@@ -129,11 +126,14 @@ def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
                 lines.append(_star(best.step, value, f"{run.name}, best: {value:.5g}", look.colour))
         if any(len(line.x) > 1 for line in lines):
             lines += _planted(contents, metric)
-        yield metric, LineChart(lines, x=_STEPS, y=_axis(metric))
+        yield (
+            f"Held out: {_TITLES.get(metric, metric)}",
+            LineChart(lines, x=_STEPS, y=_axis(metric)),
+        )
 
 
 def _axis(metric: str) -> Axis:
-    title = TITLES.get(metric, metric)
+    title = _TITLES.get(metric, metric)
     if metric in _WITHOUT_BEST:
         return Axis(title=title)
     return Axis(title=f"{title}, {'less' if metric in LESS_IS_BETTER else 'more'} is better")

@@ -108,8 +108,9 @@ def loss_bounds(
     if contestant.ne_bound != "by_kind":
         return LossBounds(None, contestant.ne_bound)
     rounded = {contestant.qcomms, "fp16" if contestant.dense.kind == "fp16" else "fp32"}
-    is_other_algorithm = _has_moments_by_column(sharding)
-    is_other_algorithm |= contestant.dense.is_other_algorithm
+    # TorchRec keeps a moment of a row for each of its column shards.
+    has_moments_by_column = any("column" in name or "grid" in name for name in sharding)
+    is_other_algorithm = has_moments_by_column or contestant.dense.is_other_algorithm
     if not isinstance(contestant, StockContestant):
         rounded |= {contestant.transport.value, contestant.row_transport.value}
         rounded |= set() if contestant.precision == "exact" else {"int4"}
@@ -141,11 +142,6 @@ def _reference(result: BenchResult, config: BenchConfig) -> ContestantResult:
         f"the loss of {candidates[0].name} is {candidates[0].losses[step]} at step {step + 1}, so "
         "there is nothing to hold the others against; lower optimizer.lr and optimizer.dense_lr"
     )
-
-
-def _has_moments_by_column(sharding: Mapping[str, int]) -> bool:
-    """Return whether rows have a moment for each column shard, as TorchRec keeps them."""
-    return any("column" in name or "grid" in name for name in sharding)
 
 
 def _widened(

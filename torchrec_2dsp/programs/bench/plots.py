@@ -73,7 +73,7 @@ def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
     for result, place in zip(results, places(results), strict=True):
         by_place.setdefault(place, []).append(result)
     looks = _looks(results, names)
-    slowest_first = sorted(names, key=lambda name: -_median_ms(results, name))
+    slowest_first = sorted(names, key=lambda name: -np.median(_steps_ms(results, name) or [0.0]))
     # Side by side, so that no bar hides another.
     shifts = {name: 0.4 * ((n + 0.5) / len(names) - 0.5) for n, name in enumerate(names)}
     charts = []
@@ -204,12 +204,6 @@ def _steps_ms(results: Sequence[BenchResult], name: str) -> list[float]:
         if contestant.name == name
         for block in contestant.blocks
     ]
-
-
-def _median_ms(results: Sequence[BenchResult], name: str) -> float:
-    """Return the median over all results; 0 without any."""
-    steps = _steps_ms(results, name)
-    return float(np.median(steps)) if steps else 0.0
 
 
 _BAND = 0.15

@@ -153,19 +153,17 @@ def predicted_steps(
             if rest_s > 0:
                 beside[name] = rest_s
     if beside:
-        dense = _as_long_as(dense, statistics.median(beside.values()))
+        # As long as that, divided into forward and backward as before.
+        scale = statistics.median(beside.values()) / (dense.forward_s + dense.backward_s)
+        dense = replace(
+            dense, forward_s=scale * dense.forward_s, backward_s=scale * dense.backward_s
+        )
     steps = {
         name: cost(plan, config.planned[name], dense).as_dict()
         for name, plan in in_2d.items()
         if name in config.planned
     }
     return Predicted(steps, tuple(beside))
-
-
-def _as_long_as(dense: DenseWork, seconds: float) -> DenseWork:
-    """Scale the dense work to these seconds, divided into forward and backward as before."""
-    scale = seconds / (dense.forward_s + dense.backward_s)
-    return replace(dense, forward_s=scale * dense.forward_s, backward_s=scale * dense.backward_s)
 
 
 def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
@@ -175,11 +173,9 @@ def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
     differences = Calibration.load(config.calibration).differences(
         local_world_size=local_world_size, device=config.schedule.device
     )
-    return (
-        f"{config.calibration} is of other machines: {'; '.join(differences)}"
-        if differences
-        else ""
-    )
+    if not differences:
+        return ""
+    return f"{config.calibration} is of other machines: {'; '.join(differences)}"
 
 
 _PATIENCE = 3.0

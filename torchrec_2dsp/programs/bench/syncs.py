@@ -259,17 +259,24 @@ def run_sync_bench(
     """
     world = world_group()
     started = datetime.now(UTC)
-    with agreeing(world) as facts:
-        _check_world(config, dist.get_world_size(world))
-        facts["the config"] = config.model_dump_json()
     world_size = dist.get_world_size(world)
+    with agreeing(world) as facts:
+        for num_groups in config.num_groups:
+            if world_size % num_groups:
+                raise ConfigError(
+                    f"num_groups={num_groups} does not divide the {world_size} ranks; start as "
+                    "many ranks as a multiple of it"
+                )
+        facts["the config"] = config.model_dump_json()
     place = Place(dist.get_rank(world), world_size, get_local_size(world_size))
     speeds = measure_link_speeds(local_world_size=place.local_world_size)
     num_cases = len(config.num_groups) * len(config.shard_mib) * len(config.touched_shares)
     numbers = count(1)
     times: list[SyncTimes] = []
     for num_groups, shard_mib in product(config.num_groups, config.shard_mib):
-        copies = _build(config, num_groups, shard_mib)
+        mesh = Mesh2D(num_groups, world_size // num_groups, config.layout)
+        groups = MeshGroups.for_mesh(mesh, "cpu")
+        copies = Copies(groups, config.num_rows(shard_mib), config.dim)
         for share in config.touched_shares:
             progress(
                 f"{next(numbers)} of {num_cases}: {num_groups} copies of {shard_mib:g} MiB, "
@@ -289,21 +296,6 @@ def run_sync_bench(
         reference=config.reference,
         times=tuple(times),
     )
-
-
-def _check_world(config: SyncBenchConfig, world_size: int) -> None:
-    for num_groups in config.num_groups:
-        if world_size % num_groups:
-            raise ConfigError(
-                f"num_groups={num_groups} does not divide the {world_size} ranks; start as many "
-                "ranks as a multiple of it"
-            )
-
-
-def _build(config: SyncBenchConfig, num_groups: int, shard_mib: float) -> Copies:
-    mesh = Mesh2D(num_groups, dist.get_world_size() // num_groups, config.layout)
-    groups = MeshGroups.for_mesh(mesh, "cpu")
-    return Copies(groups, config.num_rows(shard_mib), config.dim)
 
 
 def _measure(config: SyncBenchConfig, case: Case, copies: Copies) -> list[SyncTimes]:

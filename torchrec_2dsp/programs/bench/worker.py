@@ -161,11 +161,16 @@ class Worker:
         quiet_upstream()
         give_back_memory()
         self._start_bytes = resident_bytes()
+        backend = ""
+        if self._is_ceiling:
+            backend = replay_backend()
+        elif self._planned.full_duplex:
+            backend = full_duplex_backend()
         join_contestant(
             self._config.schedule,
             list(self._config.contestants).index(self._name),
             self._place,
-            backend=self._backend(),
+            backend=backend,
             # The benchmark's own deadline comes first, and says where each rank was.
             patience=2.0,
         )
@@ -284,8 +289,3 @@ class Worker:
         self._losses.append(loss.detach())
         self._compute_s.append(time.thread_time() - start)
         self._feed.note_seconds(self._compute_s[-1])
-
-    def _backend(self) -> str:
-        if self._is_ceiling:
-            return replay_backend()
-        return full_duplex_backend() if self._planned.full_duplex else ""

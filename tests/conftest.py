@@ -79,10 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         matrices: dict[str, list[str]] = defaultdict(list)
         suite: dict[str, list[str]] = defaultdict(list)
         for item in items:
-            if item.get_closest_marker("slow") or item.get_closest_marker("alone"):
-                continue  # Slices choose among the first already, and the second are few.
+            if item.get_closest_marker("slow"):
+                continue  # Slices choose among them already.
             if mark := item.get_closest_marker("dealt_suite"):
                 suite[mark.args[0] if mark.args else item.nodeid].append(item.nodeid)
+            elif item.get_closest_marker("alone"):
+                continue  # They are few.
             elif item.get_closest_marker("dealt_file"):
                 files[item.nodeid.partition("::")[0]].append(item.nodeid)
             elif item.get_closest_marker("dealt"):

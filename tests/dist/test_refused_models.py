@@ -1,6 +1,5 @@
 """Models that the sharders can't take over completely are refused by name, on all ranks."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -9,20 +8,21 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
-from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 
 import torchrec_2dsp as tdsp
 from tests.support.managed_collisions import behind_maps
-from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, build, make_batch
-from tests.support.oracle import local_loss
-from tests.support.parity import TWO, make_optimizer
+from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, build
+from tests.support.parity import TWO
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
@@ -47,14 +47,32 @@ def managed_sequences() -> nn.Module:
     return behind_maps(SequenceModel(SEQUENCES).ec, id_map)
 
 
+def mapped_by_hand() -> nn.Module:
+    """Return bags behind an id map that isn't part of a collection."""
+    ebc = BagModel(BAGS).ebc
+    configs = ebc.embedding_bag_configs()
+    modules: Any = {config.name: id_map(config.num_embeddings) for config in configs}
+    return nn.ModuleDict({"maps": ManagedCollisionCollection(modules, configs), "ebc": ebc})
+
+
+def one_map_far_away() -> nn.Module:
+    model: Any = mapped_by_hand()
+    id_map = model.maps._managed_collision_modules["t0"]
+    return nn.ModuleDict({"user": nn.ModuleDict({"map": id_map}), "ebc": model.ebc})
+
+
+def pruned_by_hand() -> nn.Module:
+    itep = GenericITEPModule(table_name_to_unpruned_hash_sizes={}, lookups=None)
+    return nn.ModuleDict({"itep": itep, "ebc": BagModel(BAGS).ebc})
+
+
 def pruned_bags() -> nn.Module:
     itep = GenericITEPModule(table_name_to_unpruned_hash_sizes={}, lookups=None)
     return ITEPEmbeddingBagCollection(BagModel(BAGS).ebc, itep)
 
 
-def processed_bags(*, is_trained: bool = True) -> FeatureProcessedEmbeddingBagCollection:
-    lengths = dict.fromkeys(BagModel(WEIGHTED).features, 4)
-    processors = PositionWeightedModuleCollection(lengths).requires_grad_(is_trained)
+def processed_bags() -> FeatureProcessedEmbeddingBagCollection:
+    processors = PositionWeightedModuleCollection(dict.fromkeys(BagModel(WEIGHTED).features, 4))
     return FeatureProcessedEmbeddingBagCollection(BagModel(WEIGHTED).ebc, processors)
 
 
@@ -116,6 +134,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
             pruned_bags,
             "ITEPEmbeddingBagCollection, which prunes rows by what each rank has seen; use",
         ),
+        (mapped_by_hand, "ManagedCollisionCollection, which maps raw ids to rows by what each rank"),
+        (one_map_far_away, "MCHManagedCollisionModule, which maps raw ids to rows by what each rank"),
+        (pruned_by_hand, "GenericITEPModule, which prunes rows by what each rank has seen; use"),
         (
             processed_bags,
             "FeatureProcessedEmbeddingBagCollection, which trains weights of ids, whose",
@@ -134,7 +155,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         (frozen_table, "table 't1' of module 'sparse.ebc' has requires_grad=False, but the fused"),
     )
 }
-ONLY_OF_A_WHOLE_MODEL = ("tied_tables", "tied_to_a_dense_layer", "fused_bags")
+ONLY_OF_A_WHOLE_MODEL = ("tied_tables", "tied_to_a_dense_layer", "fused_bags", "one_map_far_away")
 """A sharder sees a collection and where it is set; these show in the model only."""
 
 
@@ -190,99 +211,3 @@ def test_models_that_would_be_sharded_in_part(ranks4: RankPool, case: str) -> No
         for message in answers:
             assert message.startswith("UnsupportedError: "), answers
             assert text in message, answers
-
-
-class Scored(nn.Module):
-    """Scores by what ``sparse`` gives: a tensor, or a `KeyedTensor`."""
-
-    def __init__(self, sparse: nn.Module, width: int) -> None:
-        super().__init__()
-        self.sparse = sparse
-        self.is_tower = width == 4
-        self.over = nn.Linear(width, 1)
-
-    def forward(self, batch: KeyedJaggedTensor) -> torch.Tensor:
-        pooled = self.sparse(batch)
-        if not self.is_tower:
-            pooled = torch.cat([pooled[name] for name in sorted(pooled.keys())], dim=1)
-        return self.over(pooled).squeeze(1)
-
-
-class Interaction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(48, 4)
-
-    def forward(self, pooled: KeyedTensor) -> torch.Tensor:
-        return self.layer(torch.cat([pooled[name] for name in ("f0", "f1", "f2", "f3")], dim=1))
-
-
-class Twice(nn.Module):
-    """One collection in two holders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        ebc = BagModel(BAGS).ebc
-        self.first, self.second = nn.ModuleDict({"ebc": ebc}), nn.ModuleDict({"ebc": ebc})
-
-    def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        first, second = self.first["ebc"](batch), self.second["ebc"](batch)
-        names = sorted(first.keys())
-        return {name: first[name] + 2 * second[name] for name in names}
-
-
-def tower() -> nn.Module:
-    return Scored(EmbeddingTower(BagModel(BAGS).ebc, Interaction()), 4)
-
-
-def frozen_processors() -> nn.Module:
-    sparse = processed_bags(is_trained=False)
-    processors: Any = sparse._feature_processors
-    with torch.no_grad():
-        for weights in processors.position_weights.values():
-            weights.copy_(torch.linspace(0.5, 2, len(weights)))
-    return Scored(sparse, 48)
-
-
-def two_holders() -> nn.Module:
-    return Scored(Twice(), 48)
-
-
-WHOLE: dict[str, tuple[Callable[[], nn.Module], ModelSpec]] = {
-    "tower": (tower, BAGS),
-    "frozen_processors": (frozen_processors, BAGS),
-    "two_holders": (two_holders, BAGS),
-}
-
-
-def largest_loss_gap(rank: int, world_size: int, case: str) -> float:
-    """Return the losses' gap to the unsharded model's on the batches of all ranks."""
-    make, spec = WHOLE[case]
-    torch.manual_seed(0)
-    alone = make()
-    torch.manual_seed(0)
-    model = make()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    parallel = tdsp.ModelParallel2D(model, plan=plan_of(model), sharders=sharders())
-    parallel.load_state_dict(OrderedDict(weights))
-    optimizer = make_optimizer(parallel, lr=LR)
-    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=LR)
-    gap = 0.0
-    for step in range(4):
-        batches = [make_batch(spec, 10 * step + other) for other in range(world_size)]
-        optimizer.zero_grad()
-        optimizer_alone.zero_grad()
-        losses = torch.stack([local_loss(alone(batch)) for batch in batches])
-        losses.mean().backward()
-        loss = local_loss(parallel(batches[rank]))
-        loss.backward()
-        optimizer_alone.step()
-        optimizer.step()
-        gap = max(gap, (loss - losses[rank]).abs().item())
-    return gap
-
-
-@pytest.mark.parametrize("case", WHOLE)
-def test_models_that_are_sharded_as_a_whole_train_right(ranks4: RankPool, case: str) -> None:
-    for gap in ranks4.run(largest_loss_gap, case, timeout_s=60):
-        assert gap < 1e-5

@@ -29,11 +29,13 @@ from torchrec.modules.itep_embedding_modules import (
     ITEPEmbeddingBagCollection,
     ITEPEmbeddingCollection,
 )
+from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
+from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp._compat.managed_collisions import (
@@ -67,9 +69,16 @@ _REASONS: dict[type[nn.Module], str] = dict.fromkeys(
     "EmbeddingCollection, and give the optimizer to the sharder",
 )
 _REASONS |= dict.fromkeys(
-    (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection),
+    (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection, GenericITEPModule),
     "prunes rows by what each rank has seen; use its collection alone",
 )
+_REASONS |= dict.fromkeys(
+    (ManagedCollisionCollection, ManagedCollisionModule),
+    "maps raw ids to rows by what each rank has seen; put it with its tables into a "
+    "ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection of the plan",
+)
+_LEARNING = (GenericITEPModule, ManagedCollisionCollection, ManagedCollisionModule)
+"""Modules that learn from ids, and needn't hold a collection."""
 _REASONS |= {
     BaseManagedCollisionEmbeddingCollection: (
         "maps raw ids to rows by what each rank has seen where its collection alone is sharded; "
@@ -121,10 +130,12 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     for module, path in managed.items():
         check_managed(module, path)
         sharded[collection_of(module)] = path
+    in_managed = {part for module in managed for part in module.modules()}
     for path, module in model.named_modules():
-        if module in managed:
+        if module in in_managed:
             continue
-        if isinstance(module, _FUSED) or any(child in sharded for child in module.children()):
+        is_alone = isinstance(module, (*_FUSED, *_LEARNING))
+        if is_alone or any(child in sharded for child in module.children()):
             check_holder(module, path)
     _check_tied(model, sharded)
     for module, path in sharded.items():
@@ -154,6 +165,9 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
                 "only; keep one of the names"
             )
         first_names[child] = name
+    for name, child in holder.named_children():
+        if isinstance(child, _LEARNING):
+            check_holder(child, None if path is None else f"{path}.{name}")
 
 
 def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] = _NO_PLAN) -> None:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -199,20 +200,24 @@ class PhaseAtMoment:
 
     def inside(self, span: HostSpan) -> "PhaseAtMoment":
         """Return the meaning of ``span`` inside a span with this meaning."""
-        if span.name.startswith("c10d::"):
+        return self._inside(span.name, span.is_operator)
+
+    @cache  # noqa: B019  # A trace has hundreds of thousands of spans, and few names.
+    def _inside(self, name: str, is_operator: bool) -> "PhaseAtMoment":
+        if name.startswith("c10d::"):
             sends_dense = self.phase is StepPhase.DENSE_BACKWARD
             phase = StepPhase.DENSE_GRADIENTS if sends_dense else self.phase
             return PhaseAtMoment(phase, may_wait=True)
-        if span.name.startswith(_SAMPLES):
+        if name.startswith(_SAMPLES):
             return PhaseAtMoment(StepPhase.NEXT_BATCH, may_wait=True)
         for phase, names in _NAMES.items():
-            if names.search(span.name):
+            if names.search(name):
                 # Row gradients are applied by a lookup of their rows and its backward.
                 if (self.phase, phase) == (StepPhase.TABLE_UPDATE, StepPhase.LOOKUP):
                     phase = self.phase
-                computes = span.is_operator and not _EXCHANGES.search(span.name)
+                computes = is_operator and not _EXCHANGES.search(name)
                 return PhaseAtMoment(phase, may_wait=phase in _WAITING and not computes)
-        return replace(self, may_wait=False) if span.is_operator else self
+        return replace(self, may_wait=False) if is_operator else self
 
 
 _OTHER = PhaseAtMoment(StepPhase.OTHER)

@@ -1,0 +1,354 @@
+"""Each of TorchRec's modules is on the guide's list, and those that work equal the unsharded one."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchrec.modules
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.modules.debug_embedding_modules import (
+    DebugEmbeddingBagCollection,
+    DebugEmbeddingCollection,
+)
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_adapter import McEmbeddingCollectionAdapter
+from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
+from torchrec.modules.regroup import KTRegroupAsDict
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
+from torchrec.quant.utils import quantize_embeddings
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, make_batch
+from tests.support.oracle import local_loss
+from tests.support.parity import TWO, make_optimizer
+from tests.support.ranks import RankPool
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.shard.initial_tables import configs_of
+
+BAGS, WEIGHTED = ModelSpec(), ModelSpec(weighted=True)
+FEATURES = ("f0", "f1", "f2", "f3")
+LR = 0.01
+PAGE = Path("docs/guides/torchrec_modules.md")
+
+
+def test_every_module_is_on_the_page() -> None:
+    listed = set(re.findall(r"`(\w+)`", PAGE.read_text()))
+    missing = []
+    for info in pkgutil.iter_modules(torchrec.modules.__path__):
+        module = importlib.import_module(f"torchrec.modules.{info.name}")
+        for name, kind in inspect.getmembers(module, inspect.isclass):
+            if kind.__module__ == module.__name__ and issubclass(kind, nn.Module):
+                missing += [] if name.startswith("_") or name in listed else [name]
+    assert not missing
+
+
+class Scored(nn.Module):
+    """Scores by what ``sparse`` gives: pooled bags, sequences, or a tensor of some columns."""
+
+    def __init__(self, sparse: nn.Module, width: int = 0) -> None:
+        super().__init__()
+        self.sparse = sparse
+        self.features = FEATURES if width != 24 else FEATURES[:3]
+        self.over = nn.Linear(width or 48, 1)
+
+    def forward(self, batch: KeyedJaggedTensor) -> torch.Tensor:
+        given = self.sparse(batch)
+        if not isinstance(given, torch.Tensor):
+            given = torch.cat([bags_of(given[name]) for name in self.features], dim=1)
+        return self.over(given).squeeze(1)
+
+
+def bags_of(rows: Any) -> torch.Tensor:
+    """Add up a sequence's rows; bags are returned as they are."""
+    if isinstance(rows, torch.Tensor):
+        return rows
+    sample = torch.arange(rows.lengths().numel()).repeat_interleave(rows.lengths())
+    bags = rows.values().new_zeros(rows.lengths().numel(), rows.values().shape[1])
+    return bags.index_add(0, sample, rows.values().tanh())
+
+
+class Interaction(nn.Module):
+    """Four columns of some bags or sequences."""
+
+    def __init__(self, features: Sequence[str], width: int) -> None:
+        super().__init__()
+        self.features, self.layer = features, nn.Linear(width, 4)
+
+    def forward(self, rows: Any) -> torch.Tensor:
+        return self.layer(torch.cat([bags_of(rows[name]) for name in self.features], dim=1))
+
+
+def bags() -> Any:
+    return BagModel(BAGS).ebc
+
+
+def sequences() -> Any:
+    """Return a collection whose tables are called otherwise than those of `bags`."""
+    renamed = [
+        type(table)(f"s_{table.name}", table.num_rows, table.dim, table.features)
+        for table in SEQUENCES.tables
+    ]
+    return SequenceModel(ModelSpec(tuple(renamed), sequence=True)).ec
+
+
+def bags_tower() -> EmbeddingTower:
+    return EmbeddingTower(bags(), Interaction(FEATURES, 48))
+
+
+def towers() -> nn.Module:
+    """Return a tower of bags beside one of sequences, which share features."""
+    of_sequences = EmbeddingTower(sequences(), Interaction(FEATURES[:3], 24))
+    return Scored(EmbeddingTowerCollection([bags_tower(), of_sequences]), 8)
+
+
+def frozen_processors() -> nn.Module:
+    processors = PositionWeightedModuleCollection(dict.fromkeys(FEATURES, 4)).requires_grad_(False)
+    with torch.no_grad():
+        for weights in processors.position_weights.values():
+            weights.copy_(torch.linspace(0.5, 2, len(weights)))
+    return Scored(FeatureProcessedEmbeddingBagCollection(BagModel(WEIGHTED).ebc, processors))
+
+
+def debugged_bags() -> nn.Module:
+    sparse = DebugEmbeddingBagCollection(
+        tables=bags().embedding_bag_configs(), device=torch.device("cpu")
+    )
+    return Scored(sparse)
+
+
+def debugged_sequences() -> nn.Module:
+    sparse = DebugEmbeddingCollection(
+        tables=sequences().embedding_configs(), device=torch.device("cpu")
+    )
+    return Scored(sparse, 24)
+
+
+class TwoHolders(nn.Module):
+    """One collection in two holders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ebc = bags()
+        self.first, self.second = nn.ModuleDict({"ebc": ebc}), nn.ModuleDict({"ebc": ebc})
+
+    def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        first, second = self.first["ebc"](batch), self.second["ebc"](batch)
+        return {name: first[name] + 2 * second[name] for name in FEATURES}
+
+
+class TwoBatches(nn.Module):
+    """One collection that looks up two batches in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = bags()
+
+    def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        next_ids = (batch.values() + 1) % 24
+        shifted = KeyedJaggedTensor(batch.keys(), next_ids, lengths=batch.lengths())
+        here, there = self.ebc(batch), self.ebc(shifted)
+        return {name: here[name] - there[name] for name in FEATURES}
+
+
+class Regrouped(nn.Module):
+    """Two collections that share a feature, regrouped by TorchRec's module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = [table for table in bags().embedding_bag_configs() if table.name != "t2"]
+        second = [table for table in bags().embedding_bag_configs() if table.name == "t2"]
+        for table in second:
+            table.feature_names = ["f0"]
+        self.collections = nn.ModuleList(
+            torchrec.EmbeddingBagCollection(tables=tables) for tables in (first, second)
+        )
+        self.regroup = KTRegroupAsDict([["f1", "f2"], ["f0"]], ["items", "users"])
+
+    def forward(self, batch: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = [collection(batch) for collection in self.collections]
+        first, second = pooled[0], pooled[1]
+        items = torch.cat([first["f1"], first["f2"]], dim=1)
+        return torch.cat([items, first["f0"] * second["f0"]], dim=1)
+
+
+class Scripted(nn.Module):
+    """Bags under a scripted layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = bags()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.layer = torch.jit.script(nn.Sequential(nn.Linear(48, 4), nn.Tanh()))
+
+    def forward(self, batch: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.ebc(batch)
+        return self.layer(torch.cat([pooled[name] for name in FEATURES], dim=1))
+
+
+class BesideQuantized(nn.Module):
+    """Bags beside a quantised collection, which isn't trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = bags()
+        holder = nn.ModuleDict({"ebc": bags()})
+        self.quantized = quantize_embeddings(holder, torch.qint8, inplace=False)
+        assert isinstance(self.quantized["ebc"], QuantEmbeddingBagCollection)
+
+    def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        pooled, fixed = self.trained(batch), self.quantized["ebc"](batch)
+        return {name: pooled[name] + fixed[name] for name in FEATURES}
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], ModelSpec]] = {
+    "tower": (lambda: Scored(bags_tower(), 4), BAGS),
+    "towers": (towers, BAGS),
+    "frozen_processors": (frozen_processors, BAGS),
+    "debugged_bags": (debugged_bags, BAGS),
+    "debugged_sequences": (debugged_sequences, BAGS),
+    "prioritized": (lambda: Scored(PECEmbeddingCollection(sequences()), 24), BAGS),
+    "two_holders": (lambda: Scored(TwoHolders()), BAGS),
+    "two_batches": (lambda: Scored(TwoBatches()), BAGS),
+    "regrouped": (lambda: Scored(Regrouped(), 40), BAGS),
+    "nested": (lambda: Scored(nn.Sequential(nn.ModuleList([bags()])[0])), BAGS),
+    "scripted": (lambda: Scored(Scripted(), 4), BAGS),
+    "beside_quantized": (lambda: Scored(BesideQuantized()), BAGS),
+}
+
+
+def sharders() -> list[Any]:
+    fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+    tables = (
+        tdsp.EmbeddingBagCollectionSharder2D(fused_params),
+        tdsp.EmbeddingCollectionSharder2D(fused_params),
+    )
+    return [*tables, tdsp.ManagedCollisionEmbeddingCollectionSharder2D(tables[1])]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to shard all tables of a model, in exact copies."""
+
+    sharding_type: str
+    exchange: str = "pooled"
+
+    def plan(self, model: nn.Module) -> tdsp.Plan2D:
+        """Make a plan by TorchRec's planner, which checks no model."""
+        topology = Topology(world_size=TWO.group_size, compute_device="cpu")
+        constraint = ParameterConstraints(sharding_types=[self.sharding_type])
+        names = [
+            config.name
+            for module in model.modules()
+            if hasattr(module, "embedding_bag_configs") or hasattr(module, "embedding_configs")
+            for config in configs_of(module)
+        ]
+        planner = EmbeddingShardingPlanner(topology, constraints=dict.fromkeys(names, constraint))
+        plan = tdsp.Plan2D.from_stock(planner.plan(model, sharders()), TWO)
+        for _, tables in plan.modules():
+            for name in tables:
+                plan = tdsp.pin(plan, name, exchange=self.exchange)
+        return plan
+
+
+WAYS = (Way("table_wise"), Way("row_wise", "row"))
+
+
+def largest_loss_gaps(rank: int, world_size: int, case: str) -> list[float]:
+    """Return the losses' gap to the unsharded model's on the batches of all ranks, each way."""
+    return [loss_gap(rank, world_size, case, way) for way in WAYS]
+
+
+def loss_gap(rank: int, world_size: int, case: str, way: Way) -> float:
+    make, spec = CASES[case]
+    torch.manual_seed(0)
+    alone = make()
+    torch.manual_seed(0)
+    model = make()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    parallel = tdsp.ModelParallel2D(model, plan=way.plan(model), sharders=sharders())
+    parallel.load_state_dict(OrderedDict(weights))
+    optimizer = make_optimizer(parallel, lr=LR)
+    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=LR)
+    gap = 0.0
+    for step in range(4):
+        batches = [make_batch(spec, 10 * step + other) for other in range(world_size)]
+        optimizer.zero_grad()
+        optimizer_alone.zero_grad()
+        losses = torch.stack([local_loss(alone(batch)) for batch in batches])
+        losses.mean().backward()
+        loss = local_loss(parallel(batches[rank]))
+        loss.backward()
+        optimizer_alone.step()
+        optimizer.step()
+        gap = max(gap, (loss - losses[rank]).abs().item())
+    return gap
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_train_as_unsharded_ones(ranks4: RankPool, case: str) -> None:
+    for gaps in ranks4.run(largest_loss_gaps, case, timeout_s=60):
+        assert max(gaps) < 1e-5, gaps
+
+
+class RowsOnly(nn.Module):
+    """The first of the two things that a collection behind id maps gives."""
+
+    def __init__(self, sparse: nn.Module) -> None:
+        super().__init__()
+        self.sparse = sparse
+
+    def forward(self, batch: KeyedJaggedTensor) -> Any:
+        rows, _ = self.sparse(batch)
+        return rows
+
+
+def adapted_losses(rank: int, world_size: int) -> list[list[float]]:
+    """Return the losses behind TorchRec's adapter, and behind the module that it makes."""
+    losses: list[list[float]] = []
+    for is_adapted in (True, False):
+        adapter = McEmbeddingCollectionAdapter(
+            sequences().embedding_configs(),
+            input_hash_size=1_000,
+            device=torch.device("cpu"),
+            world_size=world_size,
+            zch_method="sort_zch",
+        )
+        torch.manual_seed(0)
+        managed: Any = adapter.mc_embedding_collection
+        model = Scored(adapter if is_adapted else RowsOnly(managed), 24)
+        fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+        tables = tdsp.EmbeddingCollectionSharder2D(fused_params, init_seed=3)
+        sharder = tdsp.ManagedCollisionEmbeddingCollectionSharder2D(tables)
+        plan = tdsp.Planner2D(
+            Topology(world_size=world_size, compute_device="cpu"), mesh=TWO
+        ).collective_plan(model, [sharder])
+        parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
+        optimizer = make_optimizer(parallel, lr=LR)
+        losses.append([])
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = local_loss(parallel(make_batch(BAGS, 10 * step + rank)))
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    return losses
+
+
+def test_an_adapter_trains_as_the_module_that_it_makes(ranks4: RankPool) -> None:
+    for adapted, direct in ranks4.run(adapted_losses, timeout_s=60):
+        assert adapted == direct
+        assert len(set(adapted)) == 4

@@ -25,6 +25,8 @@ from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, 
 from tests.support.parity import TWO
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.plan.fits_module import check_managed
 
 BAGS, WEIGHTED = ModelSpec(), ModelSpec(weighted=True)
 LR = 0.01
@@ -113,10 +115,11 @@ def tied_sequences() -> nn.Module:
     return model
 
 
-def frozen_table() -> nn.Module:
-    model: Any = build(BAGS)
-    model.ebc.embedding_bags["t1"].requires_grad_(False)
-    return model
+def test_frozen_tables_behind_id_maps() -> None:
+    model: Any = managed_bags()
+    model._embedding_module.embedding_bags["t1"].requires_grad_(False)
+    with pytest.raises(UnsupportedError, match="table 't1' .* has requires_grad=False, but manag"):
+        check_managed(model, "sparse")
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -134,8 +137,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
             pruned_bags,
             "ITEPEmbeddingBagCollection, which prunes rows by what each rank has seen; use",
         ),
-        (mapped_by_hand, "ManagedCollisionCollection, which maps raw ids to rows by what each rank"),
-        (one_map_far_away, "MCHManagedCollisionModule, which maps raw ids to rows by what each rank"),
+        (
+            mapped_by_hand,
+            "ManagedCollisionCollection, which maps raw ids to rows by what each rank",
+        ),
+        (
+            one_map_far_away,
+            "MCHManagedCollisionModule, which maps raw ids to rows by what each rank",
+        ),
         (pruned_by_hand, "GenericITEPModule, which prunes rows by what each rank has seen; use"),
         (
             processed_bags,
@@ -152,7 +161,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
             tied_sequences,
             "are tied, which sharding undoes; use one table with the features of both",
         ),
-        (frozen_table, "table 't1' of module 'sparse.ebc' has requires_grad=False, but the fused"),
     )
 }
 ONLY_OF_A_WHOLE_MODEL = ("tied_tables", "tied_to_a_dense_layer", "fused_bags", "one_map_far_away")

@@ -195,6 +195,12 @@ class Loads:
             return self
         return self.even(self.values.mean(axis=1), self.types)
 
+    def drop_updates(self) -> None:
+        """Forget gradients, updates and syncs, and rows that would travel before a step."""
+        for name in _OF_UPDATES:
+            setattr(self, name, 0.0)
+        self.encoding_s = self.encoding_s / 2
+
     def look_up(
         self,
         ids: float | Ranks,
@@ -226,6 +232,16 @@ class Loads:
 
 LOADS = tuple(name for name, member in vars(Loads).items() if isinstance(member, Load))
 """The names of all loads, in the order of `Loads.values`."""
+
+
+_OF_UPDATES = (
+    *("added_rows", "added_bytes", "dense_bytes", "all_reduced_bytes", "pooled_to", "rows_to"),
+    *("early_from", "early_bytes", "lagging_to", "lagging_bytes", "beside_ids"),
+    *("gathered", "host_gathered", "host_rows_to", "across_to"),
+    *(name for name in LOADS if name.startswith(("hot_rows", "hot_bytes", "peer_", "averaged_"))),
+    *(name for name in LOADS if name.startswith("moment_")),
+)
+"""The loads that a step without a backward doesn't have; half of `Loads.encoding_s` besides."""
 
 
 def load_weights(**per_unit: float) -> Ranks:

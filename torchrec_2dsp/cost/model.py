@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -230,10 +231,14 @@ class CostSetting:
         )
         if not by_rank:
             loads.values = cast(Any, [0.0] * len(LOADS))
-        for table in tables:
-            add_table(loads, table, self.workload, self.group)
-            add_hot_rows(loads, table, self.workload, self.world)
-            add_synced_rows(loads, table, self.workload, self.peers, self.sync)
+        by_training = sorted(tables, key=lambda table: not table.work.is_frozen)
+        for are_frozen, alike in groupby(by_training, lambda table: table.work.is_frozen):
+            for table in alike:
+                add_table(loads, table, self.workload, self.group)
+                add_hot_rows(loads, table, self.workload, self.world)
+                add_synced_rows(loads, table, self.workload, self.peers, self.sync)
+            if are_frozen:
+                loads.drop_updates()
         if self.calibration.hardware.device != "cpu":
             # FBGEMM alone can update rows there, all at once: no gradients come later than others.
             loads.lagging_to = loads.lagging_bytes = 0.0

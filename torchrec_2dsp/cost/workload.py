@@ -99,6 +99,9 @@ class TableWork:
     is_sequence: bool = False
     """Whether each id gets its row, or each bag its rows' sum."""
 
+    is_frozen: bool = False
+    """True if it is looked up and not trained."""
+
     access: TableAccess | None = None
     """Row frequencies, if they were counted."""
 
@@ -339,10 +342,15 @@ class Workload:
                 configs, is_sequence = part.embedding_configs(), True
             else:
                 continue
+            weights = part.named_parameters()
+            frozen = {name.split(".")[-2] for name, weight in weights if not weight.requires_grad}
             for config in configs:
                 constraint = (constraints or {}).get(config.name)
                 work = _table_work(config, constraint, access)
-                tables[config.name] = replace(work, is_sequence=is_sequence, skew=skew)
+                is_frozen = config.name in frozen
+                tables[config.name] = replace(
+                    work, is_sequence=is_sequence, is_frozen=is_frozen, skew=skew
+                )
         unknown = sorted(set(access or {}) - set(tables))
         if unknown:
             raise ConfigError(

@@ -138,8 +138,6 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         if is_alone or any(child in sharded for child in module.children()):
             check_holder(module, path)
     _check_tied(model, sharded)
-    for module, path in sharded.items():
-        check_trained(module, path)
 
 
 def check_holder(holder: nn.Module, path: str | None = None) -> None:
@@ -196,6 +194,11 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
                 f"table {name!r} of module {path!r} has hot rows, but managed collisions, which "
                 "give its rows to other ids; remove its hot set"
             )
+    if frozen := frozen_tables(collection_of(module)):
+        raise UnsupportedError(
+            f"table {frozen[0]!r} of module {path!r} has requires_grad=False, but managed "
+            "collisions, which give its rows to other ids; let it be trained"
+        )
     shared = [feature for feature, count in users.items() if count > 1]
     if shared:
         raise UnsupportedError(
@@ -210,14 +213,13 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
         )
 
 
-def check_trained(collection: nn.Module, path: str) -> None:
-    """Raise `UnsupportedError` if a table of a collection is frozen, or tied to another of it."""
-    for name, table in _tables_of(collection):
-        if not table.weight.requires_grad:
-            raise UnsupportedError(
-                f"table {name!r} of module {path!r} has requires_grad=False, but the fused kernels "
-                "would train it; give it a learning rate of 0, or leave its module out of the plan"
-            )
+def frozen_tables(collection: nn.Module) -> list[str]:
+    """Return the names of a collection's tables that aren't trained."""
+    return [name for name, table in _tables_of(collection) if not table.weight.requires_grad]
+
+
+def check_untied(collection: nn.Module) -> None:
+    """Raise `UnsupportedError` if tables of a collection share a parameter."""
     _check_tied(collection, [collection])
 
 

@@ -128,6 +128,13 @@ def params_for_plan(
     return params
 
 
+def params_without_optimizer(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fused parameters for tables that aren't trained: plain SGD has no state."""
+    of_optimizer = {*_USED_BY, *_ONLY_ON_CUDA, MOMENT_SCALE}
+    others = {name: value for name, value in params.items() if name not in of_optimizer}
+    return {**others, "optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
+
+
 def keeps_exact_copies(plan: ModulePlan2D) -> bool:
     """Return whether equal updates keep row copies equal."""
     exact_groups = isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1

@@ -1,7 +1,8 @@
-"""Modules with tables on several meshes: some have one copy in the world, others one per group.
+"""Modules whose tables differ in mesh or training: one copy in the world, or frozen, beside others.
 
-TorchRec's sharded modules know one set of ranks. So each mesh in the plan has one, and a
-`PartedModule` shows them as one, with all tables under their names and one output.
+TorchRec's sharded modules know one set of ranks, and train all their tables. So each mesh in the
+plan has one for trained tables and one for frozen ones, and a `PartedModule` shows them as one,
+with all tables under their names and one output.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ class PartContexts(Multistreamable):
 
 
 class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizerModule):
-    """Shows several meshes' sharded modules as one.
+    """Shows several sharded modules as one: those of several meshes, and of frozen tables.
 
     Parts aren't submodules, like TorchRec's lookups: names and pipelines see one module.
     """
@@ -59,7 +60,7 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
 
     @property
     def parts(self) -> list[ShardedModule2D]:
-        """The sharded modules, each with one mesh's tables."""
+        """The sharded modules, each with one mesh's trained or frozen tables."""
         return list(self._parts)
 
     @property
@@ -91,23 +92,28 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
 
     def compute(self, ctx: PartContexts, dist_input: Any) -> list[Any]:
         """Look up in all parts."""
-        inputs = zip(self._with(ctx), dist_input, strict=True)
-        return [part.compute(part_ctx, ids) for (part, part_ctx), ids in inputs]
+        rows = []
+        for (part, part_ctx), ids in zip(self._with(ctx), dist_input, strict=True):
+            with _gradients_of(part):
+                rows.append(part.compute(part_ctx, ids))
+        return rows
 
     def output_dist(self, ctx: PartContexts, output: Any) -> LazyAwaitable[Output]:
         """Join the parts' outputs."""
-        outputs = zip(self._with(ctx), output, strict=True)
-        return _Joined(
-            [part.output_dist(part_ctx, rows) for (part, part_ctx), rows in outputs], self._names
-        )
+        outputs: list[LazyAwaitable[Any]] = []
+        for (part, part_ctx), rows in zip(self._with(ctx), output, strict=True):
+            with _gradients_of(part):
+                outputs.append(_WaitAsPart(part, part.output_dist(part_ctx, rows)))
+        return _Joined(outputs, self._names)
 
     def compute_and_output_dist(self, ctx: PartContexts, input: Any) -> LazyAwaitable[Output]:
         """Look up part by part; rows travel while the next part looks up."""
-        inputs = zip(self._with(ctx), input, strict=True)
-        return _Joined(
-            [part.compute_and_output_dist(part_ctx, ids) for (part, part_ctx), ids in inputs],
-            self._names,
-        )
+        outputs: list[LazyAwaitable[Any]] = []
+        for (part, part_ctx), ids in zip(self._with(ctx), input, strict=True):
+            with _gradients_of(part):
+                rows = part.compute_and_output_dist(part_ctx, ids)
+            outputs.append(_WaitAsPart(part, rows))
+        return _Joined(outputs, self._names)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -195,6 +201,23 @@ def parts_of(module: nn.Module) -> list[ShardedModule2D]:
     if isinstance(module, PartedModule):
         return module.parts
     return [module] if isinstance(module, ShardedModule2D) else []
+
+
+def _gradients_of(part: Any) -> torch.set_grad_enabled:
+    """Return a context without gradients, if a part's tables are frozen."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and not part.tables.are_frozen)
+
+
+class _WaitAsPart(LazyAwaitable[Output]):
+    """Waits for a part's output, without gradients if its tables are frozen."""
+
+    def __init__(self, part: Any, output: LazyAwaitable[Any]) -> None:
+        super().__init__()
+        self._part, self._output = part, output
+
+    def _wait_impl(self) -> Output:
+        with _gradients_of(self._part):
+            return self._output.wait()
 
 
 class _Joined(LazyAwaitable[Output]):

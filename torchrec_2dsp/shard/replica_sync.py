@@ -55,11 +55,18 @@ class Replication:
     up others, too, is held to the smallest one."""
     accumulates: bool = False
     """Capture rows so that several backwards can make one update."""
+    are_frozen: bool = False
+    """True if the tables aren't trained: copies stay as they are, and nothing is captured."""
 
     @property
     def captures(self) -> bool:
         """True if rows are captured even without replicas."""
         return self.always_capture or self.accumulates
+
+    @property
+    def updates_at_once(self) -> bool:
+        """True if each backward updates its rows, and no replica changes them."""
+        return self.groups.mesh.num_groups == 1 and not (self.captures or self.are_frozen)
 
     @property
     def may_delay(self) -> bool:
@@ -68,9 +75,10 @@ class Replication:
 
     @property
     def can_accumulate(self) -> bool:
-        """True if updates wait for a sync, which can merge several backwards."""
+        """True if updates wait for a sync, which can merge several backwards, or never come."""
         has_replicas = self.groups.mesh.num_groups > 1
-        return self.captures or (has_replicas and isinstance(self.sync, GradientSync))
+        merges = has_replicas and isinstance(self.sync, GradientSync)
+        return self.are_frozen or self.captures or merges
 
     @property
     def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
@@ -253,7 +261,7 @@ def replica_actions(
     kernels: Sequence[Kernel], plan: ModulePlan2D, replication: Replication
 ) -> list[SyncAction]:
     """Return the actions that keep copies equal; the same on all ranks, with tables or without."""
-    if all(is_data_parallel(plan, name) for name in plan):
+    if replication.are_frozen or all(is_data_parallel(plan, name) for name in plan):
         return []
     groups, sync = replication.groups, replication.sync
     if isinstance(sync, GradientSync):

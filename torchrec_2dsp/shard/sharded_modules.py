@@ -165,10 +165,15 @@ def _summing(config: EmbeddingBagConfig) -> EmbeddingBagConfig:
 
 
 class SomeTables:
-    """Shows an unsharded module with other table configs: some only, or with another pooling."""
+    """Shows an unsharded module with other table configs: some only, or with another pooling.
 
-    def __init__(self, module: Any, configs: Sequence[BaseEmbeddingConfig]) -> None:
-        self._module = module
+    Frozen tables are shown without an optimizer of their own.
+    """
+
+    def __init__(
+        self, module: Any, configs: Sequence[BaseEmbeddingConfig], *, are_frozen: bool = False
+    ) -> None:
+        self._module, self._are_frozen = module, are_frozen
         self._configs: list[Any] = list(configs)
         self._names = {config.name for config in configs}
 
@@ -186,8 +191,12 @@ class SomeTables:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the shown tables' parameters, by name."""
-        named = self._module.named_parameters()
-        return ((name, parameter) for name, parameter in named if self._has(name))
+        for name, parameter in self._module.named_parameters():
+            if self._has(name) and self._are_frozen:
+                # TorchRec takes a table's own optimizer from its parameter.
+                yield name, nn.Parameter(parameter.detach(), requires_grad=False)
+            elif self._has(name):
+                yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the shown tables' parameters."""

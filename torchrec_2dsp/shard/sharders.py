@@ -1,6 +1,7 @@
 """The sharders, which turn a `Plan2D` into sharded modules: one for bags, one for sequences."""
 
 import logging
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ from torchrec_2dsp.plan.fits_module import (
     check_holder,
     check_managed,
     check_module_plan,
-    check_trained,
+    check_untied,
+    frozen_tables,
     has_weights,
     idle_hot_sets,
     table_text,
@@ -50,6 +52,7 @@ from torchrec_2dsp.shard.optimizers import (
     Optimizer,
     check_optimizers,
     params_for_plan,
+    params_without_optimizer,
     sorted_out,
     stock_optimizer_classes,
     stock_params,
@@ -71,6 +74,7 @@ class _Part(NamedTuple):
     module: Any
     plan: ModulePlan2D
     fused_params: dict[str, Any]
+    are_frozen: bool
 
 
 class Sharder2D(BaseEmbeddingSharder[Any]):
@@ -109,7 +113,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         device = torch.device("cpu") if device is None else device
         local_world_size = get_local_size(dist.get_world_size())
         with agreeing(world_group()) as facts:
-            check_trained(module, path or "")
+            check_untied(module)
             plan = check_module_plan(
                 path or "",
                 plan,
@@ -118,7 +122,12 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
                 local_world_size=local_world_size,
             )
             plan.mesh.check_world(dist.get_world_size())
-            parts = [self._part(module, configs, part, device) for part in plan.parts()]
+            frozen = frozen_tables(module)
+            facts["frozen tables"] = ", ".join(frozen)
+            parts = [
+                self._part(module, configs, part, device, is_frozen)
+                for part, is_frozen in _trained_and_frozen(plan.parts(), frozen)
+            ]
             facts |= self._facts(path or "", plan, [part.fused_params for part in parts])
             facts |= {f"table {config.name!r}": table_text(config) for config in configs}
             facts["the device type"] = device.type
@@ -128,18 +137,28 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         sharded = [
             self._shard_part(part, beside, device, local_world_size, path, make) for part in parts
         ]
-        return sharded[0] if len(sharded) == 1 else PartedModule(configs, sharded)
+        if len(sharded) == 1 and not frozen:
+            return sharded[0]
+        return PartedModule(configs, sharded)
 
     def _part(
-        self, module: Any, configs: list[Any], plan: ModulePlan2D, device: torch.device
+        self,
+        module: Any,
+        configs: list[Any],
+        plan: ModulePlan2D,
+        device: torch.device,
+        is_frozen: bool,
     ) -> "_Part":
         """Return a mesh's tables, after checking their optimizers."""
         part: Any = module
-        if len(plan) < len(configs):
-            part = SomeTables(module, [config for config in configs if config.name in plan])
+        if len(plan) < len(configs) or is_frozen:
+            shown = [config for config in configs if config.name in plan]
+            part = SomeTables(module, shown, are_frozen=is_frozen)
         fused_params = params_for_plan(self.fused_params, self.optimizer, plan)
+        if is_frozen:
+            fused_params = params_without_optimizer(fused_params)
         check_optimizers(part, fused_params, plan, device.type)
-        return _Part(part, plan, fused_params)
+        return _Part(part, plan, fused_params, is_frozen)
 
     def _shard_part(
         self,
@@ -158,6 +177,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             bad_ids=self.bad_ids,
             tables_beside=tables_beside,
             accumulates=self.accumulates,
+            are_frozen=part.are_frozen,
         )
         rank_plan = module_plan_for_rank(
             part.plan, groups.rank, device_type=device.type, local_world_size=local_world_size
@@ -165,7 +185,9 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         with (
             agreeing(world_group()),
             groups.node_groups(),
-            stock_optimizer_classes(part.module, part.plan, self.optimizer),
+            stock_optimizer_classes(
+                part.module, part.plan, None if part.are_frozen else self.optimizer
+            ),
         ):
             sharded = make(
                 part.module,
@@ -202,6 +224,20 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             "init_seed": str(self.init_seed),
             "accumulates": str(self.accumulates),
         }
+
+
+def _trained_and_frozen(
+    plans: Iterable[ModulePlan2D], frozen: Collection[str]
+) -> Iterator[tuple[ModulePlan2D, bool]]:
+    """Yield each plan for its trained tables, then for its frozen ones."""
+    for plan in plans:
+        trained = [name for name in plan if name not in frozen]
+        if len(trained) == len(plan):
+            yield plan, False
+            continue
+        if trained:
+            yield plan.with_tables({name: plan[name] for name in trained}), False
+        yield plan.with_tables({name: plan[name] for name in plan if name in frozen}), True
 
 
 def _check_holder(holder: nn.Module, name: str, child: nn.Module | None) -> None:

@@ -60,6 +60,8 @@ class Tables2D:
         self.groups: MeshGroups = replication.groups
         self.table_names = sorted(plan)
         """The table names, in one order on all ranks."""
+        self.are_frozen = replication.are_frozen
+        """True if the tables aren't trained."""
         self._kernels, self._whole_tables = kernels_by_kind(lookups_of(module))
         all_configs = replication.tables_beside or configs
         is_weighted, alarm = has_weights(unsharded), self.groups.alarm
@@ -79,7 +81,7 @@ class Tables2D:
         """The replicated hot rows, if any."""
         self.prefetch = RowPrefetch(
             _row_exchanges(module),
-            updates_at_once=self.groups.mesh.num_groups == 1 and not replication.captures,
+            updates_at_once=replication.updates_at_once,
             before_use=self._before_use,
         )
         self.replicas = ReplicaSync(

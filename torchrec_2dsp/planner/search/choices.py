@@ -328,8 +328,9 @@ class _Tables:
             )
         constraint = self.constraints.get(name)
         optimizer = optimizer_of(weight, fused_params)
-        state = state_bytes_per_row(optimizer, weight.shape[1])
-        work = replace(self.workload.table(name), state_bytes_per_row=float(state))
+        work = self.workload.table(name)
+        state = 0 if work.is_frozen else state_bytes_per_row(optimizer, weight.shape[1])
+        work = replace(work, state_bytes_per_row=float(state))
         kernels = {
             kind: kernel
             for kind, kernel in _allowed_kernels(constraint).items()

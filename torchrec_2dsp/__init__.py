@@ -87,12 +87,14 @@ if TYPE_CHECKING:
     from torchrec_2dsp.replicas.sync_report import SyncReport as SyncReport
     from torchrec_2dsp.samples.balanced_batches import BalancedBatches as BalancedBatches
     from torchrec_2dsp.samples.deal import SampleCost as SampleCost
-    from torchrec_2dsp.shard.sharders import (
-        EmbeddingBagCollectionSharder2D as EmbeddingBagCollectionSharder2D,
-        EmbeddingCollectionSharder2D as EmbeddingCollectionSharder2D,
+    from torchrec_2dsp.shard.default_sharders import (
         ManagedCollisionEmbeddingBagCollectionSharder2D as ManagedCollisionEmbeddingBagCollectionSharder2D,  # noqa: E501
         ManagedCollisionEmbeddingCollectionSharder2D as ManagedCollisionEmbeddingCollectionSharder2D,  # noqa: E501
         get_default_sharders as get_default_sharders,
+    )
+    from torchrec_2dsp.shard.sharders import (
+        EmbeddingBagCollectionSharder2D as EmbeddingBagCollectionSharder2D,
+        EmbeddingCollectionSharder2D as EmbeddingCollectionSharder2D,
     )
 
 _MODULE_OF = {
@@ -149,10 +151,10 @@ _MODULE_OF = {
     "SyncReport": "torchrec_2dsp.replicas.sync_report",
     "BalancedBatches": "torchrec_2dsp.samples.balanced_batches",
     "SampleCost": "torchrec_2dsp.samples.deal",
-    "get_default_sharders": "torchrec_2dsp.shard.sharders",
+    "get_default_sharders": "torchrec_2dsp.shard.default_sharders",
     "EmbeddingCollectionSharder2D": "torchrec_2dsp.shard.sharders",
-    "ManagedCollisionEmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.sharders",
-    "ManagedCollisionEmbeddingCollectionSharder2D": "torchrec_2dsp.shard.sharders",
+    "ManagedCollisionEmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.default_sharders",
+    "ManagedCollisionEmbeddingCollectionSharder2D": "torchrec_2dsp.shard.default_sharders",
     "EmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.sharders",
 }
 """The module of each public name."""

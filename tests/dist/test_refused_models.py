@@ -118,7 +118,7 @@ def tied_sequences() -> nn.Module:
 def test_frozen_tables_behind_id_maps() -> None:
     model: Any = managed_bags()
     model._embedding_module.embedding_bags["t1"].requires_grad_(False)
-    with pytest.raises(UnsupportedError, match="table 't1' .* has requires_grad=False, but manag"):
+    with pytest.raises(UnsupportedError, match=r"table 't1' .* has requires_grad=False, but manag"):
         check_managed(model, "sparse")
 
 

@@ -16,8 +16,8 @@ import torch
 import torchrec.modules
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.inference.modules import quantize_embeddings
 from torchrec.distributed.types import LazyAwaitable
+from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.debug_embedding_modules import (
     DebugEmbeddingBagCollection,
     DebugEmbeddingCollection,
@@ -206,7 +206,7 @@ class BesideQuantized(nn.Module):
         holder = nn.ModuleDict({"ebc": bags()})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.quantized = quantize_embeddings(holder, torch.qint8, inplace=False)
+            self.quantized: Any = quantize_embeddings(holder, torch.qint8, inplace=False)
         assert isinstance(self.quantized["ebc"], QuantEmbeddingBagCollection)
 
     def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:

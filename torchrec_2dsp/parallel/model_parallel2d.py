@@ -31,13 +31,15 @@ from torchrec_2dsp.plan.fits_module import check_model
 from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
+from torchrec_2dsp.shard.default_sharders import (
+    ManagedCollisionEmbeddingBagCollectionSharder2D,
+    ManagedCollisionEmbeddingCollectionSharder2D,
+    get_default_sharders,
+)
 from torchrec_2dsp.shard.parted import groups_of, sharded_tables
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
-    ManagedCollisionEmbeddingBagCollectionSharder2D,
-    ManagedCollisionEmbeddingCollectionSharder2D,
-    get_default_sharders,
 )
 from torchrec_2dsp.shard.tables import Tables2D
 

@@ -29,13 +29,15 @@ from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.serialize import load
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
+from torchrec_2dsp.shard.default_sharders import (
+    ManagedCollisionEmbeddingBagCollectionSharder2D,
+    ManagedCollisionEmbeddingCollectionSharder2D,
+    all_sharders,
+)
 from torchrec_2dsp.shard.optimizers import Optimizer
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
-    ManagedCollisionEmbeddingBagCollectionSharder2D,
-    ManagedCollisionEmbeddingCollectionSharder2D,
-    all_sharders,
 )
 
 

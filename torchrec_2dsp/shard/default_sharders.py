@@ -1,0 +1,169 @@
+"""Sharders of collections behind id maps, and one sharder for each kind of module."""
+
+from typing import Any
+
+import torch
+from torchrec.distributed.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollectionSharder,
+)
+from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
+from torchrec.distributed.types import ModuleSharder, ParameterSharding
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+
+from torchrec_2dsp._compat.managed_collisions import collection_of, described, id_maps_of
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.plan.fits_module import check_managed
+from torchrec_2dsp.shard.managed_collisions import ShardedManagedCollisions2D
+from torchrec_2dsp.shard.optimizers import Optimizer
+from torchrec_2dsp.shard.sharders import (
+    EmbeddingBagCollectionSharder2D,
+    EmbeddingCollectionSharder2D,
+)
+
+
+class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[Any]):
+    """The base class for sharders of collections behind id maps."""
+
+    def __init__(
+        self, tables: "EmbeddingBagCollectionSharder2D | EmbeddingCollectionSharder2D", resets: bool
+    ) -> None:
+        super().__init__(tables, ManagedCollisionCollectionSharder())
+        self.tables = tables
+        """Shards the collection inside."""
+        self.resets = resets
+        """True if rows that get another id begin anew."""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The tables' optimizer."""
+        return self.tables.optimizer
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return all that the tables can have."""
+        return self.tables.sharding_types(compute_device_type)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Return all that the tables can have."""
+        return self.tables.compute_kernels(sharding_type, compute_device_type)
+
+    def shard(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+        module: Any,
+        params: dict[str, ParameterSharding],
+        env: Any,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedManagedCollisions2D:
+        """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
+
+        Collectives:
+            All ranks agree on the id maps, then come those of the tables' sharder, and the creation
+            of a group.
+        """
+        device = torch.device("cpu") if device is None else device
+        path = module_fqn or ""
+        with agreeing(world_group()) as facts:
+            check_managed(module, path, params)
+            maps = id_maps_of(module)
+            facts |= {f"the id map of table {name!r}": described(maps[name]) for name in maps}
+            facts["reset_evicted_rows"] = str(self.resets)
+        sharded = self.tables.shard(collection_of(module), params, env, device, module_fqn)
+        return ShardedManagedCollisions2D(
+            module, sharded, device, resets=self.resets, init_seed=self.tables.init_seed or 0
+        )
+
+    @property
+    def sharded_module_type(self) -> type[ShardedManagedCollisions2D]:
+        """The type that `shard` returns."""
+        return ShardedManagedCollisions2D
+
+
+class ManagedCollisionEmbeddingBagCollectionSharder2D(_ManagedCollisionSharder2D):
+    """Shards `ManagedCollisionEmbeddingBagCollection`s, with one id map for the whole world.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> tables = tdsp.EmbeddingBagCollectionSharder2D(
+        ...     optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.02)
+        ... )
+        >>> sharder = tdsp.ManagedCollisionEmbeddingBagCollectionSharder2D(tables)
+        >>> sharder.module_type.__name__
+        'ManagedCollisionEmbeddingBagCollection'
+    """
+
+    def __init__(
+        self,
+        ebc_sharder: EmbeddingBagCollectionSharder2D | None = None,
+        *,
+        reset_evicted_rows: bool = True,
+    ) -> None:
+        """Choose the tables' sharder, and what becomes of evicted rows.
+
+        Args:
+            ebc_sharder: shards the collection inside.
+            reset_evicted_rows: begin a row anew when it gets another id, as TorchRec's sharded
+                module does: by initial values, without moments. Otherwise the id goes on with the
+                row of the evicted one, as in TorchRec's unsharded module.
+        """
+        super().__init__(ebc_sharder or EmbeddingBagCollectionSharder2D(), reset_evicted_rows)
+
+    @property
+    def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
+        """The modules that `shard` takes."""
+        return ManagedCollisionEmbeddingBagCollection
+
+
+class ManagedCollisionEmbeddingCollectionSharder2D(_ManagedCollisionSharder2D):
+    """Shards `ManagedCollisionEmbeddingCollection`s, with one id map for the whole world."""
+
+    def __init__(
+        self,
+        ec_sharder: EmbeddingCollectionSharder2D | None = None,
+        *,
+        reset_evicted_rows: bool = True,
+    ) -> None:
+        """Choose the tables' sharder, and what becomes of evicted rows.
+
+        Args:
+            ec_sharder: shards the collection inside.
+            reset_evicted_rows: as in `ManagedCollisionEmbeddingBagCollectionSharder2D`.
+        """
+        super().__init__(ec_sharder or EmbeddingCollectionSharder2D(), reset_evicted_rows)
+
+    @property
+    def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
+        """The modules that `shard` takes."""
+        return ManagedCollisionEmbeddingCollection
+
+
+def all_sharders(
+    bags: EmbeddingBagCollectionSharder2D, sequences: EmbeddingCollectionSharder2D
+) -> list[ModuleSharder[Any]]:
+    """Return a sharder per kind of module, which shard tables by the given ones."""
+    return [
+        bags,
+        sequences,
+        ManagedCollisionEmbeddingBagCollectionSharder2D(bags),
+        ManagedCollisionEmbeddingCollectionSharder2D(sequences),
+    ]
+
+
+def get_default_sharders() -> list[ModuleSharder[Any]]:
+    """Return one sharder per kind of module, with TorchRec's defaults.
+
+    TorchRec's function of this name has sharders for more kinds, which this package doesn't run.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> for sharder in tdsp.get_default_sharders():
+        ...     print(sharder.module_type.__name__)
+        EmbeddingBagCollection
+        EmbeddingCollection
+        ManagedCollisionEmbeddingBagCollection
+        ManagedCollisionEmbeddingCollection
+    """
+    return all_sharders(EmbeddingBagCollectionSharder2D(), EmbeddingCollectionSharder2D())

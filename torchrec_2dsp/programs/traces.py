@@ -79,8 +79,7 @@ class RankTrace:
     """The times in which at least one collective was in flight, by start, in microseconds."""
 
     dilation: float = 1.0
-    """The factor by which time passed slower: so many microseconds of waiting are one of the
-    cluster's."""
+    """The factor by which time passed slower; waiting is divided by it."""
 
     @classmethod
     def read(cls, path: Path, dilation: float = 1.0) -> Self:
@@ -404,10 +403,8 @@ def mean_step(splits: Sequence[RankSplit]) -> dict[str, tuple[float, float]]:
 def _innermost(spans: Sequence[HostSpan], outside: PhaseAtMoment) -> list[_Segment]:
     """Cut a thread's time into segments, each with the meaning of its innermost span.
 
-    Args:
-        spans: by start, outer ones first. A part that reaches beyond the span around it, because
-            clocks are rounded, is cut off.
-        outside: the meaning outside all spans.
+    Spans come by start, outer ones first. A part that reaches beyond the span around it, because
+    clocks are rounded, is cut off. ``outside`` is the meaning outside all spans.
     """
     segments: list[_Segment] = []
     open_spans: list[tuple[float, PhaseAtMoment]] = []

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,17 +84,6 @@ def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJagge
     return cold_features, HotBatch(hot_features, ids)
 
 
-@dataclass(frozen=True)
-class _HotTable:
-    """A table with room for hot rows."""
-
-    features: tuple[str, ...]
-    num_rows: int
-    num_slots: int
-    """The room that the plan has given it."""
-    hot_set: HotSet
-
-
 class HotSets:
     """The module's hot sets that new batches use, and those that the replicas hold.
 
@@ -109,24 +98,21 @@ class HotSets:
         device: torch.device,
     ) -> None:
         self._device = device
-        self._tables = {
-            config.name: _HotTable(
-                tuple(config.feature_names), config.num_embeddings, len(hot_set), hot_set
-            )
+        self.by_table = {
+            config.name: hot_set
             for config in configs
             if (hot_set := tables[config.name].hot_set) is not None
         }
+        """The sets that new batches use."""
+        self._configs = {config.name: config for config in configs if config.name in self.by_table}
+        self._num_slots = {name: len(hot_set) for name, hot_set in self.by_table.items()}
+        """The room that the plan has given each table."""
         self.newest = self._ids()
         self.held = self.newest
         self._before_newest: deque[HotIds] = deque()
         """The sets that the next batches use, one each, before others use the newest sets."""
         self._waiting: list[weakref.ref[HotBatch]] = []
         """Batches that were split and not looked up yet, as pipelines have them."""
-
-    @property
-    def by_table(self) -> dict[str, HotSet]:
-        """The sets that new batches use."""
-        return {name: table.hot_set for name, table in self._tables.items()}
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
         """Split a batch into cold features and hot ids."""
@@ -162,32 +148,31 @@ class HotSets:
     def check(self, hot_sets: Mapping[str, HotSet]) -> None:
         """Raise unless there is room for these sets; those of other modules' tables are ignored."""
         for name, hot_set in self._own(hot_sets).items():
-            table = self._tables[name]
-            hot_set.check_fits(name, table.num_rows)
-            if len(hot_set) > table.num_slots:
+            num_slots = self._num_slots[name]
+            hot_set.check_fits(name, self._configs[name].num_embeddings)
+            if len(hot_set) > num_slots:
                 raise PlanError(
-                    f"table {name!r} was planned with {table.num_slots} hot rows and has no room "
+                    f"table {name!r} was planned with {num_slots} hot rows and has no room "
                     f"for {len(hot_set)}; refresh it with fewer, as by HotSet.from_stats(..., "
-                    f"rows={table.num_slots}), or pin more when you plan"
+                    f"rows={num_slots}), or pin more when you plan"
                 )
 
     def renew(self, hot_sets: Mapping[str, HotSet]) -> None:
         """Let new batches use these sets; unnamed tables keep theirs, others are ignored."""
         self.check(hot_sets)
-        for name, hot_set in self._own(hot_sets).items():
-            self._tables[name] = replace(self._tables[name], hot_set=hot_set)
+        self.by_table = self.by_table | self._own(hot_sets)
         self.newest = self._ids()
 
     def _own(self, hot_sets: Mapping[str, HotSet]) -> dict[str, HotSet]:
-        return {name: hot_set for name, hot_set in hot_sets.items() if name in self._tables}
+        return {name: hot_set for name, hot_set in hot_sets.items() if name in self.by_table}
 
     def _ids(self, hot_sets: Mapping[str, HotSet] | None = None) -> HotIds:
         hot_sets = self.by_table if hot_sets is None else hot_sets
         by_table = {name: rows.tensor(self._device) for name, rows in hot_sets.items()}
         by_feature = {
             feature: by_table[name]
-            for name, table in self._tables.items()
-            for feature in table.features
+            for name, config in self._configs.items()
+            for feature in config.feature_names
         }
         return HotIds(by_table, by_feature)
 

@@ -10,7 +10,6 @@ import gc
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from typing import Any, cast
 
@@ -186,11 +185,10 @@ def own_group(
     Collectives:
         The creation of a group.
     """
-    timeout: timedelta = timeout_of(group, device.type)
     ranks = dist.get_process_group_ranks(group)
     created = dist.new_group(
         ranks,
-        timeout=timeout,
+        timeout=timeout_of(group, device.type),
         backend=backend,
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc=name,
@@ -201,15 +199,16 @@ def own_group(
 
 
 def own_subgroup(
-    sets: Sequence[Sequence[int]], timeout: timedelta, name: str, backend: str | None = None
+    sets: Sequence[Sequence[int]], device_type: str, name: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Create a group for each set of ranks, and return this rank's.
+    """Create a group for each set of ranks, with the world's timeout, and return this rank's.
 
     Each rank of the world is in exactly one set.
 
     Collectives:
         The creation of the groups, which all ranks of the world call.
     """
+    timeout = timeout_of(WorldGroups.current().world, device_type)
     group, _ = dist.new_subgroups_by_enumeration(
         [list(ranks) for ranks in sets], timeout=timeout, backend=backend, group_desc=name
     )
@@ -361,16 +360,13 @@ class MeshGroups:
         self, name: str, sets: list[list[int]], backend: str | None
     ) -> dist.ProcessGroup:
         """Create a group for each set, and return this rank's."""
-        timeout = timeout_of(self.world, self._device_type)
-        self._own_groups.append(own_subgroup(sets, timeout, name, backend))
+        self._own_groups.append(own_subgroup(sets, self._device_type, name, backend))
         return self._own_groups[-1]
 
     @classmethod
     def for_mesh(cls, mesh: Mesh2D, device_type: str, *, full_duplex: bool = False) -> "MeshGroups":
         """Return the groups of ``mesh`` in the current world, created on first use and shared."""
-        world = world_group()
-        mesh.check_world(dist.get_world_size(world))
-        key = (mesh, device_type, full_duplex and _is_gloo(world))
+        key = (mesh, device_type, full_duplex and _is_gloo(world_group()))
         shared = WorldGroups.current().shared
         if key not in shared:
             shared[key] = cls(mesh, device_type, full_duplex=full_duplex)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp.comms.groups import own_mesh, own_subgroup
 from torchrec_2dsp.dense.pipelined.activations import TensorKind
 from torchrec_2dsp.errors import InputError, UnsupportedError
@@ -79,7 +78,7 @@ class PipelineGroups:
 
     def _new(self, name: str, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         global_sets = [[self._ranks[rank] for rank in ranks] for ranks in sets]
-        return own_subgroup(global_sets, timeout_of(self.everyone, self.device.type), name)
+        return own_subgroup(global_sets, self.device.type, name)
 
 
 _SHORTEST = timedelta(milliseconds=1)

@@ -79,12 +79,6 @@ class ContestantSummary:
     sent_bytes: float
     """Bytes that the traced collectives ideally send, per rank and step."""
 
-    foreign_load_cores: float
-    """The cores that other processes took, median over blocks."""
-
-    loaded_rounds: tuple[int, ...]
-    """Rounds whose foreign load was above `FOREIGN_LOAD_LIMIT_CORES`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
@@ -222,14 +216,6 @@ def summarize(result: BenchResult) -> Summary:
             share_of_ceiling=median_s(ceiling) / step.median_s if ceiling else None,
             link_bytes=float(np.median(counted)) if counted else None,
             sent_bytes=sum(part.sent_bytes for part in contestant.traffic),
-            foreign_load_cores=float(
-                np.median([block.foreign_load for block in contestant.blocks])
-            ),
-            loaded_rounds=tuple(
-                block.round
-                for block in contestant.blocks
-                if block.foreign_load > FOREIGN_LOAD_LIMIT_CORES
-            ),
         )
 
     probes_s = [

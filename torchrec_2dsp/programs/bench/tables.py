@@ -7,6 +7,7 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.programs.bench.labels import setting_labels
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
 from torchrec_2dsp.programs.bench.statistics import (
+    FOREIGN_LOAD_LIMIT_CORES,
     Agreement,
     ContestantSummary,
     Summary,
@@ -169,6 +170,8 @@ def noise_table(summary: Summary) -> Table:
     rows = []
     for name, figures in summary.contestants.items():
         step, blocks = figures.step, figures.result.blocks
+        loads = {block.round: block.foreign_load for block in blocks}
+        loaded = [str(number) for number in loads if loads[number] > FOREIGN_LOAD_LIMIT_CORES]
         probes_s = [block.probe_s for block in blocks if block.probe_s]
         of_probes = (min, statistics.median, max) if probes_s else ()
         rows.append(
@@ -178,9 +181,9 @@ def noise_table(summary: Summary) -> Table:
                 str(sum(block.num_steps for block in blocks)),
                 f"[{ms(step.low_s)}, {ms(step.high_s)}]",
                 f"{step.spread:.1%}",
-                f"{figures.foreign_load_cores:.2f}",
-                f"{max(block.foreign_load for block in blocks):.2f}",
-                ", ".join(str(number) for number in figures.loaded_rounds) or "none",
+                f"{statistics.median(loads.values()):.2f}",
+                f"{max(loads.values()):.2f}",
+                ", ".join(loaded) or "none",
                 " / ".join(f"{of(probes_s) * 1e3:.2f}" for of in of_probes) or MISSING,
             ]
         )

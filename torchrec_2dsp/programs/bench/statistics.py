@@ -94,8 +94,6 @@ class Summary:
     """The fastest stock contestant with gloo's own all-to-all."""
 
     ceiling: str | None
-    probe_s: float | None = None
-    """The fixed piece of work's median seconds; None if it wasn't timed."""
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
@@ -218,18 +216,11 @@ def summarize(result: BenchResult) -> Summary:
             sent_bytes=sum(part.sent_bytes for part in contestant.traffic),
         )
 
-    probes_s = [
-        block.probe_s
-        for contestant in result.measured()
-        for block in contestant.blocks
-        if block.probe_s
-    ]
     return Summary(
         contestants={contestant.name: figures(contestant) for contestant in result.measured()},
         best_stock=best_stock.name if best_stock else None,
         best_plain_stock=best_plain.name if best_plain else None,
         ceiling=ceiling.name if ceiling else None,
-        probe_s=float(np.median(probes_s)) if probes_s else None,
     )
 
 
@@ -296,16 +287,14 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
                 f"run {number} is not a repetition of run 1: {'; '.join(differences)}. "
                 "Compare runs of the same command on the same machine"
             )
-    summaries = [summarize(result) for result in results]
+    seed = config_of(results[0]).schedule.seed
+    runs = [
+        {contestant.name: step_time(contestant, seed=seed) for contestant in result.measured()}
+        for result in results
+    ]
     names = [contestant.name for contestant in results[0].contestants]
-    steps = {
-        name: [
-            summary.contestants[name].step if name in summary.contestants else None
-            for summary in summaries
-        ]
-        for name in names
-    }
-    probes_s = tuple(summary.probe_s for summary in summaries if summary.probe_s)
+    steps = {name: [run.get(name) for run in runs] for name in names}
+    probes_s = tuple(float(np.median(probes)) for result in results if (probes := _probes(result)))
     return Agreement(
         medians_s={name: tuple(step and step.median_s for step in steps[name]) for name in names},
         swapped=tuple(
@@ -314,8 +303,18 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
             if (pair := _swapped(first, second, steps[first], steps[second]))
         ),
         tolerance=tolerance,
-        probes_s=probes_s if len(probes_s) == len(summaries) else (),
+        probes_s=probes_s if len(probes_s) == len(results) else (),
     )
+
+
+def _probes(result: BenchResult) -> list[float]:
+    """Return the fixed piece of work's seconds; none in files that don't time it."""
+    return [
+        block.probe_s
+        for contestant in result.measured()
+        for block in contestant.blocks
+        if block.probe_s
+    ]
 
 
 def _swapped(

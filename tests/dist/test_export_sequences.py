@@ -1,7 +1,6 @@
 """An exported sequence model says what comes next as the trained one does, by tables of int8."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from tests.support.exporting import (
     exported,
     half_step,
+    plain_rankings,
     printed_alone,
     quantized_by_hand,
     run_config,
@@ -101,17 +101,13 @@ def held_out(source: ExportSource) -> Histories:
 
 def plain_metrics(model: Any, samples: Histories) -> dict[str, float]:
     """Recall and NDCG of the last items among all that a sample doesn't have already."""
-    gains = []
+    places = []
     for *history, target in samples:
         if history:
             best = plain_best(model, history, exclude_seen=False)
             best = [item for item in best if item == target or item not in history]
-            place = 1 + best.index(target)
-            gains.append(1 / math.log2(place + 1) if place <= 10 else 0.0)
-    return {
-        "recall@10": sum(gain > 0 for gain in gains) / len(gains),
-        "ndcg@10": sum(gains) / len(gains),
-    }
+            places.append(1 + best.index(target))
+    return plain_rankings(places)
 
 
 def test_the_file_predicts_as_the_trained_layers_do_over_rounded_rows(served: Served) -> None:

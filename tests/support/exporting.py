@@ -263,10 +263,11 @@ def plain_evaluation(
     if has_clicks(config.model):
         return plain_metrics(torch.cat(scores).reshape(-1), torch.cat(labels))
     # With another loss, scores are the places of items; parts have as many samples.
-    places = [place for place in torch.cat(scores).tolist() if place]
+    rankings = plain_rankings([place for place in torch.cat(scores).tolist() if place])
+    return {"loss": torch.stack(losses).double().mean().item(), **rankings}
+
+
+def plain_rankings(places: Sequence[int]) -> dict[str, float]:
+    """Return recall and NDCG of items at these places, among the first ten."""
     gains = [1 / math.log2(place + 1) for place in places if place <= 10]
-    return {
-        "loss": torch.stack(losses).double().mean().item(),
-        "recall@10": len(gains) / len(places),
-        "ndcg@10": sum(gains) / len(places),
-    }
+    return {"recall@10": len(gains) / len(places), "ndcg@10": sum(gains) / len(places)}

@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.programs.bench.results import BenchResult
-from torchrec_2dsp.programs.config.section import JsonFile, Section
+from torchrec_2dsp.programs.config.section import JsonFile, Section, reading
 from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.programs.train.record import (
     TRAIN_RECORD_FORMAT,
@@ -307,12 +307,8 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
 def _read_record(path: Path) -> TrainRecord | None:
     if not path.exists():
         return None
-    try:
+    with reading(path, "JSON"):
         content = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
     written = content.get("format") if isinstance(content, dict) else None
     if written not in range(1, TRAIN_RECORD_FORMAT + 1):
         raise ConfigError(

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
@@ -24,10 +24,8 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardingPlanner, ShardingType
-from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
+from torchrec.distributed.types import ModuleSharder, ShardingPlanner
 
-from torchrec_2dsp._compat.managed_collisions import collection_of
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport, transports_of
 from torchrec_2dsp.cost.calibration import Calibration
@@ -35,7 +33,7 @@ from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.fits_module import check_model, check_tables
-from torchrec_2dsp.plan.parameter_sharding import Exchange, kinds_of
+from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.explanation import Explanation, explain
@@ -210,7 +208,6 @@ class Planner2D(ShardingPlanner):
         self.topology = group_topology(topology, Mesh2D(1, topology.world_size))
         self._storage_reservation = storage_reservation or _default_reservation()
         self._stats = stats if isinstance(stats, list) else [] if stats is None else [stats]
-        self._exchanges = _members(Exchange, "exchange", exchange) or []
         self._is_measured = calibration is not None
         calibration = calibration or Calibration.of_topology(topology)
         self._search = CostSearch(
@@ -222,6 +219,7 @@ class Planner2D(ShardingPlanner):
             access,
             workload,
             transports_of(precision),
+            _members(Exchange, "exchange", exchange) or (),
         )
         self._result: SearchResult | None = None
         self._options: PlannedOptions | None = None
@@ -252,21 +250,19 @@ class Planner2D(ShardingPlanner):
         Raises:
             PlanError: nothing fits.
         """
-        constraints = self._constraints_of(module, sharders)
         try:
             available = self._storage_reservation.reserve(
                 topology=self.topology,
                 batch_size=self.batch_size,
                 module=module,
                 sharders=sharders,
-                constraints=constraints,
+                constraints=dict(self._search.constraints or {}),
             )
         except PlannerError as error:
             raise PlanError(no_plan_text(self.mesh or "any mesh", None, str(error))) from error
         if not self._is_measured:
             logger.warning(NOT_MEASURED)
-        search = replace(self._search, constraints=constraints)
-        self._result = result = search.result(module, sharders, available)
+        self._result = result = self._search.result(module, sharders, available)
         logger.info(
             "%s: %.1f ms per step predicted; planner.explain() says why",
             result.placements[0].where,
@@ -316,33 +312,6 @@ class Planner2D(ShardingPlanner):
             self.mesh.check_world(dist.get_world_size(pg))
         known_sharders = get_default_sharders() if sharders is None else sharders
         return plan_on_rank_0(lambda: self.plan(module, known_sharders), pg)
-
-    def _constraints_of(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
-    ) -> dict[str, ParameterConstraints]:
-        """Return the constraints, with the planner's exchanges where a table names none."""
-        constraints = dict(self._search.constraints or {})
-        sharder_of = {sharder.module_type: sharder for sharder in sharders}
-        parts = [part for part in module.modules() if type(part) in sharder_of]
-        unused = set(self._exchanges if parts else ())
-        for part in parts if unused else ():
-            sharder = sharder_of[type(part)]
-            offered = sharder.sharding_types(self.topology.compute_device)
-            for table in sharder.shardable_parameters(part):
-                constraint = constraints.get(table, ParameterConstraints())
-                named = getattr(constraint, "exchange", None)
-                possible = named or _possible_exchanges(part, offered, constraint)
-                fitting = [exchange for exchange in self._exchanges if exchange in possible]
-                unused -= set(fitting)
-                if fitting and named is None:
-                    constraints[table] = _with_exchange(constraint, fitting)
-        for exchange in unused:
-            raise ConfigError(
-                f"no table can have exchange={exchange.value!r}, which is for "
-                f"{', '.join(kinds_of(exchange))} tables; allow such sharding_types in the "
-                "constraints, or leave the exchange out"
-            )
-        return constraints
 
     def _log_stats(
         self,
@@ -426,29 +395,6 @@ def _default_reservation() -> StorageReservation:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return HeuristicalStorageReservation(percentage=0.15)
-
-
-def _possible_exchanges(
-    part: nn.Module, offered: Sequence[str], constraint: ParameterConstraints
-) -> list[Exchange]:
-    """Return the exchanges for the types that sharder and constraint allow for a table."""
-    allowed = offered if constraint.sharding_types is None else constraint.sharding_types
-    types = set(offered) & set(allowed) - {ShardingType.DATA_PARALLEL.value}
-    is_sequence = isinstance(collection_of(part), EmbeddingCollectionInterface)
-    return [
-        exchange
-        for exchange in Exchange
-        if types & set(kinds_of(exchange)) and not (is_sequence and exchange is Exchange.NONEMPTY)
-    ]
-
-
-def _with_exchange(
-    constraint: ParameterConstraints, exchanges: Sequence[Exchange]
-) -> ParameterConstraints2D:
-    if isinstance(constraint, ParameterConstraints2D):
-        return replace(constraint, exchange=exchanges)
-    stock = {field.name: getattr(constraint, field.name) for field in fields(ParameterConstraints)}
-    return ParameterConstraints2D(**stock, exchange=exchanges)
 
 
 def _whole_world() -> Mesh2D:

@@ -249,16 +249,18 @@ def candidates_of(
     workload: Workload,
     device: str,
     transports: Sequence[Transport] = (Transport.FP32,),
+    exchanges: Sequence[Exchange] = (),
 ) -> list[Candidate]:
     """Return a candidate for every table in every module that has a sharder.
 
-    ``transports`` are allowed where the constraints don't name any.
+    ``transports`` and ``exchanges`` are allowed where the constraints don't name any. A
+    table that can have none of these ``exchanges`` may have any.
 
     Raises:
         PlanError: nothing is allowed for a table, or two tables share a name.
     """
     sharder_of = {sharder.module_type: sharder for sharder in sharders}
-    tables = _Tables(constraints or {}, workload, device, transports)
+    tables = _Tables(constraints or {}, workload, device, transports, exchanges)
     for path, part, sharder in sharded_parts(module, sharder_of):
         params = cast(Any, sharder).fused_params or {}
         available = {
@@ -306,6 +308,7 @@ class _Tables:
     workload: Workload
     device: str
     transports: Sequence[Transport] = (Transport.FP32,)
+    exchanges: Sequence[Exchange] = ()
     candidates: dict[str, Candidate] = field(default_factory=dict)
     _cold: dict[int, set[str]] = field(default_factory=dict)
     """The tables that can't have hot rows, by their module's id."""
@@ -337,7 +340,7 @@ class _Tables:
             if (kind.value, kernel) in available
             and (kind is not ShardingType.DATA_PARALLEL or can_be_data_parallel(optimizer))
         }
-        choices = _choices_of(kernels, constraint, work, self.transports)
+        choices = _choices_of(kernels, constraint, work, self.transports, self.exchanges)
         if not choices:
             raise PlanError(_nothing_text(name, constraint, sharded_by, self.device))
         if id(part) not in self._cold:
@@ -400,19 +403,25 @@ def _choices_of(
     constraint: ParameterConstraints | None,
     work: TableWork,
     transports: Sequence[Transport],
+    exchanges: Sequence[Exchange],
 ) -> list[Choice]:
     """Return every allowed choice; of equal costs, the search takes what comes first."""
+    exact = [choice for kind in kinds for choice in _exact_choices(kind, constraint, work)]
+    if getattr(constraint, "exchange", None) is None:
+        among = [
+            choice for choice in exact if choice.message_type and choice.exchange in exchanges
+        ]
+        exact = among or exact
     demanded = getattr(constraint, "transport", None) or transports
     choices = [
         replace(choice, transport=transport)
-        for kind in kinds
-        for choice in _exact_choices(kind, constraint, work)
-        for transport in ((Transport.FP32,) if kind is ShardingType.DATA_PARALLEL else demanded)
+        for choice in exact
+        for transport in (demanded if choice.message_type else (Transport.FP32,))
     ]
-    exchanges, formats = list(Exchange), list(Transport)
+    order, formats = list(Exchange), list(Transport)
     return sorted(
         choices,
-        key=lambda choice: (exchanges.index(choice.exchange), formats.index(choice.transport)),
+        key=lambda choice: (order.index(choice.exchange), formats.index(choice.transport)),
     )
 
 

@@ -19,17 +19,12 @@ from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.workload import ASSUMED_SKEW, DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
-from torchrec_2dsp.plan.parameter_sharding import Pipeline
+from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline, kinds_of
 from torchrec_2dsp.plan.sync import SyncConfig
 from torchrec_2dsp.planner.search.best_placements import search_copies
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of
-from torchrec_2dsp.planner.search.placement import (
-    SearchResult,
-)
-from torchrec_2dsp.planner.search.space import (
-    chosen_on_each,
-    is_searched_closely,
-)
+from torchrec_2dsp.planner.search.placement import SearchResult
+from torchrec_2dsp.planner.search.space import chosen_on_each, is_searched_closely
 from torchrec_2dsp.planner.topology import Shortfall, no_plan_text
 
 logger = logging.getLogger(__name__)
@@ -60,6 +55,9 @@ class CostSearch:
 
     transports: Sequence[Transport] = (Transport.FP32,)
     """Wire formats that are allowed where the constraints don't name any."""
+
+    exchanges: Sequence[Exchange] = ()
+    """Exchanges that are allowed where the constraints don't name any; none for all of them."""
 
     pipelines: Sequence[Pipeline] = tuple(Pipeline)
     """The train pipelines that may run the plan."""
@@ -92,7 +90,9 @@ class CostSearch:
         settings, room = self.settings(workload, available), room_of(available)
 
         def candidates_in(transport: Transport) -> list[Candidate]:
-            return candidates_of(module, sharders, self.constraints, workload, device, (transport,))
+            return candidates_of(
+                module, sharders, self.constraints, workload, device, (transport,), self.exchanges
+            )
 
         @cache
         def rated_s(transport: Transport) -> float:
@@ -104,6 +104,7 @@ class CostSearch:
         several = len(self.transports) > 1
         transport = min(self.transports, key=rated_s) if several else self.transports[0]
         candidates = candidates_in(transport)
+        self._check_exchanges(candidates)
         result = search_copies(candidates, settings, room)
         if not result.placements:
             largest = max(settings, key=lambda setting: setting.mesh.group_size)
@@ -119,6 +120,22 @@ class CostSearch:
                 exact, rounded = (each[0][1][0].rated_s for each in chosen)
                 result = replace(result, gain_by_int4=exact / rounded if rounded else 1.0)
         return result
+
+    def _check_exchanges(self, candidates: Sequence[Candidate]) -> None:
+        """Raise `ConfigError` for an exchange that none of the tables can have."""
+        possible = {
+            choice.exchange
+            for candidate in candidates
+            for choice in candidate.choices
+            if choice.message_type
+        }
+        for exchange in self.exchanges if candidates else ():
+            if exchange not in possible:
+                raise ConfigError(
+                    f"no table can have exchange={exchange.value!r}, which is for "
+                    f"{', '.join(kinds_of(exchange))} tables; allow such sharding_types in the "
+                    "constraints, or leave the exchange out"
+                )
 
     def settings(self, workload: Workload, world: Topology) -> list[CostSetting]:
         """Return a setting for every mesh, pipeline and all-to-all, the simplest first.

@@ -85,13 +85,11 @@ def _proposed_type(options: Iterable[ShardingOption]) -> ProposedType | None:
 
 def base_constraints(
     constraints: Mapping[str, ParameterConstraints] | None,
-) -> dict[str, ParameterConstraints] | None:
+) -> dict[str, ParameterConstraints]:
     """Copy constraints with TorchRec's own type names."""
-    if constraints is None:
-        return None
     return {
         name: replace(constraint, sharding_types=_base_names(name, constraint.sharding_types))
-        for name, constraint in constraints.items()
+        for name, constraint in (constraints or {}).items()
     }
 
 

@@ -104,9 +104,7 @@ class Enumerator2D(EmbeddingEnumerator):
             estimator=estimator,
             use_exact_enumerate_order=use_exact_enumerate_order,
         )
-        self._sync_estimator = ReplicaSyncEstimator(
-            topology, stock_constraints, mesh=mesh, sync=sync
-        )
+        self._sync_estimator = ReplicaSyncEstimator(topology, stock_constraints, mesh, sync)
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -189,13 +187,12 @@ class ReplicaSyncEstimator(ShardEstimator):
     def __init__(
         self,
         topology: Topology,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-        *,
+        constraints: dict[str, ParameterConstraints],
         mesh: Mesh2D,
         sync: SyncConfig,
     ) -> None:
         """Take the whole world's ``topology`` (see `peer_bandwidth_bytes_per_ms`)."""
-        self._constraints = None if constraints is None else dict(constraints)
+        self._constraints = constraints
         self._mesh = mesh
         self._sync = sync
         self._bandwidth = peer_bandwidth_bytes_per_ms(topology, mesh)
@@ -271,7 +268,7 @@ class ReplicaSyncEstimator(ShardEstimator):
 
     def _lookups_per_rank(self, option: ShardingOption) -> float:
         """Return the ids per step and rank, over all features of the table."""
-        constraint = (self._constraints or {}).get(option.name)
+        constraint = self._constraints.get(option.name)
         batch_sizes = (constraint.batch_sizes if constraint else None) or [
             option.batch_size
         ] * option.num_inputs

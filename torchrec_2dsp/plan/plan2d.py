@@ -139,14 +139,10 @@ class Plan2D(ShardingPlan):
             modules[path] = {
                 name: ParameterSharding2D.of(table) for name, table in module_plan.items()
             }
-        schedule = plan if isinstance(plan, Plan2D) else cls({}, mesh=mesh, sync=sync)
-        return cls.of_tables(
-            modules,
-            mesh=mesh,
-            sync=sync,
-            pipeline=schedule.pipeline,
-            full_duplex=schedule.full_duplex,
-        )
+        empty = cls({}, mesh, sync)
+        if isinstance(plan, Plan2D):
+            empty = replace(empty, pipeline=plan.pipeline, full_duplex=plan.full_duplex)
+        return empty.with_tables(modules)
 
     @classmethod
     def of_tables(

@@ -480,8 +480,3 @@ class SearchResult:
 
     gain_by_int4: float = 1.0
     """The factor by which rows in 4 bits would speed up a step; 1 if they are allowed."""
-
-    @property
-    def rated_s(self) -> float:
-        """The best placement's rating; infinite without any."""
-        return min((placed.rated_s for placed in self.placements), default=float("inf"))

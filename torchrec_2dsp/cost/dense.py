@@ -8,12 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from torchrec_2dsp.cost.calibration import Calibration, Kernels
 from torchrec_2dsp.cost.collectives import Span, Traffic, all_gather, all_reduce, reduce_scatter
-from torchrec_2dsp.cost.step_cost import NamedParts
+from torchrec_2dsp.cost.step_cost import NamedParts, before_last_bucket
 from torchrec_2dsp.errors import CalibrationError, ConfigError
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
 
-_DDP_BUCKET_BYTES = 25 * 2**20
-"""The size of a gradient bucket in torch's `DistributedDataParallel`."""
 _FLOAT_BYTES = 4
 _CALLS = 6
 """Matrix products in a block's forward: keys, queries and values together, attention, its output,
@@ -276,12 +274,13 @@ class DenseCostModel:
         span = Span.of_world(plan.mesh.world_size, self.local_world_size)
         gradients_s = self._all_reduce_s(span, work.parameter_bytes)
         backward_s = sum(batch_size * layer.backward_s for layer in work.layers)
-        num_buckets = 1 + work.parameter_bytes // _DDP_BUCKET_BYTES
         return DenseCost(
             compute_s=_compute_s(work.layers, batch_size),
             gradients_s=gradients_s,
             update_s=self._update_s(work.parameter_bytes),
-            hidden_s=self._hidden_s(gradients_s * (1 - 1 / num_buckets), backward_s),
+            hidden_s=self._hidden_s(
+                before_last_bucket(gradients_s, work.parameter_bytes), backward_s
+            ),
         )
 
     def _tensor_parallel(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> DenseCost:

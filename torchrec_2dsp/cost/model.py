@@ -1,7 +1,7 @@
 """`CostModel`: predict a plan's step time and memory on calibrated machines."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -23,16 +23,19 @@ from torchrec_2dsp.cost.loads import (
     load_weights,
     sum_by_rank,
 )
-from torchrec_2dsp.cost.step_cost import NamedParts, Phases, ReplicaCost, StepCost
+from torchrec_2dsp.cost.step_cost import (
+    NamedParts,
+    Phases,
+    ReplicaCost,
+    StepCost,
+    before_last_bucket,
+)
 from torchrec_2dsp.cost.table_loads import add_hot_rows, add_synced_rows, add_table
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, WeightSync
-
-_DDP_BUCKET_BYTES = 25 * 2**20
-"""The size of a gradient bucket in torch's `DistributedDataParallel`."""
 
 _GRADIENT_COPIES = 2
 """Copies of a data-parallel table's dense gradient: itself, and the rows that a batch touches."""
@@ -219,7 +222,39 @@ class CostSetting:
 
     @cached_property
     def _buffer_parts(self) -> dict[str, Ranks]:
-        return _buffer_parts(self.pipeline, self.group.num_ranks)
+        """The other parts in `MemoryCost`, as a rank's bytes per unit in each of `LOADS`.
+
+        Sent and received tensors exist at the same time, and a pipeline has the ids of two batches;
+        one that prefetches rows has those of three, and rows of two. The copies that TorchRec and
+        autograd make are measured: `python -m tests.support.memory` compares.
+        """
+        batches = list(Pipeline).index(self.pipeline) + 1
+        num_ranks = self.group.num_ranks
+        return {
+            "batches": load_weights(
+                whole_ids_to=2 * num_ranks * batches, lookup_ids=_LOOKED_UP_ID_BYTES
+            ),
+            "vectors": load_weights(
+                given_bytes=_VECTOR_COPIES,
+                pooled_from=2 * num_ranks,
+                pooled_to=2 * num_ranks,
+                rows_from=num_ranks,
+                rows_to=num_ranks,
+                early_from=num_ranks,
+                lagging_to=num_ranks,
+                moved_bytes=1,
+                added_bytes=1,
+                scattered=1,
+                gathered=num_ranks,
+                # TorchRec puts them in another order, both ways, before and after it adds them up.
+                host_scattered=5,
+                across_from=2,
+                across_to=2,
+            ),
+            "copies": load_weights(
+                hot_id_bytes=1, hot_bytes_of_all=2, peer_bytes_of_all=3, averaged_bytes=1
+            ),
+        }
 
     def loads(self, tables: Iterable[Placed], *, by_rank: bool = True) -> Loads:
         """Sum the work and the messages that tables give to a group's ranks.
@@ -252,7 +287,17 @@ class CostSetting:
 
     def memory_cost(self, tables: Sequence[Placed]) -> MemoryCost:
         """Predict the memory that tables take on a group's fullest rank."""
-        return _memory_cost(tables, self.loads(tables), self._buffer_parts)
+        loads = self.loads(tables)
+        kept_bytes = sum(
+            (_kept(table, loads.num_ranks) for table in tables),
+            np.zeros((len(_KEPT), loads.num_ranks)),
+        )
+        parts = dict(zip(_KEPT, kept_bytes, strict=True))
+        parts |= {name: weights @ loads.values for name, weights in self._buffer_parts.items()}
+        fullest = int(sum(parts.values(), np.zeros(loads.num_ranks)).argmax())
+        return MemoryCost(
+            **{f"{name}_bytes": float(by_rank[fullest]) for name, by_rank in parts.items()}
+        )
 
     def step_cost(self, loads: Loads) -> StepCost:
         """Predict the step for ranks with these loads, with the cost of tables beside them."""
@@ -278,10 +323,9 @@ class CostSetting:
         if self.pipeline is not Pipeline.BASE:
             beside_s = min(beside_s + cost.input_exchange_s, cost.compute_s)
         dense = self.workload.dense
-        num_buckets = 1 + dense.gradient_bytes // _DDP_BUCKET_BYTES
         all_bytes = dense.gradient_bytes + float(np.max(loads.all_reduced_bytes))
         dense_s = cost.dense_exchange_s * dense.gradient_bytes / all_bytes if all_bytes else 0.0
-        return beside_s + min(dense_s * (1 - 1 / num_buckets), dense.backward_s)
+        return beside_s + min(before_last_bucket(dense_s, dense.gradient_bytes), dense.backward_s)
 
     def visible_cost(self, loads: Loads) -> StepCost:
         """Predict the step if nothing hides behind anything else."""
@@ -330,20 +374,6 @@ def table_bytes(table: Placed, num_ranks: int) -> Ranks:
     return _kept(table, num_ranks).sum(axis=0)
 
 
-def _memory_cost(
-    tables: Iterable[Placed], loads: Loads, buffers: Mapping[str, Ranks]
-) -> MemoryCost:
-    kept_bytes = sum(
-        (_kept(table, loads.num_ranks) for table in tables), np.zeros((len(_KEPT), loads.num_ranks))
-    )
-    parts = dict(zip(_KEPT, kept_bytes, strict=True))
-    parts |= {name: weights @ loads.values for name, weights in buffers.items()}
-    fullest = int(sum(parts.values(), np.zeros(loads.num_ranks)).argmax())
-    return MemoryCost(
-        **{f"{name}_bytes": float(by_rank[fullest]) for name, by_rank in parts.items()}
-    )
-
-
 def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
     """Return a table's bytes on each rank, with a row for each of `_KEPT`."""
     work = table.work
@@ -365,38 +395,3 @@ def _state_bytes(table: Placed, columns: float | Ranks) -> float | Ranks:
     """Return a shard row's optimizer state; a moment for a whole row is there for each part."""
     state = table.work.state_bytes_per_row
     return state if state <= FLOAT_BYTES else state * columns / table.work.dim
-
-
-def _buffer_parts(pipeline: Pipeline, num_ranks: int) -> dict[str, Ranks]:
-    """Return the other parts in `MemoryCost`, as a rank's bytes per unit in each of `LOADS`.
-
-    Sent and received tensors exist at the same time, and a pipeline has the ids of two batches;
-    one that prefetches rows has those of three, and rows of two. The copies that TorchRec and
-    autograd make are measured: `python -m tests.support.memory` compares.
-    """
-    batches = list(Pipeline).index(pipeline) + 1
-    return {
-        "batches": load_weights(
-            whole_ids_to=2 * num_ranks * batches, lookup_ids=_LOOKED_UP_ID_BYTES
-        ),
-        "vectors": load_weights(
-            given_bytes=_VECTOR_COPIES,
-            pooled_from=2 * num_ranks,
-            pooled_to=2 * num_ranks,
-            rows_from=num_ranks,
-            rows_to=num_ranks,
-            early_from=num_ranks,
-            lagging_to=num_ranks,
-            moved_bytes=1,
-            added_bytes=1,
-            scattered=1,
-            gathered=num_ranks,
-            # TorchRec puts them in another order, both ways, before and after they are added up.
-            host_scattered=5,
-            across_from=2,
-            across_to=2,
-        ),
-        "copies": load_weights(
-            hot_id_bytes=1, hot_bytes_of_all=2, peer_bytes_of_all=3, averaged_bytes=1
-        ),
-    }

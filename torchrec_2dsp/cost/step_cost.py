@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from torchrec_2dsp.cost.calibration import BagCost, Calibration
+from torchrec_2dsp.cost.calibration import BagCost, Calibration, KernelCost
 from torchrec_2dsp.cost.collectives import (
     NOTHING_MOVED,
     CollectiveCost,
@@ -33,6 +33,9 @@ from torchrec_2dsp.plan.sync import (
     SyncPolicy,
     WeightSync,
 )
+
+_DDP_BUCKET_BYTES = 25 * 2**20
+"""The size of a gradient bucket in torch's `DistributedDataParallel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,20 +178,12 @@ class Phases:
 
     def _lookup_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
-        of_bags = _of_bags(kernels.lookup, loads)
-        of_rows = kernels.row_lookup.seconds(loads.owned_ids, loads.owned_bytes)
-        bags, rows = _num_kernels(loads)
-        calls_s = bags * kernels.lookup.base_s + rows * kernels.row_lookup.base_s
-        return _most(of_bags + of_rows) + calls_s
+        return _kernels_s(loads, kernels.lookup, kernels.row_lookup)
 
     def _update_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
-        of_bags = _of_bags(kernels.update, loads)
-        of_rows = kernels.row_update.seconds(loads.owned_ids, loads.owned_bytes)
         dense = kernels.dense_update.seconds(0.0, loads.dense_bytes)
-        bags, rows = _num_kernels(loads)
-        calls_s = bags * kernels.update.base_s + rows * kernels.row_update.base_s
-        return _most(of_bags + of_rows + dense) + calls_s
+        return _kernels_s(loads, kernels.update, kernels.row_update, dense)
 
     def _rows_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
@@ -294,13 +289,19 @@ def _brought_s(
     return cost.seconds(span, moved(span, _most(brought))) if _any(brought) else 0.0
 
 
-def _of_bags(cost: BagCost, loads: Loads) -> Ranks | float:
-    return cost.of_bags(
+def _kernels_s(
+    loads: Loads, on_bags: BagCost, on_rows: KernelCost, dense: Ranks | float = 0.0
+) -> float:
+    """Price the kernels that work on bags and on rows, and work on whole tables beside them."""
+    of_bags = on_bags.of_bags(
         loads.lookup_ids,
         loads.lookup_bytes,
         vector_bytes=loads.lookup_vector_bytes,
         row_bytes=loads.lookup_row_bytes,
     )
+    of_rows = on_rows.seconds(loads.owned_ids, loads.owned_bytes)
+    bags, rows = _num_kernels(loads)
+    return _most(of_bags + of_rows + dense) + (bags * on_bags.base_s + rows * on_rows.base_s)
 
 
 def _num_kernels(loads: Loads) -> tuple[int, int]:
@@ -392,6 +393,12 @@ class ReplicaCost:
     @property
     def _all_to_all(self) -> CollectiveCost:
         return self.calibration.all_to_all(full_duplex=True)
+
+
+def before_last_bucket(exchange_s: float, gradient_bytes: float) -> float:
+    """Return the seconds of a gradient exchange that DDP starts before the backward has ended."""
+    num_buckets = 1 + gradient_bytes // _DDP_BUCKET_BYTES
+    return exchange_s * (1 - 1 / num_buckets)
 
 
 def _most(values: Ranks | float) -> float:

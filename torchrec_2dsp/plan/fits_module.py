@@ -46,13 +46,8 @@ from torchrec_2dsp._compat.managed_collisions import (
 )
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
-from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
-from torchrec_2dsp.plan.parameter_sharding import (
-    Exchange,
-    ParameterSharding2D,
-    ShardingType2D,
-)
+from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, is_proposed
 from torchrec_2dsp.plan.sync import GradientSync
 
@@ -378,10 +373,15 @@ def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node
             f"of cached or key-value tables can't be synced yet: constrain it to {kernel.value!r}"
         )
     shards = getattr(table.sharding_spec, "shards", None) or []
-    if kind is ShardingType2D.TABLE_ROW_WISE and len(shards) != node_size:
-        raise PlanError(_node_text(name, kind, len(shards), plan.mesh, node_size))
-    if kind is ShardingType2D.GRID_SHARD and len(shards) % node_size:
-        raise PlanError(_node_text(name, kind, len(shards), plan.mesh, node_size))
+    fits_hosts = {
+        ShardingType2D.TABLE_ROW_WISE: len(shards) == node_size,
+        ShardingType2D.GRID_SHARD: len(shards) % node_size == 0,
+    }
+    if not fits_hosts.get(kind, True):
+        raise PlanError(
+            f"table {name!r} ({kind.value}) has {len(shards)} shards, but a sharding group of "
+            f"{plan.mesh} has {node_size} ranks per host; plan it with local_world_size={node_size}"
+        )
     has_exact_copies = isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1
     if has_exact_copies or kind is ShardingType2D.DATA_PARALLEL:
         check_rounding(f"table {name!r}", table.stochastic_rounding)
@@ -434,15 +434,6 @@ def check_rounding(where: str, stochastic_rounding: bool | None) -> None:
             f"{where} asks for stochastic_rounding, with which exact replicas would drift apart; "
             "leave it out, or use WeightSync without hot rows and data-parallel tables"
         )
-
-
-def _node_text(
-    name: str, kind: ShardingType2D, num_shards: int, mesh: Mesh2D, node_size: int
-) -> str:
-    return (
-        f"table {name!r} ({kind.value}) has {num_shards} shards, but a sharding group of {mesh} "
-        f"has {node_size} ranks per host; plan it with local_world_size={node_size}"
-    )
 
 
 def _check_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> None:

@@ -25,13 +25,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     ShardingType2D,
 )
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.plan.sync import (
-    GradientSync,
-    SyncConfig,
-    SyncedRows,
-    WeightSync,
-    parse_policy,
-)
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, WeightSync, parse_policy
 
 _MAX_RANKS = 2**31 - 1
 _MAX_ROWS = 2**63 - 1
@@ -296,22 +290,14 @@ def _sync_to_dict(sync: SyncConfig) -> dict[str, Any]:
 
 
 def _sync_of(record: GradientSyncRecord | WeightSyncRecord) -> SyncConfig:
+    values = record.model_dump(exclude={"kind"})
     try:
         if isinstance(record, GradientSyncRecord):
-            return GradientSync(
-                transport=Transport(record.transport),
-                delay=record.delay,
-                drift_every=record.drift_every,
-            )
-        moments = record.moments_policy
-        return WeightSync(
-            policy=parse_policy(record.policy),
-            moments_policy=None if moments is None else parse_policy(moments),
-            rows=SyncedRows(record.rows),
-            transport=Transport(record.transport),
-            drift_every=record.drift_every,
-            dense_above=record.dense_above,
-        )
+            return GradientSync(**values)
+        for name in ("policy", "moments_policy"):
+            if values[name] is not None:
+                values[name] = parse_policy(values[name])
+        return WeightSync(**values)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"sync: {error}") from error
 

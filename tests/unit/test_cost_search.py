@@ -376,7 +376,7 @@ def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
     candidates = candidates_of(tables(rows), SHARDERS, None, workload, "cpu")
     settings = [
         CostSetting(calibration(), workload, mesh, tdsp.GradientSync(), 2)
-        for mesh in meshes_of(4, 2, 4)
+        for mesh in meshes_of(4, 2)
     ]
     room = share * sum(rows) * (32 * 4 + 4)
     placed = search(candidates, settings, room).placements

@@ -152,9 +152,7 @@ class CostSearch:
                 self.calibration.hardware.name,
                 "; ".join(differences),
             )
-        meshes = (
-            [self.mesh] if self.mesh else meshes_of(world.world_size, per_host, _MAX_GROUP_SIZE)
-        )
+        meshes = [self.mesh] if self.mesh else meshes_of(world.world_size, per_host)
         is_known = self.calibration.collectives.full_duplex_all_to_all is not None
         return [
             CostSetting(self.calibration, workload, mesh, self.sync, per_host, *schedule)
@@ -219,15 +217,15 @@ def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: int)
     )
 
 
-def meshes_of(world_size: int, local_world_size: int, max_group_size: int) -> Iterator[Mesh2D]:
-    """Yield all meshes of a world with groups up to a size, the smallest groups first.
+def meshes_of(world_size: int, local_world_size: int) -> Iterator[Mesh2D]:
+    """Yield all meshes of a world that are tried, the smallest groups first.
 
     Example:
         >>> from torchrec_2dsp.planner.search.cost_search import meshes_of
-        >>> [(mesh.num_groups, mesh.layout.value) for mesh in meshes_of(4, 2, 4)]
+        >>> [(mesh.num_groups, mesh.layout.value) for mesh in meshes_of(4, 2)]
         [(4, 'strided'), (2, 'strided'), (2, 'contiguous'), (1, 'strided')]
     """
-    for group_size in range(1, min(world_size, max_group_size) + 1):
+    for group_size in range(1, min(world_size, _MAX_GROUP_SIZE) + 1):
         if world_size % group_size:
             continue
         mesh = Mesh2D(world_size // group_size, group_size)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_calibrate import TINY
+from tests.support.planning import with_part
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.cost.collectives import Span, all_to_all
@@ -96,9 +97,9 @@ def start_without_measuring(
         dist.all_to_all_single(torch.zeros(4), torch.zeros(4), group=world)
         # Fits of other processors differ in their last digits.
         measured = tdsp.Calibration.load("emulated_1gbit")
-        cost = measured.kernels.find.model_copy(update={"median_error": error})
-        kernels = measured.kernels.model_copy(update={"find": cost})
-        return measured.model_copy(update={"turn_s": rank / 100, "kernels": kernels})
+        find = measured.kernels.find.model_copy(update={"median_error": error})
+        measured = with_part(measured, "kernels", find=find)
+        return measured.model_copy(update={"turn_s": rank / 100})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "calibrate", shipped)

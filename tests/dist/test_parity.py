@@ -315,7 +315,10 @@ def shared_features(rank: int, world_size: int, kind: type) -> float:
         tdsp.EmbeddingBagCollectionSharder2D() if is_bag else tdsp.EmbeddingCollectionSharder2D()
     )
     plan = group_plan_of(
-        module, PARTED_MESHES[0], sharders=[sharder], constraints=constrained("row_wise", 3)
+        module,
+        PARTED_MESHES[0],
+        sharders=[sharder],
+        constraints=constrained("row_wise", num_tables=3),
     )
     plan = tdsp.pin(plan, "t1", num_groups=1)
     sharded = sharder.shard(module, plan.plan[""], None)

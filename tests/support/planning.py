@@ -1,8 +1,10 @@
 """Tables, skewed logs, planners by cost, and plans by hand on machines with few costs."""
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,12 +12,7 @@ from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    ModuleSharder,
-    ShardingPlan,
-    ShardingType,
-)
+from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -36,6 +33,7 @@ from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
 
 ENOUGH = 1e12
 ROWS = (40, 1_000, 9_000)
+EXACT = tdsp.GradientSync()
 SHARDERS: list[ModuleSharder[nn.Module]] = [
     tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))  # type: ignore[list-item]
 ]
@@ -51,19 +49,25 @@ class AnyTypeSharder(EmbeddingBagCollectionSharder):
 STOCK_SHARDERS: list[ModuleSharder[nn.Module]] = [AnyTypeSharder()]  # pyright: ignore[reportAssignmentType]
 
 
-def bags(num_tables: int = 2, rows: int = 40, dim: int = 64) -> EmbeddingBagCollection:
+def tables(rows: Sequence[int] = ROWS, dims: int | Sequence[int] = 32) -> EmbeddingBagCollection:
+    """Return a collection of tables `t0`, `t1` and so on, each with a feature of its own."""
+    of_tables = [dims] * len(rows) if isinstance(dims, int) else dims
     return EmbeddingBagCollection(
         device=torch.device("meta"),
         tables=[
             EmbeddingBagConfig(
-                name=f"t{index}",
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=[f"f{index}"],
+                name=f"t{number}",
+                num_embeddings=int(num_rows),
+                embedding_dim=int(dim),
+                feature_names=[f"f{number}"],
             )
-            for index in range(num_tables)
+            for number, (num_rows, dim) in enumerate(zip(rows, of_tables, strict=True))
         ],
     )
+
+
+def bags(num_tables: int = 2, rows: int = 40, dim: int = 64) -> EmbeddingBagCollection:
+    return tables((rows,) * num_tables, dim)
 
 
 def world(world_size: int, local_world_size: int | None = None, **figures: float) -> Topology:
@@ -79,15 +83,10 @@ def nothing_reserved() -> FixedPercentageStorageReservation:
     return FixedPercentageStorageReservation(0.0)
 
 
-def constrained(
-    sharding_type: str, num_tables: int = 2, min_partition: int = 32
-) -> dict[str, ParameterConstraints]:
-    return {
-        f"t{index}": ParameterConstraints(
-            sharding_types=[sharding_type], min_partition=min_partition
-        )
-        for index in range(num_tables)
-    }
+def constrained(*sharding_types: str, num_tables: int = 2) -> dict[str, ParameterConstraints]:
+    """Return a constraint for each of so many tables, which may have these types."""
+    constraint = ParameterConstraints(sharding_types=list(sharding_types), min_partition=32)
+    return {f"t{number}": constraint for number in range(num_tables)}
 
 
 def planner_for(
@@ -123,35 +122,23 @@ def group_plan_of(
     )
 
 
-def layout(plan: ShardingPlan, table: str) -> list[tuple[int, list[int], list[int]]]:
-    """Rank, offset and size of every shard."""
-    module_plan = plan.plan[""]
-    assert isinstance(module_plan, EmbeddingModuleShardingPlan)
-    shards = getattr(module_plan[table].sharding_spec, "shards", [])
-    return [
-        (shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes))
-        for shard in shards
-    ]
+def tables_in(plan: tdsp.Plan2D) -> dict[str, tdsp.ParameterSharding2D]:
+    """Return all tables of a plan, by name."""
+    return {name: table for _, module in plan.modules() for name, table in module.tables()}
 
 
-def calibration(link: str = "1gbit") -> tdsp.Calibration:
-    """Not one of those that are shipped, which change whenever machines are measured again."""
-    return tdsp.Calibration.load(Path(__file__).parent / "hardware" / f"{link}.toml")
+def ways_in(plan: tdsp.Plan2D) -> dict[str, tuple[str, str]]:
+    """Return each table's sharding type and exchange."""
+    return {
+        name: (table.sharding_type, table.exchange.value) for name, table in tables_in(plan).items()
+    }
 
 
-def tables(rows: tuple[int, ...] = ROWS) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{number}",
-                num_embeddings=num_rows,
-                embedding_dim=32,
-                feature_names=[f"f{number}"],
-            )
-            for number, num_rows in enumerate(rows)
-        ],
-    )
+def calibration(link: str | Calibration = "1gbit") -> Calibration:
+    """Return a calibration that stays as it is; shipped ones change when machines are measured."""
+    if isinstance(link, Calibration):
+        return link
+    return Calibration.load(Path(__file__).parent / "hardware" / f"{link}.toml")
 
 
 def skewed(rows: tuple[int, ...] = ROWS) -> tdsp.AccessStats:
@@ -164,10 +151,11 @@ def skewed(rows: tuple[int, ...] = ROWS) -> tdsp.AccessStats:
     return tdsp.AccessStats(counts)
 
 
-def planner(world_size: int = 4, link: str = "1gbit", **settings: object) -> tdsp.Planner2D:
-    given = {"batch_size": 512, "storage_reservation": nothing_reserved(), **settings}
-    given.setdefault("topology", world(world_size, 2))
-    return tdsp.Planner2D(calibration=calibration(link), **given)  # type: ignore[arg-type]
+def planner(link: str | Calibration = "1gbit", **settings: object) -> Planner2D:
+    """Return a planner of two hosts with two ranks each, unless settings say otherwise."""
+    given = {"topology": world(4, 2), "batch_size": 512, **settings}
+    given.setdefault("storage_reservation", nothing_reserved())
+    return Planner2D(calibration=calibration(link), **given)  # type: ignore[arg-type]
 
 
 def plan_of(module: nn.Module, **settings: object) -> tdsp.Plan2D:
@@ -175,12 +163,25 @@ def plan_of(module: nn.Module, **settings: object) -> tdsp.Plan2D:
 
 
 def problem(
-    link: str, mesh: tdsp.Mesh2D, *, with_access: bool = True
+    mesh: tdsp.Mesh2D,
+    rows: Sequence[int] = ROWS,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    *,
+    link: str | Calibration = "1gbit",
+    sync: "tdsp.GradientSync | tdsp.WeightSync" = EXACT,
+    local_world_size: int = 2,
+    dense: DenseWork | None = None,
+    batch_size: int = 512,
+    **work: Any,
 ) -> tuple[list[Candidate], CostSetting]:
-    workload = Workload.of_model(tables(), batch_size=512, access=skewed() if with_access else None)
-    workload = replace(workload, dense=DenseWork(forward_s=0.01, backward_s=0.01))
-    candidates = candidates_of(tables(), SHARDERS, None, workload, "cpu")
-    return candidates, CostSetting(calibration(link), workload, mesh, tdsp.GradientSync(), 2)
+    """Return tables with their choices, and all else that a step of theirs depends on.
+
+    ``work`` are arguments of `Workload.of_model`.
+    """
+    workload = Workload.of_model(tables(rows), batch_size=batch_size, **work)
+    workload = replace(workload, dense=dense or DenseWork())
+    candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
+    return candidates, CostSetting(calibration(link), workload, mesh, sync, local_world_size)
 
 
 def best_of_all(candidates: list[Candidate], setting: CostSetting, room: float = ENOUGH) -> float:
@@ -217,7 +218,11 @@ DIM, BATCH, NUM_ROWS = 64, 100, 10_000
 NOTHING = BagCost(base_s=0, per_item_s=0, per_byte_s=0, per_vector_byte_s=0, per_row_byte_s=0)
 WIRE = CollectiveCost(base_s=0, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=LINK)
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
-EXACT = tdsp.GradientSync()
+
+
+def with_part(known: Calibration, part: str, **changes: Any) -> Calibration:
+    """Return a calibration with other fields in its collectives, kernels or hardware."""
+    return known.model_copy(update={part: getattr(known, part).model_copy(update=changes)})
 
 
 def only_the_link(**kernels: KernelCost | None) -> Calibration:
@@ -225,14 +230,8 @@ def only_the_link(**kernels: KernelCost | None) -> Calibration:
     known = Calibration.load("configs/hardware/emulated_1gbit.toml")
     collectives = dict.fromkeys(type(known.collectives).model_fields, WIRE)
     work = dict.fromkeys(type(known.kernels).model_fields, NOTHING) | kernels
-    return known.model_copy(
-        update={
-            "collectives": known.collectives.model_copy(update=collectives),
-            "kernels": known.kernels.model_copy(update=work),
-            "turn_s": 0.0,
-            "hidden_share": 1.0,
-        }
-    )
+    free = with_part(with_part(known, "collectives", **collectives), "kernels", **work)
+    return free.model_copy(update={"turn_s": 0.0, "hidden_share": 1.0})
 
 
 def counted(skew: float = 1.0) -> TableAccess:
@@ -270,9 +269,7 @@ def cost(
     return setting.step_cost(setting.loads(tables))
 
 
-def slow_fetch() -> tdsp.Calibration:
+def slow_fetch() -> Calibration:
     """Return costs of bytes between hosts alone, thrice as high in a sharding group."""
-    known = only_the_link()
-    slow = known.collectives.all_to_all.model_copy(update={"link_s_per_byte": 3 * LINK})
-    collectives = known.collectives.model_copy(update={"all_to_all": slow})
-    return known.model_copy(update={"collectives": collectives})
+    slow = WIRE.model_copy(update={"link_s_per_byte": 3 * LINK})
+    return with_part(only_the_link(), "collectives", all_to_all=slow)

@@ -9,7 +9,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
-from tests.support.planning import ENOUGH, SHARDERS, calibration, skewed, tables
+from tests.support.planning import ENOUGH, SHARDERS, calibration, problem, skewed, tables
 from torchrec_2dsp.codecs.rows import transports_of
 from torchrec_2dsp.cost.loads import LOADS
 from torchrec_2dsp.cost.model import CostSetting, table_bytes
@@ -73,10 +73,7 @@ def test_alike_tables_have_each_the_loads_of_its_own() -> None:
 
 def ratings_asked(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
     """Improve a placement, and return how many steps were predicted; check what is remembered."""
-    workload = Workload.of_model(tables(rows), batch_size=64, skew=1.05)
-    candidates = candidates_of(tables(rows), SHARDERS, None, workload, "cpu")
-    setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 2), tdsp.GradientSync(), 2)
-    space = Space.of(candidates, setting)
+    space = Space.of(*problem(tdsp.Mesh2D(1, 2), rows, batch_size=64, skew=1.05))
     num_asked, predict = 0, CostSetting.step_cost
 
     def count(*args: Any) -> StepCost:

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 import torchrec_2dsp as tdsp
+from tests.support.planning import with_part
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import BagCost, KernelCost
 from torchrec_2dsp.cost.collectives import CollectiveCost, Span, Traffic, all_to_all
@@ -146,8 +147,7 @@ def test_the_topology_has_the_speed_of_a_rank_and_its_share_of_the_link() -> Non
 
 def test_without_a_full_duplex_all_to_all_there_is_one() -> None:
     calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
-    collectives = calibration.collectives.model_copy(update={"full_duplex_all_to_all": None})
-    nccl = calibration.model_copy(update={"collectives": collectives})
+    nccl = with_part(calibration, "collectives", full_duplex_all_to_all=None)
     assert nccl.all_to_all(full_duplex=True) == nccl.all_to_all(full_duplex=False)
     assert calibration.all_to_all(full_duplex=True) != calibration.all_to_all(full_duplex=False)
 
@@ -156,8 +156,7 @@ def test_a_calibration_of_one_host_does_not_cover_two() -> None:
     known = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
     known.check_covers(world_size=8, local_world_size=2)
     cost = known.collectives.all_to_all.model_copy(update={"link_s_per_byte": None})
-    collectives = known.collectives.model_copy(update={"all_to_all": cost})
-    one_host = known.model_copy(update={"collectives": collectives})
+    one_host = with_part(known, "collectives", all_to_all=cost)
     one_host.check_covers(world_size=2, local_world_size=2)
     with pytest.raises(
         tdsp.errors.CalibrationError, match="nothing travels across hosts, and here are 8"
@@ -280,14 +279,11 @@ def test_times_that_nothing_explains_are_named() -> None:
     ]
     calibration = tdsp.Calibration.load("emulated_1gbit")
     assert not unexplained(calibration, 1.0)
-    parts = {"all_reduce": fit_collective(wild)}
-    collectives = calibration.collectives.model_copy(update=parts)
-    doubtful = calibration.model_copy(update={"collectives": collectives})
+    doubtful = with_part(calibration, "collectives", all_reduce=fit_collective(wild))
     assert re.search("^all_reduce: no constants explain .* idle", unexplained(doubtful, 1.0))
     assert not unexplained(doubtful, 10.0)
-    parts = {"find": fit_kernel([KernelSample(1.0, 0.0, sample.timed) for sample in wild])}
-    kernels = calibration.kernels.model_copy(update=parts)
-    assert unexplained(calibration.model_copy(update={"kernels": kernels}), 1.0).startswith("find:")
+    find = fit_kernel([KernelSample(1.0, 0.0, sample.timed) for sample in wild])
+    assert unexplained(with_part(calibration, "kernels", find=find), 1.0).startswith("find:")
 
 
 def test_the_median_of_repeats_counts_and_half_of_them_scatter() -> None:

@@ -22,11 +22,13 @@ from tests.support.planning import (
     TABLE_WISE,
     TWO,
     VECTORS,
+    WIRE,
     calibration,
     cost,
     counted,
     only_the_link,
     table,
+    with_part,
 )
 from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp.cost.calibration import Calibration, KernelCost
@@ -363,14 +365,12 @@ def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
     assert replace(predicted, hidden_s=0.0) == visible
     # On a GPU rows are updated all at once.
     link = only_the_link()
-    gpus = link.model_copy(update={"hardware": link.hardware.model_copy(update={"device": "cuda"})})
+    gpus = with_part(link, "hardware", device="cuda")
     only_early = cost(rows, dense=dense, pipeline=Pipeline.ROW_PREFETCH, calibration=gpus)
     early_s = early / distinct * moved_s / 2
     assert only_early.hidden_s == pytest.approx(-early_s - ids_s, rel=0.05)
     # So their gradients take no messages more; only the rows do.
-    late = gpus.collectives.all_to_all.model_copy(update={"base_s": 1e-3})
-    collectives = gpus.collectives.model_copy(update={"all_to_all": late})
-    gpus = gpus.model_copy(update={"collectives": collectives})
+    gpus = with_part(gpus, "collectives", all_to_all=WIRE.model_copy(update={"base_s": 1e-3}))
     pipelines = Pipeline.SPARSE_DIST, Pipeline.ROW_PREFETCH
     without, beside = (cost(rows, pipeline=kind, calibration=gpus) for kind in pipelines)
     assert beside.backward_exchange_s == without.backward_exchange_s

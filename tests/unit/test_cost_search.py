@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 import torchrec_2dsp as tdsp
@@ -23,18 +22,20 @@ from tests.support.planning import (
     bags,
     best_of_all,
     calibration,
+    constrained,
     nothing_reserved,
     plan_of,
     planner,
     problem,
     skewed,
     tables,
+    ways_in,
     world,
 )
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.access.table_access import TableAccess
-from torchrec_2dsp.cost.model import CostModel, CostSetting
-from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.cost.model import CostModel
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.best_placements import placements, search
 from torchrec_2dsp.planner.search.choices import Choice, candidates_of
 from torchrec_2dsp.planner.search.cost_search import meshes_of
@@ -53,7 +54,8 @@ pytestmark = pytest.mark.dealt_file
     ],
 )
 def test_nothing_is_much_better_than_what_is_found(link: str, mesh: tdsp.Mesh2D) -> None:
-    candidates, setting = problem(link, mesh)
+    dense = DenseWork(forward_s=0.01, backward_s=0.01)
+    candidates, setting = problem(mesh, link=link, access=skewed(), dense=dense)
     (placed,) = search(candidates, [setting], ENOUGH).placements
     best = best_of_all(candidates, setting)
     assert best <= placed.rated_s * (1 + 1e-9)
@@ -74,14 +76,6 @@ def test_what_is_found_costs_what_its_plan_costs(sync: "tdsp.GradientSync") -> N
     assert kept.total_bytes == pytest.approx(float(best.bytes_by_rank.max()))
 
 
-def types_of(plan: tdsp.Plan2D) -> dict[str, tuple[str, str]]:
-    return {
-        name: (entry.sharding_type, entry.exchange.value)
-        for _, module in plan.modules()
-        for name, entry in module.tables()
-    }
-
-
 _TABLE_WISE = "table_wise"
 _COPIED = "data_parallel"
 
@@ -89,9 +83,9 @@ _COPIED = "data_parallel"
 def test_small_tables_are_copied_where_large_ones_send_vectors() -> None:
     """Their gradients are smaller than a batch's vectors; whole tables aren't."""
     model = tables((10,) * 12 + (200_000,))
-    constraints = either(_COPIED, _TABLE_WISE, num_tables=13)
+    constraints = constrained(_COPIED, _TABLE_WISE, num_tables=13)
     plan = plan_of(model, link="200mbit", constraints=constraints, mesh=tdsp.Mesh2D(1, 4))
-    *small, large = types_of(plan).values()
+    *small, large = ways_in(plan).values()
     # The host without the large table may have one: its link is free.
     assert small.count(("2d_data_parallel", "pooled")) >= 11
     assert large[0] == "2d_table_wise"
@@ -106,20 +100,15 @@ def test_a_small_gain_is_no_reason_for_another_type() -> None:
         by_cost = planner(constraints=constraints, mesh=tdsp.Mesh2D(1, 4), **given)
         return by_cost.search(tables(rows), SHARDERS).placements[0]
 
-    free = placed(either(_COPIED, _TABLE_WISE, num_tables=7))
+    free = placed(constrained(_COPIED, _TABLE_WISE, num_tables=7))
     assert {choice.kind for choice in free.placement.choices} == {ShardingType.TABLE_WISE}
-    copies = either(_COPIED, num_tables=7)
-    mixed = placed(copies | dict.fromkeys(("t0", "t6"), either(_TABLE_WISE, num_tables=1)["t0"]))
+    copies, whole = (constrained(kind, num_tables=7) for kind in (_COPIED, _TABLE_WISE))
+    mixed = placed(copies | {name: whole[name] for name in ("t0", "t6")})
     assert mixed.cost.total_s < free.cost.total_s < 1.05 * mixed.cost.total_s
 
 
-def either(*types: str, num_tables: int) -> dict[str, ParameterConstraints]:
-    asked = ParameterConstraints(sharding_types=list(types))
-    return {f"t{number}": asked for number in range(num_tables)}
-
-
 def test_tables_that_share_a_link_do_not_lie_on_one_host() -> None:
-    constraints = either(_TABLE_WISE, num_tables=2)
+    constraints = constrained(_TABLE_WISE, num_tables=2)
     by_cost = planner(link="200mbit", constraints=constraints, mesh=tdsp.Mesh2D(1, 4))
     placement = by_cost.search(tables((200_000,) * 2), SHARDERS).placements[0].placement
     assert sorted(rank // 2 for (rank,) in placement.ranks) == [0, 1]
@@ -156,7 +145,7 @@ def test_constraints_win(
     plan = plan_of(
         tables((64, 64)), constraints={"t0": constraint}, mesh=tdsp.Mesh2D(1, 4), access=None
     )
-    placed = types_of(plan)
+    placed = ways_in(plan)
     assert placed["t0"][0] == expected[0]
     assert expected[1] is None or placed["t0"][1] == expected[1]
 
@@ -183,7 +172,7 @@ def test_rows_that_nothing_looked_up_are_never_hot() -> None:
 
 def test_columns_are_split_only_where_that_is_asked_for() -> None:
     """Each part of a row would have a moment of its own, and train otherwise."""
-    candidates, _ = problem("1gbit", tdsp.Mesh2D(1, 4))
+    candidates, _ = problem(tdsp.Mesh2D(1, 4))
     kinds = {choice.kind for entry in candidates for choice in entry.choices}
     assert ShardingType.COLUMN_WISE not in kinds
     assert ShardingType.DATA_PARALLEL in kinds
@@ -223,17 +212,13 @@ def test_groups_with_uneven_parts_on_hosts_have_no_tables_of_one_host() -> None:
         assert free.search(tables(rows), SHARDERS).placements
 
 
-def test_without_tables_there_is_an_empty_plan() -> None:
-    assert plan_of(nn.Linear(2, 2)).plan == {}
-
-
 def test_without_a_calibration_the_topology_speaks() -> None:
     """A hundredth of the bandwidth between hosts keeps bytes inside them."""
     slow = world(4, 2, inter_host_bw=1e4, intra_host_bw=1e7)
     chosen = tdsp.Planner2D(
         topology=slow, batch_size=4_096, storage_reservation=nothing_reserved()
     ).plan(bags(4, rows=1_000_000), SHARDERS)
-    assert chosen.mesh.group_size <= 2 or set(types_of(chosen).values()) <= {
+    assert chosen.mesh.group_size <= 2 or set(ways_in(chosen).values()) <= {
         ("2d_row_wise", "row_per_host"),
         ("2d_row_wise", "row"),
     }
@@ -248,7 +233,7 @@ def test_a_mesh_without_a_calibration_runs_row_exchange(mesh: tdsp.Mesh2D) -> No
     ).plan(bags(2, rows=4_000), SHARDERS)
     assert (plan.mesh, plan.sync) == (mesh, tdsp.GradientSync())
     rows = {("2d_row_wise", "row"), ("2d_row_wise", "row_per_host")}
-    assert set(types_of(plan).values()) <= rows
+    assert set(ways_in(plan).values()) <= rows
 
 
 @pytest.mark.parametrize(
@@ -316,10 +301,8 @@ def test_a_batch_of_nothing_is_refused() -> None:
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.6, 0.2])
 def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -> None:
     rows = (4_000, 9_000, 60_000)
-    workload = Workload.of_model(tables(rows), batch_size=64)
     pooled = {f"t{number}": tdsp.ParameterConstraints2D(exchange="pooled") for number in range(3)}
-    candidates = candidates_of(tables(rows), SHARDERS, pooled, workload, "cpu")
-    setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
+    candidates, setting = problem(tdsp.Mesh2D(1, 4), rows, pooled, batch_size=64)
     (roomy,) = search(candidates, [setting], ENOUGH).placements
     room = share * float(roomy.bytes_by_rank.max())
     placed = search(candidates, [setting], room).placements
@@ -334,13 +317,11 @@ def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -
 def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
     """Dealt evenly, against all choices that fit: nearer to the best than to the smallest."""
     rows = (500, 1_000, 2_000, 3_000, 4_000)
-    workload = Workload.of_model(tables(rows), batch_size=2_048)
     asked = tdsp.ParameterConstraints2D(exchange="pooled", sharding_types=["row_wise"])
     constraints = {f"t{number}": asked for number in range(5)}
-    split = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
+    split, setting = problem(tdsp.Mesh2D(1, 4), rows, constraints, batch_size=2_048)
     copied = Choice(ShardingType.DATA_PARALLEL)
     both = [replace(entry, choices=[copied, *entry.choices]) for entry in split]
-    setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
     # Copies of small tables take most, so that what saves most isn't what is largest.
     num_bytes = np.array([[9e6, 1e6], [7e6, 1e6], [5e6, 1e6], [3e6, 1e6], [8e6, 1e6]])
     space = replace(Space.of(both, setting), bytes_of_rank=num_bytes, bytes_of_shard=num_bytes)
@@ -372,12 +353,8 @@ def bytes_of(placed: MeshPlacement) -> float:
 @pytest.mark.parametrize("share", [2.0, 0.6, 0.45, 0.34])
 def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
     rows = (60_000, 20_000, 20_000, 20_000)
-    workload = Workload.of_model(tables(rows), batch_size=64)
-    candidates = candidates_of(tables(rows), SHARDERS, None, workload, "cpu")
-    settings = [
-        CostSetting(calibration(), workload, mesh, tdsp.GradientSync(), 2)
-        for mesh in meshes_of(4, 2)
-    ]
+    candidates, setting = problem(tdsp.Mesh2D(1, 4), rows, batch_size=64)
+    settings = [replace(setting, mesh=mesh) for mesh in meshes_of(4, 2)]
     room = share * sum(rows) * (32 * 4 + 4)
     placed = search(candidates, settings, room).placements
     assert placed
@@ -407,14 +384,10 @@ def test_batches_that_dont_fit_beside_their_tables_are_named() -> None:
 def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
     """Whoever has the large table sends to all others: on average, there would be room."""
     rows = (500, 500, 500, 500, 40_000)
-    asked = ParameterConstraints(sharding_types=["data_parallel", "table_wise"])
-    constraints = {f"t{number}": asked for number in range(len(rows))}
-    mesh = tdsp.Mesh2D(1, 4)
+    constraints = constrained("data_parallel", "table_wise", num_tables=len(rows))
+    candidates, setting = problem(tdsp.Mesh2D(1, 4), rows, constraints, link="no_limit")
 
     def placed(room: float) -> list[MeshPlacement]:
-        workload = Workload.of_model(tables(rows), batch_size=512)
-        candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
-        setting = CostSetting(calibration("no_limit"), workload, mesh, tdsp.GradientSync(), 2)
         return list(search(candidates, [setting], room).placements)
 
     (roomy,) = placed(ENOUGH)
@@ -427,10 +400,8 @@ def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
 def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> None:
     """Forty tables, for which there is room on average, are not left as small as they can be."""
     rows = np.exp(np.random.default_rng(0).uniform(np.log(100), np.log(2e7), 40)).astype(int)
-    model = tables(tuple(int(num_rows) for num_rows in rows))
-    workload = Workload.of_model(model, batch_size=1_024)
-    candidates = candidates_of(model, SHARDERS, {}, workload, "cpu")
-    setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 8), tdsp.GradientSync(), 8)
+    mesh = tdsp.Mesh2D(1, 8)
+    candidates, setting = problem(mesh, rows.tolist(), batch_size=1_024, local_world_size=8)
     space = Space.of(candidates, setting)
     least = smallest(space)
     room = 1.7 * space.bytes_of(least.selection)
@@ -443,20 +414,9 @@ def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> Non
 def random_tables(num_tables: int) -> EmbeddingBagCollection:
     """From 100 to 20 million rows, most of them small."""
     generator = np.random.default_rng(0)
-    rows = np.exp(generator.uniform(np.log(100), np.log(2e7), num_tables)).astype(int)
+    rows = np.exp(generator.uniform(np.log(100), np.log(2e7), num_tables))
     dims = generator.choice([32, 64, 128], num_tables)
-    return EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{number}",
-                num_embeddings=int(num_rows),
-                embedding_dim=int(dim),
-                feature_names=[f"f{number}"],
-            )
-            for number, (num_rows, dim) in enumerate(zip(rows, dims, strict=True))
-        ],
-    )
+    return tables(rows.astype(int).tolist(), dims.tolist())
 
 
 @pytest.mark.slow

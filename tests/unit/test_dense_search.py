@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.support.planning import LINK, only_the_link
+from tests.support.planning import LINK, only_the_link, with_part
 from torchrec_2dsp.cost.calibration import Calibration, KernelCost
 from torchrec_2dsp.cost.dense import DenseCostModel, DenseLayers, LayerWork, Transformer
 from torchrec_2dsp.errors import CalibrationError, ConfigError, MeshError, PlanError
@@ -295,7 +295,6 @@ def test_what_can_not_be_is_refused(make: Any, error: type[Exception], text: str
         make()
 
 
-KNOWN = "configs/hardware/emulated_1gbit.toml"
 DATA = '{num_dense=2, features=[{name="a", num_rows=5000}, {name="b", num_rows=9}]}'
 
 
@@ -304,8 +303,7 @@ MATMUL = KernelCost(base_s=1e-5, per_item_s=1e-11, per_byte_s=1e-10)
 
 def measured(matmul: KernelCost | None = MATMUL) -> Calibration:
     """Return a calibration that knows matrix products, or one from before they were measured."""
-    known = Calibration.load(KNOWN)
-    return known.model_copy(update={"kernels": known.kernels.model_copy(update={"matmul": matmul})})
+    return with_part(Calibration.load("emulated_1gbit"), "kernels", matmul=matmul)
 
 
 def config(folder: Path, calibration: str, dense: str) -> str:

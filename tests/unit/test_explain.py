@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingType
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from tests.support.planning import ROWS, SHARDERS, planner, problem, skewed, tables
+from tests.support.planning import ROWS, SHARDERS, planner, problem, skewed, tables, tables_in
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError, PlanError
@@ -124,7 +124,7 @@ def test_the_search_takes_the_pipeline_and_the_all_to_all_that_pay() -> None:
 @pytest.mark.parametrize("pipeline", Pipeline)
 def test_schedules_have_the_loads_that_they_have_alone(pipeline: Pipeline) -> None:
     """The search computes them once, for the schedule in which rows travel early."""
-    candidates, setting = problem("200mbit", tdsp.Mesh2D(1, 4))
+    candidates, setting = problem(MESH, link="200mbit", access=skewed())
     early = Space.of(candidates, replace(setting, pipeline=Pipeline.ROW_PREFETCH))
     alone = Space.of(candidates, replace(setting, pipeline=pipeline))
     derived = early.under(alone.setting)
@@ -149,14 +149,14 @@ def test_without_a_plan_there_is_nothing_to_explain() -> None:
     ],
 )
 def test_sent_bytes_are_those_of_a_rank(choice: Choice, expected: float) -> None:
-    candidates, setting = problem("1gbit", MESH, with_access=False)
+    candidates, setting = problem(MESH)
     loads = setting.loads([candidates[0].somewhere(choice, setting.group)])
     assert setting.sent_bytes() @ loads.values.mean(axis=1) == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
-    _, setting = problem("1gbit", MESH, with_access=False)
+    _, setting = problem(MESH)
     tried = [Tried(setting, float(seconds), float(num_bytes)) for seconds, num_bytes in points]
     front = {(entry.seconds, entry.bytes_of_rank) for entry in pareto_front(tried)}
     every = {(entry.seconds, entry.bytes_of_rank) for entry in tried}
@@ -187,7 +187,7 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert code == 0, text
     assert "on emulated_1gbit, GradientSync(), batch 1024 per rank" in text
     plan = load(path)
-    assert {name for _, module in plan.modules() for name, _ in module.tables()} == {"t_a", "t_b"}
+    assert set(tables_in(plan)) == {"t_a", "t_b"}
     assert str(plan.mesh) in text
 
 
@@ -292,12 +292,9 @@ def test_other_machines_and_other_copies_can_be_asked_for(tmp_path: Path) -> Non
     code, text = run("plan", "--config", CONFIG, *SMALL, *asked, "--set", 'one_copy=["a"]')
     assert code == 0, text
     assert "on emulated_1gbit with link x 0.5, GradientSync()" in text
-    ((_, module),) = load(path).modules()
-    assert {name: table.num_groups for name, table in module.tables()} == {"t_a": 1, "t_b": None}
+    assert [table.num_groups for table in tables_in(load(path)).values()] == [1, None]
     run("plan", "--config", CONFIG, *SMALL, *asked, "--set", "one_copy=[]")
-    assert {table.num_groups for _, part in load(path).modules() for _, table in part.tables()} == {
-        None
-    }
+    assert {table.num_groups for table in tables_in(load(path)).values()} == {None}
 
 
 @pytest.mark.parametrize(

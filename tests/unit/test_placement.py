@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
     ENOUGH,
     SHARDERS,
-    calibration,
+    constrained,
     only_the_link,
     plan_of,
     planner,
+    problem,
     skewed,
     slow_fetch,
     tables,
+    tables_in,
 )
 from torchrec_2dsp.codecs.rows import transports_of
 from torchrec_2dsp.cost.loads import LOADS
@@ -46,12 +47,10 @@ TWO_GROUPS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 ROWS = (300, 9_000, 200_000)
 
 
-def problem(
+def copies_problem(
     constraints: dict[str, ParameterConstraints] | None = None,
 ) -> tuple[list[Candidate], CostSetting]:
-    workload = Workload.of_model(tables(ROWS), batch_size=512, access=skewed(ROWS))
-    candidates = candidates_of(tables(ROWS), SHARDERS, constraints, workload, "cpu")
-    return candidates, CostSetting(calibration(), workload, TWO_GROUPS, tdsp.GradientSync(), 2)
+    return problem(TWO_GROUPS, ROWS, constraints, access=skewed(ROWS))
 
 
 def names_once(outcome: MeshPlacement) -> set[str]:
@@ -75,12 +74,12 @@ def test_no_set_of_tables_is_much_better_than_what_is_found() -> None:
             rest = (f"t{number}" for number in range(len(ROWS)) if number not in subset)
             asked = demand(*rest, num_groups=2, **some_types)
             asked |= demand(*(f"t{number}" for number in subset), **some_types)
-            candidates, setting = problem(constraints=asked)
+            candidates, setting = copies_problem(constraints=asked)
             (outcome, *_) = search_copies(candidates, [setting], ENOUGH).placements
             assert names_once(outcome) == {f"t{number}" for number in subset}
             best = min(best, outcome.rated_s)
     free = tdsp.ParameterConstraints2D(**some_types)
-    candidates, setting = problem(constraints=dict.fromkeys(("t0", "t1", "t2"), free))
+    candidates, setting = copies_problem(constraints=dict.fromkeys(("t0", "t1", "t2"), free))
     assert search_copies(candidates, [setting], ENOUGH).placements[0].rated_s <= 1.02 * best
 
 
@@ -98,8 +97,7 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
     candidates = candidates_of(model, SHARDERS, None, workload, "cuda")
     hardware = tdsp.Calibration.load("configs/hardware/h100_8_datasheet.toml")
     settings = [
-        CostSetting(hardware, workload, mesh, tdsp.GradientSync(), 8)
-        for mesh in meshes_of(64, 8)
+        CostSetting(hardware, workload, mesh, tdsp.GradientSync(), 8) for mesh in meshes_of(64, 8)
     ]
     alike = search(candidates, settings, 20e9).placements[0]
     (outcome, *_) = search_copies(candidates, settings, 20e9).placements
@@ -117,7 +115,7 @@ def too_little(candidates: list[Candidate], setting: CostSetting) -> float:
 
 
 def test_what_fits_no_group_fits_the_world() -> None:
-    candidates, setting = problem()
+    candidates, setting = copies_problem()
     room = too_little(candidates, setting)
     (outcome, *_) = search_copies(candidates, [setting], room).placements
     assert names_once(outcome)
@@ -125,16 +123,14 @@ def test_what_fits_no_group_fits_the_world() -> None:
 
 
 def test_what_is_found_costs_what_its_plan_costs() -> None:
-    candidates, setting = problem(demand("t2"))
+    candidates, setting = copies_problem(demand("t2"))
     (outcome, *_) = search_copies(candidates, [setting], ENOUGH).placements
     plan = outcome.plan("cpu")
     cost = CostModel(setting.calibration, 2).step_cost(plan, setting.workload)
     assert cost.as_dict() == pytest.approx(outcome.cost.as_dict(), rel=1e-6, abs=1e-9)
     kept = CostModel(setting.calibration, 2).memory_cost(plan, setting.workload)
     assert kept.total_bytes == pytest.approx(float(outcome.bytes_by_rank.max()))
-    once = {
-        name for _, part in plan.modules() for name, entry in part.tables() if entry.num_groups == 1
-    }
+    once = {name for name, table in tables_in(plan).items() if table.num_groups == 1}
     assert once == names_once(outcome)
 
 
@@ -142,13 +138,8 @@ def test_demands_are_met_or_refused_by_name() -> None:
     model = tables(ROWS)
     asked = demand("t0") | demand("t1", num_groups=2)
     plan = plan_of(model, mesh=TWO_GROUPS, constraints=asked | demand("t2", num_groups=2))
-    assert {
-        name: entry.num_groups for _, part in plan.modules() for name, entry in part.tables()
-    } == {
-        "t0": 1,
-        "t1": None,
-        "t2": None,
-    }
+    num_groups = {name: table.num_groups for name, table in tables_in(plan).items()}
+    assert num_groups == {"t0": 1, "t1": None, "t2": None}
     free = plan_of(model, constraints=demand("t0", "t1", "t2", num_groups=2))
     assert free.mesh.num_groups == 2
     with pytest.raises(
@@ -178,33 +169,14 @@ def test_demands_are_met_or_refused_by_name() -> None:
 def test_one_in_each_group_is_no_demand_on_the_mesh() -> None:
     """A table that doesn't fit a group could be in the world once, were that not excluded."""
     asked = demand("t0", "t1", "t2", num_groups="each")
-    candidates, setting = problem(asked)
+    candidates, setting = copies_problem(asked)
     assert not search_copies(candidates, [setting], too_little(candidates, setting)).placements
     assert plan_of(tables(ROWS), constraints=asked).mesh in meshes_of(4, 2)
 
 
 def test_in_one_group_every_table_has_one_copy() -> None:
     plan = plan_of(tables(ROWS), mesh=tdsp.Mesh2D(1, 4), constraints=demand("t2"))
-    assert all(entry.num_groups is None for _, part in plan.modules() for _, entry in part.tables())
-
-
-def test_proposals_have_no_copies_of_their_own() -> None:
-    from torchrec.distributed.planner import EmbeddingShardingPlanner
-
-    topology = calibration().topology(4, local_world_size=2)
-    constraints = demand("t1")
-    stock = EmbeddingShardingPlanner(
-        topology=topology,
-        proposer=tdsp.ExchangeProposer(topology, calibration(), constraints=constraints),
-        partitioner=tdsp.BalancedPartitioner(),
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        stats=[],
-    )
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="'t1' has num_groups=1, but TorchRec's planner"
-    ):
-        stock.plan(tables(ROWS), SHARDERS)
+    assert all(table.num_groups is None for table in tables_in(plan).values())
 
 
 def test_an_explanation_tells_copies_apart() -> None:
@@ -234,13 +206,11 @@ def space_of(rows: tuple[int, ...], sync: tdsp.WeightSync, dense_s: float = 0.0)
     pooled = tdsp.ParameterConstraints2D(
         sharding_types=["table_wise", "row_wise"], exchange=["pooled"]
     )
-    workload = Workload.of_model(tables(rows), batch_size=16)
-    workload = replace(workload, dense=DenseWork(forward_s=dense_s, backward_s=0.0))
-    constraints: dict[str, ParameterConstraints] = {
-        f"t{number}": pooled for number in range(len(rows))
-    }
-    candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
-    return Space.of(candidates, CostSetting(calibration(), workload, tdsp.Mesh2D(2, 4), sync, 2))
+    constraints = {f"t{number}": pooled for number in range(len(rows))}
+    dense = DenseWork(forward_s=dense_s)
+    return Space.of(
+        *problem(tdsp.Mesh2D(2, 4), rows, constraints, sync=sync, dense=dense, batch_size=16)
+    )
 
 
 @pytest.mark.parametrize("dense_s", [0.0, 5.0])
@@ -269,15 +239,13 @@ def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
 def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
     """A further type must gain a share of the tables' time."""
     rows = (10,) * 12 + (200_000,)
-    some_types = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
-    constraints = {f"t{number}": some_types for number in range(len(rows))}
-    workload = Workload.of_model(tables(rows), batch_size=512)
+    constraints = constrained("table_wise", "data_parallel", num_tables=len(rows))
     outcome = []
     for dense_s in (0.0, 100.0):
-        given = replace(workload, dense=DenseWork(forward_s=dense_s, backward_s=0.0))
-        candidates = candidates_of(tables(rows), SHARDERS, constraints, given, "cpu")
-        mesh, sync = tdsp.Mesh2D(1, 4), tdsp.GradientSync()
-        setting = CostSetting(calibration("200mbit"), given, mesh, sync, 2)
+        dense = DenseWork(forward_s=dense_s)
+        candidates, setting = problem(
+            tdsp.Mesh2D(1, 4), rows, constraints, link="200mbit", dense=dense
+        )
         outcome.append(search(candidates, [setting], ENOUGH).placements[0].placement)
     without, beside = outcome
     assert {entry.kind for entry in without.choices} == {
@@ -349,11 +317,14 @@ def test_runs_save_less_and_less_and_all_that_there_is_to_save(costs: list[float
 def searched(
     room: float = 1e12, hot_rows: int | None = None, calibration: tdsp.Calibration | None = None
 ) -> MeshPlacement:
-    workload = Workload.of_model(tables(ONE_TABLE), batch_size=256, access=skewed(ONE_TABLE))
     constraint = {"t0": tdsp.ParameterConstraints2D(exchange="row", hot_rows=hot_rows)}
-    candidates = candidates_of(tables(ONE_TABLE), SHARDERS, constraint, workload, "cpu")
-    setting = CostSetting(
-        calibration or slow_fetch(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2
+    candidates, setting = problem(
+        tdsp.Mesh2D(1, 4),
+        ONE_TABLE,
+        constraint,
+        link=calibration or slow_fetch(),
+        batch_size=256,
+        access=skewed(ONE_TABLE),
     )
     (outcome,) = search(candidates, [setting], room).placements
     return outcome
@@ -395,16 +366,12 @@ def test_a_small_gain_is_none() -> None:
 
 
 def used_transports(plan: tdsp.Plan2D) -> set[tdsp.Transport]:
-    (module,) = (module for _, module in plan.modules())
-    return {table.transport for _, table in module.tables()}
+    return {table.transport for table in tables_in(plan).values()}
 
 
 def sharded_planner(link: str, **settings: Any) -> tdsp.Planner2D:
     """Return a planner for one group, in which no table is on every rank."""
-    demands = {
-        name: ParameterConstraints(sharding_types=["table_wise", "row_wise"])
-        for name in tables().embedding_bags
-    }
+    demands = constrained("table_wise", "row_wise", num_tables=3)
     mesh = tdsp.Mesh2D(1, 4)
     return planner(link=link, access=skewed(), mesh=mesh, constraints=demands, **settings)
 
@@ -435,8 +402,8 @@ def test_a_table_may_be_kept_exact() -> None:
         precision=["int4"],
         constraints=demands,
     )
-    (module,) = (module for _, module in planned.plan(tables(), SHARDERS).modules())
-    ways = {name: table.transport.value for name, table in module.tables()}
+    plan = planned.plan(tables(), SHARDERS)
+    ways = {name: table.transport.value for name, table in tables_in(plan).items()}
     assert ways["t0"] == "fp32"
     assert {way for name, way in ways.items() if name != "t0"} <= {"int4", "fp32"}
     assert "int4" in ways.values()

@@ -1,7 +1,6 @@
 """`Planner2D`: which plan it makes, and what it says when there is none."""
 
 import copy
-from itertools import product
 
 import pytest
 from torch import nn
@@ -15,9 +14,9 @@ from tests.support.planning import (
     bags,
     constrained,
     group_plan_of,
-    layout,
     nothing_reserved,
     planner_for,
+    tables_in,
     world,
 )
 from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
@@ -27,57 +26,24 @@ ALL_2D = [member.value for member in ShardingType2D]
 SEARCHED = [name for name in ALL_2D if name not in ("2d_table_column_wise", "2d_grid_shard")]
 
 
-def grid(*ranks: int) -> list[tuple[int, list[int], list[int]]]:
-    """Return the shards of a table whose second half of columns is on these ranks."""
-    places = zip((0, 1, *ranks), product((0, 32), (0, 20)), strict=True)
-    return [(rank, [row, column], [20, 32]) for rank, (column, row) in places]
-
-
-HALVES = [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])]
-COLUMNS = [(0, [0, 0], [40, 32]), (1, [0, 32], [40, 32])]
-QUARTERS = [(rank, [10 * rank, 0], [10, 64]) for rank in range(4)]
-GOLDEN = {
-    # (group size, type): shards of t0, shards of t1, on hosts of four ranks
-    (2, "table_wise"): ([(0, [0, 0], [40, 64])], [(1, [0, 0], [40, 64])]),
-    (2, "column_wise"): (COLUMNS, COLUMNS),
-    (2, "row_wise"): (HALVES, HALVES),
-    (2, "table_row_wise"): (HALVES, HALVES),
-    (2, "grid_shard"): (grid(0, 1), grid(0, 1)),
-    (4, "table_wise"): ([(0, [0, 0], [40, 64])], [(2, [0, 0], [40, 64])]),
-    (4, "column_wise"): (
-        [(0, [0, 0], [40, 32]), (2, [0, 32], [40, 32])],
-        [(1, [0, 0], [40, 32]), (3, [0, 32], [40, 32])],
-    ),
-    (4, "row_wise"): (QUARTERS, QUARTERS),
-    (4, "table_row_wise"): (HALVES, [(2, [0, 0], [20, 64]), (3, [20, 0], [20, 64])]),
-    (4, "grid_shard"): (grid(2, 3), grid(2, 3)),
-}
-
-
-@pytest.mark.parametrize(("group_size", "sharding_type"), list(GOLDEN))
-def test_the_shards_of_each_type(group_size: int, sharding_type: str) -> None:
-    mesh = tdsp.Mesh2D(num_groups=2, group_size=group_size)
-    plan = group_plan_of(
-        bags(), mesh, world(2 * group_size, 4), constraints=constrained(sharding_type)
-    )
-
-    assert (layout(plan, "t0"), layout(plan, "t1")) == GOLDEN[group_size, sharding_type]
-    assert {name: table.sharding_type for name, table in dict(plan.modules())[""].tables()} == {
-        "t0": f"2d_{sharding_type}",
-        "t1": f"2d_{sharding_type}",
-    }
-    assert (plan.mesh, plan.sync) == (mesh, tdsp.GradientSync())
-
-
 @pytest.mark.parametrize("group_size", [2, 4])
-def test_a_data_parallel_table_has_no_shards(group_size: int) -> None:
-    mesh = tdsp.Mesh2D(num_groups=2, group_size=group_size)
+@pytest.mark.parametrize("kind", [name.removeprefix("2d_") for name in ALL_2D])
+def test_a_group_is_planned_as_torchrec_plans_a_world(kind: str, group_size: int) -> None:
+    """Apart from the sync, one group is a world of its own: same shards on same ranks."""
+    constraints = constrained("table_wise", num_tables=5) | constrained(kind)
+    model = bags(num_tables=5)
+    stock = EmbeddingShardingPlanner(
+        topology=world(group_size, 2),
+        batch_size=8,
+        storage_reservation=nothing_reserved(),
+        constraints=constraints,
+    ).plan(model, STOCK_SHARDERS)
 
-    plan = planner_for(mesh, constraints=constrained("data_parallel")).plan(bags(), STOCK_SHARDERS)
-
-    table = dict(dict(plan.modules())[""].tables())["t0"]
-    assert table.sharding_type == "2d_data_parallel"
-    assert table.sharding_spec is None
+    for mesh in (tdsp.Mesh2D(1, group_size), tdsp.Mesh2D(2, group_size)):
+        topology = world(mesh.world_size, 2 * mesh.num_groups)
+        plan = group_plan_of(model, mesh, topology, constraints=constraints)
+        assert plan == tdsp.Plan2D.from_stock(stock, mesh)
+        assert tables_in(plan)["t0"].sharding_type == f"2d_{kind}"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +57,7 @@ def test_a_constraint_may_name_either_form(mesh: tdsp.Mesh2D, type_2d: str) -> N
     plan = by_2d_name.plan(bags(), STOCK_SHARDERS)
 
     assert by_stock_name.plan(bags(), STOCK_SHARDERS) == plan
-    assert {table.sharding_type for _, table in dict(plan.modules())[""].tables()} == {type_2d}
+    assert {table.sharding_type for table in tables_in(plan).values()} == {type_2d}
 
 
 def test_an_unknown_type_is_refused_with_the_table() -> None:
@@ -122,7 +88,9 @@ def test_the_memory_of_a_rank_does_not_depend_on_the_number_of_groups(num_groups
 
     def planned(num_bytes: int) -> tdsp.Plan2D:
         topology = world(2 * num_groups, 2, ddr_cap=num_bytes)
-        return group_plan_of(model, mesh, topology, constraints=constrained("row_wise", 4))
+        return group_plan_of(
+            model, mesh, topology, constraints=constrained("row_wise", num_tables=4)
+        )
 
     planned(needed)
     with pytest.raises(PlannerError, match="insufficient storage"):
@@ -141,7 +109,7 @@ def stock_bytes_per_rank(model: nn.Module) -> int:
         topology=world(2),
         batch_size=8,
         storage_reservation=nothing_reserved(),
-        constraints=constrained("row_wise", 4),
+        constraints=constrained("row_wise", num_tables=4),
         callbacks=[keep],
     ).plan(model, STOCK_SHARDERS)
     used = [0, 0]
@@ -179,7 +147,9 @@ def test_a_dense_part_takes_its_share_of_the_memory_as_in_torchrec() -> None:
 
 def test_the_error_names_the_table_that_fits_no_rank() -> None:
     planner = planner_for(
-        tdsp.Mesh2D(2, 2), world(4, ddr_cap=1_000_000), constraints=constrained("table_wise", 1)
+        tdsp.Mesh2D(2, 2),
+        world(4, ddr_cap=1_000_000),
+        constraints=constrained("table_wise", num_tables=1),
     )
 
     with pytest.raises(tdsp.errors.PlanError) as raised:

@@ -18,7 +18,6 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
-    STOCK_SHARDERS,
     bags,
     constrained,
     group_plan_of,
@@ -27,6 +26,7 @@ from tests.support.planning import (
     planner,
     planner_for,
     tables,
+    ways_in,
     world,
 )
 from torchrec_2dsp.planner.planner2d import Planner2D
@@ -62,27 +62,19 @@ def test_a_misspelled_argument_is_a_type_error() -> None:
         planner_for(tdsp.Mesh2D(2, 2), batchsize=8)
 
 
-def exchanges_of(plan: tdsp.Plan2D) -> dict[str, tuple[str, str]]:
-    return {
-        name: (table.sharding_type, table.exchange.value)
-        for _, module in plan.modules()
-        for name, table in module.tables()
-    }
-
-
 def test_one_argument_constrains_the_exchange_of_all_tables() -> None:
     demands = {
         "t0": ParameterConstraints(sharding_types=["table_wise"]),
         "t1": tdsp.ParameterConstraints2D(exchange="nonempty"),
         "t2": ParameterConstraints(pooling_factors=[2.0]),
     }
-    found = exchanges_of(plan_of(tables(), exchange="row", constraints=demands))
+    found = ways_in(plan_of(tables(), exchange="row", constraints=demands))
     assert found["t0"][0] == "2d_table_wise", "it can have no row exchange, and stays free"
     assert found["t1"][1] == "nonempty"
     assert found["t2"] == ("2d_row_wise", "row")
     for exchange in tdsp.Exchange:
         plan = plan_of(tables(), exchange=[exchange])
-        assert {used for _, used in exchanges_of(plan).values()} == {exchange.value}
+        assert {used for _, used in ways_in(plan).values()} == {exchange.value}
     assert demands["t2"] == ParameterConstraints(pooling_factors=[2.0])
 
 
@@ -91,7 +83,7 @@ def test_one_argument_constrains_the_exchange_of_all_tables() -> None:
     [
         (
             tables(),
-            {"constraints": constrained("table_wise", 3), "exchange": ["pooled", "row"]},
+            {"constraints": constrained("table_wise", num_tables=3), "exchange": ["pooled", "row"]},
             "no table can have exchange='row', which is for row_wise tables; allow such",
         ),
         (
@@ -120,23 +112,6 @@ def test_without_a_topology_the_mesh_gives_the_world(monkeypatch: pytest.MonkeyP
     topology = Planner2D(storage_reservation=nothing_reserved(), mesh=mesh).topology
 
     assert (topology.world_size, topology.local_world_size) == (8, 4)
-
-
-def test_a_group_is_planned_as_torchrec_plans_a_world() -> None:
-    """Apart from the sync, one group is a world of its own: same shards on same ranks."""
-    constraints = constrained("table_wise", 5) | constrained("row_wise", 2)
-    model = bags(num_tables=5)
-    stock = EmbeddingShardingPlanner(
-        topology=world(4, 2),
-        batch_size=8,
-        storage_reservation=nothing_reserved(),
-        constraints=constraints,
-    ).plan(model, STOCK_SHARDERS)
-
-    for mesh in (tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 4)):
-        topology = world(4 * mesh.num_groups, 2 * mesh.num_groups)
-        plan = group_plan_of(model, mesh, topology, constraints=constraints)
-        assert plan == tdsp.Plan2D.from_stock(stock, mesh)
 
 
 INTRA, INTER = 1_000.0, 10.0

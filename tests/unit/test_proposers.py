@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +33,8 @@ from tests.support.planning import (
     skewed,
     slow_fetch,
     tables,
+    tables_in,
+    ways_in,
     world,
 )
 from torchrec_2dsp.cost.model import CostModel
@@ -84,11 +86,6 @@ def cost_of(
     return CostModel(machines, 2).step_cost(plan, replace(workload, dense=dense))
 
 
-def chosen(plan: tdsp.Plan2D) -> list[tuple[str, str]]:
-    (module,) = (module for _, module in plan.modules())
-    return [(table.sharding_type, table.exchange.value) for _, table in module.tables()]
-
-
 @pytest.mark.dealt_file
 @pytest.mark.parametrize(
     ("link", "mesh"),
@@ -109,10 +106,9 @@ def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mes
     plan = plan_of(proposer)
     best = planner(link=link, mesh=mesh, **known).search(tables(), SHARDERS).placements[0]
     assert plan.mesh == best.setting.mesh
-    (module,) = (module for _, module in plan.modules())
     types = {
         message_type(ShardingType(base_type(table.sharding_type)), table.exchange)
-        for _, table in module.tables()
+        for table in tables_in(plan).values()
     }
     assert rated(cost_of(plan, link, skewed()), types) <= 1.01 * best.rated_s
 
@@ -126,7 +122,7 @@ def test_a_rating_is_what_the_cost_model_says(kind: str) -> None:
     proposer = tdsp.ExchangeProposer(world(4, 2), calibration("200mbit"), constraints=constraints)
     result = stock_planner(proposer, constraints=dict(constraints))
     plan = tdsp.Plan2D.from_stock(result.plan(tables(rows), SHARDERS))
-    assert set(chosen(plan)) == {(f"2d_{kind}", "pooled")}
+    assert set(ways_in(plan).values()) == {(f"2d_{kind}", "pooled")}
     assert result._best_plan is not None
     rating = result._perf_model.rate(result._best_plan)
     assert rating == pytest.approx(1e3 * cost_of(plan, "200mbit", rows=rows).tables_s)
@@ -143,11 +139,11 @@ def test_a_constraint_is_kept() -> None:
         world(4, 2), calibration(), constraints=constraints, access=skewed()
     )
     plan = plan_of(proposer)
-    (module,) = (dict(module.tables()) for _, module in plan.modules())
-    assert chosen(plan)[0] == ("2d_table_wise", "nonempty")
-    assert module["t2"].exchange is tdsp.Exchange.ROW
-    assert module["t2"].hot_set == tdsp.HotSet.of(range(7))
-    assert module["t1"].hot_set is None
+    ways, of_tables = ways_in(plan), tables_in(plan)
+    assert ways["t0"] == ("2d_table_wise", "nonempty")
+    assert ways["t2"][1] == "row"
+    assert of_tables["t2"].hot_set == tdsp.HotSet.of(range(7))
+    assert of_tables["t1"].hot_set is None
 
 
 def test_hot_rows_are_those_that_the_search_finds() -> None:
@@ -157,21 +153,12 @@ def test_hot_rows_are_those_that_the_search_finds() -> None:
     mesh = tdsp.Mesh2D(1, 4)
     inner = tdsp.ExchangeProposer(world(4, 2), slow_fetch(), mesh=mesh, **known)
     plan = plan_of(tdsp.HotRowProposer(inner), rows=rows)
-    searching = tdsp.Planner2D(
-        topology=world(4, 2),
-        batch_size=BATCH,
-        storage_reservation=nothing_reserved(),
-        calibration=slow_fetch(),
-        mesh=mesh,
-        **known,
-    )
-    assert searching._search is not None
+    searching = planner(slow_fetch(), mesh=mesh, **known)
     searching._search = replace(
         searching._search, pipelines=(Pipeline.SPARSE_DIST,), full_duplex=(False,)
     )
     assert plan == searching.plan(tables(rows), SHARDERS)
-    (module,) = (dict(module.tables()) for _, module in plan.modules())
-    assert module["t0"].hot_set is not None
+    assert tables_in(plan)["t0"].hot_set is not None
     assert plan_of(inner, rows=rows) != plan, "without its wrapper there are none"
 
 
@@ -266,7 +253,7 @@ def test_data_parallel_keeps_the_name_that_the_stock_planner_knows() -> None:
     asked = {"t0": ParameterConstraints(sharding_types=["data_parallel"])}
     topology = world(4, 2)
     proposer = tdsp.GroupSizeProposer(topology, calibration(), constraints=asked)
-    assert chosen(plan_of(proposer, rows=(40,))) == [("2d_data_parallel", "pooled")]
+    assert ways_in(plan_of(proposer, rows=(40,))) == {"t0": ("2d_data_parallel", "pooled")}
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, lambda entry: pickle.loads(pickle.dumps(entry))])
@@ -311,21 +298,15 @@ def test_what_makes_no_sense_is_refused() -> None:
     proposer = tdsp.ExchangeProposer(world(8, 2), calibration())
     with pytest.raises(tdsp.errors.ConfigError, match="the topology has world_size=4"):
         plan_of(proposer)
+    once = {"t1": tdsp.ParameterConstraints2D(num_groups=1)}
+    proposer = tdsp.ExchangeProposer(world(4, 2), calibration(), constraints=once)
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="'t1' has num_groups=1, but TorchRec's planner"
+    ):
+        plan_of(proposer)
 
 
 TWO_GROUPS = tdsp.Mesh2D(num_groups=2, group_size=2)
-CALIBRATION = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
-
-
-def options_planner(**settings: Any) -> tdsp.Planner2D:
-    """Return a planner for two hosts of two ranks."""
-    return tdsp.Planner2D(
-        topology=world(4, 2),
-        batch_size=64,
-        storage_reservation=nothing_reserved(),
-        calibration=CALIBRATION,
-        **settings,
-    )
 
 
 def geometry(option: ShardingOption) -> list[tuple[int | None, list[int], list[int]]]:
@@ -334,10 +315,11 @@ def geometry(option: ShardingOption) -> list[tuple[int | None, list[int], list[i
 
 def planned(plan: tdsp.Plan2D, table: str) -> tuple[str, list[tuple[int, list[int], list[int]]]]:
     """Return the sharding type of a table and its shards, as the plan has them."""
-    sharding = cast(Any, plan.plan[""])[table]
+    sharding = tables_in(plan)[table]
+    spec: Any = sharding.sharding_spec
     shards = [
         (shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes))
-        for shard in sharding.sharding_spec.shards
+        for shard in spec.shards
     ]
     return sharding.sharding_type, shards
 
@@ -353,13 +335,13 @@ def bytes_by_rank(options: list[ShardingOption], num_ranks: int) -> list[int]:
 
 
 def test_a_model_without_tables_has_no_options() -> None:
-    empty = options_planner()
+    empty = planner()
     assert empty.plan(nn.Linear(2, 2), STOCK_SHARDERS).plan == {}
     assert empty.get_selected_options() == empty.get_search_space() == []
 
 
 def test_nothing_is_shown_before_a_plan() -> None:
-    before = options_planner(mesh=TWO_GROUPS)
+    before = planner(mesh=TWO_GROUPS)
     assert before.get_selected_options() == []
     assert before.get_search_space() is None
 
@@ -370,7 +352,7 @@ def test_nothing_is_shown_before_a_plan() -> None:
 )
 def test_selected_options_are_the_plan(kind: str) -> None:
     mesh = tdsp.Mesh2D(num_groups=1, group_size=4)
-    chosen = options_planner(mesh=mesh, constraints=constrained(kind))
+    chosen = planner(mesh=mesh, constraints=constrained(kind))
     plan = chosen.plan(bags(), STOCK_SHARDERS)
 
     options = chosen.get_selected_options()
@@ -379,13 +361,13 @@ def test_selected_options_are_the_plan(kind: str) -> None:
         assert planned(plan, option.name) == (f"2d_{kind}", geometry(option))
         assert option.sharding_type.startswith(f"2d_{kind}")
         assert option.fqn == f".{option.name}"
-        assert option.batch_size == 64
+        assert option.batch_size == BATCH
         assert option.total_perf > 0
     assert sum(bytes_by_rank(options, 4)) >= 2 * 40 * 64 * 4
 
 
 def test_ranks_store_what_the_search_counted() -> None:
-    chosen = options_planner(mesh=TWO_GROUPS)
+    chosen = planner(mesh=TWO_GROUPS)
     chosen.plan(bags(num_tables=5, rows=4_000), STOCK_SHARDERS)
     expected = (
         chosen.search(bags(num_tables=5, rows=4_000), STOCK_SHARDERS).placements[0].bytes_by_rank
@@ -398,7 +380,7 @@ def test_ranks_store_what_the_search_counted() -> None:
 def test_tables_with_one_copy_are_shown_on_the_ranks_of_the_world() -> None:
     once = {"t0": tdsp.ParameterConstraints2D(num_groups=1, sharding_types=["row_wise"])}
     each = {"t1": tdsp.ParameterConstraints2D(num_groups=2, sharding_types=["row_wise"])}
-    chosen = options_planner(mesh=TWO_GROUPS, constraints=once | each)
+    chosen = planner(mesh=TWO_GROUPS, constraints=once | each)
     chosen.plan(bags(rows=4_000), STOCK_SHARDERS)
 
     options = {option.name: option for option in chosen.get_selected_options()}
@@ -416,7 +398,7 @@ def test_tables_with_one_copy_are_shown_on_the_ranks_of_the_world() -> None:
 
 
 def test_the_search_space_by_cost_has_all_ways_of_every_table() -> None:
-    chosen = options_planner(mesh=TWO_GROUPS)
+    chosen = planner(mesh=TWO_GROUPS)
     chosen.plan(bags(rows=4_000), STOCK_SHARDERS)
 
     space = chosen.get_search_space()
@@ -433,7 +415,7 @@ def test_the_search_space_by_cost_has_all_ways_of_every_table() -> None:
 
 
 def test_a_plan_that_failed_leaves_nothing_of_the_one_before() -> None:
-    chosen = options_planner(mesh=TWO_GROUPS)
+    chosen = planner(mesh=TWO_GROUPS)
     chosen.plan(bags(), STOCK_SHARDERS)
     assert chosen.get_selected_options()
     with pytest.raises(tdsp.errors.PlanError):
@@ -447,7 +429,7 @@ def test_torchrecs_executor_reports_the_plan() -> None:
     executor: Any = pytest.importorskip("torchrec.distributed.planner.executor")
     provider: Any = import_module("torchrec.distributed.planner.provider")
     types: Any = import_module("torchrec.distributed.planner.types")
-    used = options_planner(mesh=TWO_GROUPS)
+    used = planner(mesh=TWO_GROUPS)
 
     class Provider(provider.DefaultPlannerProvider):
         def build_planner(self, *_: object, **__: object) -> tdsp.Planner2D:
@@ -458,7 +440,7 @@ def test_torchrecs_executor_reports_the_plan() -> None:
         sharders=STOCK_SHARDERS,
         world_size=4,
         local_world_size=2,
-        batch_size=64,
+        batch_size=BATCH,
         hbm_gb=1.0,
         ddr_gb=1.0,
         compute_device="cpu",

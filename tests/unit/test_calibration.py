@@ -31,6 +31,7 @@ from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
 from torchrec_2dsp.programs.models.planned import true_access
 
 SHIPPED = sorted(Path("configs/hardware").glob("*.toml"))
+KNOWN = Path("configs/hardware/emulated_1gbit.toml").read_text()
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -47,6 +48,15 @@ def test_something_is_shipped() -> None:
     }
 
 
+def refusal(text: str, folder: Path) -> str:
+    """Return the error of a calibration file with this text."""
+    path = folder / "x.toml"
+    path.write_text(text)
+    with pytest.raises(CalibrationError) as refused:
+        tdsp.Calibration.load(path)
+    return str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -56,35 +66,21 @@ def test_something_is_shipped() -> None:
     ],
 )
 def test_other_files_are_refused(text: str, error: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.toml"
-    path.write_text(text)
-    with pytest.raises(tdsp.errors.CalibrationError, match=error):
-        tdsp.Calibration.load(path)
+    assert re.search(error, refusal(text, tmp_path))
 
 
 def test_a_negative_or_unknown_constant_is_named(tmp_path: Path) -> None:
-    text = Path("configs/hardware/emulated_1gbit.toml").read_text()
-    path = tmp_path / "x.toml"
-    path.write_text(text.replace("base_s = ", "base_s = -1", 1))
-    with pytest.raises(
-        tdsp.errors.CalibrationError, match=r"collectives\.all_to_all\.base_s: .*greater"
-    ):
-        tdsp.Calibration.load(path)
-    path.write_text(text.replace("base_s = ", "bass_s = ", 1))
-    with pytest.raises(tdsp.errors.CalibrationError, match=r"collectives\.all_to_all\."):
-        tdsp.Calibration.load(path)
+    negative = refusal(KNOWN.replace("base_s = ", "base_s = -1", 1), tmp_path)
+    assert re.search(r"collectives\.all_to_all\.base_s: .*greater", negative)
+    unknown = refusal(KNOWN.replace("base_s = ", "bass_s = ", 1), tmp_path)
+    assert "collectives.all_to_all." in unknown
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-1.0", "true", '"1.0"', "9" * 5_000])
 def test_constants_are_finite_numbers(value: str, tmp_path: Path) -> None:
-    text = Path("configs/hardware/emulated_1gbit.toml").read_text()
-    path = tmp_path / "x.toml"
-    path.write_text(re.sub(r"base_s = .*", f"base_s = {value}", text, count=1))
-    with pytest.raises(tdsp.errors.CalibrationError, match=r"x\.toml is no"):
-        tdsp.Calibration.load(path)
-    path.write_text(f"turn_s = {value}\n{text}")
-    with pytest.raises(tdsp.errors.CalibrationError, match=r"x\.toml is no"):
-        tdsp.Calibration.load(path)
+    of_call = re.sub(r"base_s = .*", f"base_s = {value}", KNOWN, count=1)
+    for text in (of_call, f"turn_s = {value}\n{KNOWN}"):
+        assert "x.toml is no" in refusal(text, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +101,14 @@ def test_constants_are_finite_numbers(value: str, tmp_path: Path) -> None:
     ],
 )
 def test_absurd_numbers_are_refused(name: str, value: str, tmp_path: Path) -> None:
-    text = Path("configs/hardware/emulated_1gbit.toml").read_text()
-    path = tmp_path / "x.toml"
-    text, count = re.subn(rf"^{name} = .*", f"{name} = {value}", text, count=1, flags=re.MULTILINE)
+    text, count = re.subn(rf"^{name} = .*", f"{name} = {value}", KNOWN, count=1, flags=re.MULTILINE)
     assert count == 1
-    path.write_text(text)
-    with pytest.raises(tdsp.errors.CalibrationError, match=rf"{name}: Input should be less than"):
-        tdsp.Calibration.load(path)
+    assert f"{name}: Input should be less than" in refusal(text, tmp_path)
 
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(
-        tdsp.errors.CalibrationError,
+        CalibrationError,
         match=r"nowhere\.toml can't be read: No such file or directory; use a path, or one of .*, "
         "emulated_200mbit,",
     ):
@@ -133,7 +125,7 @@ def test_shipped_calibrations_load_by_name_from_anywhere(
 
 
 def test_the_topology_has_the_speed_of_a_rank_and_its_share_of_the_link() -> None:
-    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+    calibration = tdsp.Calibration.load("emulated_1gbit")
     topology = calibration.topology(world_size=8, local_world_size=2)
     cost = calibration.all_to_all(full_duplex=True)
     assert cost.local_s_per_byte
@@ -146,26 +138,24 @@ def test_the_topology_has_the_speed_of_a_rank_and_its_share_of_the_link() -> Non
 
 
 def test_without_a_full_duplex_all_to_all_there_is_one() -> None:
-    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+    calibration = tdsp.Calibration.load("emulated_1gbit")
     nccl = with_part(calibration, "collectives", full_duplex_all_to_all=None)
     assert nccl.all_to_all(full_duplex=True) == nccl.all_to_all(full_duplex=False)
     assert calibration.all_to_all(full_duplex=True) != calibration.all_to_all(full_duplex=False)
 
 
 def test_a_calibration_of_one_host_does_not_cover_two() -> None:
-    known = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+    known = tdsp.Calibration.load("emulated_1gbit")
     known.check_covers(world_size=8, local_world_size=2)
     cost = known.collectives.all_to_all.model_copy(update={"link_s_per_byte": None})
     one_host = with_part(known, "collectives", all_to_all=cost)
     one_host.check_covers(world_size=2, local_world_size=2)
-    with pytest.raises(
-        tdsp.errors.CalibrationError, match="nothing travels across hosts, and here are 8"
-    ):
+    with pytest.raises(CalibrationError, match="nothing travels across hosts, and here are 8"):
         one_host.check_covers(world_size=8, local_world_size=2)
 
 
 def test_other_hardware_is_told_apart() -> None:
-    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+    calibration = tdsp.Calibration.load("emulated_1gbit")
     assert calibration.differences(local_world_size=2, device="cpu") == []
     assert calibration.differences(local_world_size=8, device="cuda") == [
         "hosts have 8 ranks, and had 2",

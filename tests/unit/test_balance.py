@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -16,10 +15,10 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import Partitioner, PlannerError, ShardingOption
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
+from tests.support.planning import constrained, tables
 from torchrec_2dsp.cost.loads import Floats, Placed, Shards
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import TableWork, Workload
@@ -288,25 +287,14 @@ def test_sets_of_tables_are_dealt_more_evenly_than_by_greed() -> None:
 
 pytestmark = pytest.mark.dealt_file
 
-RANKS = 4
+RANKS, NUM_TABLES = 4, 24
 GIB = 2**30
 
 
-def model(seed: int, num_tables: int = 24) -> EmbeddingBagCollection:
+def model(seed: int) -> EmbeddingBagCollection:
     generator = np.random.default_rng(seed)
-    dims = 4 * generator.integers(1, 33, num_tables)
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{number}",
-                num_embeddings=int(generator.integers(1_000, 200_000)),
-                embedding_dim=int(dim),
-                feature_names=[f"f{number}"],
-            )
-            for number, dim in enumerate(dims)
-        ],
-        device=torch.device("meta"),
-    )
+    dims = 4 * generator.integers(1, 33, NUM_TABLES)
+    return tables([generator.integers(1_000, 200_000) for _ in range(NUM_TABLES)], dims.tolist())
 
 
 def topology(memory_bytes: int = GIB) -> Topology:
@@ -321,7 +309,7 @@ def topology(memory_bytes: int = GIB) -> Topology:
 
 def options(seed: int, kinds: "dict[str, str]") -> list[ShardingOption]:
     """Return one option for each table: table-wise, unless ``kinds`` says otherwise."""
-    tables = model(seed)
+    bags = model(seed)
     enumerator = EmbeddingEnumerator(
         topology(),
         batch_size=512,
@@ -331,11 +319,11 @@ def options(seed: int, kinds: "dict[str, str]") -> list[ShardingOption]:
                 compute_kernels=["dense" if kind == "data_parallel" else "fused"],
                 min_partition=16,
             )
-            for config in tables.embedding_bag_configs()
+            for config in bags.embedding_bag_configs()
         },
     )
     sharders: list[Any] = [EmbeddingBagCollectionSharder()]
-    results = enumerator.enumerate(tables, sharders)
+    results = enumerator.enumerate(bags, sharders)
     names = list(dict.fromkeys(option.name for option in results))
     return [next(option for option in results if option.name == name) for name in names]
 
@@ -402,11 +390,6 @@ def test_the_better_of_both_ways_is_taken() -> None:
 
 
 def test_torchrecs_planner_takes_it() -> None:
-    tables = model(3)
-    constraints = {
-        config.name: ParameterConstraints(sharding_types=["table_wise"])
-        for config in tables.embedding_bag_configs()
-    }
     sharders: list[Any] = [EmbeddingBagCollectionSharder()]
 
     def ranks(partitioner: Partitioner | None) -> list[list[int]]:
@@ -414,10 +397,10 @@ def test_torchrecs_planner_takes_it() -> None:
             topology=topology(),
             storage_reservation=FixedPercentageStorageReservation(0.15),
             partitioner=partitioner,
-            constraints=constraints,
+            constraints=constrained("table_wise", num_tables=NUM_TABLES),
             stats=[],
         )
-        plan: Any = planner.plan(tables, sharders)
+        plan: Any = planner.plan(model(3), sharders)
         return [table.ranks for module in plan.plan.values() for table in module.values()]
 
     assert ranks(tdsp.BalancedPartitioner()) != ranks(None)

@@ -161,27 +161,18 @@ def test_an_option_is_the_stock_option_and_its_sync(
 
 def test_options_come_in_one_order() -> None:
     asked = [member.value for member in reversed(ShardingType)]
-    constraints = {
-        name: ParameterConstraints(sharding_types=asked, min_partition=32) for name in ("t0", "t1")
-    }
-    enumerator = Enumerator2D(WORLD, 8, constraints, mesh=MESH)
+    enumerator = Enumerator2D(WORLD, 8, constrained(*asked), mesh=MESH)
 
     model = bags()
-    first = [
-        (option.name, option.sharding_type)
-        for option in enumerator.enumerate(model, STOCK_SHARDERS)
-    ]
-    again = [
-        (option.name, option.sharding_type)
-        for option in enumerator.enumerate(model, STOCK_SHARDERS)
-    ]
+    first, again = (enumerator.enumerate(model, STOCK_SHARDERS) for _ in range(2))
     stored = enumerator.last_stored_search_space
 
     in_order = [searched_type(member.value) for member in ShardingType]
-    assert first == [(name, kind) for name in ("t0", "t1") for kind in in_order]
-    assert again == first
-    assert stored is not None
-    assert [(option.name, option.sharding_type) for option in stored] == first
+    for options in (first, again, stored):
+        assert options is not None
+        assert [(option.name, option.sharding_type) for option in options] == [
+            (name, kind) for name in ("t0", "t1") for kind in in_order
+        ]
 
 
 def test_options_can_be_estimated_again_under_their_2d_names() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from torchrec.distributed.types import ShardingType
@@ -67,9 +66,9 @@ def search_copies(
         )
     placed, tried = list(result.placements), list(result.tried)
     best_s = min((placement.rated_s for placement in placed), default=np.inf)
-    draft = _most_promising(_drafts(candidates, _promising(several, tried), room), best_s)
+    draft = _most_promising(candidates, _promising(several, tried), room, best_s)
     if draft is not None:
-        more = draft.placed()
+        more = _placed_beside(*draft, room)
         placed += more.placements
         tried += more.tried
     return SearchResult(sorted(placed, key=lambda placement: placement.rated_s), tried, room)
@@ -215,86 +214,80 @@ def _promising(settings: Sequence[CostSetting], tried: Sequence[Tried]) -> list[
     return [setting for setting in alike if setting not in dropped]
 
 
-def _most_promising(drafts: "Iterator[_Draft]", to_beat: float) -> "_Draft | None":
-    """Return the best draft that may be better; stop when larger sets of tables get worse."""
-    best: _Draft | None = None
-    settings: Sequence[CostSetting] = ()
+def _most_promising(
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float, to_beat: float
+) -> tuple[list[Candidate], list[Candidate], list[CostSetting]] | None:
+    """Return the tables that should have one copy, the others, and the best meshes for these.
+
+    `None` if no set is rated better than ``to_beat``; stops when larger sets get worse.
+    """
+    best: tuple[list[Candidate], list[Candidate], list[CostSetting]] | None = None
+    is_narrowed = False
     in_vain = 0
-    for draft in drafts:
-        draft = replace(draft, settings=settings or draft.settings)
-        if not settings and draft.rated_s < np.inf:
-            settings = draft.promising_settings
+    for once, others in _sets_of_copies(candidates):
+        ratings = _rated_beside(once, others, settings, room)
+        fitting = [settings[number] for _, number in ratings[:_MESHES_FOR_COPIES]]
         in_vain += 1
-        if draft.rated_s < to_beat:
-            best, to_beat, in_vain = draft, draft.rated_s, 0
+        if ratings and ratings[0][0] < to_beat:
+            best, to_beat, in_vain = (once, others, fitting), ratings[0][0], 0
+        if ratings and not is_narrowed:
+            # The best meshes from now on, and those that have no room as yet.
+            rated = {number for _, number in ratings}
+            settings = fitting + [
+                setting for number, setting in enumerate(settings) if number not in rated
+            ]
+            is_narrowed = True
         if in_vain == _COPIES_PATIENCE and np.isfinite(to_beat):
             break
     return best
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """Tables with one copy in the world, and others on some meshes."""
+def _rated_beside(
+    once: Sequence[Candidate],
+    others: Sequence[Candidate],
+    settings: Sequence[CostSetting],
+    room: float,
+) -> list[tuple[float, int]]:
+    """Rate steps with evenly dealt shards; return seconds and numbers of the meshes that fit."""
+    chosen = chosen_on_each(once, [settings[0].of_world()], room)
+    if not chosen:
+        return []
+    space, (first, *_) = chosen[0]
+    in_world = space.types_of(first.selection)
+    room -= space.bytes_of(first.selection)
+    numbers = {setting.mesh: number for number, setting in enumerate(settings)}
+    ratings: list[tuple[float, int]] = []
+    for of_others, (best, *_) in chosen_on_each(others, _beside(first.cost, settings), room):
+        types = of_others.types_of(best.selection)
+        seconds = rated_beside(best.cost, types, in_world)
+        ratings.append((seconds, numbers[of_others.setting.mesh]))
+    return sorted(ratings)
 
-    once: Sequence[Candidate]
-    others: Sequence[Candidate]
-    settings: Sequence[CostSetting]
-    room: float
 
-    @property
-    def rated_s(self) -> float:
-        """The best step's rating with evenly dealt shards; infinite if they don't fit."""
-        return self._rated[0][0] if self._rated else np.inf
-
-    @property
-    def _best_settings(self) -> list[CostSetting]:
-        return [self.settings[number] for _, number in self._rated[:_MESHES_FOR_COPIES]]
-
-    @property
-    def promising_settings(self) -> list[CostSetting]:
-        """The best meshes, and those that have no room as yet."""
-        fitting = {number for _, number in self._rated}
-        others = [setting for number, setting in enumerate(self.settings) if number not in fitting]
-        return [*self._best_settings, *others]
-
-    @cached_property
-    def _rated(self) -> list[tuple[float, int]]:
-        """Seconds and numbers of the meshes that fit, the best first."""
-        chosen = chosen_on_each(self.once, [self.settings[0].of_world()], self.room)
-        if not chosen:
-            return []
-        space, (first, *_) = chosen[0]
-        in_world = space.types_of(first.selection)
-        room = self.room - space.bytes_of(first.selection)
-        numbers = {setting.mesh: number for number, setting in enumerate(self.settings)}
-        ratings: list[tuple[float, int]] = []
-        beside = _beside(first.cost, self.settings)
-        for others, (best, *_) in chosen_on_each(self.others, beside, room):
-            types = others.types_of(best.selection)
-            seconds = rated_beside(best.cost, types, in_world)
-            ratings.append((seconds, numbers[others.setting.mesh]))
-        return sorted(ratings)
-
-    def placed(self) -> SearchResult:
-        """Search the best placements for all tables."""
-        in_world = search(self.once, [self.settings[0].of_world()], self.room)
-        if not in_world.placements:
-            return in_world
-        once = in_world.placements[0]
-        once_bytes = float(once.bytes_by_rank.max())
-        beside = _beside(once.cost, self._best_settings or self.settings)
-        result = search(self.others, beside, self.room - once_bytes)
-        return SearchResult(
-            [
-                replace(placed, once=once, bytes_by_rank=placed.bytes_by_rank + once_bytes)
-                for placed in result.placements
-            ],
-            [
-                replace(attempt, bytes_of_rank=attempt.bytes_of_rank + once_bytes)
-                for attempt in result.tried
-            ],
-            self.room,
-        )
+def _placed_beside(
+    once: Sequence[Candidate],
+    others: Sequence[Candidate],
+    settings: Sequence[CostSetting],
+    room: float,
+) -> SearchResult:
+    """Place tables with one copy in the world, and the others beside them."""
+    in_world = search(once, [settings[0].of_world()], room)
+    if not in_world.placements:
+        return in_world
+    placed_once = in_world.placements[0]
+    once_bytes = float(placed_once.bytes_by_rank.max())
+    result = search(others, _beside(placed_once.cost, settings), room - once_bytes)
+    return SearchResult(
+        [
+            replace(placed, once=placed_once, bytes_by_rank=placed.bytes_by_rank + once_bytes)
+            for placed in result.placements
+        ],
+        [
+            replace(attempt, bytes_of_rank=attempt.bytes_of_rank + once_bytes)
+            for attempt in result.tried
+        ],
+        room,
+    )
 
 
 def _beside(cost: StepCost, settings: Sequence[CostSetting]) -> list[CostSetting]:
@@ -302,9 +295,10 @@ def _beside(cost: StepCost, settings: Sequence[CostSetting]) -> list[CostSetting
     return [replace(setting, beside=beside) for setting in settings]
 
 
-def _drafts(
-    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
-) -> Iterator[_Draft]:
+def _sets_of_copies(
+    candidates: Sequence[Candidate],
+) -> Iterator[tuple[list[Candidate], list[Candidate]]]:
+    """Yield tables with one copy in the world, and the others: larger and larger sets."""
     demanded = [candidate for candidate in candidates if candidate.num_groups == 1]
     free = [candidate for candidate in candidates if candidate.num_groups is None]
     by_size = sorted(free, key=lambda candidate: -candidate.work.num_rows * candidate.work.dim)
@@ -319,7 +313,7 @@ def _drafts(
         others = [candidate for candidate in candidates if candidate.name not in names]
         # If all tables are in the world once, that is a plan for one group.
         if in_world and others:
-            yield _Draft(in_world, others, settings, room)
+            yield in_world, others
 
 
 def _once(candidate: Candidate) -> Candidate | None:

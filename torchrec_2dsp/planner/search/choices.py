@@ -408,9 +408,7 @@ def _choices_of(
     """Return every allowed choice; of equal costs, the search takes what comes first."""
     exact = [choice for kind in kinds for choice in _exact_choices(kind, constraint, work)]
     if getattr(constraint, "exchange", None) is None:
-        among = [
-            choice for choice in exact if choice.message_type and choice.exchange in exchanges
-        ]
+        among = [choice for choice in exact if choice.message_type and choice.exchange in exchanges]
         exact = among or exact
     demanded = getattr(constraint, "transport", None) or transports
     choices = [

@@ -49,31 +49,16 @@ def check_shards(
         raise PlanError(f"table {where} is {kind.value}, but a shard lacks rows; {_REMEDY}")
     # TorchRec takes the n-th shard of a row-wise table for that of rank n.
     ranks = _ranks(shards)
-    if kind is ShardingType.ROW_WISE and not names_each_rank(ranks, group_size):
+    if kind is ShardingType.ROW_WISE and not _names_each_rank(ranks, group_size):
         raise PlanError(
             f"table {where} is row-wise with shards on ranks {ranks}, but needs one on each of the "
             f"ranks 0..{group_size - 1}, in this order; {_REMEDY}"
         )
 
 
-def names_each_rank(ranks: Sequence[int], group_size: int) -> bool:
-    """Return whether these are a group's ranks in order.
-
-    Example:
-        >>> from torchrec_2dsp.plan.fits_mesh import names_each_rank
-        >>> names_each_rank([0, 1], 2), names_each_rank([1, 0], 2)
-        (True, False)
-    """
+def _names_each_rank(ranks: Sequence[int], group_size: int) -> bool:
+    """Return whether these are a group's ranks in order."""
     return len(ranks) == group_size and list(ranks) == list(range(group_size))
-
-
-def check_ranks(where: str, ranks: Sequence[int], shards: Sequence[ShardMetadata]) -> None:
-    """Raise `PlanError` unless a table's list of ranks is that of its shards."""
-    if list(ranks) != _ranks(shards):
-        raise PlanError(
-            f"table {where} names ranks {list(ranks)}, but its shards are on {_ranks(shards)}; "
-            "name the rank of each shard, in the order of the shards"
-        )
 
 
 def _ranks(shards: Sequence[ShardMetadata]) -> list[int]:
@@ -177,7 +162,7 @@ def _check_data_parallel(where: str, table: ParameterSharding2D, mesh: Mesh2D) -
             f"table {where} is data parallel, and has transport={table.transport.value!r}: no rows "
             "of it travel; leave the transport out, or shard it another way"
         )
-    if table.ranks is not None and not names_each_rank(sorted(table.ranks), mesh.group_size):
+    if table.ranks is not None and not _names_each_rank(sorted(table.ranks), mesh.group_size):
         raise PlanError(
             f"table {where} is data parallel on ranks {table.ranks}, but every rank of a "
             f"sharding group has a copy: use ranks 0..{mesh.group_size - 1}"
@@ -201,8 +186,11 @@ def _check_sharded(
             f"ranks 0..{mesh.group_size - 1}; make the plan for world_size={mesh.group_size}"
         )
     check_shards(where, kind.base, shards, mesh.group_size)
-    if table.ranks is not None:
-        check_ranks(where, table.ranks, shards)
+    if table.ranks is not None and list(table.ranks) != _ranks(shards):
+        raise PlanError(
+            f"table {where} names ranks {list(table.ranks)}, but its shards are on "
+            f"{_ranks(shards)}; name the rank of each shard, in the order of the shards"
+        )
     if table.hot_set is not None:
         rows = num_rows(table)
         assert rows is not None

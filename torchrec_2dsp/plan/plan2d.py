@@ -1,8 +1,9 @@
 """`Plan2D`: one group's plan, the mesh that repeats it, and how replicas stay equal; `pin`."""
 
+import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
@@ -199,8 +200,7 @@ def _repeated(
     plan: ShardingPlan, mesh: Mesh2D | None, sync: SyncConfig | None
 ) -> tuple[Mesh2D, SyncConfig]:
     """Return the plan's mesh and sync config, as given or else as proposers chose them."""
-    kinds = [table.sharding_type for module in plan.plan.values() for table in _tables(module)]
-    proposed = [kind for kind in kinds if isinstance(kind, ProposedType)]
+    proposed = _proposed_types(plan)
     given = [] if mesh is None else [mesh]
     meshes = list(dict.fromkeys(given + [kind.mesh for kind in proposed]))
     if len(meshes) > 1:
@@ -214,20 +214,19 @@ def _repeated(
     return meshes[0], chosen_sync
 
 
-def _tables(module_plan: ModuleShardingPlan) -> Iterable[ParameterSharding]:
-    return module_plan.values() if isinstance(module_plan, EmbeddingModuleShardingPlan) else ()
+def _proposed_types(plan: ShardingPlan) -> list[ProposedType]:
+    return [
+        table.sharding_type
+        for module in plan.plan.values()
+        if isinstance(module, EmbeddingModuleShardingPlan)
+        for table in module.values()
+        if isinstance(table.sharding_type, ProposedType)
+    ]
 
 
 def is_proposed(plan: ShardingPlan) -> bool:
     """Return whether this package's proposers chose a plan inside TorchRec's planner."""
-    return any(
-        isinstance(table.sharding_type, ProposedType)
-        for module in plan.plan.values()
-        for table in _tables(module)
-    )
-
-
-_Choice = TypeVar("_Choice", Exchange, RowOwners, Transport)
+    return bool(_proposed_types(plan))
 
 
 def pin(
@@ -268,35 +267,35 @@ def pin(
     changes: dict[str, Any] = {}
     if hot_rows is not None:
         changes["hot_set"] = _hot_set_of(hot_rows)
-    if exchange is not None:
-        changes["exchange"] = _member(Exchange, "exchange", exchange)
-    if owners is not None:
-        changes["owners"] = _member(RowOwners, "owners", owners)
-    if transport is not None:
-        changes["transport"] = _member(Transport, "transport", transport)
+    for name, kind, value in (
+        ("exchange", Exchange, exchange),
+        ("owners", RowOwners, owners),
+        ("transport", Transport, transport),
+    ):
+        if value is not None:
+            changes[name] = _member(kind, name, value)
 
     def changed(sharding: ParameterSharding2D) -> ParameterSharding2D:
         sharding = replace(sharding, **changes)
         return sharding if num_groups is None else _copied(table, sharding, plan.mesh, num_groups)
 
-    modules: dict[str, dict[str, ParameterSharding2D]] = {}
-    is_in_plan = False
-    for path, module_plan in plan.modules():
-        tables = dict(module_plan.tables())
-        if table in tables:
-            is_in_plan = True
-            tables[table] = changed(tables[table])
-        modules[path] = tables
-    if not is_in_plan:
-        names = sorted(name for _, module_plan in plan.modules() for name in module_plan)
+    names = sorted(name for _, module_plan in plan.modules() for name in module_plan)
+    if table not in names:
         raise PlanError(
-            f"the plan has no table {table!r}; it has "
-            + (", ".join(names) if names else "no tables")
+            f"the plan has no table {table!r}; it has {', '.join(names) or 'no tables'}"
         )
-    return plan.with_tables(modules)
+    return plan.with_tables(
+        {
+            path: {
+                name: changed(sharding) if name == table else sharding
+                for name, sharding in module_plan.tables()
+            }
+            for path, module_plan in plan.modules()
+        }
+    )
 
 
-def _member(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
+def _member(kind: type[enum.Enum], name: str, value: enum.Enum | str) -> enum.Enum:
     try:
         return kind(value)
     except ValueError as error:

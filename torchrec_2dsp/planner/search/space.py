@@ -392,8 +392,9 @@ def selections(space: Space, room: float) -> list[Selected]:
     _try(space, room, frozenset(range(len(space.families))), tried)
     if not tried:
         return []
-    for families in _small_sets(len(space.families)):
-        _try(space, room, families, tried)
+    for size in (1, 2):
+        for families in combinations(range(len(space.families)), size):
+            _try(space, room, frozenset(families), tried)
     while True:
         best = min(tried, key=lambda families: tried[families].rated_s)
         before = tried[best].rated_s
@@ -409,11 +410,6 @@ def selections(space: Space, room: float) -> list[Selected]:
 def smallest(space: Space) -> Selected:
     """Return the last resort, where nothing better finds ranks: the smallest shards."""
     return Selected.of(space, _argmin(space.bytes_of_shard + space.bytes_of_rank))
-
-
-def _small_sets(num_families: int) -> Iterator[frozenset[int]]:
-    for size in (1, 2):
-        yield from map(frozenset, combinations(range(num_families), size))
 
 
 def _try(

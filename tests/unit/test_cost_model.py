@@ -49,6 +49,9 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
+IN_GROUP = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
+"""On the two ranks of a group in `TWO`."""
+
 
 def test_nothing_costs_nothing() -> None:
     assert cost().total_s == 0.0
@@ -166,25 +169,22 @@ def test_hot_rows_leave_the_fetch_and_are_merged() -> None:
 )
 def test_one_group_has_nothing_to_sync(sync: "tdsp.GradientSync | tdsp.WeightSync") -> None:
     assert cost(ROW, sync=sync).sync_s == 0.0
-    group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
-    assert cost(group, mesh=TWO, sync=sync).sync_s > 0.0
+    assert cost(IN_GROUP, mesh=TWO, sync=sync).sync_s > 0.0
     # A group inside a host has nothing to send but to its replica peers.
-    assert exchanged(cost(group, mesh=TWO, sync=sync)) == (0.0, 0.0)
+    assert exchanged(cost(IN_GROUP, mesh=TWO, sync=sync)) == (0.0, 0.0)
 
 
 def test_rows_that_peers_exchange_are_those_of_a_groups_batch() -> None:
-    group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
     touched = NUM_ROWS * (1 - (1 - 1 / NUM_ROWS) ** (2 * BATCH))
     # Each of a host's two ranks sends its half of the rows, with their numbers, to its peer.
-    assert cost(group, mesh=TWO).sync_s == pytest.approx(touched * (DIM * 4 + 4) * LINK)
+    assert cost(IN_GROUP, mesh=TWO).sync_s == pytest.approx(touched * (DIM * 4 + 4) * LINK)
 
 
 def test_whole_shards_are_reduced_with_their_moments() -> None:
-    group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
     whole = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL, policy=tdsp.every(4))
-    predicted = cost(group, mesh=TWO, sync=whole)
+    predicted = cost(IN_GROUP, mesh=TWO, sync=whole)
     assert predicted.sync_s == pytest.approx(NUM_ROWS * (DIM * 4 + 4) * LINK / 4)
-    never = cost(group, mesh=TWO, sync=tdsp.WeightSync(policy=tdsp.never()))
+    never = cost(IN_GROUP, mesh=TWO, sync=tdsp.WeightSync(policy=tdsp.never()))
     assert never.sync_s == 0.0
 
 
@@ -294,13 +294,14 @@ def test_bytes_between_many_hosts_take_longer(num_hosts: int, factor: float) -> 
 
 
 def test_late_gradients_are_hidden_behind_the_step() -> None:
-    group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
     dense = DenseWork(forward_s=1.0, backward_s=1.0)
-    late = cost(group, mesh=TWO, sync=tdsp.GradientSync(delay=1), dense=dense)
+    late = cost(IN_GROUP, mesh=TWO, sync=tdsp.GradientSync(delay=1), dense=dense)
     assert late.hidden_s == pytest.approx(-late.sync_s)
-    assert cost(group, mesh=TWO, dense=dense).hidden_s == 0.0
+    assert cost(IN_GROUP, mesh=TWO, dense=dense).hidden_s == 0.0
     busy = only_the_link().model_copy(update={"hidden_share": 0.25})
-    partly = cost(group, mesh=TWO, sync=tdsp.GradientSync(delay=1), dense=dense, calibration=busy)
+    partly = cost(
+        IN_GROUP, mesh=TWO, sync=tdsp.GradientSync(delay=1), dense=dense, calibration=busy
+    )
     assert partly == replace(late, hidden_s=late.hidden_s / 4)
 
 
@@ -377,8 +378,7 @@ def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
     assert beside.forward_exchange_s == pytest.approx(without.forward_exchange_s + 2e-3)
     # Nothing hides behind nothing, nor where replicas change the rows, too.
     assert cost(rows, pipeline=Pipeline.ROW_PREFETCH).hidden_s == 0.0
-    in_groups = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
-    without, beside = (cost(in_groups, mesh=TWO, dense=dense, pipeline=kind) for kind in pipelines)
+    without, beside = (cost(IN_GROUP, mesh=TWO, dense=dense, pipeline=kind) for kind in pipelines)
     assert beside.hidden_s == without.hidden_s
 
 

@@ -11,7 +11,7 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
-from torchrec_2dsp.planner.search.choices import Candidate, rated_beside
+from torchrec_2dsp.planner.search.choices import Candidate, rated
 from torchrec_2dsp.planner.search.place import place
 from torchrec_2dsp.planner.search.placement import (
     Descent,
@@ -232,9 +232,9 @@ def _most_promising(
             best, to_beat, in_vain = (once, others, fitting), ratings[0][0], 0
         if ratings and not is_narrowed:
             # The best meshes from now on, and those that have no room as yet.
-            rated = {number for _, number in ratings}
+            numbers = {number for _, number in ratings}
             settings = fitting + [
-                setting for number, setting in enumerate(settings) if number not in rated
+                setting for number, setting in enumerate(settings) if number not in numbers
             ]
             is_narrowed = True
         if in_vain == _COPIES_PATIENCE and np.isfinite(to_beat):
@@ -259,7 +259,7 @@ def _rated_beside(
     ratings: list[tuple[float, int]] = []
     for of_others, (best, *_) in chosen_on_each(others, _beside(first.cost, settings), room):
         types = of_others.types_of(best.selection)
-        seconds = rated_beside(best.cost, types, in_world)
+        seconds = rated(best.cost, types, in_world)
         ratings.append((seconds, numbers[of_others.setting.mesh]))
     return sorted(ratings)
 

@@ -107,17 +107,14 @@ class Choice:
         return is_even or not self.is_on_host
 
 
-def rated(cost: StepCost, types: Collection[str]) -> float:
+def rated(cost: StepCost, types: Collection[str], in_world: Collection[str] = ()) -> float:
     """Return the seconds by which the search compares steps: more for each further message type.
 
-    The empty type stands for data-parallel tables, whose gradients are reduced.
+    The empty type stands for data-parallel tables, whose gradients are reduced. Tables with one
+    copy ``in_world`` send messages of their own.
     """
-    return cost.total_s + _DOUBT * max(0, len(types) - 1) * cost.tables_s
-
-
-def rated_beside(cost: StepCost, types: Collection[str], in_world: Collection[str]) -> float:
-    """Rate a step in which tables with one copy in the world send messages of their own."""
-    return rated(cost, {*types, *(f"{message_type}, in the world" for message_type in in_world)})
+    num_types = len(types) + len(in_world)
+    return cost.total_s + _DOUBT * max(0, num_types - 1) * cost.tables_s
 
 
 @dataclass(frozen=True)

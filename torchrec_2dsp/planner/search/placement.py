@@ -21,7 +21,7 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import TableWork
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated, rated_beside
+from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
 from torchrec_2dsp.planner.search.space import Space
 
 _LEAST_GAIN = 1e-6
@@ -397,7 +397,7 @@ class MeshPlacement:
     def rated_s(self) -> float:
         """The rating by which it is compared with others."""
         in_world = set() if self.once is None else self.once._types()
-        return rated_beside(self.cost, self._types(), in_world)
+        return rated(self.cost, self._types(), in_world)
 
     def _types(self) -> set[str]:
         return {choice.message_type for choice in self.placement.choices}

@@ -1,12 +1,24 @@
-"""`Planner2D`: which plan it makes, and what it says when there is none."""
+"""`Planner2D`: its arguments, which plan it makes, what it says without one; groups' topologies."""
 
 import copy
+import inspect
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, strategies as st
 from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.planner.types import (
+    BasicCommsBandwidths,
+    CustomTopologyData,
+    PlannerError,
+    ShardingOption,
+    Storage,
+)
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
@@ -15,15 +27,100 @@ from tests.support.planning import (
     constrained,
     group_plan_of,
     nothing_reserved,
+    plan_of,
+    planner,
     planner_for,
+    tables,
     tables_in,
+    ways_in,
     world,
 )
 from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
-from torchrec_2dsp.planner.topology import Shortfall
+from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.planner.topology import Shortfall, group_topology, peer_bandwidth_bytes_per_ms
 
+OURS = inspect.signature(Planner2D.__init__).parameters
+TORCHRECS = inspect.signature(EmbeddingShardingPlanner.__init__).parameters
 ALL_2D = [member.value for member in ShardingType2D]
 SEARCHED = [name for name in ALL_2D if name not in ("2d_table_column_wise", "2d_grid_shard")]
+
+
+def test_it_takes_what_a_search_by_cost_needs() -> None:
+    named = [name for name, known in OURS.items() if known.kind is not known.VAR_KEYWORD]
+
+    assert named[:3] == [*TORCHRECS][:3] == ["self", "topology", "batch_size"]
+    assert len(named) == 1 + 12
+    assert all(known.kind is known.KEYWORD_ONLY for known in [*OURS.values()][3:-1])
+
+
+@pytest.mark.parametrize("part", [name for name in TORCHRECS if name not in OURS])
+def test_parts_of_torchrecs_search_are_refused_by_name(part: str) -> None:
+    settings: dict[str, Any] = {part: None}
+    planner_for(tdsp.Mesh2D(2, 2), **settings)
+    settings[part] = False
+    with pytest.raises(
+        tdsp.errors.ConfigError,
+        match=f"searches by cost, which takes no {part}: leave it out, or use TorchRec's "
+        "EmbeddingShardingPlanner, which takes this package's proposers, Enumerator2D, and Balanc",
+    ):
+        planner_for(tdsp.Mesh2D(2, 2), **settings)
+
+
+def test_a_misspelled_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
+        planner_for(tdsp.Mesh2D(2, 2), batchsize=8)
+
+
+def test_one_argument_constrains_the_exchange_of_all_tables() -> None:
+    demands = {
+        "t0": ParameterConstraints(sharding_types=["table_wise"]),
+        "t1": tdsp.ParameterConstraints2D(exchange="nonempty"),
+        "t2": ParameterConstraints(pooling_factors=[2.0]),
+    }
+    found = ways_in(plan_of(tables(), exchange="row", constraints=demands))
+    assert found["t0"][0] == "2d_table_wise", "it can have no row exchange, and stays free"
+    assert found["t1"][1] == "nonempty"
+    assert found["t2"] == ("2d_row_wise", "row")
+    for exchange in tdsp.Exchange:
+        plan = plan_of(tables(), exchange=[exchange])
+        assert {used for _, used in ways_in(plan).values()} == {exchange.value}
+    assert demands["t2"] == ParameterConstraints(pooling_factors=[2.0])
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "text"),
+    [
+        (
+            tables(),
+            {"constraints": constrained("table_wise", num_tables=3), "exchange": ["pooled", "row"]},
+            "no table can have exchange='row', which is for row_wise tables; allow such",
+        ),
+        (
+            EmbeddingCollection(
+                tables=[EmbeddingConfig(40, 8, name="t0", feature_names=["f0"])],
+                device=torch.device("meta"),
+            ),
+            {"exchange": "nonempty"},
+            "no table can have exchange='nonempty', which is for table_wise, column_wise",
+        ),
+        (tables(), {"exchange": "rows"}, "exchange='rows': use some of 'pooled', 'nonempty'"),
+    ],
+)
+def test_an_exchange_that_no_table_can_have_is_refused(
+    module: nn.Module, settings: dict[str, Any], text: str
+) -> None:
+    sharders: Any = [tdsp.EmbeddingBagCollectionSharder2D(), tdsp.EmbeddingCollectionSharder2D()]
+    with pytest.raises(tdsp.errors.ConfigError, match=text):
+        planner(**settings).plan(module, sharders)
+
+
+def test_without_a_topology_the_mesh_gives_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    mesh = tdsp.Mesh2D(num_groups=2, group_size=4)
+
+    topology = Planner2D(storage_reservation=nothing_reserved(), mesh=mesh).topology
+
+    assert (topology.world_size, topology.local_world_size) == (8, 4)
 
 
 @pytest.mark.parametrize("group_size", [2, 4])
@@ -165,3 +262,119 @@ def test_the_error_names_the_table_that_fits_no_rank() -> None:
 def test_no_sentence_where_the_sums_explain_nothing() -> None:
     assert Shortfall("t", 10, 10, 20, 20).sentence() == ""
     assert "tables need 21 bytes on a group, 1 more" in Shortfall("t", 10, 10, 21, 20).sentence()
+
+
+# ---- topologies
+
+INTRA, INTER = 1_000.0, 10.0
+STRIDED, CONTIGUOUS = tdsp.RankLayout.STRIDED, tdsp.RankLayout.CONTIGUOUS
+
+
+@given(
+    num_groups=st.sampled_from([1, 2, 4]),
+    group_size=st.sampled_from([1, 2, 4]),
+    local_world_size=st.sampled_from([1, 2, 4, 8, 16]),
+    layout=st.sampled_from(tdsp.RankLayout),
+)
+def test_a_groups_topology_is_the_worlds_but_for_the_ranks(
+    num_groups: int, group_size: int, local_world_size: int, layout: tdsp.RankLayout
+) -> None:
+    mesh = tdsp.Mesh2D(num_groups, group_size, layout)
+    topology = Topology(
+        world_size=mesh.world_size,
+        local_world_size=min(local_world_size, mesh.world_size),
+        compute_device="cuda",
+        hbm_cap=11,
+        ddr_cap=12,
+        ssd_cap=13,
+        hbm_mem_bw=21.0,
+        ddr_mem_bw=22.0,
+        ssd_mem_bw=23.0,
+        hbm_to_ddr_mem_bw=24.0,
+        bwd_compute_multiplier=31.0,
+        weighted_feature_bwd_compute_multiplier=32.0,
+        uneven_sharding_perf_multiplier=33.0,
+        generalized_comms_bandwidths=BasicCommsBandwidths(inter_host_bw=41.0, intra_host_bw=42.0),
+    )
+
+    group = group_topology(topology, mesh)
+
+    assert group.world_size == len(group.devices) == group_size
+    assert group.local_world_size == mesh.node_group_size(topology.local_world_size)
+    assert all(device.storage == Storage(hbm=11, ddr=12, ssd=13) for device in group.devices)
+    assert [device.rank for device in group.devices] == list(range(group_size))
+    for name in (
+        "compute_device",
+        "hbm_mem_bw",
+        "ddr_mem_bw",
+        "ssd_mem_bw",
+        "hbm_to_ddr_mem_bw",
+        "bwd_compute_multiplier",
+        "weighted_feature_bwd_compute_multiplier",
+        "uneven_sharding_perf_multiplier",
+        "comms_bandwidths",
+    ):
+        assert getattr(group, name) == getattr(topology, name), name
+
+
+def test_a_rank_of_a_group_has_the_memory_of_the_smallest_peer() -> None:
+    topology = Topology(
+        world_size=4,
+        compute_device="cpu",
+        custom_topology_data=CustomTopologyData({"ddr_cap": [40, 30, 20, 50]}, world_size=4),
+    )
+
+    strided = group_topology(topology, tdsp.Mesh2D(2, 2, STRIDED))
+    contiguous = group_topology(topology, tdsp.Mesh2D(2, 2, CONTIGUOUS))
+
+    assert [device.storage.ddr for device in strided.devices] == [30, 20]
+    assert [device.storage.ddr for device in contiguous.devices] == [20, 30]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "local_world_size", "expected"),
+    [
+        (tdsp.Mesh2D(2, 4, STRIDED), 4, INTRA),
+        (tdsp.Mesh2D(2, 4, CONTIGUOUS), 4, INTER),
+        (tdsp.Mesh2D(2, 4, CONTIGUOUS), 8, INTRA),
+        (tdsp.Mesh2D(4, 2, STRIDED), 2, INTER),
+        (tdsp.Mesh2D(3, 2, STRIDED), 2, INTER),  # some peers share a host, not all
+        (tdsp.Mesh2D(2, 1), 1, INTER),
+    ],
+)
+def test_the_bandwidth_between_peers(
+    mesh: tdsp.Mesh2D, local_world_size: int, expected: float
+) -> None:
+    topology = world(mesh.world_size, local_world_size, intra_host_bw=INTRA, inter_host_bw=INTER)
+
+    assert peer_bandwidth_bytes_per_ms(topology, mesh) == expected
+
+
+def test_a_topology_of_a_group_is_taken_where_it_tells_enough() -> None:
+    mesh = tdsp.Mesh2D(2, 2, STRIDED)
+    of_group = world(2, 2)
+    constraints = constrained("table_row_wise")
+
+    # Two ranks of a group on one host leave only one host size, that of the world.
+    assert group_topology(of_group, mesh) is of_group
+    by_group = group_plan_of(bags(), mesh, of_group, constraints=constraints)
+    assert by_group == group_plan_of(bags(), mesh, world(4, 4), constraints=constraints)
+
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="Pass the topology of the whole world: world_size=4"
+    ):
+        group_plan_of(bags(), mesh, world(2, 1))
+
+
+def test_a_topology_of_another_size_is_refused() -> None:
+    with pytest.raises(
+        tdsp.errors.MeshError, match=r"Mesh2D\(2x2, strided\) has 4 ranks but the world has 8"
+    ):
+        planner_for(tdsp.Mesh2D(2, 2), world(8))
+
+
+def test_pods_are_refused() -> None:
+    topology = Topology(world_size=8, local_world_size=2, pod_size=2, compute_device="cpu")
+
+    with pytest.raises(tdsp.errors.UnsupportedError, match="pods of 4 ranks on hosts of 2"):
+        planner_for(tdsp.Mesh2D(2, 4), topology)

@@ -336,7 +336,7 @@ def _table_of(where: str, record: TableRecord) -> ParameterSharding2D:
             ranks=record.ranks,
             sharding_spec=None
             if record.shards is None
-            else EnumerableShardingSpec([_shard_of(shard) for shard in record.shards]),
+            else EnumerableShardingSpec([ShardMetadata(**dict(shard)) for shard in record.shards]),
             enforce_hbm=record.enforce_hbm,
             stochastic_rounding=record.stochastic_rounding,
             bounds_check_mode=record.bounds_check_mode,
@@ -349,14 +349,6 @@ def _table_of(where: str, record: TableRecord) -> ParameterSharding2D:
         )
     except _MALFORMED as error:
         raise PlanError(f"{where}: {error}; plan the table again, or mend it there") from error
-
-
-def _shard_of(record: ShardRecord) -> ShardMetadata:
-    return ShardMetadata(
-        shard_offsets=record.shard_offsets,
-        shard_sizes=record.shard_sizes,
-        placement=record.placement,
-    )
 
 
 def _shard_to_dict(shard: ShardMetadata) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 from dataclasses import replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,20 +37,12 @@ class Start(NamedTuple):
     warnings: list[str]
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def start(folder: Path, world: dist.ProcessGroup | None = None) -> Start:
     """Ask for the calibration, with little to measure."""
     world = world or dist.group.WORLD
     assert world is not None
-    warnings, stderr = _Warnings(), io.StringIO()
+    warnings, stderr = BufferingHandler(capacity=1_000), io.StringIO()
+    warnings.setLevel(logging.WARNING)
     cache.logger.addHandler(warnings)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(stderr):
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -59,7 +52,8 @@ def start(folder: Path, world: dist.ProcessGroup | None = None) -> Start:
                 world, local_world_size=min(2, world.size()), device=CPU
             )
     cache.logger.removeHandler(warnings)
-    return Start(calibration, seen.counts(), stderr.getvalue(), warnings.texts)
+    texts = [record.getMessage() for record in warnings.buffer]
+    return Start(calibration, seen.counts(), stderr.getvalue(), texts)
 
 
 def start_twice(rank: int, world_size: int, folder: Path) -> tuple[Start, Start, bool]:

@@ -37,10 +37,9 @@ class Start(NamedTuple):
     warnings: list[str]
 
 
-def start(folder: Path, world: dist.ProcessGroup | None = None) -> Start:
+def start(folder: Path) -> Start:
     """Ask for the calibration, with little to measure."""
-    world = world or dist.group.WORLD
-    assert world is not None
+    assert dist.group.WORLD is not None
     warnings, stderr = BufferingHandler(capacity=1_000), io.StringIO()
     warnings.setLevel(logging.WARNING)
     cache.logger.addHandler(warnings)
@@ -48,9 +47,7 @@ def start(folder: Path, world: dist.ProcessGroup | None = None) -> Start:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.setattr(cache, "QUICK", TINY)
         with count_collectives() as seen:
-            calibration = calibration_of_world(
-                world, local_world_size=min(2, world.size()), device=CPU
-            )
+            calibration = calibration_of_world(dist.group.WORLD, local_world_size=2, device=CPU)
     cache.logger.removeHandler(warnings)
     texts = [record.getMessage() for record in warnings.buffer]
     return Start(calibration, seen.counts(), stderr.getvalue(), texts)

@@ -25,11 +25,11 @@ REMEDY = (
 _MEMORY_KINDS = ("hbm", "ddr", "ssd")
 
 
-def world_topology(mesh: Mesh2D, device_type: str | None = None) -> Topology:
-    """Return the topology that TorchRec assumes of a mesh's world, by default on GPUs if any."""
+def world_topology(mesh: Mesh2D) -> Topology:
+    """Return the topology that TorchRec assumes of a mesh's world, on GPUs if there are any."""
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=mesh.world_size, local_world_size=get_local_size(mesh.world_size)),
-        kernel_config=KernelConfig(compute_device=device_type or get_device_type()),
+        kernel_config=KernelConfig(compute_device=get_device_type()),
     )
 
 

@@ -423,10 +423,13 @@ def _explained(best: MeshPlacement, room: float) -> tuple[list[TableLine], Ranks
     descent = Descent(space, prices, room)
     rated_s = descent.rated_s(best.placement)
     lines = sorted(enumerate(_lines(best, descent)), key=lambda numbered: -numbered[1].seconds)
-    compared = [
-        _compared(line, best, descent, table, rated_s) if place < _MAX_COMPARED else line
-        for place, (table, line) in enumerate(lines)
-    ]
+    compared: list[TableLine] = []
+    for place, (table, line) in enumerate(lines):
+        others = descent.alternatives(best.placement, table) if place < _MAX_COMPARED else []
+        if others:
+            choice, seconds = min(others, key=lambda other: other[1])
+            line = replace(line, runner_up=choice, lost_by_s=seconds - rated_s)
+        compared.append(line)
     ids = load_weights(lookup_ids=1.0, owned_ids=1.0) @ rough.loads
     return compared, np.asarray(prices @ rough.loads, np.float64), ids
 
@@ -455,13 +458,3 @@ def _lines(best: MeshPlacement, descent: Descent) -> Iterator[TableLine]:
             sent_bytes=float(sent @ loads),
             seconds=float(descent.prices @ loads),
         )
-
-
-def _compared(
-    line: TableLine, best: MeshPlacement, descent: Descent, table: int, rated_s: float
-) -> TableLine:
-    others = descent.alternatives(best.placement, table)
-    if not others:
-        return line
-    choice, seconds = min(others, key=lambda other: other[1])
-    return replace(line, runner_up=choice, lost_by_s=seconds - rated_s)

@@ -15,7 +15,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import ShardingType
 
-from torchrec_2dsp.cost.loads import Floats, Loads, Placed, Ranks
+from torchrec_2dsp.cost.loads import Floats, Loads, Ranks
 from torchrec_2dsp.cost.model import CostSetting, MemoryCost, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import TableWork
@@ -383,15 +383,13 @@ class MeshPlacement:
     @cached_property
     def memory(self) -> MemoryCost:
         """The fullest rank's memory."""
-        cost = self.setting.memory_cost(self._placed)
+        cost = self.setting.memory_cost(
+            [
+                candidate.placed(choice, ranks, self.setting.group)
+                for candidate, choice, ranks in self._tables()
+            ]
+        )
         return cost if self.once is None else cost + self.once.memory
-
-    @cached_property
-    def _placed(self) -> list[Placed]:
-        return [
-            candidate.placed(choice, ranks, self.setting.group)
-            for candidate, choice, ranks in self._tables()
-        ]
 
     @property
     def rated_s(self) -> float:

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import pytest
 from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
@@ -16,6 +16,7 @@ from tests.support.planning import (
     calibration,
     constrained,
     planner_for,
+    torchrecs_planner,
     world,
 )
 from tests.support.ranks import RankPool
@@ -56,10 +57,9 @@ def test_every_rank_gets_the_plan_of_a_search_by_cost(ranks4: RankPool) -> None:
 
 def plan_of_proposals(rank: int, world_size: int) -> str:
     topology = calibration().topology(world_size, local_world_size=2)
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
+    planner = torchrecs_planner(
+        topology,
         batch_size=64,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
         proposer=tdsp.GroupSizeProposer(topology, calibration()),
         partitioner=tdsp.BalancedPartitioner(),
         stats=Stats2D(),

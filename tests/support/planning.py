@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -89,16 +90,23 @@ def constrained(*sharding_types: str, num_tables: int = 2) -> dict[str, Paramete
     return {f"t{number}": constraint for number in range(num_tables)}
 
 
+def small(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a planner for small batches that reserves nothing, and others."""
+    return {"batch_size": 8, "storage_reservation": nothing_reserved()} | settings
+
+
 def planner_for(
-    mesh: tdsp.Mesh2D, topology: Topology | None = None, **settings: object
+    mesh: tdsp.Mesh2D | None, topology: Topology | None = None, **settings: Any
 ) -> Planner2D:
-    """Return a planner of small batches that reserves nothing."""
-    given = {"batch_size": 8, "storage_reservation": nothing_reserved(), **settings}
-    return Planner2D(
-        topology=topology or world(mesh.world_size),
-        mesh=mesh,
-        **given,  # pyright: ignore[reportArgumentType]
-    )
+    """Return a planner for `small` batches; the mesh or the topology gives the world."""
+    if topology is None and mesh is not None:
+        topology = world(mesh.world_size)
+    return Planner2D(topology=topology, mesh=mesh, **small(settings))
+
+
+def torchrecs_planner(topology: Topology, **settings: Any) -> EmbeddingShardingPlanner:
+    """Return TorchRec's planner for `small` batches."""
+    return EmbeddingShardingPlanner(topology=topology, **small(settings))
 
 
 def group_plan_of(
@@ -106,20 +114,14 @@ def group_plan_of(
     mesh: tdsp.Mesh2D,
     topology: Topology | None = None,
     sharders: list[ModuleSharder[nn.Module]] = STOCK_SHARDERS,
-    **settings: object,
+    **settings: Any,
 ) -> tdsp.Plan2D:
-    """Plan one group by TorchRec's search, for the same batches and memory as `planner_for`.
+    """Plan one group by TorchRec's search, for `small` batches.
 
     Every rank plans by itself, and gets the same.
     """
-    given = {"batch_size": 8, "storage_reservation": nothing_reserved(), **settings}
-    return search_as_torchrec(
-        model,
-        sharders,
-        topology=topology or world_topology(mesh),
-        mesh=mesh,
-        **given,  # pyright: ignore[reportArgumentType]
-    )
+    topology = topology or world_topology(mesh)
+    return search_as_torchrec(model, sharders, topology=topology, mesh=mesh, **small(settings))
 
 
 def tables_in(plan: tdsp.Plan2D) -> dict[str, tdsp.ParameterSharding2D]:
@@ -151,15 +153,14 @@ def skewed(rows: tuple[int, ...] = ROWS) -> tdsp.AccessStats:
     return tdsp.AccessStats(counts)
 
 
-def planner(link: str | Calibration = "1gbit", **settings: object) -> Planner2D:
+def planner(link: str | Calibration = "1gbit", **settings: Any) -> Planner2D:
     """Return a planner of two hosts with two ranks each, unless settings say otherwise."""
-    given = {"topology": world(4, 2), "batch_size": 512, **settings}
-    given.setdefault("storage_reservation", nothing_reserved())
-    return Planner2D(calibration=calibration(link), **given)  # type: ignore[arg-type]
+    given = small({"topology": world(4, 2), "batch_size": 512} | settings)
+    return Planner2D(calibration=calibration(link), **given)
 
 
-def plan_of(module: nn.Module, **settings: object) -> tdsp.Plan2D:
-    return planner(**settings).plan(module, SHARDERS)  # type: ignore[arg-type]
+def plan_of(module: nn.Module, **settings: Any) -> tdsp.Plan2D:
+    return planner(**settings).plan(module, SHARDERS)
 
 
 def problem(
@@ -182,6 +183,17 @@ def problem(
     workload = replace(workload, dense=dense or DenseWork())
     candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
     return candidates, CostSetting(calibration(link), workload, mesh, sync, local_world_size)
+
+
+def bytes_by_rank(options: list[ShardingOption], num_ranks: int) -> list[int]:
+    """Sum what options store in the memory of each rank's host."""
+    stored = [0] * num_ranks
+    for option in options:
+        for shard in option.shards:
+            assert shard.rank is not None
+            assert shard.storage is not None
+            stored[shard.rank] += shard.storage.ddr
+    return stored
 
 
 def best_of_all(candidates: list[Candidate], setting: CostSetting, room: float = ENOUGH) -> float:

@@ -23,9 +23,9 @@ from tests.support.planning import (
     best_of_all,
     calibration,
     constrained,
-    nothing_reserved,
     plan_of,
     planner,
+    planner_for,
     problem,
     skewed,
     tables,
@@ -212,12 +212,13 @@ def test_groups_with_uneven_parts_on_hosts_have_no_tables_of_one_host() -> None:
         assert free.search(tables(rows), SHARDERS).placements
 
 
+SLOW = world(4, 2, inter_host_bw=1e4, intra_host_bw=1e7)
+"""With a thousandth of the bandwidth between hosts."""
+
+
 def test_without_a_calibration_the_topology_speaks() -> None:
-    """A hundredth of the bandwidth between hosts keeps bytes inside them."""
-    slow = world(4, 2, inter_host_bw=1e4, intra_host_bw=1e7)
-    chosen = tdsp.Planner2D(
-        topology=slow, batch_size=4_096, storage_reservation=nothing_reserved()
-    ).plan(bags(4, rows=1_000_000), SHARDERS)
+    """Bytes are kept inside hosts."""
+    chosen = planner_for(None, SLOW, batch_size=4_096).plan(bags(4, rows=1_000_000), SHARDERS)
     assert chosen.mesh.group_size <= 2 or set(ways_in(chosen).values()) <= {
         ("2d_row_wise", "row_per_host"),
         ("2d_row_wise", "row"),
@@ -227,10 +228,7 @@ def test_without_a_calibration_the_topology_speaks() -> None:
 @pytest.mark.parametrize("mesh", [tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)], ids=str)
 def test_a_mesh_without_a_calibration_runs_row_exchange(mesh: tdsp.Mesh2D) -> None:
     """Each row is in a batch several times."""
-    slow = world(4, 2, inter_host_bw=1e4, intra_host_bw=1e7)
-    plan = tdsp.Planner2D(
-        topology=slow, batch_size=4_096, storage_reservation=nothing_reserved(), mesh=mesh
-    ).plan(bags(2, rows=4_000), SHARDERS)
+    plan = planner_for(mesh, SLOW, batch_size=4_096).plan(bags(2, rows=4_000), SHARDERS)
     assert (plan.mesh, plan.sync) == (mesh, tdsp.GradientSync())
     rows = {("2d_row_wise", "row"), ("2d_row_wise", "row_per_host")}
     assert set(ways_in(plan).values()) <= rows

@@ -14,7 +14,6 @@ from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
     CustomTopologyData,
     PlannerError,
-    ShardingOption,
     Storage,
 )
 from torchrec.modules.embedding_configs import EmbeddingConfig
@@ -24,6 +23,7 @@ import torchrec_2dsp as tdsp
 from tests.support.planning import (
     STOCK_SHARDERS,
     bags,
+    bytes_by_rank,
     constrained,
     group_plan_of,
     nothing_reserved,
@@ -32,6 +32,7 @@ from tests.support.planning import (
     planner_for,
     tables,
     tables_in,
+    torchrecs_planner,
     ways_in,
     world,
 )
@@ -129,12 +130,9 @@ def test_a_group_is_planned_as_torchrec_plans_a_world(kind: str, group_size: int
     """Apart from the sync, one group is a world of its own: same shards on same ranks."""
     constraints = constrained("table_wise", num_tables=5) | constrained(kind)
     model = bags(num_tables=5)
-    stock = EmbeddingShardingPlanner(
-        topology=world(group_size, 2),
-        batch_size=8,
-        storage_reservation=nothing_reserved(),
-        constraints=constraints,
-    ).plan(model, STOCK_SHARDERS)
+    stock = torchrecs_planner(world(group_size, 2), constraints=constraints).plan(
+        model, STOCK_SHARDERS
+    )
 
     for mesh in (tdsp.Mesh2D(1, group_size), tdsp.Mesh2D(2, group_size)):
         topology = world(mesh.world_size, 2 * mesh.num_groups)
@@ -196,27 +194,11 @@ def test_the_memory_of_a_rank_does_not_depend_on_the_number_of_groups(num_groups
 
 def stock_bytes_per_rank(model: nn.Module) -> int:
     """Return the bytes that TorchRec counts on a rank for a row-wise plan on two ranks."""
-    seen: list[ShardingOption] = []
-
-    def keep(options: list[ShardingOption]) -> list[ShardingOption]:
-        seen.extend(options)
-        return options
-
-    EmbeddingShardingPlanner(
-        topology=world(2),
-        batch_size=8,
-        storage_reservation=nothing_reserved(),
-        constraints=constrained("row_wise", num_tables=4),
-        callbacks=[keep],
-    ).plan(model, STOCK_SHARDERS)
-    used = [0, 0]
-    for option in seen:
-        for shard in option.shards:
-            assert shard.storage is not None
-            assert shard.rank is not None
-            used[shard.rank] += shard.storage.ddr
-    assert used[0] == used[1] > 0
-    return used[0]
+    planner = torchrecs_planner(world(2), constraints=constrained("row_wise", num_tables=4))
+    planner.plan(model, STOCK_SHARDERS)
+    first, second = bytes_by_rank(planner._best_plan or [], 2)
+    assert first == second > 0
+    return first
 
 
 def test_a_dense_part_takes_its_share_of_the_memory_as_in_torchrec() -> None:

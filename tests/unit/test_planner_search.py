@@ -32,8 +32,8 @@ from tests.support.planning import (
     bags,
     constrained,
     group_plan_of,
-    nothing_reserved,
     planner_for,
+    torchrecs_planner,
     world,
 )
 from torchrec_2dsp.cost.workload import state_bytes_per_row
@@ -62,17 +62,11 @@ def stock_planner(
     **settings: object,
 ) -> EmbeddingShardingPlanner:
     sync = sync or tdsp.GradientSync()
-    given = {
-        "partitioner": Partitioner2D(),
-        "stats": Stats2D(mesh=mesh, sync=sync),
-        **settings,
-    }
-    return EmbeddingShardingPlanner(
-        topology=group_topology(world(mesh.world_size), mesh),
-        batch_size=8,
+    given = {"partitioner": Partitioner2D(), "stats": Stats2D(mesh=mesh, sync=sync)} | settings
+    return torchrecs_planner(
+        group_topology(world(mesh.world_size), mesh),
         enumerator=Enumerator2D(world(mesh.world_size), 8, constraints, mesh=mesh, sync=sync),
-        storage_reservation=nothing_reserved(),
-        **given,  # pyright: ignore[reportArgumentType]
+        **given,
     )
 
 

@@ -26,6 +26,7 @@ from tests.support.planning import (
     SHARDERS,
     STOCK_SHARDERS,
     bags,
+    bytes_by_rank,
     calibration,
     constrained,
     nothing_reserved,
@@ -34,6 +35,7 @@ from tests.support.planning import (
     slow_fetch,
     tables,
     tables_in,
+    torchrecs_planner,
     ways_in,
     world,
 )
@@ -56,11 +58,9 @@ def stock_planner(
     topology: Topology | None = None,
     **given: Any,
 ) -> EmbeddingShardingPlanner:
-    given.setdefault("stats", Stats2D())
-    return EmbeddingShardingPlanner(
-        topology=topology or world(4, 2),
-        batch_size=BATCH,
-        storage_reservation=nothing_reserved(),
+    given = {"batch_size": BATCH, "stats": Stats2D()} | given
+    return torchrecs_planner(
+        topology or world(4, 2),
         proposer=proposer,
         partitioner=tdsp.BalancedPartitioner(),
         **given,
@@ -283,9 +283,7 @@ def test_a_plan_that_was_proposed_knows_its_mesh_and_its_sync() -> None:
     assert (result.mesh, result.sync) == (tdsp.Mesh2D(2, 2), sync)
     with pytest.raises(tdsp.errors.PlanError, match=r"a plan has one mesh, not Mesh2D\(1x4.*2x2"):
         tdsp.Plan2D.from_stock(stock, tdsp.Mesh2D(1, 4))
-    plain = EmbeddingShardingPlanner(
-        topology=world(2), batch_size=BATCH, storage_reservation=nothing_reserved()
-    ).plan(tables(), SHARDERS)
+    plain = torchrecs_planner(world(2)).plan(tables(), SHARDERS)
     with pytest.raises(tdsp.errors.PlanError, match="nothing says which ranks repeat the plan"):
         tdsp.Plan2D.from_stock(plain)
 
@@ -322,16 +320,6 @@ def planned(plan: tdsp.Plan2D, table: str) -> tuple[str, list[tuple[int, list[in
         for shard in spec.shards
     ]
     return sharding.sharding_type, shards
-
-
-def bytes_by_rank(options: list[ShardingOption], num_ranks: int) -> list[int]:
-    stored = [0] * num_ranks
-    for option in options:
-        for shard in option.shards:
-            assert shard.rank is not None
-            assert shard.storage is not None
-            stored[shard.rank] += shard.storage.ddr
-    return stored
 
 
 def test_a_model_without_tables_has_no_options() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.models import build
 from tests.support.parity import MESHES, Cell, check_cells, make_sharder, plan_by_cost
+from tests.support.planning import tables_in
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp import GradientSync, ParameterConstraints2D, WeightSync
@@ -68,9 +69,9 @@ def cells_of(mix: str, **how: bool) -> list[Cell]:
 def test_planned_is_what_was_demanded(mix: str, proposed: bool) -> None:
     cell = cells_of(mix, proposed=proposed)[0]
     plan = plan_by_cost(cell, build(cell.spec), make_sharder(cell), local_world_size=2)
-    (module,) = (module for _, module in Plan2D.from_stock(plan, cell.mesh).modules())
+    of_tables = tables_in(Plan2D.from_stock(plan, cell.mesh))
     for name, asked in cell.demands:
-        table = dict(module.tables())[name]
+        table = of_tables[name]
         assert [base_type(table.sharding_type)] == asked.sharding_types
         assert asked.exchange is None or [table.exchange] == asked.exchange
         num_hot = len(table.hot_set.row_ids) if table.hot_set else 0

@@ -16,6 +16,7 @@ from tests.support.planning import (
     calibration,
     constrained,
     planner_for,
+    tables_in,
     torchrecs_planner,
     world,
 )
@@ -52,7 +53,7 @@ def test_every_rank_gets_the_plan_of_a_search_by_cost(ranks4: RankPool) -> None:
     assert len(set(plans)) == 1
     plan = from_json(plans[0])
     assert plan.mesh.world_size == 4
-    assert {name for _, module in plan.modules() for name in module} == {"t0", "t1"}
+    assert set(tables_in(plan)) == {"t0", "t1"}
 
 
 def plan_of_proposals(rank: int, world_size: int) -> str:
@@ -71,8 +72,8 @@ def test_what_was_proposed_on_rank_0_reaches_every_rank(ranks4: RankPool) -> Non
     """TorchRec sends the plan; what was chosen travels in the name of the type."""
     plans = ranks4.run(plan_of_proposals)
     assert len(set(plans)) == 1
-    (module,) = (module for _, module in from_json(plans[0]).modules())
-    assert {table.exchange for _, table in module.tables()} == {tdsp.Exchange.ROW}
+    exchanges = {table.exchange for table in tables_in(from_json(plans[0])).values()}
+    assert exchanges == {tdsp.Exchange.ROW}
 
 
 class CountingStats(NoopEmbeddingStats):

@@ -29,6 +29,7 @@ from tests.support.planning import (
     problem,
     skewed,
     tables,
+    tables_in,
     ways_in,
     world,
 )
@@ -157,9 +158,7 @@ def test_hot_rows_that_are_asked_for_are_the_hottest() -> None:
         {"t0": TableAccess.of_counts([1.0] * 4_990 + [9.0] * 10, num_samples=5_000)}
     )
     plan = plan_of(tables(rows), constraints={"t0": asked}, access=access)
-    ((_, module),) = plan.modules()
-    ((_, table),) = module.tables()
-    assert table.hot_set == tdsp.HotSet((4_990, 4_991, 4_992))
+    assert tables_in(plan)["t0"].hot_set == tdsp.HotSet((4_990, 4_991, 4_992))
 
 
 def test_rows_that_nothing_looked_up_are_never_hot() -> None:
@@ -439,6 +438,6 @@ def test_large_plans_take_seconds(num_tables: int, num_ranks: int, most_s: float
         f"{num_tables:,} tables, {num_ranks:,} ranks: {seconds:.1f} s, {peak_gib:.1f} GiB at the "
         f"peak, {plan.mesh}"
     )
-    assert sum(len(list(module.tables())) for _, module in plan.modules()) == num_tables
+    assert len(tables_in(plan)) == num_tables
     assert seconds <= most_s
     assert peak_gib <= 4

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,15 +106,8 @@ def _owned_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
         ids = torch.randint(0, _NUM_ROWS // _NUM_TABLES, lists, device=device)
         ids = ids.sort(dim=1).values.view(-1)
         offsets = torch.arange(num_ids + 1, device=device)
-
-        # Arguments, as the loop's variables are others when a piece is run later.
-        def look_up(
-            tbe: Any = tbe, direct: Any = direct, lookup_input: Any = (ids, offsets)
-        ) -> torch.Tensor:
-            return (
-                tbe(*lookup_input) if direct is None else direct.lookup(lambda: tbe(*lookup_input))
-            )
-
+        forward = partial(tbe, ids, offsets)
+        look_up = forward if direct is None else partial(direct.lookup, forward)
         yield from _there_and_back("row_", dim, num_ids, look_up)
 
 
@@ -162,20 +155,16 @@ def _moves(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
         sums = RowSum(keys)
         places, starts = sums.places(), torch.arange(num_ids, device=device)
         num_bytes = float(rows.nbytes)
-        yield _Piece(
-            "pool",
-            num_ids,
-            num_bytes,
-            lambda p=places, r=rows, s=starts: F.embedding_bag(p, r, s, mode="sum"),
-        )
-        yield _Piece("add", num_ids, num_bytes, lambda s=sums, r=rows: s.of(r))
+        pool = partial(F.embedding_bag, places, rows, starts, mode="sum")
+        yield _Piece("pool", num_ids, num_bytes, pool)
+        yield _Piece("add", num_ids, num_bytes, partial(sums.of, rows))
 
 
 def _passes(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
     """Yield passes over whole tables."""
     for num_bytes in sampling.table_bytes:
         table = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
-        yield _Piece("dense_update", 0.0, num_bytes, lambda t=table: t.add_(t, alpha=-0.1))
+        yield _Piece("dense_update", 0.0, num_bytes, partial(table.add_, table, alpha=-0.1))
 
 
 def _matmuls(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
@@ -185,7 +174,7 @@ def _matmuls(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
         weight = torch.rand(width, width, device=device)
         operations = 2.0 * num_rows * width * width
         num_bytes = float(2 * rows.nbytes + weight.nbytes)
-        yield _Piece("matmul", operations, num_bytes, lambda r=rows, w=weight: r @ w)
+        yield _Piece("matmul", operations, num_bytes, partial(torch.matmul, rows, weight))
 
 
 def _encodings(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:

@@ -58,13 +58,11 @@ def sharding(
 ) -> ParameterSharding:
     """Return a stock sharding of one table, as a planner makes it: one shard per rank."""
     shards = None
-    if sharding_type is ShardingType.COLUMN_WISE:
+    if sharding_type is not ShardingType.DATA_PARALLEL:
+        row, column = (0, dim) if sharding_type is ShardingType.COLUMN_WISE else (num_rows, 0)
         shards = [
-            shard(rank, (0, dim * index), (num_rows, dim)) for index, rank in enumerate(ranks)
-        ]
-    elif sharding_type is not ShardingType.DATA_PARALLEL:
-        shards = [
-            shard(rank, (num_rows * index, 0), (num_rows, dim)) for index, rank in enumerate(ranks)
+            shard(rank, (row * index, column * index), (num_rows, dim))
+            for index, rank in enumerate(ranks)
         ]
     return ParameterSharding(
         sharding_type=sharding_type.value,

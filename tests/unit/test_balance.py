@@ -294,7 +294,8 @@ GIB = 2**30
 def model(seed: int) -> EmbeddingBagCollection:
     generator = np.random.default_rng(seed)
     dims = 4 * generator.integers(1, 33, NUM_TABLES)
-    return tables([generator.integers(1_000, 200_000) for _ in range(NUM_TABLES)], dims.tolist())
+    rows = [int(generator.integers(1_000, 200_000)) for _ in range(NUM_TABLES)]
+    return tables(rows, dims.tolist())
 
 
 def topology(memory_bytes: int = GIB) -> Topology:

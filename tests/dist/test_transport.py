@@ -139,8 +139,8 @@ def case_of(
         optimizer=optimizer,
         sizes=sizes,
         max_length=4,
-        # Up to here the oracle's numbers are those of the ranks, rounded where they are.
-        events=((0, "state_dict"),),
+        # After one step the oracle's numbers are those of the ranks, rounded where they are.
+        steps=1,
     )
 
 

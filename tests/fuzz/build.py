@@ -245,6 +245,7 @@ def _parallelized(
         params = {"lr": LR} | ({} if case.optimizer == "sgd" else {"eps": EPS})
         for number in range(len(case.modules)):
             weights = model.get_submodule(f"m{number}").parameters()
+            weights = [weight for weight in weights if weight.requires_grad]
             apply_optimizer_in_backward(_BESIDE_TABLES[case.optimizer], weights, params)
     (precision, *others) = search.precision
     parallel = tdsp.parallelize(

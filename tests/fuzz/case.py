@@ -101,6 +101,8 @@ class TableCase(Strict):
     """How many rows are hot: ``"none"``, ``"some"`` or ``"all"``."""
     once: bool = False
     """Whether there is one copy in the world."""
+    frozen: bool = False
+    """True if it isn't trained."""
     demand: str = "none"
     """The field before that is a constraint where the plan is searched: ``"sharding"``,
     ``"exchange"``, ``"transport"``, ``"hot"`` or ``"once"``."""

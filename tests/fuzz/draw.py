@@ -108,6 +108,7 @@ TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
     "owners": ("block", "hash"),
     "hot": ("none", "none", "some", "all"),
     "once": (False, False, True),
+    "frozen": (False,) * 7 + (True,),
     "demand": ("none",) * 7 + ("sharding", "exchange", "transport", "hot", "once"),
 }
 BATCH_SIZES = (0, 1, 2, 3, 4, 6, 6)
@@ -313,6 +314,7 @@ def _settled_table(
         owners=table.owners if exchange in ("row", "row_per_host") else "block",
         hot=table.hot if may_be_hot else "none",
         once=table.once and table.sharding == "row_wise",
+        frozen=table.frozen and not module.evicts,
     )
 
 

@@ -221,6 +221,9 @@ def embedding_module(number: int, module: ModuleCase) -> nn.Module:
         if module.kind == "sequences"
         else EmbeddingBagCollection(**tables, is_weighted=module.kind == "weighted")
     )
+    by_name = collection.embeddings if module.kind == "sequences" else collection.embedding_bags
+    for index, table in enumerate(module.tables):
+        by_name[table_name(number, index)].requires_grad_(not table.frozen)
     return behind_maps(collection, partial(id_map, module)) if module.evicts else collection
 
 

@@ -146,8 +146,8 @@ class TableState:
         """Whether each group has a copy that it trains by itself."""
         self.weights = weight.expand(case.groups if is_copied else 1, -1, -1).clone()
         """The weights of each copy: ``[copies, rows, dim]``."""
-        self._rule = case.optimizer
-        moments_per_row = {"adagrad": table.dim, "sgd": 0, "adam": table.dim}.get(
+        self._rule = "frozen" if table.frozen else case.optimizer
+        moments_per_row = {"adagrad": table.dim, "sgd": 0, "frozen": 0, "adam": table.dim}.get(
             self._rule, table.num_blocks
         )
         self._num_averages = table.dim if self._rule in ADAMS else 0
@@ -228,6 +228,8 @@ class TableState:
 
     def average(self, *, weights: bool, moments: bool) -> None:
         """Make all copies their mean."""
+        if self._rule == "frozen":
+            return
         synced_weight, synced_moment = self._synced
         if weights:
             width = self._table.dim // self._table.num_blocks
@@ -246,6 +248,8 @@ class TableState:
 
     def _apply(self, number: int, grad: torch.Tensor, lr: float, step: int, scale: float) -> None:
         weight, moment = self.weights[number], self._moments[number]
+        if self._rule == "frozen":
+            return
         if self._rule == "sgd":
             weight -= lr * grad
         elif self._rule == "adagrad":

@@ -152,8 +152,8 @@ def _sharders(
         if optimizer is not None:
             raise ConfigError("optimizer and sharders are both given: give the optimizer to them")
         return [_as_ours(sharder) for sharder in sharders]
-    tables = list(table_weights(module))
-    if optimizer is None and not all(in_backward_optimizers(table) for table in tables):
+    trained = [table for table in table_weights(module) if table.requires_grad]
+    if optimizer is None and not all(in_backward_optimizers(table) for table in trained):
         raise ConfigError(
             "nothing says how tables are trained: give optimizer=..., such as "
             "tdsp.MomentScaledRowWiseAdaGrad(lr=0.02)"

@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from torchrec.modules.debug_embedding_modules import (
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.mc_adapter import McEmbeddingCollectionAdapter
+from torchrec.modules.mc_adapter import (
+    McEmbeddingBagCollectionAdapter,
+    McEmbeddingCollectionAdapter,
+)
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
@@ -37,6 +41,7 @@ from tests.support.oracle import local_loss
 from tests.support.parity import TWO, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.shard.default_sharders import all_sharders
 from torchrec_2dsp.shard.initial_tables import configs_of
 
 BAGS, WEIGHTED = ModelSpec(), ModelSpec(weighted=True)
@@ -316,27 +321,28 @@ class RowsOnly(nn.Module):
         return rows
 
 
-def adapted_losses(rank: int, world_size: int) -> list[list[float]]:
+def adapted_losses(rank: int, world_size: int, *, is_bags: bool) -> list[list[float]]:
     """Return the losses behind TorchRec's adapter, and behind the module that it makes."""
+    kind = McEmbeddingBagCollectionAdapter if is_bags else McEmbeddingCollectionAdapter
     losses: list[list[float]] = []
     for is_adapted in (True, False):
-        adapter = McEmbeddingCollectionAdapter(
-            sequences().embedding_configs(),
+        adapter: Any = kind(
+            configs_of(bags() if is_bags else sequences()),
             input_hash_size=1_000,
             device=torch.device("cpu"),
             world_size=world_size,
             zch_method="sort_zch",
         )
         torch.manual_seed(0)
-        managed: Any = adapter.mc_embedding_collection
-        model = Scored(adapter if is_adapted else RowsOnly(managed), 24)
-        fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
-        tables = tdsp.EmbeddingCollectionSharder2D(fused_params, init_seed=3)
-        sharder = tdsp.ManagedCollisionEmbeddingCollectionSharder2D(tables)
-        plan = tdsp.Planner2D(
-            Topology(world_size=world_size, compute_device="cpu"), mesh=TWO
-        ).collective_plan(model, [sharder])
-        parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
+        (managed,) = adapter.children()
+        model = Scored(adapter if is_adapted else RowsOnly(managed), 0 if is_bags else 24)
+        seeded = all_sharders(
+            tdsp.EmbeddingBagCollectionSharder2D(EmbOptimType.EXACT_SGD, init_seed=3),
+            tdsp.EmbeddingCollectionSharder2D(EmbOptimType.EXACT_SGD, init_seed=3),
+        )
+        topology = Topology(world_size=world_size, compute_device="cpu")
+        plan = tdsp.Planner2D(topology, mesh=TWO).collective_plan(model, seeded)
+        parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=seeded)
         optimizer = make_optimizer(parallel, lr=LR)
         losses.append([])
         for step in range(4):
@@ -348,7 +354,9 @@ def adapted_losses(rank: int, world_size: int) -> list[list[float]]:
     return losses
 
 
-def test_an_adapter_trains_as_the_module_that_it_makes(ranks4: RankPool) -> None:
-    for adapted, direct in ranks4.run(adapted_losses, timeout_s=60):
+@pytest.mark.parametrize("is_bags", [False, True])
+def test_an_adapter_trains_as_the_module_that_it_makes(ranks4: RankPool, is_bags: bool) -> None:
+    run = partial(adapted_losses, is_bags=is_bags)
+    for adapted, direct in ranks4.run(run, timeout_s=60):
         assert adapted == direct
         assert len(set(adapted)) == 4

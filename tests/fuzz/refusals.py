@@ -81,10 +81,6 @@ def _name_twice(model: Any) -> None:
     model.second = model.m0
 
 
-def _freeze(model: Any) -> None:
-    next(model.m0.parameters()).requires_grad_(False)
-
-
 def _tie(model: Any) -> None:
     first, second = list(_tables_of(model.m0).values())[:2]
     second.weight = first.weight
@@ -115,7 +111,6 @@ REFUSALS: dict[str, Refusal] = {
         applies=lambda case: _is_bags(case) and case.wrapper == "2d", change=_fuse
     ),
     "two_names": Refusal(applies=lambda case: True, change=_name_twice),
-    "frozen_table": Refusal(applies=lambda case: True, change=_freeze),
     "tied_tables": Refusal(applies=_has_equal_tables, change=_tie),
     "momentum": Refusal(
         applies=lambda case: case.optimizer == "sgd", fused_params=(("momentum", 0.9),)

@@ -152,7 +152,7 @@ class TableWire:
 
 def _message(table: TableCase) -> tuple[Any, ...]:
     """Return what tables whose numbers travel in one message have in common."""
-    return table.sharding, table.exchange, table.transport, table.once
+    return table.sharding, table.exchange, table.transport, table.once, table.frozen
 
 
 _LOOKED_UP = 1e-30

@@ -1,12 +1,14 @@
 """Frozen tables stay as they are, beside trained ones that equal the unsharded model's."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
 import torch
+from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
+from tests.support import planning
 from tests.support.cells import Cell
 from tests.support.loops import LossModel, entries, make_stream, pipeline_loop, plain_loop, shard
 from tests.support.models import SEQUENCES, ModelSpec, tables_of
@@ -15,9 +17,12 @@ from tests.support.parity import FOUR, LR, ONE, TWO, local_shards, make_optimize
 from tests.support.prefetching import SequenceLossModel
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.cost.loads import Placed
 from torchrec_2dsp.shard.parted import PartedModule
 
 STEPS = 4
+SHARD = ("mesh_shard", "sharding_intra_pg")
+"""The names of sharding groups."""
 SGD = Cell(TWO, optimizer="sgd")
 CELLS = (
     SGD,
@@ -148,32 +153,51 @@ def test_batches_accumulate_beside_frozen_tables(ranks4: RankPool) -> None:
     assert max(ranks4.run(accumulated_gap, timeout_s=60)) < 1e-6
 
 
-def what_a_frozen_table_costs(rank: int, world_size: int) -> dict[str, Any]:
-    """Return state, parameters and collectives of a model whose tables are all frozen, or none."""
+@dataclass(frozen=True)
+class Costs:
+    """What a model keeps and sends beside its forward."""
+
+    states: list[str]
+    """The entries of its optimizer state."""
+    sent_back: int
+    """All-to-alls of a step in sharding groups that its forward doesn't have."""
+    groups: set[str]
+    """The groups in which a step sends."""
+
+
+def costs_by_training(rank: int, world_size: int) -> tuple[Costs, Costs]:
+    """Return the costs of trained tables, and of the same tables frozen."""
     cell = replace(SGD, optimizer="rowwise_adagrad", exchange="row")
-    found: dict[str, Any] = {}
+    costs = []
     for names in ((), ("t0", "t1", "t2")):
         parallel = shard(cell, model=frozen_model(cell, names))
         optimizer = make_optimizer(parallel)
         batch = make_stream(cell, 1)[0][rank]
         plain_loop(parallel, optimizer, [batch])
-        with count_collectives() as seen:
+        with count_collectives() as step:
             plain_loop(parallel, optimizer, [batch])
-        kind = "frozen" if names else "trained"
-        found[f"{kind} states"] = [key for key in entries(parallel) if "/" in key]
-        found[f"{kind} groups"] = {record.group for record in seen.records}
-        found[f"{kind} calls"] = len(seen.records)
+        with torch.no_grad(), count_collectives() as forward:
+            parallel(batch)
+        in_step, in_forward = (
+            sum(record.op == "all_to_all_single" and record.group in SHARD for record in seen)
+            for seen in (step.records, forward.records)
+        )
+        states = [key for key in entries(parallel) if "/" in key]
+        groups = {record.group for record in step.records}
+        costs.append(Costs(states, in_step - in_forward, groups))
         assert isinstance(cast(Any, parallel.module).ebc, PartedModule) == bool(names)
-    return found
+        assert in_forward
+    trained, frozen = costs
+    return trained, frozen
 
 
 def test_frozen_tables_have_no_state_and_no_backward(ranks4: RankPool) -> None:
-    for found in ranks4.run(what_a_frozen_table_costs, timeout_s=60):
-        assert len(found["trained states"]) == 3
-        assert not found["frozen states"]
-        assert "replica_rows" in found["trained groups"]
-        assert "replica_rows" not in found["frozen groups"]
-        assert found["frozen calls"] < found["trained calls"]
+    for trained, frozen in ranks4.run(costs_by_training, timeout_s=60):
+        assert len(trained.states) == 3
+        assert trained.sent_back == 2  # Gradients of rows with 8 columns, and with 16.
+        assert "replica_rows" in trained.groups
+        assert (frozen.states, frozen.sent_back) == ([], 0)
+        assert "replica_rows" not in frozen.groups
 
 
 def froze_on_one_rank(rank: int, world_size: int) -> str:
@@ -188,3 +212,29 @@ def froze_on_one_rank(rank: int, world_size: int) -> str:
 def test_ranks_agree_on_what_is_frozen(ranks4: RankPool) -> None:
     for message in ranks4.run(froze_on_one_rank, timeout_s=60):
         assert "frozen tables" in message
+
+
+ROW_IN_GROUP = planning.table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
+
+
+def frozen_of(trained: Placed) -> Placed:
+    return replace(trained, work=replace(trained.work, is_frozen=True))
+
+
+@pytest.mark.parametrize("trained", [planning.TABLE_WISE, planning.ROW], ids=["vectors", "rows"])
+def test_frozen_tables_send_nothing_back(trained: Placed) -> None:
+    alone, both, predicted = (
+        planning.cost(trained),
+        planning.cost(trained, frozen_of(trained)),
+        planning.cost(frozen_of(trained)),
+    )
+    assert predicted.forward_exchange_s == alone.forward_exchange_s > 0.0
+    assert predicted.backward_exchange_s == 0.0 < alone.backward_exchange_s
+    assert both.forward_exchange_s == pytest.approx(2 * alone.forward_exchange_s)
+    assert both.backward_exchange_s == alone.backward_exchange_s
+
+
+def test_copies_of_frozen_tables_have_nothing_to_sync() -> None:
+    for sync in (planning.EXACT, tdsp.WeightSync(policy=tdsp.every(4))):
+        assert planning.cost(ROW_IN_GROUP, mesh=planning.TWO, sync=sync).sync_s > 0.0
+        assert planning.cost(frozen_of(ROW_IN_GROUP), mesh=planning.TWO, sync=sync).sync_s == 0.0

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         GroupSizeProposer as GroupSizeProposer,
         HotRowProposer as HotRowProposer,
     )
-    from torchrec_2dsp.replicas.sync_report import SyncReport as SyncReport
+    from torchrec_2dsp.replicas.sync_action import SyncReport as SyncReport
     from torchrec_2dsp.samples.balanced_batches import BalancedBatches as BalancedBatches
     from torchrec_2dsp.samples.deal import SampleCost as SampleCost
     from torchrec_2dsp.shard.default_sharders import (
@@ -148,7 +148,7 @@ _MODULE_OF = {
     "ExchangeProposer": "torchrec_2dsp.planner.torchrec.proposers",
     "GroupSizeProposer": "torchrec_2dsp.planner.torchrec.proposers",
     "HotRowProposer": "torchrec_2dsp.planner.torchrec.proposers",
-    "SyncReport": "torchrec_2dsp.replicas.sync_report",
+    "SyncReport": "torchrec_2dsp.replicas.sync_action",
     "BalancedBatches": "torchrec_2dsp.samples.balanced_batches",
     "SampleCost": "torchrec_2dsp.samples.deal",
     "get_default_sharders": "torchrec_2dsp.shard.default_sharders",

@@ -26,7 +26,7 @@ from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp._compat.fbgemm import iteration_of
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.errors import ConfigError, SyncError
-from torchrec_2dsp.replicas.sync_report import SyncReason
+from torchrec_2dsp.replicas.sync_action import SyncReason
 from torchrec_2dsp.shard.parted import sharded_tables
 
 STEPS = 5

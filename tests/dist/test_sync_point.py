@@ -36,7 +36,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import SyncError
-from torchrec_2dsp.replicas.sync_report import SyncReason
+from torchrec_2dsp.replicas.sync_action import SyncReason
 
 pytestmark = pytest.mark.dealt_file
 

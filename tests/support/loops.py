@@ -23,7 +23,7 @@ from tests.support.oracle import local_loss
 from tests.support.parity import Cell, local_shards, make_optimizer, shard
 from tests.support.planning import group_plan_of
 from torchrec_2dsp.comms.counting import Collectives
-from torchrec_2dsp.replicas.sync_report import SyncReason
+from torchrec_2dsp.replicas.sync_action import SyncReason
 from torchrec_2dsp.shard.parted import sharded_tables
 
 Tensors = dict[str, torch.Tensor]

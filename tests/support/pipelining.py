@@ -189,7 +189,7 @@ class PipelineCell:
 
     @property
     def reduction(self) -> str:
-        """How a rank's losses are reduced."""
+        """The reduction of a rank's losses."""
         return self.options.get("reduction", "mean")
 
 

@@ -56,7 +56,7 @@ class WorldGroups:
         self.shared: dict[Hashable, Any] = {}
         """Objects created once per world and shared, such as a mesh's groups."""
         self._groups: dict[dist.ProcessGroup, bool] = {}
-        """Whether a thread beside the training thread issues a group's collectives."""
+        """Groups, with True if a thread beside the training thread issues their collectives."""
 
     @classmethod
     def current(cls) -> "WorldGroups":

@@ -30,7 +30,7 @@ from torchrec_2dsp.parallel.pipelines import AnyPipeline, combined_optimizer, ma
 from torchrec_2dsp.plan.fits_module import check_model
 from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json
-from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
+from torchrec_2dsp.replicas.sync_action import SyncReason, SyncReport
 from torchrec_2dsp.shard.default_sharders import (
     ManagedCollisionEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingCollectionSharder2D,

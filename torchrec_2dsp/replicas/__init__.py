@@ -15,9 +15,9 @@ rows change, `row_average` averages those, `whole_shard` all:
                                 changed rows
     rank 1: row 4 = c, base b  /              \\ row 4 = (a + c) / 2
 
-`sync_point` is the one place where a program does either, `sync_report` says what it did, and
-`drift` compares the copies afterwards. Tensor work without peers is in `torchrec_2dsp.rows`,
-process groups are in `torchrec_2dsp.comms`.
+`sync_point` is the one place where a program does either, `sync_action` defines what it runs there
+and reports, and `drift` compares the copies afterwards. Tensor work without peers is in
+`torchrec_2dsp.rows`, process groups are in `torchrec_2dsp.comms`.
 """
 
 from torchrec_2dsp._compat.upstream_names import require_upstream

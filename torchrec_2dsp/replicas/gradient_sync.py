@@ -15,7 +15,7 @@ from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.exchange import PendingGradients
-from torchrec_2dsp.replicas.sync_report import SyncAction, SyncReason, SyncReport
+from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason, SyncReport
 from torchrec_2dsp.rows.update import DirectUpdater, RowUpdater, rule_for
 
 _LABEL = "## apply rows ##"

@@ -19,7 +19,7 @@ from torchrec_2dsp.codecs.rows import EXACT
 from torchrec_2dsp.comms.alarm import Alarm, as_ours
 from torchrec_2dsp.comms.collectives import Arriving, Packed, pack, start_all_gather_ragged, unpack
 from torchrec_2dsp.errors import SyncError, TwoDError
-from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.replicas.sync_action import SyncReport
 from torchrec_2dsp.replicas.synced_shard import ShardRows, StateRule, SyncedShard
 from torchrec_2dsp.replicas.whole_shard import average_whole_shard
 from torchrec_2dsp.rows.gradients import RowSum

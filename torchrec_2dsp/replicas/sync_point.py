@@ -10,7 +10,7 @@ from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.plan.sync import SyncPolicy
 from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.row_average import RowAverage
-from torchrec_2dsp.replicas.sync_report import SyncAction, SyncReason, SyncReport
+from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason, SyncReport
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
 
 

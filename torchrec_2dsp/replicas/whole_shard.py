@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.replicas.sync_action import SyncReport
 from torchrec_2dsp.replicas.synced_shard import StateRule, SyncedShard
 
 _CHUNK_BYTES = 64 * 2**20

@@ -197,7 +197,7 @@ def prefetched_batches(module: Any, ctx: Any, arrived: Any = None) -> list[Prefe
 
 
 def parts_of(module: nn.Module) -> list[ShardedModule2D]:
-    """Return a module's sharded modules, each with one mesh's tables."""
+    """Return a module's sharded modules, each with one mesh's trained or frozen tables."""
     if isinstance(module, PartedModule):
         return module.parts
     return [module] if isinstance(module, ShardedModule2D) else []

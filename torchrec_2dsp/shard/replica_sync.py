@@ -24,8 +24,8 @@ from torchrec_2dsp.replicas.gradient_sync import (
     quickest_updater,
 )
 from torchrec_2dsp.replicas.row_average import RowAverage
+from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason
 from torchrec_2dsp.replicas.sync_point import SyncPoint, WeightSyncAction
-from torchrec_2dsp.replicas.sync_report import SyncAction, SyncReason
 from torchrec_2dsp.replicas.synced_shard import (
     UNSYNCED_STATES,
     StateRule,

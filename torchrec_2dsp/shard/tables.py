@@ -24,8 +24,8 @@ from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.fits_module import has_weights
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason
 from torchrec_2dsp.replicas.sync_point import SyncPoint
-from torchrec_2dsp.replicas.sync_report import SyncAction, SyncReason
 from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize
 from torchrec_2dsp.shard.codecs import pack_size, shard_widths
 from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_action

@@ -23,7 +23,7 @@ from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.dilation import dilation
 from torchrec_2dsp.programs.launch import silenced
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, mean_step, step_mark
-from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.replicas.sync_action import SyncReport
 from torchrec_2dsp.samples.dealer import BalanceReport
 
 Numbers = TypeVar("Numbers", bound=Section)

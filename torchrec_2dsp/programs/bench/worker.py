@@ -38,7 +38,7 @@ from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.traces import RankSplit
-from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
+from torchrec_2dsp.replicas.sync_action import SyncReason, SyncReport
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 from torchrec_2dsp.samples.dealer import BalanceReport
 

@@ -28,7 +28,7 @@ def _check_types(types: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""What `DLRMTrain` returns: the loss, and beside it the detached loss, scores and labels."""
+"""The result of `DLRMTrain`: the loss, then the detached loss, scores and labels."""
 
 ShardingTypes = Annotated[tuple[str, ...], AfterValidator(_check_types)]
 """Names of sharding types, TorchRec's or their 2D forms."""

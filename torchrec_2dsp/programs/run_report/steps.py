@@ -124,7 +124,7 @@ _COLOURS = {
 
 
 MeanStep = Mapping[str, tuple[float, float]]
-"""How long each phase of a step computes and waits, in microseconds."""
+"""The computing and the waiting time of each phase of a step, in microseconds."""
 _NONE = (0.0, 0.0)
 
 

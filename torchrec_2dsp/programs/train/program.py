@@ -57,7 +57,7 @@ from torchrec_2dsp.programs.train.steps import (
     dense_figures,
     middle_steps,
 )
-from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.replicas.sync_action import SyncReport
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 from torchrec_2dsp.samples.dealer import BalanceReport
 

@@ -1,4 +1,4 @@
-"""The reason for a sync, what makes copies equal, and the report on it."""
+"""`SyncAction`: one way to make copies equal, the reasons to run it, and the report on it."""
 
 import enum
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ from tests.support.slices import patient
 from torchrec_2dsp._compat import c10d
 from torchrec_2dsp.comms import breaking, failure_detection
 from torchrec_2dsp.comms.alarm import Alarm
-from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
+from torchrec_2dsp.comms.failure_detection import NoticeBoard, Standing, naming_faults
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import RankError
 
@@ -106,6 +106,24 @@ def test_a_silent_rank_is_noticed_and_named() -> None:
         assert message.startswith("RankError: rank 1 did not answer: killed, stopped, or cut off")
         assert ranks == (1,)
         assert has_aborted
+
+
+def ask_at_once(rank: int, world_size: int) -> list[Standing]:
+    """Ask the others, with no thread that answers; rank 1 doesn't even ask."""
+    board = NoticeBoard(world_group())
+    dist.barrier()
+    board._is_closing.set()
+    board._thread.join()
+    if rank == 1:
+        return []
+    time.sleep(0.3 * (rank == 0))
+    return [notice.standing for notice in sorted(board._ask(), key=lambda notice: notice.rank)]
+
+
+def test_ranks_that_ask_answer_meanwhile() -> None:
+    answers = run_ranks(ask_at_once, 3, start_method="forkserver")
+    here, silent = Standing.HERE, Standing.SILENT
+    assert answers == [[silent, here], [], [here, silent]]
 
 
 def all_compute(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:

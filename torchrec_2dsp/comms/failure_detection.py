@@ -345,13 +345,26 @@ class NoticeBoard:
         self._store.set(_key(self._rank), self._notice().encoded())
         return True
 
+    def _post_if_asked(self) -> bool:
+        """Post this rank's notice if another rank asks for it; return whether one did."""
+        alarm = int(self._store.get(_ALARMS))
+        is_asked = alarm > self._last_alarm
+        if is_asked:
+            self._last_alarm = alarm
+            self._post()
+        return is_asked
+
     def _ask(self) -> list[Notice]:
-        """Ask all others; return their notices once all answered, one failed, or time is up."""
+        """Ask all others; return their notices once all answered, one failed, or time is up.
+
+        Others that ask meanwhile are answered, or ranks that notice a failure blame each other.
+        """
         alarm = self._store.add(_ALARMS, 1)
         self._last_alarm = alarm
         self._post()
         deadline = time.monotonic() + ANSWER_S
         while True:
+            self._post_if_asked()
             notices = self._read()
             is_last = time.monotonic() > deadline
             judged = [self._judged(notice, alarm, is_last=is_last) for notice in notices]
@@ -402,10 +415,8 @@ class NoticeBoard:
             if self._world() is not dist.group.WORLD:
                 return
             try:
-                alarm = int(self._store.get(_ALARMS))
-                if alarm > self._last_alarm:
-                    self._last_alarm, wait_s = alarm, _LISTEN_S
-                    self._post()
+                if self._post_if_asked():
+                    wait_s = _LISTEN_S
                 if wait_s == _LISTEN_S and self._heard is None:
                     # The store may be gone by the time that this rank notices the failure.
                     self._heard = self._verdict(self.activity.step - _STEPS_APART)

@@ -1,5 +1,8 @@
 """Ranks whose collectives wait forever, as NCCL's do, end with the error that names the rank."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -13,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.slices import patient
 from torchrec_2dsp._compat import c10d
 from torchrec_2dsp.comms import breaking, failure_detection
 from torchrec_2dsp.comms.alarm import Alarm
+from torchrec_2dsp.comms.breaking import HostPeer
 from torchrec_2dsp.comms.failure_detection import NoticeBoard, Standing, naming_faults
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import RankError
@@ -42,7 +46,7 @@ def in_context(rank: int, world_size: int, work: Callable[..., None], silent_s: 
         except (RankError, ValueError) as raised:
             error = raised
         # The others' threads still ask this one.
-        time.sleep(silent_s)
+        time.sleep(min(silent_s, 2.0))
         board._is_closing.set()
         board._thread.join()
     return f"{type(error).__name__}: {error}", getattr(error, "ranks", ()), board.has_aborted
@@ -106,6 +110,37 @@ def test_a_silent_rank_is_noticed_and_named() -> None:
         assert message.startswith("RankError: rank 1 did not answer: killed, stopped, or cut off")
         assert ranks == (1,)
         assert has_aborted
+
+
+def one_is_killed(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
+    if rank != 1:
+        wait_as_nccl(aborted)
+    time.sleep(1.0)  # Until it is watched.
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_of_this_host_is_noticed_before_it_counts_as_silent() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        answers_of(one_is_killed, silent_s=20.0)
+    named = re.findall(
+        r"rank (\d): returned \('RankError: rank 1 did not answer", str(failed.value)
+    )
+    assert named == ["0", "2"]
+
+
+def test_the_end_of_a_process_is_seen_unless_it_has_left() -> None:
+    store = dist.HashStore()
+    first, second = HostPeer(store, "", 0, 3), HostPeer(store, "", 1, 3)
+    store.set("process/2", "another-host 1")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    store.set("process/1", f"{breaking._place()} {child.pid}")
+    assert not first.was_killed()
+    assert not second.was_killed()  # It watches the first rank, which is this process.
+    child.communicate(b"\n")
+    assert first.was_killed()
+    assert not second.was_killed()
+    second.leave()
+    assert not first.was_killed()
 
 
 def ask_at_once(rank: int, world_size: int) -> list[Standing]:
@@ -185,26 +220,42 @@ def test_all_nccl_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(aborted) == ["more nccl", "nccl"]
 
 
-ENDS_AFTER_ABORT = """
+WITH_NCCL = """
 import time
 import torch.distributed as dist
 from torchrec_2dsp.comms import breaking, failure_detection, groups
+from torchrec_2dsp.errors import RankError
 
 failure_detection.nccl_abort = lambda world: lambda: None
-breaking.GRACE_S = 0.0
+breaking.GRACE_S = breaking.STUCK_S = 0.0
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mine = groups.WorldGroups.current()
 board = failure_detection.NoticeBoard.of(groups.world_group())
 groups.WorldGroups.forget = lambda self: time.sleep(60)
-board._watch.end_collectives()
 print("a line that waits in a buffer", end="")
-raise RuntimeError("rank 1 failed")
 """
+ENDS = {
+    "after an abort": """
+board._watch.end_collectives()
+raise RuntimeError("rank 1 failed")
+""",
+    "after an error of its own": """
+with failure_detection.naming_faults(board):
+    raise RuntimeError("rank 1 failed")
+""",
+    "while it waits for a GPU that doesn't come back": """
+board.failure = RankError("RuntimeError: rank 1 failed", (1,))
+board._thread.start()
+board.wait_for_others(1)
+time.sleep(60)
+""",
+}
 
 
-def test_a_process_ends_after_an_abort_whatever_hangs() -> None:
-    script = [sys.executable, "-c", ENDS_AFTER_ABORT]
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_with_broken_collectives_whatever_hangs(end: str) -> None:
+    script = [sys.executable, "-c", WITH_NCCL + ENDS[end]]
     ended = subprocess.run(script, timeout=patient(45), capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 1, ended.stderr
     assert ended.stdout == "a line that waits in a buffer"
     assert "RuntimeError: rank 1 failed" in ended.stderr

@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -81,18 +82,23 @@ def run_rank(case: Case, rank: int, store: dist.Store, folder: Path) -> None:
     os.environ |= device_env(rank)
     size, timeout = program.cell.mesh.world_size, timedelta(seconds=TIMEOUT_S)
     join_world(rank, store=store, rank=rank, world_size=size, timeout=timeout)
-    result: dict[str, Any] = {}
+
+    def note_end(error: BaseException | None) -> None:
+        ranks = list(error.ranks) if isinstance(error, tdsp.errors.RankError) else []
+        is_ours = isinstance(error, tdsp.TwoDError)
+        result = {"error": error and type(error).__name__, "text": str(error or "")}
+        result |= {"ranks": ranks, "is_ours": is_ours, "ended_at": time.monotonic()}
+        (folder / f"result{rank}").write_text(json.dumps(result))
+
+    # A rank whose GPU doesn't come back is ended by its watch.
+    sys.excepthook = lambda kind, error, trace: note_end(error)
     try:
         _train(case, rank, Faults(case, rank, folder))
         dist.destroy_process_group()
+        note_end(None)
     except BaseException as error:
-        ranks = list(error.ranks) if isinstance(error, tdsp.errors.RankError) else []
-        result = {"error": type(error).__name__, "text": str(error), "ranks": ranks}
-        result["is_ours"] = isinstance(error, tdsp.TwoDError)
+        note_end(error)
         raise
-    finally:
-        result["ended_at"] = time.monotonic()
-        (folder / f"result{rank}").write_text(json.dumps(result))
 
 
 def _train(case: Case, rank: int, faults: Faults) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,8 +29,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 
-_ABORT_S = 5.0
-"""The time in which a group's abort should be over."""
+_ABORT_S = 3.0
+"""The time in which all groups' aborts should be over."""
 DynamoError = TorchDynamoException
 """The base of all errors of `torch.compile`."""
 IncompatibleKeys = _IncompatibleKeys
@@ -79,8 +80,9 @@ def _abort_nccl() -> None:
     threads = [Thread(target=_of_gpu(group).abort, daemon=True) for group in groups]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + _ABORT_S
     for thread in threads:
-        thread.join(_ABORT_S)
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def end_process(exit_code: int) -> NoReturn:

@@ -4,9 +4,12 @@ gloo raises an error when a rank ends. NCCL's kernels wait forever: a thread has
 failure, and abort them.
 """
 
+import os
 import re
+import select
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,6 +19,85 @@ SILENT_S = 30.0
 """The time after which a rank that doesn't show it counts as silent."""
 GRACE_S = 1.0
 """The time in which a collective may break by itself after a failure."""
+STUCK_S = 4.0
+"""The time after an abort in which whoever waited for a collective should have come back."""
+
+
+class HostPeer:
+    """The process of another rank on this host, whose end the kernel tells at once.
+
+    Each rank watches the next one of its host, and the last the first.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, num_ranks: int) -> None:
+        self._store, self._prefix = store, f"{prefix}process/"
+        self._rank, self._num_ranks = rank, num_ranks
+        self._place = _place()
+        self._peer: int | None = None
+        self._handle: int | None = None
+        store.set(self._key(rank), f"{self._place} {os.getpid()}")
+
+    def was_killed(self) -> bool:
+        """Return whether the process has ended without `leave`; False while it can't be told."""
+        if self._handle is None and not self._open():
+            return False
+        assert self._handle is not None
+        assert self._peer is not None
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(0)) and self._written_by(self._peer) != _LEFT
+
+    def leave(self) -> None:
+        """Tell that this process ends as it should."""
+        self._store.set(self._key(self._rank), _LEFT)
+
+    def _open(self) -> bool:
+        """Open a handle to the peer's process, once that is known; return whether there is one."""
+        if self._place and self._peer is None:
+            self._peer = self._find()
+        if self._peer is None or self._peer == self._rank:
+            return False
+        try:
+            pid = int(self._written_by(self._peer).split()[-1])
+            self._handle = os.pidfd_open(pid)
+        except (AttributeError, OSError, ValueError, IndexError):
+            # The system has no such handles, or the process is gone: then silence tells it.
+            self._place = ""
+            self._peer = None
+        return self._handle is not None
+
+    def _find(self) -> int | None:
+        """Return the next rank on this host, maybe this one; `None` while one isn't known."""
+        following = (self._rank + 1) % self._num_ranks
+        is_here = self._is_here(following)
+        if is_here is not False:
+            return following if is_here else None
+        first = self._rank
+        while first > 0 and (is_here := self._is_here(first - 1)):
+            first -= 1
+        return None if is_here is None else first
+
+    def _is_here(self, rank: int) -> bool | None:
+        written = self._written_by(rank) if self._store.check([self._key(rank)]) else _LEFT
+        return None if written == _LEFT else written.startswith(f"{self._place} ")
+
+    def _written_by(self, rank: int) -> str:
+        return self._store.get(self._key(rank)).decode()
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}{rank}"
+
+
+_LEFT = "left"
+
+
+def _place() -> str:
+    """Name this host and its numbering of processes; nothing where that is unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 class Watch:
@@ -28,14 +110,21 @@ class Watch:
         """True if this rank's collectives were ended: what they have computed is worthless."""
         self.num_waiting = 0
         """The contexts open in which this rank may wait for others; without one nobody is late."""
+        self.peer = HostPeer(store, prefix, rank, num_ranks)
         self._store, self._abort = store, abort
         self._own, self._next = (f"{prefix}beat/{r}" for r in (rank, (rank + 1) % num_ranks))
         self._num_beats = 0
         self._due = self._seen_at = time.monotonic()
         self._seen = b""
         self._failed_at: float | None = None
+        self._aborted_at = 0.0
 
-    def next_is_silent(self) -> bool:
+    def misses_a_rank(self) -> bool:
+        """Return whether a rank that this one watches is silent or was killed."""
+        was_killed = self.peer.was_killed()  # Asked from the start, while the peer still runs.
+        return self._next_is_silent() or (was_killed and self.num_waiting > 0)
+
+    def _next_is_silent(self) -> bool:
         """Show that this rank runs, once in a while; return whether the next rank doesn't."""
         now = time.monotonic()
         if now < self._due:
@@ -55,6 +144,13 @@ class Watch:
         if not self.has_aborted and now >= self._failed_at + GRACE_S:
             self.has_aborted = True
             self._abort()
+            self._aborted_at = time.monotonic()
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if this rank still waits after an abort: for a GPU that doesn't come back."""
+        is_late = self.has_aborted and time.monotonic() > self._aborted_at + STUCK_S
+        return is_late and self.num_waiting > 0
 
 
 _OF_GLOO = re.compile(

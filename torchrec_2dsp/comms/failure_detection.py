@@ -8,6 +8,7 @@ itself. A rank that doesn't answer is dead, stopped or cut off.
 import copy
 import enum
 import json
+import sys
 import threading
 import time
 import weakref
@@ -22,7 +23,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from torchrec_2dsp._compat.c10d import nccl_abort, own_connection, store_of_world
+from torchrec_2dsp._compat.c10d import end_process, nccl_abort, own_connection, store_of_world
 from torchrec_2dsp.comms.breaking import Watch, causes_of, described, is_broken_connection
 from torchrec_2dsp.errors import RankError, TwoDError
 
@@ -230,19 +231,24 @@ class NoticeBoard:
 
     @classmethod
     def close_all(cls) -> bool:
-        """Stop answering on all boards before the program ends; tell if collectives were aborted.
+        """Stop answering on all boards before the program ends; tell if NCCL's groups are broken.
 
         A thread that returns from a store while the interpreter is torn down would abort it.
         """
-        watches = [board._close() for board in list(_BOARDS.values())]
-        return any(watch is not None and watch.has_aborted for watch in watches)
+        are_broken = [board._close() for board in list(_BOARDS.values())]
+        return any(are_broken)
 
-    def _close(self) -> Watch | None:
+    def _close(self) -> bool:
         self._is_closing.set()
         if self._thread.is_alive():
             # A store on a stopped host never answers.
             self._thread.join(ANSWER_S)
-        return self._watch
+        if (watch := self._watch) is None:
+            return False
+        has_failed = self.failure is not None or self._standing is Standing.FAILED
+        if not has_failed:
+            self._within_time(watch.peer.leave)
+        return has_failed or watch.has_aborted
 
     def enter_loop(self) -> None:
         """Record that this rank begins to train."""
@@ -426,13 +432,17 @@ class NoticeBoard:
                 return
 
     def _keep(self, watch: Watch) -> None:
-        """Look for a silent rank, and end this rank's collectives once a rank is to blame."""
-        is_silent = watch.next_is_silent() and self._heard is None
-        if is_silent and any(notice.standing is not Standing.HERE for notice in self._ask()):
+        """Look for a missing rank, and end this rank's collectives once a rank is to blame."""
+        is_missing = watch.misses_a_rank() and self._heard is None
+        if is_missing and any(notice.standing is not Standing.HERE for notice in self._ask()):
             self._heard = self._judge("")
         self.failure = self.failure or self._heard
-        if self.failure is not None:
-            watch.end_collectives()
+        if self.failure is None:
+            return
+        watch.end_collectives()
+        if watch.is_stuck:
+            sys.excepthook(RankError, self.failure, None)
+            end_process(1)
 
 
 def _key(rank: int) -> str:

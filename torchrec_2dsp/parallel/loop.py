@@ -158,6 +158,7 @@ class failing_together(AbstractContextManager["failing_together"]):
         if error is not None:
             self._naming.__exit__(kind, error, trace)
             return
+        self._board.wait_for_others(-1)
         self._board.leave_loop()
         with naming_faults(self._board, "the end of the loop"):
             self._alarm.check(signal=Signal.OUTSIDE).wait()

@@ -274,9 +274,6 @@ class CostSetting:
                 add_synced_rows(loads, table, self.workload, self.peers, self.sync)
             if are_frozen:
                 loads.drop_updates()
-        if self.calibration.hardware.device != "cpu":
-            # FBGEMM alone can update rows there, all at once: no gradients come later than others.
-            loads.lagging_to = loads.lagging_bytes = 0.0
         return loads
 
     def mean_loads(self, table: Placed) -> Ranks:

@@ -183,17 +183,17 @@ def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class DirectLookup:
-    """Runs a kernel's forward, and updates its rows by a `Rule` in the backward pass.
+    """Runs a kernel's forward, and updates its rows in the backward pass, or at any time.
 
-    On a CPU, FBGEMM's sequence kernel has a backward pass that takes six times as long, and some
-    optimizers have none.
+    A `Rule` updates them, or FBGEMM's fused optimizer if there is none. On a CPU, FBGEMM's sequence
+    kernel has a backward pass that takes six times as long, and some optimizers have none.
     """
 
-    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
+    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule | None) -> None:
         self._tbe = tbe
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
-        self._updater = DirectUpdater(tbe, rule)
+        self._updater = RowUpdater(tbe) if rule is None else DirectUpdater(tbe, rule)
         # Autograd only runs a function's backward if an input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 

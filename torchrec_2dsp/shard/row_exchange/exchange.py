@@ -115,7 +115,7 @@ class RowFetch(nn.Module):
         for block, ((kernel, ids), (_, running_ids)) in enumerate(pairs):
             rows = AskedRows.of(kernel, ids)
             changed = kernel.row_numbers(running_ids)
-            if running_ctx.before and kernel.updates_by_row:
+            if running_ctx.before:
                 # These gradients may lag until the early rows of this batch have set out.
                 changed = torch.cat([changed, running_ctx.before[block].numbers])
             num_wanted = requested.from_owners[block].counts.sum(dim=1).tolist()

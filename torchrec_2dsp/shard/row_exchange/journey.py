@@ -149,13 +149,15 @@ class RowJourney:
         """Let gradients lag whose rows the next batch doesn't need. Call it before the lookup.
 
         Collectives:
-            As in `Halves`, unless only FBGEMM can update the kernel, all rows at once.
+            As in `Halves`.
         """
-        if self._kernel.updates_by_row:
-            is_lagging = ~self._kernel.is_among(self._asked.numbers, needed)
-            self._lagging = Halves(
-                is_lagging, self._asked.counts, self._num_wanted, self._wire.group
-            )
+        is_lagging = ~self._kernel.is_among(self._asked.numbers, needed)
+        self._lagging = Halves(is_lagging, self._asked.counts, self._num_wanted, self._wire.group)
+
+    @property
+    def updates_by_row(self) -> bool:
+        """True if gradients update rows apart from the kernel's own backward."""
+        return self._kernel.updates_by_row or self._lagging is not None
 
     def send_early(self) -> None:
         """Send the rows that no update changes any more.
@@ -177,11 +179,11 @@ class RowJourney:
         _, late = self._rows.wait()
         rows = self._kernel.read_rows(self._asked.numbers[late.asked_at])
         self._late = self._wire.start_rows(rows, late.num_asked, late.num_wanted)
-        if self._kernel.updates_by_row:
-            # Autograd begins with what was made last. So made before the model's forward, this
-            # waits for gradients when all others of the backward are on their way, too. And it
-            # only calls a function whose input needs a gradient.
-            self._leaving = _Leaving.apply(torch.zeros(1, requires_grad=True), self)
+        # Autograd begins with what was made last. So made before the model's forward, this waits
+        # for gradients when all others of the backward are on their way, too. And it only calls a
+        # function whose input needs a gradient.
+        anchor = torch.zeros(1, device=rows.device, requires_grad=True)
+        self._leaving = _Leaving.apply(anchor, self)
 
     def fetch(self, owned: torch.Tensor) -> Awaitable[torch.Tensor]:
         """Return the batch's rows, owner by owner; their gradient updates the kernels.
@@ -194,7 +196,7 @@ class RowJourney:
             self.send_late()
         self._step = self._kernel.step()
         leaving, self._leaving = self._leaving, None
-        return _Fetching(self, _Leaving.apply(owned, self) if leaving is None else leaving)
+        return _Fetching(self, leaving if self.updates_by_row else _Leaving.apply(owned, self))
 
     def arrived(self) -> torch.Tensor:
         """Wait for both halves."""
@@ -222,10 +224,10 @@ class RowJourney:
         assert self._urgent is not None
         grads = self._divided(self._urgent.wait())
         self._urgent = None
-        if not self._kernel.updates_by_row:
+        if not self.updates_by_row:
             return torch.empty_like(grads).index_copy_(0, self._asked.order, grads)
         asked_at = slice(None) if self._lagging is None else self._lagging.wait()[0].asked_at
-        self._kernel.update_rows(self._asked.numbers[asked_at], grads, self._step)
+        self._update(asked_at, grads)
         return None
 
     def send_lagging(self) -> None:
@@ -247,10 +249,13 @@ class RowJourney:
         self.send_lagging()
         assert isinstance(self._lagging_grads, TravellingRows)
         assert self._lagging is not None
-        numbers = self._asked.numbers[self._lagging.wait()[1].asked_at]
         grads = self._divided(self._lagging_grads.wait())
         self._lagging_grads = None
-        self._kernel.update_rows(numbers, grads, self._step)
+        self._update(self._lagging.wait()[1].asked_at, grads)
+
+    def _update(self, asked_at: torch.Tensor | slice, grads: torch.Tensor) -> None:
+        assert self._step is not None
+        self._kernel.update_rows(self._asked.numbers[asked_at], grads, self._step)
 
     def _send(self, grads: torch.Tensor, half: Half) -> TravellingRows:
         return self._wire.start_gradients(grads, half.num_wanted, half.num_asked)

@@ -12,7 +12,7 @@ from torchrec_2dsp._compat.fbgemm import OptimizerStep, is_on_gpu, output_dtype,
 from torchrec_2dsp._compat.shardings import parts_of_lookup
 from torchrec_2dsp._compat.torchrec import GroupedEmbeddingConfig
 from torchrec_2dsp.rows.gradients import blocks_of
-from torchrec_2dsp.rows.update import TableRun, even_bags, read_rows, runs_of
+from torchrec_2dsp.rows.update import DirectLookup, TableRun, even_bags, read_rows, runs_of
 from torchrec_2dsp.shard.kernels import EmbeddingKernel, SequenceLookup
 
 
@@ -51,21 +51,22 @@ class RowKernel(EmbeddingKernel):
 
     @property
     def updates_by_row(self) -> bool:
-        """True if updates may run outside the kernel's backward; alike on all ranks."""
+        """True if all updates run apart from the kernel's own backward; alike on all ranks."""
         return self._direct is not None
 
-    def step(self) -> OptimizerStep | None:
-        """Return the schedule's current step, if rows are updated by it."""
-        return None if self._direct is None else self._direct.step()
+    def step(self) -> OptimizerStep:
+        """Return the schedule's current step."""
+        return self._by_row.step()
 
-    def update_rows(
-        self, numbers: torch.Tensor, grads: torch.Tensor, step: OptimizerStep | None
-    ) -> None:
+    def update_rows(self, numbers: torch.Tensor, grads: torch.Tensor, step: OptimizerStep) -> None:
         """Apply gradients at ``step``; a row's are added in this order."""
-        assert self._direct is not None
-        assert step is not None
         if numbers.numel():
-            self._direct.update_rows(numbers, grads, step)
+            self._by_row.update_rows(numbers, grads, step)
+
+    @cached_property
+    @torch.inference_mode(mode=False)
+    def _by_row(self) -> DirectLookup:
+        return self._direct or DirectLookup(self.tbe, rule=None)
 
     # What follows is made when it is first used, when the kernel is where it stays; also if that is
     # in an evaluation, whose tensors couldn't be changed afterwards.

@@ -364,12 +364,6 @@ def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
     assert visible.hidden_s == 0.0
     assert predicted.hidden_s == pytest.approx(-expected - ids_s, rel=0.05)
     assert replace(predicted, hidden_s=0.0) == visible
-    # On a GPU rows are updated all at once.
-    link = only_the_link()
-    gpus = with_part(link, "hardware", device="cuda")
-    only_early = cost(rows, dense=dense, pipeline=Pipeline.ROW_PREFETCH, calibration=gpus)
-    early_s = early / distinct * moved_s / 2
-    assert only_early.hidden_s == pytest.approx(-early_s - ids_s, rel=0.05)
     # So their gradients take no messages more; only the rows do.
     gpus = with_part(gpus, "collectives", all_to_all=WIRE.model_copy(update={"base_s": 1e-3}))
     pipelines = Pipeline.SPARSE_DIST, Pipeline.ROW_PREFETCH

@@ -29,7 +29,15 @@ from tests.support.loops import (
     snapshot,
 )
 from tests.support.models import HOT_ROWS, SEQUENCES, build, tables_of
-from tests.support.parity import LR, TWO, Cell, compare, local_shards, make_optimizer
+from tests.support.parity import (
+    LR,
+    TWO,
+    Cell,
+    compare,
+    local_shards,
+    make_optimizer,
+    make_oracle,
+)
 from tests.support.ranks import RankPool
 from tests.support.trips import make_stock, stock
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
@@ -348,3 +356,35 @@ def test_ddp_goes_on_in_its_order_and_keeps_its_hook(ranks4: RankPool, kind: str
         assert not all(plain)
         # Two buckets in each step.
         assert num_calls == (8 if kind == "hook" else 0)
+
+
+def with_rates_of_their_own(rank: int, world_size: int, cell: Cell) -> float:
+    """Train tables with different rates, which a schedule halves on the way."""
+    model, oracle = build(cell.spec), make_oracle(cell)
+    for number, (name, table) in enumerate(tables_of(model).items(), 1):
+        oracle.rates[name] = LR * number
+        options = {"lr": LR * number, **({} if cell.optimizer == "sgd" else {"eps": EPS})}
+        apply_optimizer_in_backward(CLASSES[cell.optimizer], table.parameters(), options)
+    parallel = shard(cell, sharder_of(cell), model)
+    optimizer = make_optimizer(parallel)
+    scheduler = torch.optim.lr_scheduler.StepLR(cast(Any, parallel.fused_optimizer), 2, gamma=0.5)
+    for step, batches in enumerate(make_stream(cell, STEPS), 1):
+        plain_loop(parallel, optimizer, [batches[rank]])
+        oracle.step(batches)
+        scheduler.step()
+        if step == 2:
+            oracle.rates = {name: rate / 2 for name, rate in oracle.rates.items()}
+    return compare(parallel, oracle).worst
+
+
+CLASSES = {"sgd": torch.optim.SGD, "rowwise_adagrad": RowWiseAdagrad}
+
+
+@pytest.mark.dealt_file
+@pytest.mark.parametrize("optimizer", CLASSES)
+def test_each_table_has_a_rate_of_its_own(ranks4: RankPool, optimizer: str) -> None:
+    ways = [{}, {"exchange": "row"}, {"hot_rows": HOT_ROWS}, {"sharding": "table_wise"}]
+    ways += [{"sharding": "column_wise"}, {"sharding": "data_parallel"}, {"spec": SEQUENCES}]
+    for way in ways:
+        cell = replace(EXACT, optimizer=optimizer, **cast(Any, way))
+        assert max(ranks4.run(with_rates_of_their_own, cell)) < ROUNDING, cell

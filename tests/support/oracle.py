@@ -119,6 +119,8 @@ class Oracle:
             name: cast(torch.Tensor, table.weight).detach()
             for name, table in tables_of(self.model).items()
         }
+        self.rates: dict[str, float] = {}
+        """The learning rates of tables that have one of their own."""
         self.blocks = {name: (column_blocks or {}).get(name, 1) for name in self.weights}
         self.moments = {name: self._moment(name) for name in self.weights}
         self.averages = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
@@ -154,11 +156,11 @@ class Oracle:
         return self.model(batch)
 
     def _update_(self, name: str, grad: torch.Tensor) -> None:
-        weight = self.weights[name]
+        weight, lr = self.weights[name], self.rates.get(name, self.lr)
         if self.optimizer == "sgd":
-            sgd_(weight, grad, lr=self.lr)
+            sgd_(weight, grad, lr=lr)
         elif self.optimizer == "adagrad":
-            adagrad_(weight, grad, self.moments[name], lr=self.lr, eps=self.eps)
+            adagrad_(weight, grad, self.moments[name], lr=lr, eps=self.eps)
         else:
             columns = weight.shape[1] // self.blocks[name]
             for block in range(self.blocks[name]):
@@ -167,7 +169,7 @@ class Oracle:
                     weight[:, part],
                     grad[:, part],
                     self.moments[name][:, block],
-                    lr=self.lr,
+                    lr=lr,
                     eps=self.eps,
                 )
 

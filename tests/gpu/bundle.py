@@ -1,8 +1,8 @@
 """Pack an environment for a machine with a GPU and without network.
 
-``python -m tests.gpu.bundle --out build/gpu --gpus 90`` needs pip's default index, `zstd` and
-`tar`. CUDA's own libraries stay out: a machine with torch has them, and `tests/gpu/unpack.py`
-links them.
+``python -m tests.gpu.bundle --out build/gpu --gpus 90`` needs pip's default index, `zstd`,
+`strip` and `tar`. CUDA's own libraries stay out: a machine with torch has them, and
+`tests/gpu/unpack.py` links them. That machine needs a C compiler for Triton's kernels.
 """
 
 import argparse
@@ -36,6 +36,10 @@ MODULES = ("_bz2", "_ctypes", "_hashlib", "_lzma", "_sqlite3", "_ssl", "_uuid", 
 EVERYWHERE = ("libc.", "libm.", "libdl.", "libpthread.", "librt.", "libgcc_s.", "libstdc++.")
 UNUSED_OF_PYTHON = ("config-*", "ensurepip", "idlelib", "lib2to3", "site-packages", "test")
 UNUSED_OF_PACKAGES = ("torch/include", "torch/test", "torch/bin/protoc*", "torch/lib/*.a", "bin")
+UNUSED_OF_PACKAGES += ("triton/_C/libproton.so", "triton/instrumentation", "triton/plugins")
+UNUSED_OF_PACKAGES += ("triton/backends/nvidia/lib/cupti", "triton/backends/nvidia/bin/[cn]*")
+FIRST_BLACKWELL = 100
+"""The first compute capability whose kernels Triton assembles by a tool of its own."""
 
 _CONTAINER = struct.Struct("<IHHQ")
 _ENTRY = struct.Struct("<HHIQIIHHI")
@@ -141,11 +145,13 @@ def _pip(*arguments: object) -> None:
 
 
 def copy_python(environment: Path) -> None:
-    """Copy this interpreter, its standard library, and the libraries that both need."""
+    """Copy this interpreter, its standard library and headers, and the libraries they need."""
     name = f"python{sysconfig.get_python_version()}"
     standard = Path(sysconfig.get_path("stdlib"))
     unused = shutil.ignore_patterns("__pycache__", *UNUSED_OF_PYTHON)
     shutil.copytree(standard, environment / "lib" / name, ignore=unused, dirs_exist_ok=True)
+    # Triton compiles against the headers.
+    shutil.copytree(sysconfig.get_path("include"), environment / "include" / name)
     executable = Path(sys.executable).resolve()
     (environment / "bin").mkdir()
     shutil.copy2(executable, environment / "bin" / name)
@@ -204,9 +210,11 @@ def make_bundle(folder: Path, gpus: Sequence[int], level: int) -> None:
     site = environment / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     install_packages(wheels, site)
     tell("installed")
-    for pattern in UNUSED_OF_PACKAGES:
+    blackwell = ("triton/backends/nvidia/bin/ptxas-blackwell",) * (max(gpus) < FIRST_BLACKWELL)
+    for pattern in (*UNUSED_OF_PACKAGES, *blackwell):
         for path in site.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    subprocess.run(["strip", "--strip-unneeded", *site.glob("triton/_C/*.so")], check=True)
     libraries = [path for path in environment.rglob("*.so*") if not path.is_symlink()]
     with ProcessPoolExecutor() as pool:
         num_bytes = sum(pool.map(partial(thin, gpus=gpus), libraries))

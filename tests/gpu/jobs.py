@@ -169,6 +169,7 @@ def _ratios() -> Iterator[Job]:
 
 JOBS: tuple[Job, ...] = (
     *_faults(),
+    _tests("kernels, Triton's", "tests/unit/test_gpu_kernels.py"),
     *_parity(),
     *_random_cases(),
     *_resumes(),
@@ -176,4 +177,4 @@ JOBS: tuple[Job, ...] = (
     *_steps(),
     *_ratios(),
 )
-"""All jobs: faults, parity, random cases, checkpoints and resumes, speed, steps, ratios."""
+"""All jobs: faults, kernels, parity, random cases, resumes, speed, steps, ratios."""

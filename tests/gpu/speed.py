@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from tests.gpu.results import NUMBERS_FILE
 from torchrec_2dsp._compat.fbgemm import (
@@ -23,11 +22,12 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbOptimType,
     SparseType,
     SplitTableBatchedEmbeddingBagsCodegen,
+    sum_bags,
 )
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.replicas.capture import RowCapture
+from torchrec_2dsp.replicas.gradient_sync import quickest_updater
 from torchrec_2dsp.rows.gradients import RowSum
-from torchrec_2dsp.rows.update import RowUpdater
 
 _SHARE_OF_MEMORY = 0.6
 """The share of the GPU's free memory that tables may take."""
@@ -105,7 +105,7 @@ def time_lookups(speeds: Speeds, options: argparse.Namespace) -> None:
         tbe(ids, offsets).backward(gradient)
 
     capture = RowCapture(tbe, [f"t{table}" for table in range(options.tables)])
-    updater = RowUpdater(tbe)
+    updater = quickest_updater(tbe)
 
     def captured() -> None:
         capture.lookup(lambda: tbe(ids, offsets), None).backward(gradient)
@@ -136,12 +136,11 @@ def time_rows(speeds: Speeds, options: argparse.Namespace) -> None:
     speeds.time("sort and unique", lambda: RowSum(keys).places())
     rows = torch.randn(sums.keys.numel(), options.dim, device=speeds.device)
     places = sums.places()
-    starts = torch.arange(0, num_ids, options.ids, device=speeds.device)
-    num_bytes = 4.0 * options.dim * (num_ids + starts.numel())
-    speeds.time_moved(
-        "pooling", num_bytes, lambda: F.embedding_bag(places, rows, starts, mode="sum")
-    )
-    bags = torch.randn(starts.numel(), options.dim, device=speeds.device)
+    offsets = torch.arange(0, num_ids + 1, options.ids, device=speeds.device)
+    num_bags = offsets.numel() - 1
+    num_bytes = 4.0 * options.dim * (num_ids + num_bags)
+    speeds.time_moved("pooling", num_bytes, lambda: sum_bags(rows, places, offsets))
+    bags = torch.randn(num_bags, options.dim, device=speeds.device)
     sums = RowSum(keys, torch.arange(num_ids, device=speeds.device) // options.ids)
     speeds.time_moved("summing gradients by row", num_bytes, lambda: sums.of(bags))
 

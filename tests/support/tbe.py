@@ -1,6 +1,7 @@
 """FBGEMM kernels (TBEs) without TorchRec around them, and batches for them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -48,10 +49,19 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Ids, offsets and per-sample weights, as a kernel takes them."""
 
 
-def make_tbe(case: Case) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """Make the kernel on the CPU, with the same weights in 0..1 each time."""
+CPU = torch.device("cpu")
+
+
+def make_tbe(
+    case: Case, device: torch.device = CPU, **options: Any
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """Make the kernel, on the CPU if nothing else is said, with the same weights in 0..1."""
+    is_cpu = device.type == "cpu"
+    location = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
+    compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
+    settings: dict[str, Any] = {"stochastic_rounding": False, "device": device, **options}
     tbe = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in case.tables],
+        [(rows, dim, location, compute) for rows, dim in case.tables],
         feature_table_map=list(case.feature_tables),
         pooling_mode=case.pooling,
         optimizer=case.optimizer,
@@ -59,10 +69,10 @@ def make_tbe(case: Case) -> SplitTableBatchedEmbeddingBagsCodegen:
         output_dtype=case.output,
         learning_rate=0.1,
         eps=case.eps,
-        stochastic_rounding=False,
         bounds_check_mode=BoundsCheckMode.WARNING,
         gradient_clipping=case.max_gradient is not None,
         max_gradient=case.max_gradient or 1.0,
+        **settings,
     )
     for index, weight in enumerate(tbe.split_embedding_weights()):
         values = torch.rand(weight.shape, generator=torch.Generator().manual_seed(index))

@@ -214,7 +214,7 @@ def test_the_page_says_what_ran_and_what_did_not() -> None:
     text = gpu_page.page([older, result, again, on_cpu], "\nrest\n")
     assert f"| {JOBS[1].name} | f00 | passed | 2, 0 | 40 |" in text
     assert "The last time 2026-01-02; torch 2.13.0." in text
-    assert "Jobs that haven't run: faults (13), parity" in text
+    assert "Jobs that haven't run: faults (13), kernels (1), parity" in text
     assert "| x | 0.500 |" in text
     assert "small" not in text
     assert text.endswith("## Tried by hand\nrest\n")

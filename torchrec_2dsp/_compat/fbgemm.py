@@ -276,6 +276,14 @@ def keeps_untouched_rows(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     return tbe.optimizer in by_gradient_alone and not (args.weight_decay or args.max_norm)
 
 
+def writes_rows_plainly(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    """Return whether updates round float32 or float16 rows in a GPU's memory to the nearest."""
+    is_half = tbe.weights_precision is SparseType.FP16 and not tbe.stochastic_rounding
+    return (is_half or tbe.weights_precision is SparseType.FP32) and all(
+        location == EmbeddingLocation.DEVICE for _, _, location, _ in tbe.embedding_specs
+    )
+
+
 def output_dtype(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.dtype:
     """Return the kernel's output type."""
     return SparseType.from_int(tbe.output_dtype).as_dtype()

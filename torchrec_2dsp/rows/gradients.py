@@ -148,7 +148,7 @@ class RowSum:
         """Return each contribution's row as an index into ``keys``, in the given order."""
         rows = torch.arange(self.keys.numel(), device=self.keys.device)
         places = torch.empty_like(self._order)
-        places[self._order] = rows.repeat_interleave(self._counts, output_size=places.numel())
+        places[self._order] = repeated(rows, self._counts, places.numel())
         return places
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -196,7 +196,7 @@ class LookupRows:
         if max_gradient is not None:
             grad_output = grad_output.clamp(-max_gradient, max_gradient)
         return [
-            BlockGradients(rows.keys, rows.of(self._contributions(block, grad_output)))
+            BlockGradients(rows.keys.long(), rows.of(self._contributions(block, grad_output)))
             for block, rows in zip(self._blocks, self.sums, strict=True)
         ]
 
@@ -244,10 +244,29 @@ def _sum_by_row(
 ) -> RowSum:
     """Return the sum that turns the output's contributions into a block's row gradients."""
     bases = block.feature_bases(shape, ids.device)
-    keys = ids + bases.repeat_interleave(lengths.sum(dim=1), output_size=ids.numel())
+    keys = ids + repeated(bases, lengths.sum(dim=1), ids.numel())
+    if not keys.is_cpu:
+        keys = keys.to(block.key_dtype)  # A GPU sorts by digits: half as many take half the time.
     if shape.is_sequence:
         return RowSum(keys, weights=weights)
     return sum_of_bags(keys, lengths, weights, is_mean=shape.is_mean)[0]
+
+
+def repeated(values: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor:
+    """Repeat each value as often as its count says, ``size`` numbers in all.
+
+    On a GPU each number looks its value up: torch's kernel has one warp write all that are equal.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.rows.gradients import repeated
+        >>> repeated(torch.tensor([7, 8, 9]), torch.tensor([2, 0, 1]), 3)
+        tensor([7, 7, 9])
+    """
+    if values.is_cpu:
+        return values.repeat_interleave(counts, output_size=size)
+    numbers = torch.arange(size, device=values.device)
+    return values.index_select(0, torch.searchsorted(counts.cumsum(0), numbers, right=True))
 
 
 def sum_of_bags(
@@ -260,11 +279,11 @@ def sum_of_bags(
     (num_features, batch_size), num_ids = lengths.shape, keys.numel()
     per_bag = lengths.reshape(-1)
     if is_mean:
-        shares = per_bag.clamp(min=1).reciprocal().repeat_interleave(per_bag, output_size=num_ids)
+        shares = repeated(per_bag.clamp(min=1).reciprocal(), per_bag, num_ids)
         weights = shares if weights is None else weights * shares
     # Gradients are ordered sample by sample, ids feature by feature.
     places = torch.arange(per_bag.numel(), device=keys.device).view(batch_size, num_features)
-    sources = places.t().reshape(-1).repeat_interleave(per_bag, output_size=num_ids)
+    sources = repeated(places.t().reshape(-1), per_bag, num_ids)
     return RowSum(keys, sources, weights), weights
 
 

@@ -14,6 +14,7 @@ from torchrec_2dsp._compat.fbgemm import (
     TbeShape,
     is_on_gpu,
     iteration_of,
+    keeps_untouched_rows,
     last_lookup,
     learning_rate_of,
     max_gradient,
@@ -23,7 +24,9 @@ from torchrec_2dsp._compat.fbgemm import (
     tbe_shape,
     updates_by_rule,
     updating_as_of,
+    writes_rows_plainly,
 )
+from torchrec_2dsp._compat.triton import runs_triton
 from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.optim import (
     RuleArguments,
@@ -319,6 +322,45 @@ class DirectUpdater:
                 for state, row_state in zip(states, row_states, strict=True):
                     state.index_copy_(0, rows, row_state)
                 _subtract(weights, rows, step)
+
+
+class OnePassUpdater:
+    """Applies `RowGradients` to a TBE in a GPU's memory, by a kernel that visits each row once.
+
+    FBGEMM's kernels look all rows up first, check their numbers and sort them.
+    """
+
+    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        from torchrec_2dsp.rows.gpu_kernels import rows_in_memory, update_rows
+
+        self._tbe = tbe
+        self._update_rows = update_rows
+        tables = [tuple(tensors.values()) for tensors in table_tensors(tbe)]
+        self.num_tables = len(tables)
+        runs = [runs_of(block, tables) for block in blocks_of(tbe_shape(tbe))]
+        self._blocks = [
+            rows_in_memory([run.first_key for run in of], [run.tensors for run in of])
+            for of in runs
+        ]
+
+    @torch.no_grad()
+    def apply(self, gradients: RowGradients) -> None:
+        """Update once with ``gradients``, at their lookup's learning rate."""
+        rates = {"lr": gradients.step.learning_rate, **optimizer_arguments(self._tbe, "eps")}
+        for rows, block in zip(self._blocks, gradients.blocks, strict=True):
+            self._update_rows(rows, block.keys, block.grads, **rates)
+
+
+def updates_in_one_pass(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    """Return whether `OnePassUpdater` runs, and does what the kernel's own update would."""
+    states = [state for of_table in optimizer_states(tbe) for state in of_table.items()]
+    return (
+        tbe.optimizer in RULES
+        and keeps_untouched_rows(tbe)
+        and writes_rows_plainly(tbe)
+        and all(name == "sum" and state.dtype == torch.float32 for name, state in states)
+        and runs_triton(torch.device(tbe.current_device))
+    )
 
 
 def _rows_of(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.rows.gradients import repeated
 from torchrec_2dsp.shard.stages import (
     BagsOfSamples,
     BatchNotes,
@@ -94,7 +95,7 @@ class IdCheck:
         ends = ids_per_feature(features).clamp(0, num_ids).cumsum(0).clamp_(max=num_ids)
         ends[-1:].fill_(num_ids)
         counts = ends.diff(prepend=ends.new_zeros(1))
-        limits = constant(by_key, values.device).repeat_interleave(counts, output_size=num_ids)
+        limits = repeated(constant(by_key, values.device), counts, num_ids)
         return (values >= limits) | ((values < 0) & (limits < _NO_LIMIT)), limits
 
     def _error(self, features: KeyedJaggedTensor, position: int) -> InputError:

@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp._compat.fbgemm import OptimizerStep
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.comms.row_wire import RowWire, TravellingRows
+from torchrec_2dsp.rows.gradients import repeated
 from torchrec_2dsp.shard.row_exchange.lookup import RowKernel
 
 
@@ -104,7 +105,7 @@ class AskedRows:
         lengths = ids.lengths().view(len(ids.keys()), -1)
         num_tables, num_ranks = lengths.shape
         ranks = torch.arange(num_ranks, device=lengths.device).repeat(num_tables)
-        by_rank = ranks.repeat_interleave(lengths.reshape(-1), output_size=ids.values().numel())
+        by_rank = repeated(ranks, lengths.reshape(-1), ids.values().numel())
         order = by_rank.argsort(stable=True)
         return cls(kernel.row_numbers(ids)[order], order, lengths.sum(dim=0).tolist())
 

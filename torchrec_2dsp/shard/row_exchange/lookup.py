@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp._compat.fbgemm import OptimizerStep, is_on_gpu, output_dtype, tbe_shape
 from torchrec_2dsp._compat.shardings import parts_of_lookup
 from torchrec_2dsp._compat.torchrec import GroupedEmbeddingConfig
-from torchrec_2dsp.rows.gradients import blocks_of
+from torchrec_2dsp.rows.gradients import blocks_of, repeated
 from torchrec_2dsp.rows.update import DirectLookup, TableRun, even_bags, read_rows, runs_of
 from torchrec_2dsp.shard.kernels import EmbeddingKernel, SequenceLookup
 
@@ -35,7 +35,7 @@ class RowKernel(EmbeddingKernel):
         ids = ids_by_table.values()
         num_tables = len(ids_by_table.keys())
         per_table = ids_by_table.lengths().view(num_tables, -1).sum(dim=1)
-        return ids + self._first_rows.repeat_interleave(per_table, output_size=ids.numel())
+        return ids + repeated(self._first_rows, per_table, ids.numel())
 
     def read_rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the current rows, without a gradient, in the lookup's type."""

@@ -29,7 +29,7 @@ from torchrec_2dsp._compat.torchrec import (
 from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.comms.row_wire import narrow_ids
 from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
-from torchrec_2dsp.rows.gradients import RowSum, sum_of_bags
+from torchrec_2dsp.rows.gradients import RowSum, repeated, sum_of_bags
 
 _MAX_INT32 = torch.iinfo(torch.int32).max
 
@@ -190,14 +190,14 @@ class RowNumbering:
         """Return distinct rows' numbers in their owners' shards."""
         keys, counts = needed.sums.keys, needed.counts.reshape(-1)
         starts = self._starts[needed.first_owner * needed.counts.shape[1] :][: counts.numel()]
-        return (keys - starts.repeat_interleave(counts, output_size=keys.numel())).int()
+        return (keys - repeated(starts, counts, keys.numel())).int()
 
     def _counts(self, sums: RowSum) -> torch.Tensor:
         return torch.searchsorted(sums.keys, self._bounds).diff().view(self._num_owners, -1)
 
     def _keys(self, ids: torch.Tensor, ids_per_feature: torch.Tensor) -> torch.Tensor:
         def per_id(by_feature: torch.Tensor) -> torch.Tensor:
-            return by_feature.repeat_interleave(ids_per_feature, output_size=ids.numel())
+            return repeated(by_feature, ids_per_feature, ids.numel())
 
         if self._spread is not None:
             steps, num_rows = (per_id(column) for column in self._spread.unbind(1))

@@ -43,6 +43,8 @@ class Cell:
     owners: str = "block"
     transport: str = "fp32"
     """How rows or bags travel."""
+    compute_kernel: str = "fused"
+    """In which memory tables lie."""
     demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
     """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
     in_world: tuple[str, ...] = ()
@@ -62,6 +64,7 @@ class Cell:
         parts += [self.optimizer, str(self.mesh), type(self.sync).__name__]
         parts += [f"{self.exchange}-exchange"] * (self.exchange != "pooled")
         parts += [self.transport] * (self.transport != "fp32")
+        parts += [self.compute_kernel] * (self.compute_kernel != "fused")
         parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
         parts += ["full-duplex"] * self.full_duplex
         parts += ["parallelized"] * self.parallelized
@@ -113,6 +116,7 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object) -> tdsp.Plan2D:
             exchange=cell.exchange,
             owners=cell.owners,
             transport=cell.transport,
+            compute_kernel=None if cell.compute_kernel == "fused" else cell.compute_kernel,
         )
     for name in cell.in_world:
         plan = tdsp.pin(plan, name, num_groups=1)

@@ -363,14 +363,18 @@ def _as_2d(path: str, plan: Mapping[str, ParameterSharding]) -> ModulePlan2D:
     return cast(ModulePlan2D, Plan2D.from_stock(stock).plan[path])
 
 
+_DENSE_KERNELS = (EmbeddingComputeKernel.DENSE.value,)
+_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
+
+
 def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node_size: int) -> None:
     kind = ShardingType2D(table.sharding_type)
-    kernels = EmbeddingComputeKernel
-    kernel = kernels.DENSE if kind is ShardingType2D.DATA_PARALLEL else kernels.FUSED
-    if table.compute_kernel != kernel.value:
+    kernels = _KERNELS if kind is not ShardingType2D.DATA_PARALLEL else _DENSE_KERNELS
+    if table.compute_kernel not in kernels:
         raise UnsupportedError(
             f"table {name!r} ({kind.value}) has compute_kernel={table.compute_kernel!r}; replicas "
-            f"of cached or key-value tables can't be synced yet: constrain it to {kernel.value!r}"
+            "of cached or key-value tables can't be synced yet: constrain it to "
+            + " or ".join(map(repr, kernels))
         )
     shards = getattr(table.sharding_spec, "shards", None) or []
     fits_hosts = {

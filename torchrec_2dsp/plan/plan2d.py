@@ -17,6 +17,7 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
+from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError
@@ -238,6 +239,7 @@ def pin(
     owners: RowOwners | str | None = None,
     transport: Transport | str | None = None,
     num_groups: int | None = None,
+    compute_kernel: EmbeddingComputeKernel | str | None = None,
 ) -> Plan2D:
     """Copy ``plan`` with another choice for ``table``.
 
@@ -255,6 +257,9 @@ def pin(
             default it stays.
         num_groups: 1 for one copy of a row-wise table, which lies on all ranks of the world, or as
             many as the plan's mesh has for one copy in each. By default they stay.
+        compute_kernel: where the table's shards lie, as a member of TorchRec's
+            `EmbeddingComputeKernel` or its value: "fused" for the memory of the device, "fused_uvm"
+            for the host's, which a GPU reads and updates over its bus. By default it stays.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -267,6 +272,9 @@ def pin(
     changes: dict[str, Any] = {}
     if hot_rows is not None:
         changes["hot_set"] = _hot_set_of(hot_rows)
+    if compute_kernel is not None:
+        kernel = _member(EmbeddingComputeKernel, "compute_kernel", compute_kernel)
+        changes["compute_kernel"] = kernel.value
     for name, kind, value in (
         ("exchange", Exchange, exchange),
         ("owners", RowOwners, owners),

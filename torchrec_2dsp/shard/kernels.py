@@ -34,6 +34,7 @@ from torchrec_2dsp._compat.torchrec import (
     BaseEmbedding,
     BatchedFusedEmbedding,
     BatchedFusedEmbeddingBag,
+    EmbeddingComputeKernel,
     EmbeddingFusedOptimizer,
     GroupedEmbeddingConfig,
     GroupedEmbeddingsLookup,
@@ -51,6 +52,7 @@ from torchrec_2dsp.rows.update import (
 
 MOMENT_SCALE = "moment_scale"
 """The fused parameter that the kernels take besides FBGEMM's own."""
+_IN_HOST_MEMORY = EmbeddingComputeKernel.FUSED_UVM
 
 
 class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
@@ -297,6 +299,9 @@ def _kernel_config(
     if scale != 1.0:
         for name in ("learning_rate", "eps"):
             params[name] = to_kernel_units(params[name], scale)
+    if any(table.compute_kernel is _IN_HOST_MEMORY for table in config.embedding_tables):
+        # Managed memory is moved by the driver, and may ask for more than a GPU can bring back.
+        params.setdefault("uvm_host_mapped", True)
     return replace(config, fused_params=params)
 
 

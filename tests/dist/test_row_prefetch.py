@@ -38,6 +38,7 @@ from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.rows import update
 from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import DirectUpdater
 from torchrec_2dsp.shard import kernels
@@ -187,6 +188,7 @@ def test_rows_cost_a_byte_more_each_way(ranks4: RankPool) -> None:
 def updating_by_fbgemm(rank: int, world_size: int, cell: Cell) -> tuple[float, Counts]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "rule_for", lambda tbe: None)
+        patch.setattr(update, "rule_for", lambda tbe: None)
         return compare(rank, world_size, cell)
 
 

@@ -26,8 +26,8 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.replicas.capture import RowCapture
-from torchrec_2dsp.replicas.gradient_sync import quickest_updater
 from torchrec_2dsp.rows.gradients import RowSum
+from torchrec_2dsp.rows.update import quickest_updater
 
 _SHARE_OF_MEMORY = 0.6
 """The share of the GPU's free memory that tables may take."""

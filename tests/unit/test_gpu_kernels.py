@@ -19,10 +19,16 @@ from torchrec_2dsp._compat.fbgemm import (
     tbe_shape,
 )
 from torchrec_2dsp._compat.triton import runs_triton
-from torchrec_2dsp.replicas.gradient_sync import Updater, quickest_updater
 from torchrec_2dsp.rows import gpu_kernels, update
 from torchrec_2dsp.rows.gradients import BlockGradients, RowGradients, blocks_of, repeated
-from torchrec_2dsp.rows.update import RULES, DirectUpdater, OnePassUpdater, RowUpdater
+from torchrec_2dsp.rows.update import (
+    RULES,
+    DirectUpdater,
+    OnePassUpdater,
+    RowUpdater,
+    Updater,
+    quickest_updater,
+)
 
 ROUNDING = {SparseType.FP32: 1e-6, SparseType.FP16: 1e-3}
 """Squares are added in another order, and a GPU fuses products and sums; then fp16 may tip over."""

@@ -43,9 +43,14 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.replicas.capture import RowCapture
-from torchrec_2dsp.replicas.gradient_sync import quickest_updater
 from torchrec_2dsp.rows.gradients import RowSum
-from torchrec_2dsp.rows.update import RULES, DirectLookup, DirectUpdater, RowUpdater
+from torchrec_2dsp.rows.update import (
+    RULES,
+    DirectLookup,
+    DirectUpdater,
+    RowUpdater,
+    quickest_updater,
+)
 
 ROUNDING = 1e-6
 """The kernel adds in another order: a few float32 roundings of values near 1."""

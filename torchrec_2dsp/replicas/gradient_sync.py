@@ -16,26 +16,9 @@ from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.exchange import PendingGradients
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason, SyncReport
-from torchrec_2dsp.rows.update import (
-    DirectUpdater,
-    OnePassUpdater,
-    RowUpdater,
-    rule_for,
-    updates_in_one_pass,
-)
+from torchrec_2dsp.rows.update import RowUpdater, Updater, quickest_updater
 
 _LABEL = "## apply rows ##"
-
-Updater = RowUpdater | DirectUpdater | OnePassUpdater
-"""Applies row gradients to a TBE."""
-
-
-def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
-    """Return the fastest updater: by a `Rule` if the kernel has one, else the fused kernel."""
-    rule = rule_for(tbe)
-    if rule is not None:
-        return DirectUpdater(tbe, rule)
-    return OnePassUpdater(tbe) if updates_in_one_pass(tbe) else RowUpdater(tbe)
 
 
 def fused_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:

@@ -188,7 +188,7 @@ def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:
 class DirectLookup:
     """Runs a kernel's forward, and updates its rows in the backward pass, or at any time.
 
-    A `Rule` updates them, or FBGEMM's fused optimizer if there is none. On a CPU, FBGEMM's sequence
+    A `Rule` updates them, or the `quickest_updater` if there is none. On a CPU, FBGEMM's sequence
     kernel has a backward pass that takes six times as long, and some optimizers have none.
     """
 
@@ -196,7 +196,7 @@ class DirectLookup:
         self._tbe = tbe
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
-        self._updater = RowUpdater(tbe) if rule is None else DirectUpdater(tbe, rule)
+        self._updater = quickest_updater(tbe) if rule is None else DirectUpdater(tbe, rule)
         # Autograd only runs a function's backward if an input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
@@ -361,6 +361,18 @@ def updates_in_one_pass(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
         and all(name == "sum" and state.dtype == torch.float32 for name, state in states)
         and runs_triton(torch.device(tbe.current_device))
     )
+
+
+Updater = RowUpdater | DirectUpdater | OnePassUpdater
+"""Applies row gradients to a TBE."""
+
+
+def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
+    """Return the fastest updater: by a `Rule` if the kernel has one, else the fused kernel."""
+    rule = rule_for(tbe)
+    if rule is not None:
+        return DirectUpdater(tbe, rule)
+    return OnePassUpdater(tbe) if updates_in_one_pass(tbe) else RowUpdater(tbe)
 
 
 def _rows_of(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

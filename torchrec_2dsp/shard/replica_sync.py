@@ -17,12 +17,7 @@ from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, SyncPolicy, WeightSync
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck, fingerprint
-from torchrec_2dsp.replicas.gradient_sync import (
-    GradientSyncAction,
-    Updater,
-    fused_updater,
-    quickest_updater,
-)
+from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction, fused_updater
 from torchrec_2dsp.replicas.row_average import RowAverage
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason
 from torchrec_2dsp.replicas.sync_point import SyncPoint, WeightSyncAction
@@ -35,6 +30,7 @@ from torchrec_2dsp.replicas.synced_shard import (
     state_rule_for,
 )
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
+from torchrec_2dsp.rows.update import Updater, quickest_updater
 from torchrec_2dsp.shard.batch import BadIds
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.optimizers import is_data_parallel

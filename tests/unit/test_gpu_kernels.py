@@ -19,6 +19,8 @@ from torchrec_2dsp._compat.fbgemm import (
     tbe_shape,
 )
 from torchrec_2dsp._compat.triton import runs_triton
+from torchrec_2dsp.codecs import rows as row_codecs
+from torchrec_2dsp.codecs.rows import IntegerRows
 from torchrec_2dsp.rows import gpu_kernels, update
 from torchrec_2dsp.rows.gradients import BlockGradients, RowGradients, blocks_of, repeated
 from torchrec_2dsp.rows.update import (
@@ -171,3 +173,65 @@ def test_it_says_where_triton_does_not_run(caplog: pytest.LogCaptureFixture) -> 
         assert runs_triton(torch.device("cuda")) == torch.cuda.is_available()
     warnings = [record for record in caplog.records if "Triton doesn't run" in record.message]
     assert len(warnings) == (not torch.cuda.is_available())
+
+
+INVALID = "ignore:invalid value encountered:RuntimeWarning"
+"""The interpreter is numpy, which warns of a product of infinity and 0."""
+
+
+def drawn_rows(dim: int) -> torch.Tensor:
+    """Draw rows of all sizes: of zeros, of ties between integers, and some that aren't finite."""
+    rows = torch.randn(95, dim) * 10.0 ** torch.linspace(-45, 38, 95)[:, None]
+    rows[0], rows[1] = 0.0, -0.0
+    rows[2:50:2] = torch.randint(-255, 256, (24, dim)) / 2
+    rows[2:50:2, 0] = 127.0
+    rows[60, 0], rows[61, -1], rows[62, 0] = float("nan"), float("inf"), -float("inf")
+    return rows
+
+
+@pytest.mark.filterwarnings(INVALID)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 12, 33, 100, 128, 600])
+def test_integers_are_those_of_torch(dim: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, all_rows = IntegerRows(bits), drawn_rows(dim)
+    for rows in (all_rows, all_rows[7:9], all_rows.repeat(1, 2)[:, dim // 2 : dim // 2 + dim]):
+        expected = codec.encode(rows)
+        decoded = codec.decode(expected, dim)
+        with monkeypatch.context() as patch:
+            patch.setattr(row_codecs, "_runs_kernel", lambda rows, dim: True)
+            own = codec.encode(rows.to(rank_device())).cpu()
+            own_decoded = codec.decode(expected.to(rank_device()), dim).cpu()
+        is_number = ~rows.isnan().any(dim=1)
+        assert torch.equal(own[is_number], expected[is_number])
+        assert torch.equal(own[:, :-2], expected[:, :-2])
+        assert codec.decode(own[~is_number], dim).isnan().all()
+        assert own.shape == expected.shape
+        torch.testing.assert_close(own_decoded, decoded, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_scales_are_rounded_to_even(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = torch.tensor(1.0).view(torch.int32)
+    rows = (one + torch.arange(2**18, dtype=torch.int32)).view(torch.float32)[:, None]
+    codec = IntegerRows(bits)
+    scales = (rows * codec._unit).view(torch.int32) & 0x1FFFF
+    assert {0x08000, 0x18000} <= {*scales.unique().tolist()}
+    rows = rows[((scales & 0xFFFF) - 0x8000).abs() < 100].view(-1, 1)
+    expected = codec.encode(rows)
+    monkeypatch.setattr(row_codecs, "_runs_kernel", lambda rows, dim: True)
+    assert torch.equal(codec.encode(rows.to(rank_device())).cpu(), expected)
+
+
+def test_a_gpu_encodes_by_these_kernels() -> None:
+    rows = torch.randn(9, 8)
+    assert row_codecs._runs_kernel(rows.to(rank_device()), 8) == on_gpus()
+    if on_gpus():
+        device = rank_device()
+        assert not row_codecs._runs_kernel(rows[:0].to(device), 8)
+        assert not row_codecs._runs_kernel(rows.to(device), 10_000)
+        nans = torch.full((2, 8), float("nan"), device=device)
+        for codec in (IntegerRows(8), IntegerRows(4)):
+            own = codec.encode(nans)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(row_codecs, "_runs_kernel", lambda rows, dim: False)
+                assert torch.equal(codec.encode(nans), own)

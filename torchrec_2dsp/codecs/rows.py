@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from torchrec_2dsp._compat.triton import runs_triton
 from torchrec_2dsp.errors import ConfigError
 
 _SCALE_BYTES = 2
@@ -20,6 +21,8 @@ _SCALE_BYTES = 2
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).smallest_normal
 _SCALE_MARGIN = 1 + 2**-7
 """Scales grow by this before they are rounded, so that none is too small for its row."""
+_LONGEST = 8192
+"""The longest row of Triton's kernels."""
 
 
 class RowCodec(ABC):
@@ -145,6 +148,10 @@ class IntegerRows(RowCodec):
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Return integers, then the scale."""
         num_rows, dim = rows.shape
+        if rows.dtype == torch.float32 and _runs_kernel(rows, dim):
+            from torchrec_2dsp.codecs.gpu_kernels import encode_rows
+
+            return encode_rows(rows, self.columns(dim), bits=self.bits, unit=self._unit)
         scales = self._scales(rows)
         # Of smaller scales the reciprocal would be infinite.
         units = torch.where(scales >= _SMALLEST_SCALE, scales.float().reciprocal(), 0.0)
@@ -160,6 +167,10 @@ class IntegerRows(RowCodec):
 
     def decode(self, encoded: torch.Tensor, dim: int) -> torch.Tensor:
         """Multiply the integers by their scales."""
+        if _runs_kernel(encoded, dim):
+            from torchrec_2dsp.codecs.gpu_kernels import decode_rows
+
+            return decode_rows(encoded, dim, bits=self.bits)
         numbers, scales = encoded[:, :-_SCALE_BYTES], self._scales_of(encoded)
         if self.bits == 8:
             return numbers.view(torch.int8).float().mul_(scales)
@@ -183,16 +194,25 @@ class IntegerRows(RowCodec):
         return scale_bytes.view(torch.bfloat16).float()
 
     def _scales(self, rows: torch.Tensor) -> torch.Tensor:
-        largest_integer = 2 ** (self.bits - 1) - 1
-        scales = _largest(rows) * (_SCALE_MARGIN / largest_integer)
-        return scales.to(torch.bfloat16)
+        return (_largest(rows) * self._unit).to(torch.bfloat16)
+
+    @property
+    def _unit(self) -> float:
+        """A scale over its row's largest number."""
+        return _SCALE_MARGIN / (2 ** (self.bits - 1) - 1)
+
+
+def _runs_kernel(rows: torch.Tensor, dim: int) -> bool:
+    """Tell whether Triton's kernels, which hold whole rows, encode or decode ``rows``."""
+    return rows.is_cuda and rows.numel() > 0 and 0 < dim <= _LONGEST and runs_triton(rows.device)
 
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
     """Return each row's largest absolute value; 0 for empty rows."""
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0])
-    return torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())
+    # Of 0 and -0, either may be the larger one.
+    return torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_()).abs_()
 
 
 def _packed(integers: torch.Tensor) -> torch.Tensor:

@@ -109,6 +109,75 @@ def update_rows(
         )
 
 
+def sum_and_check(
+    values: torch.Tensor,
+    places: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    is_finite: torch.Tensor,
+) -> torch.Tensor:
+    """Sum bags of rows like `sum_bags`; set ``is_finite`` to 0 if a sum isn't finite."""
+    num_bags, dim = offsets.numel() - 1, values.shape[1]
+    columns = triton.next_power_of_2(dim)
+    bags_of_program = max(_NUMBERS // columns, 1)
+    sums = values.new_empty((num_bags, dim))
+    with torch.cuda.device_of(values):
+        cast(Any, _sum)[triton.cdiv(num_bags, bags_of_program),](
+            values.contiguous(),
+            places,
+            offsets,
+            values if weights is None else weights,
+            sums,
+            is_finite,
+            num_bags,
+            DIM=dim,
+            IS_WEIGHTED=weights is not None,
+            BAGS=bags_of_program,
+            COLUMNS=columns,
+        )
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_bags"])
+def _sum(
+    values,
+    places,
+    offsets,
+    weights,
+    sums,
+    is_finite,
+    num_bags,
+    DIM: tl.constexpr,
+    IS_WEIGHTED: tl.constexpr,
+    BAGS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
+    is_bag = bag < num_bags
+    column = tl.arange(0, COLUMNS)
+    start = tl.load(offsets + bag, mask=is_bag, other=0)
+    end = tl.load(offsets + bag + 1, mask=is_bag, other=0)
+    total = tl.zeros((BAGS, COLUMNS), tl.float32)
+    # Several loads at once, as each takes a while; they are added in order.
+    for first in range(0, tl.max(end - start, axis=0), 4):
+        for following in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+            at = start + first + following
+            is_there = at < end
+            place = tl.load(places + at, mask=is_there, other=0).to(tl.int64)
+            is_number = is_there[:, None] & (column < DIM)[None, :]
+            at_value = place[:, None] * DIM + column[None, :]
+            value = tl.load(values + at_value, mask=is_number, other=0.0)
+            if IS_WEIGHTED:
+                value *= tl.load(weights + at, mask=is_there, other=0.0)[:, None]
+            total += value
+    is_number = is_bag[:, None] & (column < DIM)[None, :]
+    tl.store(sums + bag[:, None] * DIM + column[None, :], total, mask=is_number)
+    is_bad = (tl.abs(total) < float("inf")) == 0
+    if tl.max(tl.max(is_bad.to(tl.int32), axis=1), axis=0) > 0:
+        tl.store(is_finite, 0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _update(
     keys,

@@ -129,7 +129,8 @@ def time_lookups(speeds: Speeds, options: argparse.Namespace) -> None:
 def time_rows(speeds: Speeds, options: argparse.Namespace) -> None:
     """Time what row exchange computes for one batch: its distinct rows, and pooling them."""
     num_ids = options.tables * options.samples * options.ids
-    keys = torch.randint(0, options.tables * options.rows, (num_ids,), device=speeds.device)
+    num_rows = options.tables * options.rows
+    keys = torch.randint(0, num_rows, (num_ids,), dtype=torch.int32, device=speeds.device)
     sums = RowSum(keys)
     speeds.numbers["ids of a batch"] = num_ids
     speeds.numbers["distinct rows"] = sums.keys.numel()
@@ -141,8 +142,15 @@ def time_rows(speeds: Speeds, options: argparse.Namespace) -> None:
     num_bytes = 4.0 * options.dim * (num_ids + num_bags)
     speeds.time_moved("pooling", num_bytes, lambda: sum_bags(rows, places, offsets))
     bags = torch.randn(num_bags, options.dim, device=speeds.device)
-    sums = RowSum(keys, torch.arange(num_ids, device=speeds.device) // options.ids)
-    speeds.time_moved("summing gradients by row", num_bytes, lambda: sums.of(bags))
+    sources = torch.arange(num_ids, device=speeds.device) // options.ids
+    skewed = (torch.rand(num_ids, device=speeds.device) ** 9 * num_rows).int()
+    for name, drawn in (("", keys), (", skewed", skewed)):
+        sums = RowSum(drawn, sources)
+        num_bytes = 4.0 * options.dim * (num_ids + sums.keys.numel())
+        speeds.time_moved(f"summing gradients by row{name}", num_bytes, lambda s=sums: s.of(bags))
+        speeds.time_moved(
+            f"summing and checking gradients{name}", num_bytes, lambda s=sums: s.gradients(bags)
+        )
 
 
 def time_codecs(speeds: Speeds, options: argparse.Namespace) -> None:

@@ -1,6 +1,8 @@
-"""Tests. Triton's kernels are interpreted where there is no GPU."""
+"""Tests. Where ranks compute on a CPU, pytest's interpret Triton's kernels."""
 
 import os
+import sys
 
-if os.environ.get("TESTS_DEVICE", "cpu") == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # It is read when Triton is imported.
+# Triton reads it when it is imported. What times a GPU is run without pytest.
+if "pytest" in sys.modules and os.environ.get("TESTS_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")

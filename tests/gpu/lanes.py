@@ -58,7 +58,8 @@ class Lane:
         environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         if self._has_gpu:
             # Else FBGEMM's import forbids the GPU to forks.
-            environ |= {"TESTS_DEVICE": "cuda", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            environ |= {"TESTS_DEVICE": "cuda", "TRITON_INTERPRET": "0"}
+            environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         return environ | (self._server_environ() if shares else {})
 
     def renew(self, *, is_sure: bool) -> bool:

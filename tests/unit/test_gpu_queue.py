@@ -226,6 +226,13 @@ def test_the_page_is_that_of_the_results() -> None:
     assert gpu_page.page(results, text.partition("## Tried by hand")[2]) == text
 
 
+@pytest.mark.parametrize("module", ["queue", "speed", "steps"])
+def test_nothing_that_measures_interprets_kernels(module: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = f"import tests.gpu.{module}, triton; assert not triton.knobs.runtime.interpret"
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True)
+
+
 def test_the_speed_of_parts_is_measured_in_small(tmp_path: Path) -> None:
     job = next(job for job in JOBS if job.name.startswith("speed of parts, fp16"))
     (result,) = run_queue(tmp_path, [job], seconds=patient(120)).results

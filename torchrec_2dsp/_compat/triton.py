@@ -20,6 +20,8 @@ def runs_triton(device: torch.device) -> bool:
     try:
         import triton
 
+        if triton.knobs.runtime.interpret:
+            raise RuntimeError("TRITON_INTERPRET is set, which takes minutes for a kernel")
         with torch.cuda.device(device):
             cast(Any, triton.jit(_nothing))[1,]()
     except Exception as error:  # Compilers and drivers fail in many ways.

@@ -18,11 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 PROOF = """
-import torch, fbgemm_gpu, torchrec, tests.support.preloaded
+import torch, fbgemm_gpu, torchrec, tests.support.preloaded, torchrec_2dsp._compat.triton
 print("torch", torch.__version__, "for CUDA", torch.version.cuda, "torchrec", torchrec.__version__)
 if torch.cuda.is_available():
     ids = torch.tensor([3, 1, 3], device="cuda")
     print(torch.cuda.get_device_name(), torch.ops.fbgemm.asynchronous_complete_cumsum(ids).tolist())
+    print("Triton runs:", torchrec_2dsp._compat.triton.runs_triton(ids.device))
 else:
     print("no GPU")
 """
@@ -67,11 +68,20 @@ def write_env(destination: Path) -> Path:
         "PYTHONHOME": str(destination),
         "PYTHONPATH": str(ROOT),
     }
+    if driver := driver_folder():
+        places["TRITON_LIBCUDA_PATH"] = driver
     path = destination / "env.sh"
     lines = [f"export {name}={shlex.quote(value)}" for name, value in places.items()]
     lines[0] = f'export PATH="{destination / "bin"}:$PATH"'
     path.write_text("\n".join([*lines, "unset PYTHONDONTWRITEBYTECODE", ""]))
     return path
+
+
+def driver_folder() -> str:
+    """Return the folder of the GPU's driver, which Triton looks for in ldconfig's cache alone."""
+    places = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    places += ["/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64"]
+    return next((place for place in places if place and Path(place, "libcuda.so.1").exists()), "")
 
 
 def own_libraries() -> Path:

@@ -246,3 +246,10 @@ def test_a_failed_rank_ends_the_others() -> None:
     code = "import os, time; os.environ['RANK'] == '1' and exit(7); time.sleep(1000)"
     command = [sys.executable, "-m", "tests.gpu.launch", "--ranks", "2", "-c", code]
     assert subprocess.run(command, timeout=patient(60), check=False).returncode == 7
+
+
+def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.support.compiled_kernels"]
+    shown = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert shown.stdout == "36 kernels compiled\n", shown.stderr

@@ -20,6 +20,7 @@ from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.mesh import RankLayout
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.shard import sharders
 
 MAX_SECONDS = 5.0
 CELL = Cell(TWO)
@@ -64,6 +65,13 @@ def with_cached_kernel(plan: Any) -> tdsp.Plan2D:
     tables = plan.plan["ebc"]
     tables["t0"] = replace(tables["t0"], compute_kernel="fused_uvm_caching")
     return plan
+
+
+def with_triton_on_some(rank: int) -> None:
+    """Shard where Triton runs on rank 0 alone, such as the host with a compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharders, "runs_triton", lambda device: rank == 0)
+        construct()
 
 
 def with_first_table(**changes: Any) -> Any:
@@ -128,6 +136,10 @@ CONFIG_ERRORS: dict[str, Case] = {
         lambda rank: construct(
             Cell(tdsp.Mesh2D(2, 2, RankLayout.STRIDED if rank else RankLayout.CONTIGUOUS))
         ),
+    ),
+    "GPUs of which only some compile kernels": (
+        "whether Triton runs differs between ranks: rank 0 has True, rank 1 has False",
+        with_triton_on_some,
     ),
     "different optimizers": (
         "the sharders differs between ranks",

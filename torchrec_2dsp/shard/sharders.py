@@ -20,6 +20,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp._compat.triton import runs_triton
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError
@@ -112,6 +113,8 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             plan.mesh.check_world(dist.get_world_size())
             frozen = frozen_tables(module)
             facts["frozen tables"] = ", ".join(frozen)
+            # Copies that other kernels update differ in their last bits.
+            facts["whether Triton runs"] = str(runs_triton(device))
             parts = [
                 self._part(module, configs, part, device, is_frozen)
                 for part, is_frozen in _trained_and_frozen(plan.parts(), frozen)

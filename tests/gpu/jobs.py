@@ -47,7 +47,7 @@ FAULTS = {
 
 SHARDINGS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise")
 SHARDINGS += ("grid_shard", "data_parallel")
-PARITY = ("planned_parity", "exchanges", "batch_form", "weight_sync", "optimizer", "row_prefetch")
+PARITY = ("planned_parity", "batch_form", "weight_sync", "optimizer", "row_prefetch")
 PARITY += ("model_parallel2d", "variable_batch_sizes", "data_parallel")
 PARITY += ("host_memory", "mixed_means", "one_group", "accumulate", "loops", "parallelize")
 RESUMES = ("checkpoint", "train_state", "thresholded_data_parallel", "delayed_dense", "local_dense")
@@ -55,8 +55,8 @@ RESUMES = ("checkpoint", "train_state", "thresholded_data_parallel", "delayed_de
 NUM_CASES, CASES_OF_JOB = 500, 25
 
 
-def _tests(name: str, *arguments: str, budget_s: float = 150) -> Job:
-    command = ("-m", "pytest", "-p", "tests.gpu.recorder", "-q", "--timeout", "120", *arguments)
+def _tests(name: str, *arguments: str, budget_s: float = 300) -> Job:
+    command = ("-m", "pytest", "-p", "tests.gpu.recorder", "-q", "--timeout", "280", *arguments)
     return Job(
         name=name,
         arguments=command,
@@ -83,16 +83,20 @@ def _faults() -> Iterator[Job]:
 
 def _parity() -> Iterator[Job]:
     file = "tests/dist/test_parity.py"
-    yield _tests("parity, one test of each kind", file, "-k", "not all_cells and not eight_ranks")
+    yield _tests("parity, bags of each type", file, "-k", "test_bags_equal")
+    others = "not all_cells and not eight_ranks and not test_bags_equal"
+    yield _tests("parity, one test of each kind", file, "-k", others)
     for sharding in SHARDINGS:
         yield _tests(
             f"parity, all cells of {sharding} bags",
             f"{file}::test_bags_in_all_cells",
             "-k",
             f"[{sharding}-",
-            budget_s=200,
         )
-    yield _tests("parity, eight ranks", file, "-k", "eight_ranks", budget_s=200)
+    yield _tests("parity, eight ranks", file, "-k", "eight_ranks")
+    file = "tests/dist/test_exchanges.py"
+    yield _tests("parity, exchanges and the unsharded model", file, "-k", "test_training_equals")
+    yield _tests("parity, exchanges", file, "-k", "not test_training_equals")
     for name in PARITY:
         yield _tests(f"parity, {name.replace('_', ' ')}", f"tests/dist/test_{name}.py")
 
@@ -113,7 +117,14 @@ def _random_cases() -> Iterator[Job]:
 
 def _resumes() -> Iterator[Job]:
     for name in RESUMES:
-        yield _tests(f"resumes, {name.replace('_', ' ')}", f"tests/dist/test_{name}.py")
+        file = f"tests/dist/test_{name}.py"
+        yield _tests(f"resumes, {name.replace('_', ' ')}", file, "-m", "not slow")
+
+
+def _slow_resumes() -> Iterator[Job]:
+    for name in RESUMES[:2]:
+        title = f"resumes, every way of {name.replace('_', ' ')}"
+        yield _tests(title, f"tests/dist/test_{name}.py", "-m", "slow", budget_s=600)
 
 
 def _speed() -> Iterator[Job]:
@@ -176,5 +187,6 @@ JOBS: tuple[Job, ...] = (
     *_speed(),
     *_steps(),
     *_ratios(),
+    *_slow_resumes(),
 )
-"""All jobs: faults, kernels, parity, random cases, resumes, speed, steps, ratios."""
+"""All jobs: faults, kernels, parity, random cases, resumes, speed, steps, ratios, slow resumes."""

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        environ = os.environ | environ | place | device_env(rank)
+        environ = os.environ | environ | place | device_env(rank, is_measured=True)
         ranks.append(subprocess.Popen([sys.executable, *arguments], env=environ))
     codes: list[int | None] = [None]
     while None in codes and not any(codes):

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,29 +17,68 @@ def on_gpus() -> bool:
 
 def ranks_per_host(wanted: int) -> int:
     """Return how many of a pool's ranks share a host: on GPUs, one for each GPU."""
-    if not on_gpus():
-        return wanted
-    import torch
-
-    return min(wanted, torch.cuda.device_count())
+    return min(wanted, torch.cuda.device_count()) if on_gpus() else wanted
 
 
-def device_env(rank: int) -> dict[str, str]:
+KERNEL_ROUNDING = 2e-6 if on_gpus() else 0.0
+"""How far apart two runs may be that do the same. On CPUs they have the same bits. On GPUs threads
+add in any order, and kernels with the same rule fuse products and sums in other ways: a few float32
+roundings of weights below 1, and of losses below 10."""
+
+
+def rounded(expected: Any) -> Any:
+    """Return what equals these numbers: on CPUs bit for bit, on GPUs up to `KERNEL_ROUNDING`."""
+    return pytest.approx(expected, rel=KERNEL_ROUNDING, abs=KERNEL_ROUNDING)
+
+
+def are_equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether tensors are equal: on CPUs bit for bit, on GPUs up to `KERNEL_ROUNDING`."""
+    is_alike = actual.shape == expected.shape and actual.dtype == expected.dtype
+    return is_alike and torch.allclose(actual, expected, KERNEL_ROUNDING, KERNEL_ROUNDING)
+
+
+def cpu_only(reason: str) -> pytest.MarkDecorator:
+    """Skip a test on GPUs, for a reason that lies in them."""
+    return pytest.mark.skipif(on_gpus(), reason=reason)
+
+
+def device_env(rank: int, *, is_measured: bool = False) -> dict[str, str]:
     """Return what the process of a rank must be told about its device.
 
     NCCL refuses two ranks of a host on one GPU. Ranks that say they are on hosts of their own may
     share one, and talk to each other through sockets. Its monitor would take it for a failure
     that ranks rest between two tests.
+
+    Args:
+        rank: the rank's number.
+        is_measured: whether its speed counts; else groups are quick to create, and slow.
     """
     if not on_gpus():
         return {}
-    return {
+    return ({} if is_measured else _QUICK_GROUPS) | {
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         # Else its watchdog aborts a process whose peer has gone, before that can say why.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     }
+
+
+_QUICK_GROUPS = {
+    # A test creates groups by the dozen: each gets one channel with small buffers,
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_BUFFSIZE": str(2**20),
+    # memory from cudaMalloc, and looks for nothing but sockets.
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET_PLUGIN": "none",
+    # This service would ask ranks that rest between two tests.
+    "NCCL_RAS_ENABLE": "0",
+    # Errors alone, or the end of a job's output shows nothing else.
+    "TORCH_LOGS": "-all",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 def rank_device() -> torch.device:

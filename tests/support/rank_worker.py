@@ -11,6 +11,7 @@ import sys
 import threading
 import tomllib
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -81,7 +82,9 @@ def _set_up() -> None:
 
     torch.set_num_threads(1)
     leave_out_watchers()
-    if not on_gpus():  # NCCL and CUDA warn of more than can be helped.
+    if on_gpus():  # There they warn of more than can be helped, and bury a job's errors.
+        warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu)(\.|$)")
+    else:
         apply_warning_filters(_warning_filters(), [])
     join_world(int(os.environ["RANK"]), timeout=GLOO_TIMEOUT)
 

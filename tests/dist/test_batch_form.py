@@ -10,6 +10,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import KERNEL_ROUNDING, cpu_only, rounded
 from tests.support.loops import largest_gap, make_stream, plain_loop, shard, snapshot
 from tests.support.models import SEQUENCES, ModelSpec, make_batch
 from tests.support.oracle import batches_of, local_loss
@@ -114,7 +115,7 @@ def harmless_gaps(rank: int, world_size: int, cell: Cell) -> dict[str, float]:
     for change, first in product(HARMLESS, (0, 1)):
         losses, tensors = trained(rank, cell, change, first)
         name = f"{change.__name__} from step {first}"
-        assert losses == expected_losses, name
+        assert losses == rounded(expected_losses), name
         gaps[name] = largest_gap(tensors, expected)
     return gaps
 
@@ -122,7 +123,8 @@ def harmless_gaps(rank: int, world_size: int, cell: Cell) -> dict[str, float]:
 def test_batches_in_another_form_train_the_same(ranks4: RankPool, dealt: Deal) -> None:
     for cell in dealt(CELLS):
         for gaps in ranks4.run(harmless_gaps, cell):
-            assert list(gaps.values()) == [0.0] * (2 * len(HARMLESS)), (cell, gaps)
+            assert len(gaps) == 2 * len(HARMLESS)
+            assert max(gaps.values()) <= KERNEL_ROUNDING, (cell, gaps)
 
 
 def empty_losses(rank: int, world_size: int) -> list[list[float]]:
@@ -140,7 +142,7 @@ def empty_losses(rank: int, world_size: int) -> list[list[float]]:
 
 def test_ranks_without_samples_need_no_weights(ranks4: RankPool) -> None:
     for with_weights, without in ranks4.run(empty_losses):
-        assert with_weights == without
+        assert with_weights == rounded(without)
         assert len(with_weights) == 3
 
 
@@ -171,6 +173,7 @@ def filled_gap(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int]
     return largest_gap(*snapshots), [*NotedBatches.num_samples]
 
 
+@cpu_only("on GPUs all tables have this stage already, which can't be left out or run twice")
 def test_batches_without_samples_train_the_same_with_one_that_is_cut(
     ranks4: RankPool, dealt: Deal
 ) -> None:
@@ -288,4 +291,5 @@ def test_parts_of_larger_tensors(ranks4: RankPool) -> None:
         Cell(tdsp.Mesh2D(1, 4), "row_wise", weighted, exchange="row"),
     ]
     for cell in cells:
-        assert ranks4.run(gaps_of_single_samples, cell) == [[0.0, 0.0]] * 4, cell
+        for gaps in ranks4.run(gaps_of_single_samples, cell):
+            assert max(gaps) <= KERNEL_ROUNDING, cell

@@ -22,7 +22,9 @@ from tests.support.dense_training import (
     dense_of,
     model_of,
     unsharded,
+    with_nan,
 )
+from tests.support.devices import copied, rank_device
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, error_text
 from tests.support.resuming import Run, Variant
@@ -222,9 +224,7 @@ def fail_with_nan(rank: int, world_size: int) -> tuple[str, bool]:
         optimizer.zero_grad()
         loss = model(batch_of(cell, step, rank))
         if rank == 1 and step == 2:
-            layer.register_hook(
-                lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan)
-            )
+            layer.register_hook(with_nan)
         try:
             loss.backward()
         except SyncError as error:
@@ -304,7 +304,7 @@ def run_of(world_size: int, *, is_delayed: bool = True) -> Run:
 def in_flight(run: Run) -> dict[str, torch.Tensor]:
     wrapper = data_parallel_wrapper(run.model)
     assert isinstance(wrapper, tdsp.DelayedDense)
-    return wrapper.state_dict()["in_flight"]
+    return {name: copied(mean) for name, mean in wrapper.state_dict()["in_flight"].items()}
 
 
 def save(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -368,15 +368,16 @@ class Bucket:
 
 def reduced(late: LateGradients, params: list[nn.Parameter], *gradients: float) -> list[float]:
     flat = [
-        torch.full((param.numel(),), value) for param, value in zip(params, gradients, strict=True)
+        param.new_full((param.numel(),), value)
+        for param, value in zip(params, gradients, strict=True)
     ]
     bucket: Any = Bucket(params, torch.cat(flat))
     return cast(torch.Tensor, late.reduce(None, bucket).wait()).tolist()
 
 
 def run_ahead(rank: int, world_size: int) -> list[list[float]]:
-    param = nn.Parameter(torch.zeros(2))
-    late = LateGradients(1, {id(param): "weight"}, world_group(), torch.device("cpu"))
+    param = nn.Parameter(torch.zeros(2, device=rank_device()))
+    late = LateGradients(1, {id(param): "weight"}, world_group(), rank_device())
     store, means = store_of_world(), []
     for step in range(4):
         late.begin_step()
@@ -397,9 +398,10 @@ def test_nobody_waits_for_the_gradients_of_the_step(ranks2: RankPool) -> None:
 
 
 def change_buckets(rank: int, world_size: int) -> list[list[float]]:
-    first, second, third = (nn.Parameter(torch.zeros(size)) for size in (1, 2, 1))
+    sizes = (1, 2, 1)
+    first, second, third = (nn.Parameter(torch.zeros(n, device=rank_device())) for n in sizes)
     names = {id(param): name for param, name in ((first, "a"), (second, "b"), (third, "c"))}
-    late = LateGradients(0, names, world_group(), torch.device("cpu"))
+    late = LateGradients(0, names, world_group(), rank_device())
     late.begin_step()
     means = [reduced(late, [first, second], 1.0, 2.0), reduced(late, [third], 3.0)]
     late.begin_step()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import torchrec_2dsp as tdsp
-from tests.support.devices import on_gpus
+from tests.support.devices import KERNEL_ROUNDING, on_gpus
 from tests.support.loops import shard
 from tests.support.models import HOT_ROWS, MIXED, SEQUENCES
 from tests.support.parity import FOUR, ONE, TWO, Cell, check_cells
@@ -64,7 +64,7 @@ def gap_of_prefetch(rank: int, world_size: int) -> float:
 
 
 def test_prefetched_rows_come_from_there(ranks4: RankPool) -> None:
-    assert max(ranks4.run(gap_of_prefetch)) <= 1e-7
+    assert max(ranks4.run(gap_of_prefetch)) <= 1e-7 + KERNEL_ROUNDING
 
 
 def test_checkpoints_move_between_memories(ranks4: RankPool, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def make_batch(features: list[str], rank: int, step: int, size: int) -> KeyedJag
         keys=features,
         values=torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator),
         lengths=lengths,
-    )
+    ).to(rank_device())
 
 
 def loss_of(pooled: Any, keys: list[str]) -> torch.Tensor:

@@ -50,7 +50,7 @@ def train_both(rank: int, world_size: int, spec: ModelSpec) -> tuple[list[float]
     """Return our losses and stock TorchRec's, both without a plan, and what was printed."""
     printed = io.StringIO()
     with known_machines(), redirect_stderr(printed):
-        ours = tdsp.ModelParallel2D(build(spec, seed=1))
+        ours = tdsp.ModelParallel2D(build(spec, seed=1), device=rank_device())
     stock = DistributedModelParallel(build(spec, seed=2), device=rank_device())
     return losses_of(ours, spec, rank), losses_of(stock, spec, rank), printed.getvalue()
 
@@ -76,7 +76,9 @@ def error_of_what_does_not_fit(rank: int, world_size: int) -> str:
     )
     model = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
     with known_machines():
-        return error_text(lambda: tdsp.ModelParallel2D(model), tdsp.errors.PlanError)
+        return error_text(
+            lambda: tdsp.ModelParallel2D(model, device=rank_device()), tdsp.errors.PlanError
+        )
 
 
 def test_what_does_not_fit_is_one_error_on_all_ranks(ranks4: RankPool) -> None:
@@ -207,7 +209,7 @@ def weights_after_lookup(
         weight.copy_(rows[:, None].expand_as(weight))
     with logged() as messages:
         parallel(make_batch(cell.spec, rank))
-    return [weight.clone() for weight in shards], messages
+    return [weight.cpu().clone() for weight in shards], messages
 
 
 @pytest.mark.parametrize("equal", [True, False])

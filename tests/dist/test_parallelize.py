@@ -11,7 +11,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 import torchrec_2dsp as tdsp
-from tests.support.devices import rank_device
+from tests.support.devices import are_equal, rank_device, rounded
 from tests.support.loops import LossModel, drain, plain_loop
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build, make_batch
 from tests.support.oracle import local_loss
@@ -62,7 +62,7 @@ def train_by_pipeline_and_by_hand(rank: int, world_size: int) -> tuple[list[str]
             reasons = "\n".join(model.explain().summary())
         except tdsp.errors.ConfigError as error:
             reasons = str(error)
-    assert losses[0] == losses[1], losses
+    assert losses[0] == rounded(losses[1]), losses
     return chosen, losses[0], reasons
 
 
@@ -105,7 +105,8 @@ def keep_weights_and_take_plans(
     batch = make_batch(spec, seed=rank)
     build_first = build(spec, seed=3)
     build_first.load_state_dict(before)
-    kept += [torch.equal(first(batch), build_first(batch)), torch.equal(again(batch), first(batch))]
+    unsharded = build_first.to(rank_device())(batch.to(rank_device()))
+    kept += [are_equal(first(batch), unsharded), are_equal(again(batch), first(batch))]
     call: Any = partial(tdsp.parallelize, other, device=rank_device(), batch_size=8)
     both = {"optimizer": ADAGRAD, "sharders": tdsp.get_default_sharders()}
     kept += [error_text(partial(call, **wrong), tdsp.errors.ConfigError) for wrong in ({}, both)]
@@ -180,5 +181,5 @@ def test_torchrecs_own_sharders_train_as_this_packages(
     two_hosts: RankPool, spec: ModelSpec
 ) -> None:
     for ours, by_stock in two_hosts.run(train_by_stock_sharders, spec):
-        assert ours == by_stock
+        assert ours == rounded(by_stock)
         assert len(set(ours)) == 3

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.devices import rank_device
 from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, ModelSpec, TableSpec, make_batch
 from tests.support.oracle import WITH_AVERAGE, local_loss
 from tests.support.parity import (
@@ -309,7 +310,7 @@ def shared_features(rank: int, world_size: int, kind: type) -> float:
         config(name=name, num_embeddings=20, embedding_dim=4, feature_names=features)
         for name, features in (("t0", ["f0", "f1"]), ("t1", ["f1", "f2"]), ("t2", ["f3"]))
     ]
-    module = kind(tables=tables)
+    module = kind(tables=tables, device=rank_device())
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     sharder: Any = (
         tdsp.EmbeddingBagCollectionSharder2D() if is_bag else tdsp.EmbeddingCollectionSharder2D()
@@ -321,13 +322,13 @@ def shared_features(rank: int, world_size: int, kind: type) -> float:
         constraints=constrained("row_wise", num_tables=3),
     )
     plan = tdsp.pin(plan, "t1", num_groups=1)
-    sharded = sharder.shard(module, plan.plan[""], None)
+    sharded = sharder.shard(module, plan.plan[""], None, rank_device())
     sharded.load_state_dict(weights)
     features = KeyedJaggedTensor.from_lengths_sync(
         keys=["f3", "f0", "f2", "f1"],
         values=torch.randint(0, 20, (16,)),
         lengths=torch.full((16,), 1),
-    )
+    ).to(rank_device())
     with torch.no_grad():
         expected, actual = module(features), sharded(features).wait()
     values = dict(_by_name(expected))

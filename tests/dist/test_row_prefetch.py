@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import EPS
-from tests.support.devices import rank_device
+from tests.support.devices import KERNEL_ROUNDING, on_gpus, rank_device
 from tests.support.loops import (
     LossModel,
     all_to_all_bytes,
@@ -32,7 +32,15 @@ from tests.support.loops import (
 )
 from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, BagModel, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
-from tests.support.parity import LR, ONE, TOLERANCE, Cell, make_optimizer, make_sharder
+from tests.support.parity import (
+    LR,
+    ONE,
+    TOLERANCE,
+    Cell,
+    make_optimizer,
+    make_sharder,
+    relative_gap,
+)
 from tests.support.prefetching import STEPS, Counts, Trained, compare, run, sharded
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
@@ -50,10 +58,14 @@ pytestmark = pytest.mark.dealt_file
 ROWS = Cell(ONE, exchange="row")
 
 
+HALF_ROUNDING = 500 * KERNEL_ROUNDING
+"""Two numbers that are a float32 rounding apart may be rounded to neighbours in half precision."""
+
+
 def check(ranks: RankPool, cells: list[Cell]) -> None:
     for cell in cells:
         for gap, counts in ranks.run(compare, cell):
-            assert gap == 0.0, f"{cell}: {gap}"
+            assert gap <= KERNEL_ROUNDING, f"{cell}: {gap}"
             assert min(counts) > 0, f"{cell}: {counts}"
 
 
@@ -91,7 +103,7 @@ def test_where_others_change_rows_none_come_early(ranks4: RankPool) -> None:
     ]
     for cell in cells:
         for gap, counts in ranks4.run(compare, cell):
-            assert gap == 0.0, cell
+            assert gap <= KERNEL_ROUNDING, cell
             assert counts.early + counts.lagging == 0, cell
 
 
@@ -156,7 +168,8 @@ def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str, dealt
         cell = replace(ROWS, hot_rows=hot_rows, owners=owners)
         for gap, counts in ranks4.run(compare, cell, BETWEEN[name]):
             # Batches that are on their way keep the old hot rows, and here one more is.
-            assert gap <= (1e-6 if name == "refresh" else 0.0), f"{name}: {gap}"
+            bound = 1e-6 if name == "refresh" else 0.0
+            assert gap <= bound + KERNEL_ROUNDING, f"{name}: {gap}"
             assert min(counts.early, counts.late) > 0, f"{name}: {counts}"
             # Who reads after each step waits for all gradients before they can lag.
             assert (counts.lagging > 0) == (name != "read"), f"{name}: {counts}"
@@ -164,7 +177,7 @@ def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str, dealt
 
 def test_quantised_rows_train_as_without(ranks4: RankPool) -> None:
     for gap, counts in ranks4.run(compare, ROWS, None, CommType.FP16):
-        assert gap == 0.0
+        assert gap <= HALF_ROUNDING
         assert min(counts) > 0
 
 
@@ -196,7 +209,7 @@ def test_kernels_without_a_rule_apply_lagging_gradients_by_fused_updates(ranks4:
     """Such as those on a GPU."""
     for cell in (ROWS, replace(ROWS, hot_rows=HOT_ROWS), replace(ROWS, optimizer="sgd")):
         for gap, counts in ranks4.run(updating_by_fbgemm, cell):
-            assert gap <= 1e-7, f"{cell}: {gap}"
+            assert gap <= 1e-7 + KERNEL_ROUNDING, f"{cell}: {gap}"
             assert min(counts) > 0
 
 
@@ -238,7 +251,10 @@ def epochs(rank: int, world_size: int) -> tuple[float, int]:
 
 
 def test_each_row_is_updated_once_in_all_epochs(ranks4: RankPool) -> None:
-    assert ranks4.run(epochs) == [(0.0, 0)] * 4
+    for gap, num_more_updates in ranks4.run(epochs):
+        assert gap <= KERNEL_ROUNDING
+        # On GPUs other updaters run, and the gap alone would show a second update.
+        assert num_more_updates == 0
 
 
 def heard(rank: int, world_size: int, cell: Cell) -> list[str]:
@@ -384,14 +400,14 @@ def both(rank: int, world_size: int, output: DataType) -> tuple[Trained, Trained
 def losses_of_oracle() -> list[list[float]]:
     """Return each rank's loss in each step, by the unsharded model on all batches."""
     torch.manual_seed(0)
-    model, losses = ManyModel(), []
+    model, losses = ManyModel().to(rank_device()), []
     tables = [param for name, param in model.named_parameters() if not name.startswith("over")]
     optimizers = [
         torch.optim.Adagrad(tables, lr=LR, eps=EPS),
         torch.optim.SGD(model.over.parameters(), lr=LR),
     ]
     for batches in make_stream(CELL, STEPS):
-        by_rank = [model(batch)[0] for batch in batches]
+        by_rank = [model(batch.to(rank_device()))[0] for batch in batches]
         losses.append([loss.item() for loss in by_rank])
         model.zero_grad()
         (sum(by_rank, torch.zeros(())) / len(batches)).backward()
@@ -408,8 +424,9 @@ def test_models_with_several_exchanges_train_as_without_and_as_unsharded(
     oracle = zip(*losses_of_oracle(), strict=True)
     largest = 0.0
     for (expected, actual, gap), unsharded in zip(answers, oracle, strict=True):
-        assert gap == 0.0
-        assert actual.losses == expected.losses
+        # On GPUs rounding apart goes through the output's type.
+        assert gap <= (max(bound, KERNEL_ROUNDING) if on_gpus() else 0.0)
+        assert relative_gap(actual.losses, expected.losses) <= (bound if on_gpus() else 0.0)
         assert min(actual.counts) > 0
         gaps = [abs(a - b) / (1 + b) for a, b in zip(actual.losses, unsharded, strict=True)]
         largest = max(largest, *gaps)

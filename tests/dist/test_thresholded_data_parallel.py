@@ -23,6 +23,7 @@ from tests.support.dense_training import (
     model_of,
     train,
     unsharded,
+    with_nan,
 )
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, error_text
@@ -263,7 +264,7 @@ def conserve(rank: int, world_size: int, route: str, values: str, num_steps: int
     optimizer = torch.optim.SGD([layer, bias], lr=1.0)
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(10 * step + rank)
-        gradient = torch.randn(layer.shape, generator=generator)
+        gradient = torch.randn(layer.shape, generator=generator).to(layer.device)
         optimizer.zero_grad()
         # Backward through all of DDP, with the gradient of this layer replaced by another one.
         handle = layer.register_hook(lambda _, given=gradient: given.clone())
@@ -362,7 +363,7 @@ def fail_with_nan(rank: int, world_size: int) -> str:
     residuals = wrapper.state_dict()["residuals"]
     layer = dict(model.named_parameters())["tower.0.weight"]
     if rank == 1:
-        layer.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
+        layer.register_hook(with_nan)
     try:
         model(batch_of(cell, 1, rank)).backward()
     except SyncError as error:

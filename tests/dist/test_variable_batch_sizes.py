@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support import prefetching
 from tests.support.batches import changed, make_variable_batch, written_out
+from tests.support.devices import KERNEL_ROUNDING
 from tests.support.loops import (
     by_pipelines,
     largest_gap,
@@ -138,8 +139,7 @@ def with_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[float],
 def test_pipelines(ranks4: RankPool, cell: Cell) -> None:
     """A pipeline distributes the next batch before it looks one up."""
     for torchrecs, ours in ranks4.run(with_pipelines, cell, timeout_s=200):
-        assert torchrecs == [0.0] * len(torchrecs)
-        assert ours == 0.0
+        assert max(*torchrecs, ours) <= KERNEL_ROUNDING
 
 
 def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
@@ -187,7 +187,7 @@ def trained_twice(rank: int, world_size: int) -> float:
 
 def test_the_order_of_inverse_indices_may_change(ranks4: RankPool) -> None:
     """TorchRec remembers that of the first batch."""
-    assert max(ranks4.run(trained_twice)) == 0.0
+    assert max(ranks4.run(trained_twice)) <= KERNEL_ROUNDING
 
 
 def with_bad_ids(batch: KeyedJaggedTensor, bad: int | None) -> KeyedJaggedTensor:
@@ -236,7 +236,7 @@ def corrected(
 )
 def test_bad_ids(ranks4: RankPool, cell: Cell, policy: str, good: int | None) -> None:
     for gap, num_bad in ranks4.run(corrected, cell, policy, 24, good):
-        assert gap == 0.0
+        assert gap <= KERNEL_ROUNDING
         assert num_bad > 0
 
 

@@ -87,6 +87,11 @@ def copied_weights(dense: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): copied(value) for name, value in dense.items()}
 
 
+def with_nan(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that isn't finite in one row."""
+    return gradient.index_fill(0, torch.tensor([3], device=gradient.device), torch.nan)
+
+
 def batch_of(cell: Cell, step: int, rank: int) -> Any:
     return make_batch(cell.spec, seed=100 * step + rank, batch_size=8)
 

@@ -148,9 +148,6 @@ def time_rows(speeds: Speeds, options: argparse.Namespace) -> None:
         sums = RowSum(drawn, sources)
         num_bytes = 4.0 * options.dim * (num_ids + sums.keys.numel())
         speeds.time_moved(f"summing gradients by row{name}", num_bytes, lambda s=sums: s.of(bags))
-        speeds.time_moved(
-            f"summing and checking gradients{name}", num_bytes, lambda s=sums: s.gradients(bags)
-        )
 
 
 def time_codecs(speeds: Speeds, options: argparse.Namespace) -> None:

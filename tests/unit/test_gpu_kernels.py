@@ -21,14 +21,8 @@ from torchrec_2dsp._compat.fbgemm import (
 from torchrec_2dsp._compat.triton import runs_triton
 from torchrec_2dsp.codecs import rows as row_codecs
 from torchrec_2dsp.codecs.rows import IntegerRows
-from torchrec_2dsp.rows import gpu_kernels, gradients as row_gradients, update
-from torchrec_2dsp.rows.gradients import (
-    BlockGradients,
-    RowGradients,
-    RowSum,
-    blocks_of,
-    repeated,
-)
+from torchrec_2dsp.rows import gpu_kernels, update
+from torchrec_2dsp.rows.gradients import BlockGradients, RowGradients, blocks_of, repeated
 from torchrec_2dsp.rows.update import (
     RULES,
     DirectUpdater,
@@ -130,34 +124,6 @@ def test_rows_beyond_two_billion_numbers() -> None:
     )
     assert moments[keys.long()].tolist() == [0.25, 0.25]
     assert weights[keys.long()].unique().tolist() == [0.75]
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("longest", "dim"), [(1, 4), (3, 12), (1, 100), (3, 600), (2_000, 4)])
-def test_sums_are_those_of_bags(
-    longest: int, weighted: bool, dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = rank_device()
-    keys = (torch.rand(max(50, 2 * longest)).square() * 99 / longest).long()
-    sources = torch.randint(0, 20, keys.shape)
-    weights = torch.rand(len(keys)) if weighted else None
-    rows = RowSum(keys, sources, weights)
-    own = RowSum(
-        keys.to(device), sources.to(device), None if weights is None else weights.to(device)
-    )
-    own.is_in_parts = longest > 1_000
-    monkeypatch.setattr(row_gradients, "_sums_by_kernel", lambda contributions: True)
-    contributions = torch.randn(20, dim)
-    for number in (0.5, float("inf"), float("nan")):
-        contributions[sources[-1], -1] = number
-        found = own.gradients(contributions.to(device))
-        assert found.all_finite() == (number == 0.5)
-        assert torch.equal(found.keys.cpu(), rows.keys)
-        # The same order, but in parts; a GPU fuses products and sums.
-        rounding = 1e-3 if own.is_in_parts else 1e-6 if weighted else 0
-        torch.testing.assert_close(
-            found.grads.cpu(), rows.of(contributions), rtol=rounding, atol=rounding, equal_nan=True
-        )
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 1], [0, 0, 3, 0], [0], []])

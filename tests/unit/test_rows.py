@@ -229,15 +229,10 @@ def test_weights_that_need_a_gradient_are_refused() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("tables", [((11, 8), (7, 8)), ((11, 8), (7, 16))], ids=["one", "two"])
-@pytest.mark.parametrize("by_kernel", [False, True])
 def test_a_gradient_that_is_not_finite_is_named(
-    tables: tuple[tuple[int, int], ...],
-    bad: float,
-    by_kernel: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    tables: tuple[tuple[int, int], ...], bad: float
 ) -> None:
     """With the table and the row, however many dimensions the kernel has."""
-    monkeypatch.setattr("torchrec_2dsp.rows.gradients._sums_by_kernel", lambda grads: by_kernel)
     capture = row_capture(make_tbe(Case(tables)))
     ids, offsets = torch.tensor([3, 5, 2, 6]), torch.arange(5)
     output = capture.lookup(lambda: capture.tbe(ids, offsets), None)

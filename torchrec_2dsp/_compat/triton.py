@@ -19,8 +19,9 @@ def runs_triton(device: torch.device) -> bool:
         return False
     try:
         import triton
+        from triton import knobs
 
-        if triton.knobs.runtime.interpret:
+        if knobs.runtime.interpret:
             raise RuntimeError("TRITON_INTERPRET is set, which takes minutes for a kernel")
         with torch.cuda.device(device):
             cast(Any, triton.jit(_nothing))[1,]()

@@ -51,8 +51,10 @@ class ExactCounts:
             One all-reduce.
         """
         total = ExactCounts(self.num_rows)
-        total._counts.copy_(self._counts)
-        dist.all_reduce(total._counts, group=group)
+        is_nccl = dist.get_backend(group) == dist.Backend.NCCL
+        counts = self._counts.to("cuda" if is_nccl else "cpu", copy=True)
+        dist.all_reduce(counts, group=group)
+        total._counts.copy_(counts)
         return total
 
     def state_dict(self) -> dict[str, Any]:
@@ -305,8 +307,7 @@ class RowCounter:
         Collectives:
             One all-gather for the counters' settings, which must be the same on all ranks; per
             table an all-reduce for exact counts, or an all-gather for a sketch; and one all-gather
-            for sample counts. Tensors travel on the CPU, so the group needs a CPU backend such as
-            gloo.
+            for sample counts.
         """
         group = group or dist.group.WORLD
         assert group is not None

@@ -153,11 +153,11 @@ class Watch:
         return is_late and self.num_waiting > 0
 
 
-_OF_GLOO = re.compile(
+_OF_COLLECTIVES = re.compile(
     r"/gloo/\S*:\d+\]|Connection (closed|reset) by peer|pair closure|an all-to-all isn't over"
-    r"|all-to-all with rank"
+    r"|all-to-all with rank|NCCL Error \d|NCCL communicator was aborted"
 )
-"""Texts of errors, bare ``RuntimeError``s, from gloo and from the full-duplex all-to-all."""
+"""Texts of errors, bare ``RuntimeError``s, from gloo, NCCL and the full-duplex all-to-all."""
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -167,12 +167,14 @@ def is_broken_connection(error: BaseException) -> bool:
         >>> from torchrec_2dsp.comms.breaking import is_broken_connection
         >>> is_broken_connection(RuntimeError("[/t/gloo/pair.cc:5] Connection closed by peer"))
         True
+        >>> is_broken_connection(RuntimeError("NCCL Error 6: remote process exited or ..."))
+        True
         >>> is_broken_connection(RuntimeError("shape '[2, 3]' is invalid for input of size 5"))
         False
     """
     return any(
         isinstance(cause, dist.DistError)
-        or (isinstance(cause, RuntimeError) and _OF_GLOO.search(str(cause)) is not None)
+        or (isinstance(cause, RuntimeError) and _OF_COLLECTIVES.search(str(cause)) is not None)
         for cause in causes_of(error)
     )
 

@@ -4,15 +4,13 @@ A TBE's tables with one dimension form a block, whose rows are numbered through.
 its block is its *key*: one sort over keys replaces one per table.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from torchrec_2dsp._compat.fbgemm import OptimizerStep, TbeShape, sum_bags
-from torchrec_2dsp._compat.triton import runs_triton
 from torchrec_2dsp.comms.collectives import constant
 
 
@@ -87,20 +85,11 @@ class BlockGradients:
     grads: torch.Tensor
     """One gradient per row, float32 `[n, dim]`."""
 
-    is_finite: torch.Tensor | None = None
-    """Whether all gradients are finite, on their device; `None` if the sum didn't look."""
-
-    def all_finite(self) -> bool:
-        """Return whether all gradients are finite; waits for a GPU."""
-        # A sum is finite only if all of its numbers are.
-        is_finite = self.grads.sum().isfinite() if self.is_finite is None else self.is_finite
-        return bool(is_finite)
-
 
 def added_up(parts: Sequence[BlockGradients]) -> BlockGradients:
     """Sum several backwards' gradients by row."""
     rows = RowSum(torch.cat([part.keys for part in parts]))
-    return rows.gradients(torch.cat([part.grads for part in parts]))
+    return BlockGradients(rows.keys, rows.of(torch.cat([part.grads for part in parts])))
 
 
 @dataclass(frozen=True)
@@ -170,21 +159,6 @@ class RowSum:
 
     def of(self, contributions: torch.Tensor) -> torch.Tensor:
         """Sum each distinct row's contributions, `[n, dim]`."""
-        return self._summed_by(sum_bags, contributions)
-
-    def gradients(self, contributions: torch.Tensor) -> BlockGradients:
-        """Sum like `of`; a GPU's kernel also sees whether the sums are finite."""
-        if not _sums_by_kernel(contributions):
-            return BlockGradients(self.keys.long(), self.of(contributions))
-        from torchrec_2dsp.rows.gpu_kernels import sum_and_check
-
-        is_finite = torch.ones(1, dtype=torch.int32, device=contributions.device)
-        summed = self._summed_by(partial(sum_and_check, is_finite=is_finite), contributions)
-        return BlockGradients(self.keys.long(), summed, is_finite)
-
-    def _summed_by(
-        self, sum_bags: Callable[..., torch.Tensor], contributions: torch.Tensor
-    ) -> torch.Tensor:
         if self.keys.numel() == 0:
             return contributions.new_empty((0, contributions.shape[1]))
         if not self.is_in_parts:
@@ -195,11 +169,6 @@ class RowSum:
         parts = sum_bags(contributions, self._sources, bounds, self._weights)
         places = torch.arange(parts.shape[0], device=parts.device)
         return sum_bags(parts, places, torch.searchsorted(bounds, self._offsets))
-
-
-def _sums_by_kernel(contributions: torch.Tensor) -> bool:
-    is_float = contributions.dtype == torch.float32
-    return contributions.is_cuda and is_float and runs_triton(contributions.device)
 
 
 _PART = 512
@@ -227,7 +196,7 @@ class LookupRows:
         if max_gradient is not None:
             grad_output = grad_output.clamp(-max_gradient, max_gradient)
         return [
-            rows.gradients(self._contributions(block, grad_output))
+            BlockGradients(rows.keys.long(), rows.of(self._contributions(block, grad_output)))
             for block, rows in zip(self._blocks, self.sums, strict=True)
         ]
 

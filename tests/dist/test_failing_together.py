@@ -45,8 +45,8 @@ UNEVEN = (
 )
 
 
-def in_context(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int], int]:
-    """Return gap to a loop without the context, alarms by step, and what was posted meanwhile."""
+def in_context(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int], int, int]:
+    """Return gap to a loop without it, alarms by step, posts meanwhile, and contexts left open."""
     batches = [step[rank] for step in make_stream(cell, 3)]
     plain = shard(cell)
     plain_loop(plain, make_optimizer(plain), batches)
@@ -54,6 +54,8 @@ def in_context(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int]
     optimizer = make_optimizer(model)
     with pytest.MonkeyPatch.context() as patch:
         posts: list[NoticeBoard] = []
+        waits: list[int] = []
+        patch.setattr(NoticeBoard, "wait_for_others", lambda board, change: waits.append(change))
         post = NoticeBoard._post
 
         def noted_post(board: NoticeBoard) -> bool:
@@ -71,17 +73,18 @@ def in_context(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int]
                     plain_loop(model, optimizer, [batch])
                 alarms.append(sum(record.group == "alarm" for record in seen.records))
             num_posts = len(posts)
-    return largest_gap(snapshot(model), snapshot(plain)), alarms, num_posts
+    return largest_gap(snapshot(model), snapshot(plain)), alarms, num_posts, sum(waits)
 
 
 @pytest.mark.parametrize("loop", ["first", "second"])
 def test_a_good_loop_trains_the_same_and_posts_nothing(ranks4: RankPool, loop: str) -> None:
-    for gap, alarms, num_posts in ranks4.run(in_context, EXACT):
+    for gap, alarms, num_posts, num_open in ranks4.run(in_context, EXACT):
         assert gap == 0.0
         # Those of the batch and of the sync, as without the context; the first batch also settles
         # the types of numbers, by a gather of objects, which is two collectives.
         assert alarms == [4, 2, 2]
         assert num_posts == 0
+        assert num_open == 0
 
 
 def uneven(rank: int, world_size: int, cell: Cell) -> tuple[str, tuple[int, ...], int, float]:

@@ -21,7 +21,7 @@ from torchrec_2dsp.rows import gpu_kernels as rows
 Launch = tuple[Any, dict[str, str], dict[str, Any]]
 """A kernel, the types of its arguments, and its constants."""
 ALIGNED = [["tt.divisibility", 16]]
-"""What the launcher says of tensors; the compiler does otherwise without it."""
+"""The alignment that a launch reports for tensors; without it, other code is compiled."""
 DIMS = (4, 8, 16, 32, 96, 600)
 H100 = GPUTarget("cuda", 90, 32)
 UPDATE = dict.fromkeys(("first_keys", "weight_starts", "state_starts"), "*i64")

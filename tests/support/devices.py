@@ -21,7 +21,7 @@ def ranks_per_host(wanted: int) -> int:
 
 
 KERNEL_ROUNDING = 2e-6 if on_gpus() else 0.0
-"""How far apart two runs may be that do the same. On CPUs they have the same bits. On GPUs threads
+"""The largest difference of runs that do the same. On CPUs they have the same bits. On GPUs threads
 add in any order, and kernels with the same rule fuse products and sums in other ways: a few float32
 roundings of weights below 1, and of losses below 10."""
 

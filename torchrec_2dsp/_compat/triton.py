@@ -1,4 +1,4 @@
-"""Whether Triton runs: it comes with torch for CUDA, and compiles a kernel when it's first used."""
+"""`runs_triton`: Triton comes with torch for CUDA, and compiles a kernel when it is first used."""
 
 import logging
 from functools import cache

@@ -16,7 +16,7 @@ _NUMBERS = 1024
 
 @dataclass(frozen=True)
 class RowsInMemory:
-    """Where a block's rows and their optimizer states are."""
+    """A block's rows and their optimizer states, by their places in memory."""
 
     weights: torch.Tensor
     """All numbers in their storage; the row ``key`` of a run begins at
@@ -30,7 +30,7 @@ class RowsInMemory:
     weight_starts: torch.Tensor
     state_starts: torch.Tensor
     unit: int
-    """How many numbers can be read at once: it divides the place of each row's first."""
+    """The count of numbers that can be read at once; it divides the place of each row's first."""
 
 
 def rows_in_memory(

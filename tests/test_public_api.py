@@ -66,6 +66,7 @@ PUBLIC_NAMES = [
     "load_checkpoint",
     "never",
     "parallelize",
+    "sampled_constraints",
     "pin",
     "release_groups",
     "save_checkpoint",

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.parallel.pipelines import (
         TrainPipelineRowPrefetch as TrainPipelineRowPrefetch,
     )
+    from torchrec_2dsp.parallel.planning import sampled_constraints as sampled_constraints
     from torchrec_2dsp.parallel.train_state.state import TrainState as TrainState
     from torchrec_2dsp.plan.parameter_sharding import (
         Exchange as Exchange,
@@ -129,6 +130,7 @@ _MODULE_OF = {
     "ModelParallel2D": "torchrec_2dsp.parallel.model_parallel2d",
     "TrainPipelineRowPrefetch": "torchrec_2dsp.parallel.pipelines",
     "parallelize": "torchrec_2dsp.parallel.parallelize",
+    "sampled_constraints": "torchrec_2dsp.parallel.planning",
     "TrainState": "torchrec_2dsp.parallel.train_state.state",
     "Exchange": "torchrec_2dsp.plan.parameter_sharding",
     "ParameterSharding2D": "torchrec_2dsp.plan.parameter_sharding",

@@ -1,14 +1,19 @@
 """`parallelize`: whatever it chooses trains as the unsharded model, and it says what it chose."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import ANY
 
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import are_equal, rank_device, rounded
@@ -19,6 +24,7 @@ from tests.support.parity import FOUR, ONE, TWO, Cell, check_cells, parallelized
 from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.serialize import save
+from torchrec_2dsp.programs.data.draws import Zipf
 
 LARGE = ModelSpec(tuple(TableSpec(f"t{n}", 30_000, 64, (f"f{n}",)) for n in range(3)))
 """Large enough that the search wants row exchange."""
@@ -128,6 +134,78 @@ def demands_of_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
     known: dict[str, Any] = {"device": rank_device(), "batch_size": 8, "optimizer": ADAGRAD}
     calls = [partial(tdsp.parallelize, build(ModelSpec()), **known | demands) for demands in wrong]
     return [error_text(call, tdsp.TwoDError) for call in calls]
+
+
+def shown_batches(rank: int, samples: int) -> list[KeyedJaggedTensor]:
+    """Draw two batches: rows used nearly alike, several ids of unevenly used rows, a lonely id."""
+    generator = np.random.default_rng(rank)
+    batches: list[KeyedJaggedTensor] = []
+    for seed in (2 * rank, 2 * rank + 1):
+        lengths = [np.ones(samples, int), generator.integers(0, 9, samples), np.zeros(samples, int)]
+        lengths[2][0] = 1
+        skews = (0.3, 1.2, 1.0)
+        ids = [
+            Zipf(30_000, skew).sample(seed, np.arange(each.sum()))
+            for skew, each in zip(skews, lengths, strict=True)
+        ]
+        batches.append(
+            KeyedJaggedTensor(
+                keys=["f0", "f1", "f2"],
+                values=torch.from_numpy(np.concatenate(ids)),
+                lengths=torch.from_numpy(np.concatenate(lengths)),
+            ).to(rank_device())
+        )
+    return batches
+
+
+def learn_from_a_sample(rank: int, world_size: int) -> tuple[Any, list[str]]:
+    """Return what a sample tells, what is chosen with it, and errors."""
+    constraints: dict[str, ParameterConstraints] = {
+        "t0": ParameterConstraints(sharding_types=["row_wise"], pooling_factors=[4.0]),
+        "t1": tdsp.ParameterConstraints2D(exchange="row"),
+    }
+    module, batches = build(LARGE, device="meta"), shown_batches(rank, 512)
+    known: Any = tdsp.sampled_constraints(module, batches, constraints)
+    alone = tdsp.sampled_constraints(module, batches[0], constraints)
+    lacking = batches[0].split([1, 2])[0]
+    told = {
+        "pooling": [known[f"t{number}"].pooling_factors[0] for number in range(3)],
+        "skew": [known[f"t{number}"].skew for number in range(3)],
+        "differs": known["t0"].skew != cast(Any, alone["t0"]).skew,
+        "kept": (
+            known["t0"].sharding_types,
+            known["t1"].exchange,
+            constraints["t0"].pooling_factors,
+        ),
+        "lacking": list(tdsp.sampled_constraints(module, lacking)),
+    }
+    cell = Cell(ONE)
+    shown = parallelized(cell, LossModel(LARGE), optimizer=ADAGRAD, sample=batches)
+    reasons = "\n".join(shown.explain().summary()) if rank == 0 else ""
+    on_some = None if rank else batches
+    calls: list[Any] = [
+        partial(tdsp.sampled_constraints, module, []),
+        partial(tdsp.sampled_constraints, module, cast(Any, make_batch)),
+        partial(parallelized, cell, module, optimizer=ADAGRAD, sample=on_some),
+    ]
+    return told, [reasons, *(error_text(call, tdsp.TwoDError) for call in calls)]
+
+
+def test_a_sample_tells_ids_per_bag_and_how_unevenly_rows_are_used(two_hosts: RankPool) -> None:
+    answers = two_hosts.run(learn_from_a_sample)
+    told, (reasons, empty, no_tensor, on_some) = answers[0]
+    assert all(answer == told for answer, _ in answers)
+    assert told["pooling"] == [4.0, pytest.approx(4.0, abs=0.2), pytest.approx(1 / 512)]
+    assert told["skew"] == [pytest.approx(0.3, abs=0.15), pytest.approx(1.2, abs=0.05), ANY]
+    assert told["differs"]
+    assert told["kept"] == (["row_wise"], [tdsp.Exchange.ROW], [4.0])
+    assert told["lacking"] == ["t0"]
+    assert re.search(r"as by Zipf's law \(0\.\d\d to 1\.\d\d\)", reasons)
+    for _, (_, *errors) in answers:
+        assert errors == [empty, no_tensor, on_some]
+    assert "sample has no batch, or one without samples" in empty
+    assert no_tensor == empty
+    assert "whether there is a sample" in on_some
 
 
 def test_what_one_rank_gets_wrong_is_one_error_on_all(two_hosts: RankPool, tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 268
-MAX_LINES = {"the library": 39_938, "the programs": 23_559, "tests": 55_511}
+MAX_LINES = {"the library": 40_065, "the programs": 23_575, "tests": 55_617}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

@@ -33,20 +33,23 @@ def test_alike_tables_have_each_the_loads_of_its_own() -> None:
     """Loads that are computed for many tables at once, against the mean of each table's ranks."""
     rows = (300, 9_000, 40_000, 70, 5_000)
     access = tdsp.AccessStats({name: skewed(rows)[name] for name in ("t1", "t2")})
-    workload = replace(
-        Workload.of_model(tables(rows), batch_size=64, access=access, skew=1.05),
-        forward_wire_bytes=2.0,
-    )
     several: dict[str, Any] = {
         "sharding_types": [kind.value for kind in TYPES],
         "pooling_factors": [3.0],
     }
-    longer: dict[str, Any] = several | {"pooling_factors": [7.0]}
+    longer: dict[str, Any] = several | {"pooling_factors": [7.0], "skew": 0.4}
     constraints: dict[str, ParameterConstraints] = {
         "t0": tdsp.ParameterConstraints2D(**several),
         "t3": tdsp.ParameterConstraints2D(**longer),
         "t4": tdsp.ParameterConstraints2D(hot_rows=20),
     }
+    workload = replace(
+        Workload.of_model(
+            tables(rows), batch_size=64, constraints=constraints, access=access, skew=1.05
+        ),
+        forward_wire_bytes=2.0,
+    )
+    assert workload.table("t3").skew == 0.4
     candidates = candidates_of(
         tables(rows), SHARDERS, constraints, workload, "cpu", transports_of("any")
     )

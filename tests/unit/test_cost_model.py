@@ -46,7 +46,7 @@ from torchrec_2dsp.cost.collectives import (
 from torchrec_2dsp.cost.loads import LOADS, Loads, Placed
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload, fitted_skew
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 IN_GROUP = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
@@ -114,6 +114,18 @@ def test_data_parallel_tables_are_reduced_whole() -> None:
     assert predicted.dense_exchange_s == pytest.approx(1.5 * NUM_ROWS * DIM * 4 * LINK)
     assert exchanged(predicted) == (0.0, 0.0)
     assert predicted.input_exchange_s == 0.0
+
+
+@pytest.mark.parametrize("num_rows", [3, 500, 2_000_000])
+@pytest.mark.parametrize("num_lookups", [100, 20_000])
+def test_a_skew_is_found_by_the_distinct_rows(num_rows: int, num_lookups: int) -> None:
+    for skew in (0.0, 0.4, 0.85, 1.3, 2.1):
+        work = TableWork(name="t", num_rows=num_rows, dim=4, ids_per_sample=1.0, skew=skew)
+        distinct = work.expected_distinct(num_lookups)
+        fitted = replace(work, skew=fitted_skew(num_rows, num_lookups, distinct))
+        for factor in (1, 4):
+            expected = work.expected_distinct(factor * num_lookups)
+            assert fitted.expected_distinct(factor * num_lookups) == pytest.approx(expected, 0.05)
 
 
 def test_row_exchange_sends_each_distinct_row_once() -> None:

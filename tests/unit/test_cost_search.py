@@ -151,6 +151,16 @@ def test_constraints_win(
     assert expected[1] is None or placed["t0"][1] == expected[1]
 
 
+def test_rows_travel_where_few_are_used_and_vectors_where_all_are() -> None:
+    constraints = {
+        f"t{number}": tdsp.ParameterConstraints2D(pooling_factors=[8.0], skew=2.0 * (number % 2))
+        for number in range(8)
+    }
+    model = tables((200_000,) * 8)
+    ways = ways_in(plan_of(model, link="200mbit", constraints=constraints, access=None))
+    assert [ways[f"t{number}"][1] for number in range(8)] == ["pooled", "row"] * 4
+
+
 def test_hot_rows_that_are_asked_for_are_the_hottest() -> None:
     asked = tdsp.ParameterConstraints2D(hot_rows=3, exchange=["row"])
     rows = (5_000,)
@@ -257,6 +267,8 @@ def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -
     [
         ({"exchange": ["rows"]}, r"exchange=\['rows'\]: use some of 'pooled', 'nonempty', 'row'"),
         ({"hot_rows": -1}, "hot_rows=-1 is no number of rows; use 0 or more"),
+        ({"skew": -0.1}, "skew=-0.1 is no exponent; use 0 or more"),
+        ({"skew": float("nan")}, "skew=nan is no exponent; use 0 or more"),
     ],
 )
 def test_constraints_are_checked(values: dict[str, object], text: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,9 @@ ASSUMED_SKEW = 1.05
 1.53, and 1.16 in the middle."""
 
 _BINS = 256
+
+_SKEWS = tuple(np.linspace(3.0, 0.0, 31).tolist())
+"""Skews between which a table's own is interpolated."""
 
 _VECTOR_PASSES = 5
 """Passes over the vectors that a model gets: as they came, in the model's order, put together,
@@ -112,7 +115,7 @@ class TableWork:
     @property
     def likeness(self) -> Hashable:
         """Equal for tables that can be in one `AlikeWork`."""
-        alike = replace(self, name="", num_rows=0, ids_per_sample=0.0, access=None)
+        alike = replace(self, name="", num_rows=0, ids_per_sample=0.0, access=None, skew=0.0)
         return alike, self.is_counted
 
     @property
@@ -237,7 +240,19 @@ def table_weights(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from part.parameters()
 
 
-@cache
+def fitted_skew(num_rows: int, num_lookups: float, num_distinct: float) -> float:
+    """Return the skew with which so many lookups touch so many distinct rows on average.
+
+    Example:
+        >>> from torchrec_2dsp.cost.workload import fitted_skew
+        >>> round(fitted_skew(10_000, num_lookups=1024, num_distinct=400), 2)
+        1.11
+    """
+    touched = [_distinct(num_rows, skew, num_lookups, 0) for skew in _SKEWS]
+    return float(np.interp(num_distinct, touched, _SKEWS))
+
+
+@lru_cache(2**15)
 def zipf_bins(num_rows: int, skew: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return bins of rows that are used nearly alike: their ends, and the share of each row.
 
@@ -330,7 +345,8 @@ class Workload:
         Args:
             module: has `EmbeddingBagCollection` or `EmbeddingCollection` modules somewhere.
             batch_size: samples per rank and step.
-            constraints: whose pooling factors are the ids per bag: 1 without.
+            constraints: whose pooling factors are the ids per bag, 1 without, and whose ``skew``
+                is a table's own.
             access: row frequencies; also the ids per sample for tables without pooling factors.
             skew: the assumed skew of tables without row frequencies.
         """
@@ -346,10 +362,12 @@ class Workload:
             frozen = {name.split(".")[-2] for name, weight in weights if not weight.requires_grad}
             for config in configs:
                 constraint = (constraints or {}).get(config.name)
-                work = _table_work(config, constraint, access)
-                is_frozen = config.name in frozen
+                constrained = getattr(constraint, "skew", None)
                 tables[config.name] = replace(
-                    work, is_sequence=is_sequence, is_frozen=is_frozen, skew=skew
+                    _table_work(config, constraint, access),
+                    is_sequence=is_sequence,
+                    is_frozen=config.name in frozen,
+                    skew=skew if constrained is None else constrained,
                 )
         unknown = sorted(set(access or {}) - set(tables))
         if unknown:

@@ -13,6 +13,7 @@ from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCol
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner.types import ParameterConstraints, StorageReservation
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.managed_collisions import table_sharder_of
 from torchrec_2dsp._compat.shardings import dedups_ids
@@ -52,6 +53,7 @@ def parallelize(
     calibration: Calibration | str | Path | None = None,
     mesh: Mesh2D | None = None,
     sync: SyncConfig = EXACT_SYNC,
+    sample: KeyedJaggedTensor | Sequence[KeyedJaggedTensor] | None = None,
     constraints: Mapping[str, ParameterConstraints] | None = None,
     access: AccessStats | None = None,
     storage_reservation: StorageReservation | None = None,
@@ -72,6 +74,7 @@ def parallelize(
             device=device,
             batch_size=4096,
             optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.02),
+            sample=next(iter(loader)).sparse_features,
         )
         pipeline = model.pipeline(torch.optim.Adam(model.dense_parameters(), lr=1e-3))
         for _ in range(num_steps):
@@ -90,9 +93,11 @@ def parallelize(
             most, and the result is kept in the user's cache folder for the next start.
         mesh: the ranks that repeat the plan; by default what is best.
         sync: keeps replicas equal.
-        constraints: per table, as in TorchRec's planner.
-        access: row frequencies. Without them, rows count as used as in public click logs, and none
-            are hot.
+        sample: the sparse features of a batch on this rank, or of several, which tell the search
+            how many ids bags have and how unevenly rows are used. Without them, bags have one id,
+            and rows are used as in public click logs.
+        constraints: per table, as in TorchRec's planner; they outdo the sample.
+        access: row frequencies, which outdo the sample too. Without them no rows are hot.
         storage_reservation: the memory that isn't for tables, as in TorchRec.
         plan: run this plan, or the plan in this file, instead of searching one.
         sharders: shard by these instead of one for each kind of module. TorchRec's own are
@@ -113,6 +118,7 @@ def parallelize(
         "exchange": exchange,
         "calibration": calibration,
         "mesh": mesh,
+        "sample": sample,
         "constraints": constraints,
         "access": access,
         "storage_reservation": storage_reservation,

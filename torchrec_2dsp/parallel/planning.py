@@ -4,23 +4,34 @@ Loaded only where no plan is given: a model with a plan needs none of the planne
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.measuring.cache import calibration_of_world
+from torchrec_2dsp.cost.workload import fitted_skew
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.explanation import Explanation
-from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D
+from torchrec_2dsp.shard.initial_tables import configs_of
 
 
 def find_plan(
@@ -28,6 +39,7 @@ def find_plan(
     sharders: Sequence[ModuleSharder[Any]],
     device: torch.device,
     *,
+    sample: KeyedJaggedTensor | Sequence[KeyedJaggedTensor] | None = None,
     calibration: Calibration | str | Path | None = None,
     **arguments: Any,
 ) -> tuple[Plan2D, Explanation | None]:
@@ -37,6 +49,7 @@ def find_plan(
         module: the unsharded model.
         sharders: list the possible types and kernels.
         device: the tables' device.
+        sample: of batches, for `sampled_constraints`.
         calibration: of these machines, a file or its name; by default they are measured.
         arguments: those of `Planner2D`, except the topology.
 
@@ -47,17 +60,20 @@ def find_plan(
         TwoDError: the same on all ranks.
 
     Collectives:
-        Two agreements of all ranks, those of `calibration_of_world` without a calibration, and one
-        broadcast of the plan.
+        Two agreements of all ranks, those of `calibration_of_world` without a calibration, those of
+        `sampled_constraints` with a sample, and one broadcast of the plan.
     """
     world = world_group()
     local_world_size = get_local_size(world.size())
     with agreeing(world) as facts:
         facts["whether there is a calibration"] = str(calibration is not None)
+        facts["whether there is a sample"] = str(sample is not None)
         if isinstance(calibration, str | Path):
             calibration = Calibration.load(calibration)
     if calibration is None:
         calibration = calibration_of_world(world, local_world_size=local_world_size, device=device)
+    if sample is not None:
+        arguments["constraints"] = sampled_constraints(module, sample, arguments.get("constraints"))
     with agreeing(world):
         topology = calibration.topology(world.size(), local_world_size)
         planner = Planner2D(topology, calibration=calibration, **arguments)
@@ -67,3 +83,78 @@ def find_plan(
     explanation = planner.explain()
     print(*explanation.summary(), sep="\n", file=sys.stderr, flush=True)
     return plan, explanation
+
+
+def sampled_constraints(
+    module: nn.Module,
+    sample: KeyedJaggedTensor | Sequence[KeyedJaggedTensor],
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, ParameterConstraints]:
+    """Add to a planner's constraints how many ids bags have, and how unevenly rows are used.
+
+    Example::
+
+        constraints = tdsp.sampled_constraints(model, next(iter(loader)).sparse_features)
+        planner = tdsp.Planner2D(topology, batch_size, constraints=constraints)
+
+    Args:
+        module: the unsharded model.
+        sample: a batch's features on this rank, or those of several batches, of one size on all
+            ranks. Features that no table has are ignored; tables that no batch has stay as they
+            are.
+        constraints: kept, but for unknown pooling factors (1) and skews.
+        group: the ranks, by default all of them.
+
+    Raises:
+        TwoDError: the same on all ranks.
+
+    Collectives:
+        An agreement of all ranks and one all-gather of objects.
+    """
+    group = group or world_group()
+    batches = list(sample) if isinstance(sample, list | tuple) else [sample]
+    kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+    parts = [part for part in module.modules() if isinstance(part, kinds)]
+    tables = {config.name: config for part in parts for config in configs_of(part)}
+    with agreeing(group) as facts:
+        facts["the tables"] = ", ".join(tables)
+        has_samples = [isinstance(batch, KeyedJaggedTensor) and batch.stride() for batch in batches]
+        if not (batches and all(has_samples)):
+            raise ConfigError(
+                "sample has no batch, or one without samples: give KeyedJaggedTensors, such as "
+                "sample=batch.sparse_features"
+            )
+        own = {
+            name: [_counted(batch, config.feature_names) for batch in batches]
+            for name, config in tables.items()
+            if all(set(config.feature_names) <= set(batch.keys()) for batch in batches)
+        }
+    of_ranks: list[dict[str, list[list[float]]]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, own, group=group)
+    by_table = dict(constraints or {})
+    for name, config in tables.items():
+        if counted := [counts for of_rank in of_ranks for counts in of_rank.get(name, [])]:
+            num_samples, num_distinct, *num_ids = np.mean(counted, axis=0).tolist()
+            constraint = _as_2d(by_table.get(name))
+            if constraint.pooling_factors == [1.0]:
+                ids = [max(number, 1.0) / num_samples for number in num_ids]
+                constraint = replace(constraint, pooling_factors=ids)
+            if constraint.skew is None:
+                skew = fitted_skew(config.num_embeddings, sum(num_ids), num_distinct)
+                constraint = replace(constraint, skew=skew)
+            by_table[name] = constraint
+    return by_table
+
+
+def _counted(batch: KeyedJaggedTensor, features: Sequence[str]) -> list[float]:
+    """Count a table's samples, distinct rows, and ids of each feature in a batch."""
+    ids = [batch[feature].values() for feature in features]
+    distinct = torch.cat(ids).unique().numel()
+    return [float(batch.stride()), float(distinct), *(float(part.numel()) for part in ids)]
+
+
+def _as_2d(constraint: ParameterConstraints | None) -> ParameterConstraints2D:
+    if isinstance(constraint, ParameterConstraints2D):
+        return constraint
+    return ParameterConstraints2D(**vars(constraint or ParameterConstraints()))

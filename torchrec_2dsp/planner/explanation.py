@@ -13,6 +13,7 @@ from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.loads import Ranks, load_weights
 from torchrec_2dsp.cost.model import CostSetting, MemoryCost
 from torchrec_2dsp.cost.step_cost import NamedParts, StepCost
+from torchrec_2dsp.cost.workload import ASSUMED_SKEW
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.placement import Descent, MeshPlacement, SearchResult, Tried
 from torchrec_2dsp.planner.search.space import Space
@@ -196,10 +197,12 @@ class Explanation:
             return ""
         skews = {work.skew for work in self.setting.workload.tables.values() if not work.access}
         alike = "alike, which makes row exchange dearer than it is"
-        used = alike if skews == {0.0} else f"as by Zipf's law ({max(skews):g}), and none is hot"
+        span = f"{min(skews):.3g}" if len(skews) == 1 else f"{min(skews):.2f} to {max(skews):.2f}"
+        used = alike if skews == {0.0} else f"as by Zipf's law ({span}), and none is hot"
+        remedy = "; parallelize(sample=...) learns it" if skews == {ASSUMED_SKEW} else ""
         return (
             f"Nothing was counted for {unknown:,} of {len(self.tables):,} tables: all their "
-            f"rows count as used {used}."
+            f"rows count as used {used}{remedy}."
         )
 
     @property

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import pickle
 import time
 import warnings
@@ -77,7 +78,7 @@ def _members(
 
 @dataclass
 class ParameterConstraints2D(ParameterConstraints):
-    """A `ParameterConstraints` that also constrains exchange, transport, hot rows and copies.
+    """A `ParameterConstraints` that also has exchange, transport, hot rows, copies and skew.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -103,6 +104,10 @@ class ParameterConstraints2D(ParameterConstraints):
     many groups, which the mesh then has; "each" for one in each group of any mesh, `None` for as
     many as are best."""
 
+    skew: float | None = None
+    """The exponent of Zipf's law by which rows are used, 0 for all alike; `None` if unknown.
+    `sampled_constraints` finds it, and the pooling factors, in a batch."""
+
     def __post_init__(self) -> None:
         self.exchange = _members(Exchange, "exchange", self.exchange)
         self.transport = _members(Transport, "transport", self.transport)
@@ -113,6 +118,8 @@ class ParameterConstraints2D(ParameterConstraints):
             )
         if self.hot_rows is not None and self.hot_rows < 0:
             raise ConfigError(f"hot_rows={self.hot_rows} is no number of rows; use 0 or more")
+        if self.skew is not None and not 0 <= self.skew < math.inf:
+            raise ConfigError(f"skew={self.skew} is no exponent; use 0 or more")
 
 
 @contextmanager

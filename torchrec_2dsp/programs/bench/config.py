@@ -192,8 +192,9 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     """A contestant with this package's planner, sharder and `ModelParallel2D`."""
 
     kind: Literal["two_d", "parallelized"]
-    """"parallelized" does what `parallelize` does for a user: it knows no row frequencies and no
-    time of the dense part, and measures the ranks unless there is a calibration."""
+    """"parallelized" does what `parallelize` does for a user who shows it the first batch: it knows
+    no row frequencies and no time of the dense part, and measures the ranks unless there is a
+    calibration."""
 
     precision: Literal["exact", "any"] = "exact"
     """As in `parallelize`: "any" lets it round rows and vectors that travel."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -52,11 +53,12 @@ from torchrec_2dsp.programs.bench.config import (
     shape_of,
 )
 from torchrec_2dsp.programs.config.dense import DenseKinds
+from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.balance import weigh_losses_
 from torchrec_2dsp.programs.models.dense import dense_part
-from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
+from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, layered_of
 from torchrec_2dsp.programs.models.model import rank_device, table_name
 from torchrec_2dsp.programs.models.optimizer import (
     STATE_PER_WEIGHT,
@@ -255,17 +257,18 @@ def _two_d(
             EmbeddingCollectionSharder2D(optimizer, qcomm_codecs_registry=codecs),
         ],
     )
-    arguments = _planner_arguments(config, contestant, speeds)
     if contestant.kind == "parallelized":
         return parallelize(
             model,
             device=device,
+            batch_size=config.schedule.batch_size,
             precision=contestant.precision,
+            sample=_first_batch(config).sparse_features.to(device),
             calibration=config.calibration or None,
             sharders=sharders,
             data_parallel_wrapper=wrapper,
-            **{name: arguments[name] for name in ("batch_size", "constraints")},
         )
+    arguments = _planner_arguments(config, contestant, speeds)
     if contestant.by_cost:
         planner = Planner2D(
             **arguments,
@@ -286,6 +289,18 @@ def _two_d(
         sharders=sharders,
         data_parallel_wrapper=wrapper,
     )
+
+
+def _first_batch(config: BenchConfig) -> Batch:
+    """Return this rank's part of the first batch."""
+    world_size = dist.get_world_size()
+    batches = dataset_for(config.model, config.data.dataset()).batches(
+        Split.TRAIN,
+        global_batch_size=config.schedule.batch_size * world_size,
+        rank=dist.get_rank(),
+        world_size=world_size,
+    )
+    return next(batches)
 
 
 def _planner_arguments(

@@ -119,6 +119,7 @@ NO_SCALE = "moment_scale=2.0 with GradientSync, whose moments are exact; leave i
 MOMENTS_POLICY = tdsp.WeightSync(moments_policy=tdsp.every(4))
 SHORT = tdsp.WeightSync(transport=tdsp.Transport.BF16)
 FP16 = ModelSpec(data_type=DataType.FP16)
+AT_RANDOM = {"stochastic_rounding": True}
 Case = tuple[str, Callable[[int], object]]
 """A part of the error's text, and what a rank does."""
 
@@ -194,6 +195,22 @@ CONFIG_ERRORS: dict[str, Case] = {
         lambda rank: construct(Cell(TWO, optimizer="sgd", sync=MOMENTS_POLICY)),
     ),
 }
+CONFIG_ERRORS |= {
+    "a seed of no rounding": (
+        "rounding_seed=3 does nothing without stochastic_rounding=True",
+        lambda rank: construct(sharder=sharder_of(fused_params={"rounding_seed": 3})),
+    ),
+    "a seed that is no number": (
+        "rounding_seed='x' is no seed",
+        lambda rank: construct(sharder=sharder_of(fused_params=AT_RANDOM | {"rounding_seed": "x"})),
+    ),
+    "seeds that differ": (
+        "the sharders differs between ranks",
+        lambda rank: construct(
+            sharder=sharder_of(fused_params=AT_RANDOM | {"rounding_seed": rank // 2})
+        ),
+    ),
+}
 PLAN_ERRORS: dict[str, Case] = {
     "a plan of another model": (
         "names module 'ebc', which the model doesn't have",
@@ -259,9 +276,19 @@ UNSUPPORTED: dict[str, Case] = {
         "from row gradients",
         lambda rank: construct(sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)),
     ),
-    "stochastic rounding": (
-        "asks for stochastic_rounding",
-        lambda rank: construct(sharder=sharder_of(fused_params={"stochastic_rounding": True})),
+    "stochastic rounding of integers": (
+        "which stochastic_rounding can't round alike",
+        lambda rank: construct(
+            model=build(replace(FP16, data_type=DataType.INT8)),
+            sharder=sharder_of(fused_params=AT_RANDOM),
+        ),
+    ),
+    "stochastic rounding by an optimizer without a rule": (
+        "stochastic_rounding of table 't0' isn't possible with EmbOptimType.EMAINPLACE_ROWWISE",
+        lambda rank: construct(
+            Cell(tdsp.Mesh2D(1, 4), spec=FP16),
+            sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD, fused_params=AT_RANDOM),
+        ),
     ),
     "a short transport of short tables": (
         "table 't0' has torch.float16 values, which transport='bf16' wouldn't make smaller",

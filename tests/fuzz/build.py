@@ -174,8 +174,10 @@ def make_sharders(case: Case) -> list[Any]:
     else:
         known["optimizer"] = FUSED[case.optimizer]
         known["fused_params"] = {"learning_rate": LR, "eps": EPS}
-    if case.refused:
-        more = dict(REFUSALS[case.refused].fused_params)
+    more = dict(REFUSALS[case.refused].fused_params) if case.refused else {}
+    if case.at_random:
+        more |= {"stochastic_rounding": True, "rounding_seed": case.seed}
+    if more:
         known["fused_params"] = known.get("fused_params", {}) | more
     bags = tdsp.EmbeddingBagCollectionSharder2D(**known, keep_weights=keeps_weights)
     sequences = tdsp.EmbeddingCollectionSharder2D(**known)

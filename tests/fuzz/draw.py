@@ -23,6 +23,7 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "layout": ("strided", "contiguous"),
     "joined": (False, True),
     "optimizer": ("sgd", "adagrad", "rowwise_adagrad", "moment_scaled", "adam", "partial_adam"),
+    "at_random": (False, True),
     "wrapper": ("2d", "2d", "2d", "stock"),
     "refused": ("",) * (12 * len(REFUSALS)) + tuple(REFUSALS),
     "form": ("plain",) * 5 + ("column", "cut", "offsets", "expanded", "int32"),
@@ -182,7 +183,7 @@ def settled(case: Case) -> Case:
         case = replace(case, loop="plain", events=(), dense=Case().dense, joined=False)
     if case.search is not None:
         # Only sharders know these.
-        by_sharders = case.bad_ids != "raise" or case.accumulated > 1
+        by_sharders = case.bad_ids != "raise" or case.accumulated > 1 or case.at_random
         search = replace(
             case.search,
             gives_sharders=case.search.gives_sharders or by_sharders,

@@ -20,6 +20,7 @@ from torchrec_2dsp.dense.pipelined.engine import LayerStage
 from torchrec_2dsp.dense.sharded_dense import _OwnRows
 from torchrec_2dsp.dense.thresholded_gradients import BucketLayout
 from torchrec_2dsp.replicas.exchange import ArrivingRows, Hop
+from torchrec_2dsp.rows.rounding import StochasticRounding
 from torchrec_2dsp.rows.update import DirectUpdater
 from torchrec_2dsp.shard import initial_tables
 from torchrec_2dsp.shard.kernels import TableShard
@@ -30,7 +31,7 @@ _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
 _start, _scales = Hop.start, IntegerRows._scales
 _arrived, _take_off = LateGradients._arrived, ErrorFeedback.take_off
 _mean, _layout_of = tdsp.LocalDense.mean, BucketLayout.of
-_gathered = IdsOfWorld.gathered
+_gathered, _draws = IdsOfWorld.gathered, StochasticRounding.draws
 _stage_backward, _rows_backward = LayerStage.backward, _OwnRows.backward
 
 
@@ -65,6 +66,15 @@ def a_rank_that_rounds_otherwise() -> Patch:
                     state.copy_(torch.nextafter(state, torch.full_like(state, 9.0)))
 
     return mock.patch.object(DirectUpdater, "apply", apply_and_round)
+
+
+def a_rank_that_draws_otherwise() -> Patch:
+    """Rank 1 rounds at random by draws of its own."""
+
+    def draws(rounding: StochasticRounding, *key: Any) -> torch.Tensor:
+        return _draws(rounding, *key).add_(dist.get_rank() << 12)
+
+    return mock.patch.object(StochasticRounding, "draws", draws)
 
 
 def a_rank_that_keeps_its_own_numbers() -> Patch:

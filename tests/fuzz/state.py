@@ -137,6 +137,7 @@ class TableState:
             noise: the rounding noise of the transport and the table's type.
         """
         self._table, self._noise = table, noise
+        self._at_random = case.at_random
         self._transport = tdsp.Transport(case.sync.transport)
         is_still = table.sharding == "data_parallel"
         self._is_sent = case.groups > 1 and not table.once and not is_still
@@ -279,7 +280,10 @@ class TableState:
         weight[rows] -= lr * average / (1 - BETA1**step) / (roots + EPS)
 
     def _in_type(self, weights: torch.Tensor) -> torch.Tensor:
-        return self._noise.rounded(weights, DTYPES[self._table.dtype])
+        # At random a number becomes either neighbour, which is twice as far off.
+        for _ in range(1 + self._at_random):
+            weights = self._noise.rounded(weights, DTYPES[self._table.dtype])
+        return weights
 
 
 Grads = Mapping[str, torch.Tensor]

@@ -58,6 +58,15 @@ def is_plain(case: Case) -> bool:
     return is_small and case.loop == "plain" and case.dense.kind == DenseCase().kind
 
 
+def test_a_rank_that_draws_otherwise_is_found(healthy: Worker) -> None:
+    (module,) = REPLICAS.modules
+    tables = tuple(replace(table, dtype="fp16") for table in module.tables)
+    case = replace(REPLICAS, modules=(replace(module, tables=tables),), at_random=True)
+    faulty, sound = with_and_without(plants.a_rank_that_draws_otherwise, healthy, case)
+    assert sound.outcome == "ok", sound.text
+    assert faulty.kind == "copies differ", faulty.text
+
+
 WRONG = "wrong numbers"
 
 

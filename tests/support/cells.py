@@ -57,6 +57,8 @@ class Cell:
     """True for a plan by `parallelize`, on the cell's mesh and with its exchange."""
     proposed: bool = False
     """Whether TorchRec's planner makes the plan, of this package's proposals."""
+    rounding_seed: int | None = None
+    """The seed with which 16-bit tables are rounded at random; `None` for to the nearest."""
 
     def __str__(self) -> str:
         kind = "sequence" if self.spec.sequence else self.spec.pooling
@@ -67,6 +69,7 @@ class Cell:
         parts += [self.compute_kernel] * (self.compute_kernel != "fused")
         parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
         parts += ["full-duplex"] * self.full_duplex
+        parts += ["rounded"] * (self.rounding_seed is not None)
         parts += ["parallelized"] * self.parallelized
         parts += ["proposed"] * self.proposed + [f"{name} once" for name in self.in_world]
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper

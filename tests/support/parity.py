@@ -81,7 +81,9 @@ def make_sharder(cell: Cell, qcomms: CommType | None = None) -> Any:
         if cell.spec.sequence
         else tdsp.EmbeddingBagCollectionSharder2D
     )
-    fused_params = {"learning_rate": LR, "eps": cell.eps}
+    fused_params: dict[str, Any] = {"learning_rate": LR, "eps": cell.eps}
+    if cell.rounding_seed is not None:
+        fused_params |= {"stochastic_rounding": True, "rounding_seed": cell.rounding_seed}
     if cell.optimizer in DECAY:
         fused_params["weight_decay"] = DECAY[cell.optimizer]
     sharder: Any = kind(FUSED[cell.optimizer], fused_params=fused_params)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -68,6 +69,10 @@ VARIANTS = {
         replace(_ROWS, hot_rows=HOT_ROWS), refresh_every=4, pipeline="rows"
     ),
     "data parallel": Variant(Cell(TWO, "data_parallel")),
+    "rounded hot refresh": Variant(
+        Cell(TWO, spec=ModelSpec(data_type=DataType.FP16), hot_rows=HOT_ROWS, rounding_seed=3),
+        refresh_every=4,
+    ),
     "thresholded": Variant(Cell(TWO), dense=lambda: _thresholded(warm_up=2)),
     "thresholded rarely": Variant(Cell(ONE), dense=lambda: _thresholded(refresh=3, values="int8")),
     "thresholded owners": Variant(Cell(ONE), dense=lambda: _thresholded(route="owners")),

@@ -197,7 +197,21 @@ def needs_rule(optimizer: EmbOptimType, device_type: str) -> bool:
 
 def updates_by_rule(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     """Return whether only a rule on tensors can update this kernel's tables."""
-    return needs_rule(tbe.optimizer, torch.device(tbe.current_device).type)
+    is_rounded = rounding_of(tbe) is not None
+    return is_rounded or needs_rule(tbe.optimizer, torch.device(tbe.current_device).type)
+
+
+def rounding_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Any:
+    """Return the rounding that rules apply to this kernel's rows; `None` for to the nearest."""
+    return vars(tbe).get(_ROUNDING)
+
+
+def set_rounding(tbe: SplitTableBatchedEmbeddingBagsCodegen, rounding: object) -> None:
+    """Let only rules update this kernel's rows from now on, and round them so."""
+    setattr(tbe, _ROUNDING, rounding)
+
+
+_ROUNDING = "rounding_by_rule"
 
 
 def params_to_build(params: dict[str, Any], device: torch.device | None) -> dict[str, Any]:

@@ -386,9 +386,6 @@ def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node
             f"table {name!r} ({kind.value}) has {len(shards)} shards, but a sharding group of "
             f"{plan.mesh} has {node_size} ranks per host; plan it with local_world_size={node_size}"
         )
-    has_exact_copies = isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1
-    if has_exact_copies or kind is ShardingType2D.DATA_PARALLEL:
-        check_rounding(f"table {name!r}", table.stochastic_rounding)
 
 
 FROM_ROW_GRADIENTS = frozenset(
@@ -429,15 +426,6 @@ def fused_type_of(optimizer: type[Optimizer]) -> EmbOptimType | None:
     if issubclass(optimizer, MomentScaledRowWiseAdaGradOptimizer):
         return EmbOptimType.EXACT_ROWWISE_ADAGRAD
     return optimizer_type_to_emb_opt_type(optimizer)
-
-
-def check_rounding(where: str, stochastic_rounding: bool | None) -> None:
-    """Raise if rows that must stay equal on several ranks would be rounded at random."""
-    if stochastic_rounding:
-        raise UnsupportedError(
-            f"{where} asks for stochastic_rounding, with which exact replicas would drift apart; "
-            "leave it out, or use WeightSync without hot rows and data-parallel tables"
-        )
 
 
 def _check_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> None:

@@ -20,6 +20,7 @@ from torchrec_2dsp._compat.fbgemm import (
     max_gradient,
     optimizer_arguments,
     optimizer_states,
+    rounding_of,
     table_tensors,
     tbe_shape,
     updates_by_rule,
@@ -45,6 +46,7 @@ from torchrec_2dsp.rows.gradients import (
     RowSum,
     blocks_of,
 )
+from torchrec_2dsp.rows.rounding import rounded
 
 Rule = Callable[..., torch.Tensor]
 """An update rule: ``rule(grad, *states, weights=..., args=...)`` changes the states in place and
@@ -275,7 +277,7 @@ def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
     with more states than the rule takes computes something else.
     """
     if updates_by_rule(tbe):
-        return RULES_WITHOUT_KERNEL[tbe.optimizer]
+        return (RULES | RULES_WITHOUT_KERNEL)[tbe.optimizer]
     is_float = all(weight.is_floating_point() for weight in tbe.split_embedding_weights())
     rule = RULES.get(tbe.optimizer)
     if rule is None or is_on_gpu(tbe) or not is_float:
@@ -292,9 +294,11 @@ class DirectUpdater:
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
         self._tbe = tbe
         self._rule = rule
+        self._rounding = rounding_of(tbe)
         tables = [tuple(tensors.values()) for tensors in table_tensors(tbe)]
         self.num_tables = len(tables)
-        self._runs = [runs_of(block, tables) for block in blocks_of(tbe_shape(tbe))]
+        self._blocks = blocks_of(tbe_shape(tbe))
+        self._runs = [runs_of(block, tables) for block in self._blocks]
 
     @torch.no_grad()
     def apply(self, gradients: RowGradients) -> None:
@@ -304,12 +308,15 @@ class DirectUpdater:
             iteration=gradients.step.iteration,
             **optimizer_arguments(self._tbe, "eps", "beta1", "beta2", "weight_decay"),
         )
-        for runs, block in zip(self._runs, gradients.blocks, strict=True):
+        for shape, runs, block in zip(self._blocks, self._runs, gradients.blocks, strict=True):
             keys = block.keys.long()
             bounds = constant(tuple(run.first_key for run in runs[1:]), keys.device)
             ends = torch.searchsorted(keys, bounds).tolist()
             parts = keys.tensor_split(ends), block.grads.tensor_split(ends)
-            for run, run_keys, grad in zip(runs, *parts, strict=True):
+            draws: Sequence[torch.Tensor | None] = [None] * len(runs)
+            if self._rounding is not None:
+                draws = self._rounding.draws(shape, keys, args.iteration).tensor_split(ends)
+            for run, run_keys, grad, run_draws in zip(runs, *parts, draws, strict=True):
                 rows = run_keys - run.first_key
                 weights, *states = run.tensors
                 row_states = [state.index_select(0, rows) for state in states]
@@ -321,7 +328,7 @@ class DirectUpdater:
                 )
                 for state, row_state in zip(states, row_states, strict=True):
                     state.index_copy_(0, rows, row_state)
-                _subtract(weights, rows, step)
+                _subtract(weights, rows, step, run_draws)
 
 
 class OnePassUpdater:
@@ -379,14 +386,17 @@ def _rows_of(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return weights.index_select(0, rows).float()
 
 
-def _subtract(weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor) -> None:
+def _subtract(
+    weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor, draws: torch.Tensor | None
+) -> None:
     """Subtract ``step`` from these rows in ``weights``; no row may occur twice."""
     if weights.dtype == step.dtype:
         # With ``alpha=-1`` and a positive step, torch takes three times as long.
         weights.index_add_(0, rows, step.neg_())
-    else:
-        # A step in the weights' own type would be rounded before the difference is.
-        weights.index_copy_(0, rows, (weights.index_select(0, rows) - step).to(weights.dtype))
+        return
+    # A step in the weights' own type would be rounded before the difference is.
+    exact, dtype = weights.index_select(0, rows) - step, weights.dtype
+    weights.index_copy_(0, rows, exact.to(dtype) if draws is None else rounded(exact, draws, dtype))
 
 
 @dataclass(frozen=True)

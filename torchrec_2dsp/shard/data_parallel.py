@@ -161,8 +161,8 @@ def _fused(config: GroupedEmbeddingConfig, device: torch.device) -> GroupedEmbed
     params = dict(config.fused_params or {})
     # Merged over all ranks the moments are exact: no moment scale here.
     params.pop(MOMENT_SCALE, None)
-    # FBGEMM rounds 16-bit tables at random by default.
-    params["stochastic_rounding"] = False
+    # FBGEMM rounds 16-bit tables at random by default, and each rank its own way.
+    params.setdefault("stochastic_rounding", False)
     kernel = EmbeddingComputeKernel.FUSED
     tables = [_on_this_rank(table, device) for table in config.embedding_tables]
     return replace(config, embedding_tables=tables, compute_kernel=kernel, fused_params=params)

@@ -40,7 +40,7 @@ from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
-from torchrec_2dsp.shard.kernels import MOMENT_SCALE, Kernel
+from torchrec_2dsp.shard.kernels import OWN_PARAMS, Kernel
 from torchrec_2dsp.shard.stages import (
     BatchNotes,
     HotBatch,
@@ -120,6 +120,10 @@ class HotSets:
         cold, batch = split_hot_rows(features, ids)
         self._waiting = [*self._still_waiting(), weakref.ref(batch)]
         return cold, batch
+
+    def numbers(self, table: str, slots: torch.Tensor) -> torch.Tensor:
+        """Return the rows that replicas hold in these slots."""
+        return self.held.by_table[table][slots]
 
     def looked_up(self, batch: HotBatch) -> None:
         """Note that a batch no longer waits."""
@@ -235,7 +239,7 @@ class HotTbe:
         """The kernel's tables."""
         on_cpu = device.type == "cpu"
         # Merged over all ranks the moments are exact: no moment scale here.
-        fused_params = {name: value for name, value in fused_params.items() if name != MOMENT_SCALE}
+        own = {name: value for name, value in fused_params.items() if name not in OWN_PARAMS}
         tbe = SplitTableBatchedEmbeddingBagsCodegen(
             embedding_specs=[
                 (
@@ -250,9 +254,9 @@ class HotTbe:
             pooling_mode=PoolingMode.NONE if slices[0].is_sequence else PoolingMode.SUM,
             weights_precision=data_type_to_sparse_type(slices[0].data_type),
             device=device,
-            **params_to_build(fused_params, device),
+            **params_to_build(own, device),
         )
-        adopt_optimizer(tbe, fused_params)
+        adopt_optimizer(tbe, own)
         self.capture = RowCapture(
             tbe,
             [hot.table for hot in slices],
@@ -395,6 +399,10 @@ class HotRows(Stage):
     def kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """Return the kernels that hold the replicas."""
         return [tbe.capture.tbe for tbe in self._tbes]
+
+    def slices(self) -> list[list[HotSlice]]:
+        """Return these kernels' tables."""
+        return [tbe.slices for tbe in self._tbes]
 
     @torch.no_grad()
     def before_read(self) -> None:

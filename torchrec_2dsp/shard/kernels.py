@@ -51,7 +51,9 @@ from torchrec_2dsp.rows.update import (
 )
 
 MOMENT_SCALE = "moment_scale"
-"""The fused parameter that the kernels take besides FBGEMM's own."""
+ROUNDING_SEED = "rounding_seed"
+OWN_PARAMS = (MOMENT_SCALE, ROUNDING_SEED)
+"""The fused parameters that the kernels take besides FBGEMM's own."""
 _IN_HOST_MEMORY = EmbeddingComputeKernel.FUSED_UVM
 
 
@@ -295,7 +297,7 @@ def _kernel_config(
 ) -> GroupedEmbeddingConfig:
     """Return ``config`` with fused parameters that FBGEMM knows, in FBGEMM's units."""
     params = params_to_build(dict(config.fused_params or {}), device)
-    scale = params.pop(MOMENT_SCALE, 1.0)
+    scale, _ = params.pop(MOMENT_SCALE, 1.0), params.pop(ROUNDING_SEED, None)
     if scale != 1.0:
         for name in ("learning_rate", "eps"):
             params[name] = to_kernel_units(params[name], scale)

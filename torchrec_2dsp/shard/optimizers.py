@@ -22,11 +22,11 @@ from torchrec_2dsp.optim import (
     MomentScaledRowWiseAdaGrad,
     MomentScaledRowWiseAdaGradOptimizer,
 )
-from torchrec_2dsp.plan.fits_module import FROM_ROW_GRADIENTS, check_rounding, fused_type_of
+from torchrec_2dsp.plan.fits_module import FROM_ROW_GRADIENTS, fused_type_of
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync
-from torchrec_2dsp.shard.kernels import MOMENT_SCALE
+from torchrec_2dsp.shard.kernels import MOMENT_SCALE, OWN_PARAMS, ROUNDING_SEED
 
 Optimizer = MomentScaledRowWiseAdaGrad | EmbOptimType
 
@@ -120,17 +120,15 @@ def params_for_plan(
         scale = optimizer.moment_scale
         if not isinstance(scale, Mapping):
             params[MOMENT_SCALE] = _resolved(scale, plan)
-    if keeps_exact_copies(plan) or any(is_data_parallel(plan, name) for name in plan):
-        check_rounding("fused_params", params.get("stochastic_rounding"))
     if keeps_exact_copies(plan):
-        # FBGEMM rounds 16-bit tables at random by default.
-        params["stochastic_rounding"] = False
+        # FBGEMM rounds 16-bit tables at random by default, and each rank its own way.
+        params.setdefault("stochastic_rounding", False)
     return params
 
 
 def params_without_optimizer(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return fused parameters for tables that aren't trained: plain SGD has no state."""
-    of_optimizer = {*_USED_BY, *_ONLY_ON_CUDA, MOMENT_SCALE}
+    of_optimizer = {*_USED_BY, *_ONLY_ON_CUDA, *OWN_PARAMS, "stochastic_rounding"}
     others = {name: value for name, value in params.items() if name not in of_optimizer}
     return {**others, "optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
 
@@ -154,6 +152,7 @@ def check_optimizers(
     for table, optimizer, arguments in _optimizers(module, params):
         _check_arguments(optimizer, arguments, device_type)
         _check_single_rows(table, optimizer, plan)
+        _check_rounding(module, table, optimizer, {**params, **arguments}, plan)
         if needs_rule(optimizer, device_type):
             _check_rule(module, table, optimizer, {**params, **arguments})
         elif device_type == "cpu" and optimizer not in ON_CPU:
@@ -191,14 +190,52 @@ def _check_rule(
                 f"{name}={arguments[name]!r} is unknown to {_name(optimizer)} on a CPU; leave it "
                 "out, or train on CUDA"
             )
+    data_type = _data_type(module, table)
+    if data_type not in _FLOATS:
+        raise UnsupportedError(
+            f"table {table!r} has data_type={data_type!r}, which {_name(optimizer)} "
+            "can't update on a CPU; use FP32, FP16 or BF16"
+        )
+
+
+def _check_rounding(
+    module: nn.Module,
+    table: str,
+    optimizer: EmbOptimType,
+    arguments: Mapping[str, Any],
+    plan: ModulePlan2D,
+) -> None:
+    """Refuse what rules on tensors can't round at random; FBGEMM would, unlike on each copy."""
+    is_random, seed = arguments.get("stochastic_rounding"), arguments.get(ROUNDING_SEED)
+    if table in plan and plan[table].stochastic_rounding is not None:
+        is_random = plan[table].stochastic_rounding
+    elif seed is not None and not is_random:
+        raise ConfigError(f"rounding_seed={seed!r} does nothing without stochastic_rounding=True")
+    if seed is not None and type(seed) is not int:
+        raise ConfigError(f"rounding_seed={seed!r} is no seed; use an integer")
+    data_type = _data_type(module, table)
+    if not is_random or data_type is DataType.FP32:
+        return
+    if data_type not in _FLOATS:
+        raise UnsupportedError(
+            f"table {table!r} has data_type={data_type!r}, which stochastic_rounding can't round "
+            "alike on all copies; use FP16, or leave it out"
+        )
+    unknown = _ONLY_ON_CUDA if optimizer in _ADAMS else (*_ONLY_ON_CUDA, *_IGNORED_ON_CPU)
+    given = [f"{name}={arguments[name]!r}" for name in unknown if arguments.get(name)]
+    if given or optimizer not in FROM_ROW_GRADIENTS:
+        raise UnsupportedError(
+            f"stochastic_rounding of table {table!r} isn't possible with "
+            f"{' and '.join([_name(optimizer), *given])}, because rules on tensors update it; "
+            f"leave it out, or use one of {_names(FROM_ROW_GRADIENTS)}"
+        )
+
+
+def _data_type(module: nn.Module, table: str) -> DataType:
+    """Return a table's type, by its collection's configs."""
     of_kind = "embedding_bag_configs", "embedding_configs"
     configs = [config for name in of_kind for config in getattr(module, name, list)()]
-    for config in configs:
-        if config.name == table and config.data_type not in _FLOATS:
-            raise UnsupportedError(
-                f"table {table!r} has data_type={config.data_type!r}, which {_name(optimizer)} "
-                "can't update on a CPU; use FP32, FP16 or BF16"
-            )
+    return next((config.data_type for config in configs if config.name == table), DataType.FP32)
 
 
 def _check_arguments(

@@ -33,6 +33,7 @@ from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
 from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication
+from torchrec_2dsp.shard.rounding import round_updates
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
@@ -66,16 +67,7 @@ class Tables2D:
         all_configs = replication.tables_beside or configs
         is_weighted, alarm = has_weights(unsharded), self.groups.alarm
         self._batch_check = BatchCheck(all_configs, replication.bad_ids, alarm, is_weighted)
-        hot_rows = HotRows(
-            configs,
-            dict(plan.tables()),
-            fused_params_of(module),
-            self._kernels,
-            self.groups,
-            replication.sync,
-            device,
-            self.complete_state,
-        )
+        hot_rows = self._make_hot_rows(configs, plan, replication, device)
         self.hot_sets: HotSets = hot_rows.sets
         self.hot_rows = hot_rows if self.hot_sets.by_table else None
         """The replicated hot rows, if any."""
@@ -106,6 +98,24 @@ class Tables2D:
         self._configs, self._arrangement = configs, arrangement
         self._needs_keyed_jagged = any(stage.needs_keyed_jagged for stage in self.stages)
         self._watch_state()
+
+    def _make_hot_rows(
+        self, configs: list[Any], plan: ModulePlan2D, replication: Replication, device: torch.device
+    ) -> HotRows:
+        """Make the hot rows, if any, and let their kernels and the others round alike."""
+        tables, fused_params = dict(plan.tables()), fused_params_of(self.module)
+        hot_rows = HotRows(
+            configs,
+            tables,
+            fused_params,
+            self._kernels,
+            self.groups,
+            replication.sync,
+            device,
+            self.complete_state,
+        )
+        round_updates(self.kernels(), hot_rows, tables, fused_params)
+        return hot_rows
 
     def _actions_beside(self, replication: Replication) -> Iterator[SyncAction]:
         """Yield the sync actions of rows that all ranks hold, and of early rows."""

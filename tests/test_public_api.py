@@ -21,6 +21,7 @@ PUBLIC_NAMES = [
     "EmbeddingCollectionSharder2D",
     "Exchange",
     "ExchangeProposer",
+    "FeatureProcessedEmbeddingBagCollectionSharder2D",
     "FullyShardedDense",
     "GradientSync",
     "GroupSizeProposer",

@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.samples.balanced_batches import BalancedBatches as BalancedBatches
     from torchrec_2dsp.samples.deal import SampleCost as SampleCost
     from torchrec_2dsp.shard.default_sharders import (
+        FeatureProcessedEmbeddingBagCollectionSharder2D as FeatureProcessedEmbeddingBagCollectionSharder2D,  # noqa: E501
         ManagedCollisionEmbeddingBagCollectionSharder2D as ManagedCollisionEmbeddingBagCollectionSharder2D,  # noqa: E501
         ManagedCollisionEmbeddingCollectionSharder2D as ManagedCollisionEmbeddingCollectionSharder2D,  # noqa: E501
         get_default_sharders as get_default_sharders,
@@ -155,6 +156,7 @@ _MODULE_OF = {
     "SampleCost": "torchrec_2dsp.samples.deal",
     "get_default_sharders": "torchrec_2dsp.shard.default_sharders",
     "EmbeddingCollectionSharder2D": "torchrec_2dsp.shard.sharders",
+    "FeatureProcessedEmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.default_sharders",
     "ManagedCollisionEmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.default_sharders",
     "ManagedCollisionEmbeddingCollectionSharder2D": "torchrec_2dsp.shard.default_sharders",
     "EmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.sharders",

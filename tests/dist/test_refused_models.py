@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         (pruned_by_hand, "GenericITEPModule, which prunes rows by what each rank has seen; use"),
         (
             processed_bags,
-            "FeatureProcessedEmbeddingBagCollection, which trains weights of ids, whose",
+            "FeatureProcessedEmbeddingBagCollection, which trains feature processors, whose",
         ),
         (
             fused_bags,

@@ -1,6 +1,7 @@
 """Small models and batches whose training can be followed number by number."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,11 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.feature_processor_ import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
@@ -46,6 +52,8 @@ class ModelSpec:
     weighted: bool = False
     sequence: bool = False
     data_type: DataType = DataType.FP32
+    positions: str = ""
+    """Position weights: "collection" for most features, "modules" for each one; none by default."""
 
     @property
     def features(self) -> list[tuple[str, TableSpec]]:
@@ -77,7 +85,7 @@ class BagModel(nn.Module):
     def __init__(self, spec: ModelSpec, device: str = "cpu") -> None:
         super().__init__()
         self.features = [feature for feature, _ in spec.features]
-        self.ebc = EmbeddingBagCollection(
+        self.ebc: Any = EmbeddingBagCollection(
             device=torch.device(device),
             is_weighted=spec.weighted,
             tables=[
@@ -92,6 +100,8 @@ class BagModel(nn.Module):
                 for table in spec.tables
             ],
         )
+        if spec.positions:
+            self.ebc = FeatureProcessedEmbeddingBagCollection(self.ebc, processors_of(spec))
         self.over = nn.Linear(sum(table.dim for _, table in spec.features), 1)
 
     def joined(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -102,6 +112,26 @@ class BagModel(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         return self.over(self.joined(features)).squeeze(1)
+
+
+NUM_POSITIONS = 6
+"""Position weights of a feature: more than most test batches have ids in a bag."""
+
+
+def processors_of(spec: ModelSpec) -> Any:
+    """Return position weights that differ; the last feature has none in a collection."""
+    features = [feature for feature, _ in spec.features]
+    if spec.positions == "collection":
+        lengths = dict.fromkeys(features[:-1], NUM_POSITIONS)
+        processors: Any = PositionWeightedModuleCollection(lengths)
+        weights = processors.position_weights.values()
+    else:
+        processors = {name: PositionWeightedModule(NUM_POSITIONS) for name in features}
+        weights = [processor.position_weight for processor in processors.values()]
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(0.5 + torch.rand(NUM_POSITIONS))
+    return processors
 
 
 class SequenceModel(nn.Module):
@@ -151,7 +181,8 @@ def build(spec: ModelSpec, seed: int = 0, device: str = "cpu") -> Model:
 def tables_of(model: nn.Module) -> nn.ModuleDict:
     """Return the embedding modules of an unsharded or sharded model, by table."""
     if hasattr(model, "ebc"):
-        return model.ebc.embedding_bags  # type: ignore[union-attr]
+        ebc: Any = model.ebc
+        return getattr(ebc, "_embedding_bag_collection", ebc).embedding_bags
     return model.ec.embeddings  # type: ignore[union-attr]
 
 

@@ -88,6 +88,8 @@ def make_sharder(cell: Cell, qcomms: CommType | None = None) -> Any:
         fused_params["weight_decay"] = DECAY[cell.optimizer]
     sharder: Any = kind(FUSED[cell.optimizer], fused_params=fused_params)
     sharder.always_capture = cell.always_capture
+    if cell.spec.positions:
+        return tdsp.FeatureProcessedEmbeddingBagCollectionSharder2D(sharder)
     if qcomms is not None:
         codecs = get_qcomm_codecs_registry(QCommsConfig(qcomms, qcomms), device=rank_device())
         sharder._qcomm_codecs_registry = codecs
@@ -227,7 +229,8 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
     """Every local shard and moment against the oracle's."""
     weight_gap, moment_gap, count = 0.0, 0.0, 0
     for name, value in parallel.state_dict().items():
-        table = name.split(".")[-2] if name.startswith(("ebc", "ec")) else None
+        is_table = ".embedding_bags." in name or ".embeddings." in name
+        table = name.split(".")[-2] if is_table else None
         if table is None:
             expected = oracle.model.state_dict()[name]
             dense = value.full_tensor() if isinstance(value, DTensor) else value

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -93,6 +94,8 @@ def make_stock(cell: Cell, plan: ShardingPlan | None = None) -> DistributedModel
     kind = EmbeddingCollectionSharder if cell.spec.sequence else AnyTypeSharder
     fused_params = {"optimizer": FUSED[cell.optimizer], "learning_rate": LR, "eps": cell.eps}
     sharders: Any = [kind(fused_params=fused_params)]
+    if cell.spec.positions:
+        sharders = [FeatureProcessedEmbeddingBagCollectionSharder(*sharders)]
     parallel = DistributedModelParallel(
         module=on_rank_device(model),
         device=rank_device(),
@@ -242,7 +245,10 @@ def check_arrivals(pool: RankPool, trips: list[Trip], folder: Path) -> None:
         for trip, arrival in zip(trips, of_rank, strict=True):
             tables = len(trip.source.spec.tables)
             has_moments = trip.source.optimizer != "sgd"
-            assert arrival.num_tensors == tables * (1 + has_moments) + 2, trip
+            # A feature's position weights are one tensor; the last one has none in a collection.
+            positions = {"": 0, "collection": -1}.get(trip.source.spec.positions, 0)
+            positions += len(trip.source.spec.features) * bool(trip.source.spec.positions)
+            assert arrival.num_tensors == tables * (1 + has_moments) + 2 + positions, trip
             assert arrival.different == (), trip
             assert arrival.equal_before == (), trip
             assert arrival.source_gap < TOLERANCE, trip

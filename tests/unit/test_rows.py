@@ -41,7 +41,7 @@ from torchrec_2dsp._compat.fbgemm import (
     learning_rate_of,
     set_learning_rate,
 )
-from torchrec_2dsp.errors import SyncError, UnsupportedError
+from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.rows.gradients import RowSum
 from torchrec_2dsp.rows.update import (
@@ -218,13 +218,20 @@ def test_the_iteration_is_that_of_the_forward() -> None:
     assert [backward.lookup.iteration for backward in capture.take()] == [1, 2]
 
 
-def test_weights_that_need_a_gradient_are_refused() -> None:
-    case = Case(weighted=True)
+def test_weights_get_the_gradients_of_the_kernels_own_backward() -> None:
+    """With tables of several dimensions, whose features don't follow one another."""
+    tables, feature_tables = ((11, 8), (7, 16), (5, 8)), (0, 1, 0, 2)
+    case = Case(tables, feature_tables, weighted=True, optimizer=SGD)
     ids, offsets, weights = make_ids(case, 0)
     assert weights is not None
-    weights.requires_grad_()
-    with pytest.raises(UnsupportedError, match="detach the weights, or use WeightSync"):
-        captured(row_capture(make_tbe(case)), (ids, offsets, weights))
+    own, expected = weights.clone().requires_grad_(), weights.clone().requires_grad_()
+    output = captured(row_capture(make_tbe(case)), (ids, offsets, own))
+    grad = upstream_gradient(output, 0)
+    output.backward(grad)
+    make_tbe(case)(ids, offsets, expected).backward(grad)
+    assert own.grad is not None
+    assert own.grad.abs().min() > 0
+    torch.testing.assert_close(own.grad, expected.grad, rtol=ROUNDING, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.errors import ConfigError
@@ -21,7 +22,8 @@ def dense_parts(
     """Yield the largest modules that hold parameters and no tables, by name.
 
     Raises:
-        ConfigError: a module that holds tables, or one of ``apart``, holds a parameter itself too.
+        ConfigError: a module that holds tables, or one of ``apart``, holds a parameter itself too;
+            or a sharded module trains position weights.
     """
     is_part = isinstance(model, apart)
     if is_part or not any(isinstance(part, (ShardedModule, *apart)) for part in model.modules()):
@@ -29,6 +31,12 @@ def dense_parts(
             yield name, model
         return
     if isinstance(model, ShardedModule):
+        for param, weight in in_backward_optimizer_filter(model.named_parameters()):
+            if weight.requires_grad:
+                raise ConfigError(
+                    f"module {name!r} trains {param!r} beside its tables, which {wrapper} can't; "
+                    "run the dense part in DDP, which is the default"
+                )
         return
     for param, _ in model.named_parameters(recurse=False):
         beside = " or ".join(["tables", *(f"a {kind.__name__}" for kind in apart)])

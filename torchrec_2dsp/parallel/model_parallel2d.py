@@ -32,6 +32,7 @@ from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_action import SyncReason, SyncReport
 from torchrec_2dsp.shard.default_sharders import (
+    FeatureProcessedEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingCollectionSharder2D,
     get_default_sharders,
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 _SHARDERS = (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
+    FeatureProcessedEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingCollectionSharder2D,
 )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper
@@ -15,6 +16,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, StorageRese
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.feature_processors import bag_sharder_of
 from torchrec_2dsp._compat.managed_collisions import table_sharder_of
 from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
@@ -31,6 +33,7 @@ from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.serialize import load
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.shard.default_sharders import (
+    FeatureProcessedEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingCollectionSharder2D,
     all_sharders,
@@ -180,6 +183,8 @@ def _as_ours(sharder: Any) -> Any:
         return EmbeddingCollectionSharder2D(
             sharder.fused_params, sharder.qcomm_codecs_registry, dedups_ids(sharder)
         )
+    if type(sharder) is FeatureProcessedEmbeddingBagCollectionSharder:
+        return FeatureProcessedEmbeddingBagCollectionSharder2D(_as_ours(bag_sharder_of(sharder)))
     if type(sharder) is ManagedCollisionEmbeddingBagCollectionSharder:
         return ManagedCollisionEmbeddingBagCollectionSharder2D(_as_ours(table_sharder_of(sharder)))
     if type(sharder) is ManagedCollisionEmbeddingCollectionSharder:

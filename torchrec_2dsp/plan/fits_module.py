@@ -11,13 +11,11 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from torch import nn
-from torch.optim import Optimizer
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
 )
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -37,7 +35,12 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 
-from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp._compat.feature_processors import (
+    collection_in,
+    position_weights,
+    processors_in,
+    trains_processors,
+)
 from torchrec_2dsp._compat.managed_collisions import (
     collection_of,
     id_maps_of,
@@ -46,7 +49,6 @@ from torchrec_2dsp._compat.managed_collisions import (
 )
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
-from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, is_proposed
 from torchrec_2dsp.plan.sync import GradientSync
@@ -81,9 +83,9 @@ _REASONS |= {
         "ManagedCollisionEmbeddingCollectionSharder2D, which get_default_sharders() has"
     ),
     _PROCESSED: (
-        "trains weights of ids, whose gradients are lost where ids travel; freeze its feature "
-        "processors with requires_grad_(False), or use its collection alone and give it weights "
-        "with each batch"
+        "trains feature processors, whose gradients are lost where its collection alone is "
+        "sharded; pass a FeatureProcessedEmbeddingBagCollectionSharder2D, which "
+        "get_default_sharders() has, or freeze the processors with requires_grad_(False)"
     ),
 }
 
@@ -125,7 +127,15 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     for module, path in managed.items():
         check_managed(module, path)
         sharded[collection_of(module)] = path
-    in_managed = {part for module in managed for part in module.modules()}
+    processed = {
+        module: path
+        for path, module in model.named_modules()
+        if isinstance(module, _PROCESSED) and (chosen is None or path in chosen)
+    }
+    for module, path in processed.items():
+        check_processed(module, path)
+        sharded[collection_in(module)] = path
+    in_managed = {part for module in (*managed, *processed) for part in module.modules()}
     for path, module in model.named_modules():
         if module in in_managed:
             continue
@@ -144,7 +154,7 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
     """
     kind_name = type(holder).__name__
     for kind, reason in _REASONS.items():
-        if isinstance(holder, kind) and (kind is not _PROCESSED or _trains_processors(holder)):
+        if isinstance(holder, kind) and (kind is not _PROCESSED or trains_processors(holder)):
             subject = "the model has" if path is None else f"module {path!r} is"
             raise UnsupportedError(f"{subject} a {kind_name}, which {reason}")
     first_names: dict[nn.Module, str] = {}
@@ -208,6 +218,39 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
         )
 
 
+_MAX_SLOTS = 2**24
+"""Position weights travel by their numbers, as float32."""
+
+
+def check_processed(module: Any, path: str) -> None:
+    """Raise `UnsupportedError` unless a module's feature processors can be trained, or are frozen.
+
+    Args:
+        module: a collection with feature processors.
+        path: its path in the model.
+    """
+    if not trains_processors(module):
+        return
+    weights = position_weights(processors_in(module))
+    if weights is None:
+        raise UnsupportedError(
+            f"module {path!r} trains feature processors that aren't position weights; use "
+            "PositionWeightedModule or PositionWeightedModuleCollection, or freeze the processors "
+            "with requires_grad_(False)"
+        )
+    if sum(map(len, weights.values())) >= _MAX_SLOTS:
+        raise UnsupportedError(
+            f"module {path!r} has {sum(map(len, weights.values()))} position weights, of which "
+            f"less than {_MAX_SLOTS} can be told apart; give a smaller max_feature_length"
+        )
+    if frozen := frozen_tables(collection_in(module)):
+        raise UnsupportedError(
+            f"table {frozen[0]!r} of module {path!r} has requires_grad=False, but trained position "
+            "weights, whose gradients need a trained table's lookup; freeze the feature processors "
+            "or train the table"
+        )
+
+
 def frozen_tables(collection: nn.Module) -> list[str]:
     """Return the names of a collection's tables that aren't trained."""
     return [name for name, table in _tables_of(collection) if not table.weight.requires_grad]
@@ -216,11 +259,6 @@ def frozen_tables(collection: nn.Module) -> list[str]:
 def check_untied(collection: nn.Module) -> None:
     """Raise `UnsupportedError` if tables of a collection share a parameter."""
     _check_tied(collection, [collection])
-
-
-def _trains_processors(holder: nn.Module) -> bool:
-    others = (child for child in holder.children() if not isinstance(child, COLLECTIONS))
-    return any(param.requires_grad for child in others for param in child.parameters())
 
 
 def _check_tied(model: nn.Module, sharded: Iterable[nn.Module]) -> None:
@@ -386,46 +424,6 @@ def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node
             f"table {name!r} ({kind.value}) has {len(shards)} shards, but a sharding group of "
             f"{plan.mesh} has {node_size} ranks per host; plan it with local_world_size={node_size}"
         )
-
-
-FROM_ROW_GRADIENTS = frozenset(
-    {
-        EmbOptimType.EXACT_SGD,
-        EmbOptimType.EXACT_ADAGRAD,
-        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        EmbOptimType.ADAM,
-        EmbOptimType.PARTIAL_ROWWISE_ADAM,
-        EmbOptimType.LAMB,
-        EmbOptimType.PARTIAL_ROWWISE_LAMB,
-    }
-)
-"""Updates that see nothing but a row's summed gradient and the schedule."""
-
-
-def can_be_data_parallel(optimizer: EmbOptimType | type[Optimizer]) -> bool:
-    """Return whether a fused optimizer can train data-parallel tables.
-
-    ``optimizer`` is the fused kernel's name for it, or the class that was applied.
-
-    Example:
-        >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        >>> from torchrec_2dsp.plan.fits_module import can_be_data_parallel
-        >>> can_be_data_parallel(EmbOptimType.ADAM), can_be_data_parallel(EmbOptimType.LARS_SGD)
-        (True, False)
-    """
-    try:
-        kind = fused_type_of(optimizer) if isinstance(optimizer, type) else optimizer
-    except ValueError:
-        # TorchRec knows no kernel for it.
-        return False
-    return kind in FROM_ROW_GRADIENTS
-
-
-def fused_type_of(optimizer: type[Optimizer]) -> EmbOptimType | None:
-    """Return the fused kernel's name for an optimizer's class."""
-    if issubclass(optimizer, MomentScaledRowWiseAdaGradOptimizer):
-        return EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    return optimizer_type_to_emb_opt_type(optimizer)
 
 
 def _check_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> None:

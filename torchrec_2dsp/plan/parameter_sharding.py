@@ -7,12 +7,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torchrec.distributed.types import ParameterSharding, ShardingType
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.plan.sync import SyncConfig
 
 MAX_ROWS = math.isqrt(2**63 - 1)
@@ -352,3 +356,43 @@ def num_rows(sharding: ParameterSharding) -> int | None:
     if not shards:
         return None
     return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)
+
+
+FROM_ROW_GRADIENTS = frozenset(
+    {
+        EmbOptimType.EXACT_SGD,
+        EmbOptimType.EXACT_ADAGRAD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        EmbOptimType.ADAM,
+        EmbOptimType.PARTIAL_ROWWISE_ADAM,
+        EmbOptimType.LAMB,
+        EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    }
+)
+"""Updates that see nothing but a row's summed gradient and the schedule."""
+
+
+def can_be_data_parallel(optimizer: EmbOptimType | type[Optimizer]) -> bool:
+    """Return whether a fused optimizer can train data-parallel tables.
+
+    ``optimizer`` is the fused kernel's name for it, or the class that was applied.
+
+    Example:
+        >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        >>> from torchrec_2dsp.plan.parameter_sharding import can_be_data_parallel
+        >>> can_be_data_parallel(EmbOptimType.ADAM), can_be_data_parallel(EmbOptimType.LARS_SGD)
+        (True, False)
+    """
+    try:
+        kind = fused_type_of(optimizer) if isinstance(optimizer, type) else optimizer
+    except ValueError:
+        # TorchRec knows no kernel for it.
+        return False
+    return kind in FROM_ROW_GRADIENTS
+
+
+def fused_type_of(optimizer: type[Optimizer]) -> EmbOptimType | None:
+    """Return the fused kernel's name for an optimizer's class."""
+    if issubclass(optimizer, MomentScaledRowWiseAdaGradOptimizer):
+        return EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    return optimizer_type_to_emb_opt_type(optimizer)

@@ -18,14 +18,22 @@ from torchrec_2dsp._compat.fbgemm import (
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.groups import Peers
-from torchrec_2dsp.errors import SyncError, UnsupportedError
+from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.replicas.exchange import (
     Announcement,
     GradientExchange,
     PendingGradients,
     TrackedLookup,
 )
-from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows, added_up, blocks_of
+from torchrec_2dsp.rows.gradients import (
+    Block,
+    BlockGradients,
+    Lookup,
+    LookupRows,
+    added_up,
+    blocks_of,
+)
+from torchrec_2dsp.rows.update import read_rows, runs_of
 
 _LABEL = "## capture rows ##"
 
@@ -75,12 +83,6 @@ class RowCapture:
         Collectives:
             A small all-gather over the peers, which nobody waits for before the backward.
         """
-        if weights is not None and weights.requires_grad:
-            raise UnsupportedError(
-                "per-sample weights that need a gradient (feature processors) can't be trained "
-                "with GradientSync, hot rows or data-parallel tables; detach the weights, or use "
-                "WeightSync and other sharding types"
-            )
         return _CapturedLookup.apply(self._anchor, self, run, weights)
 
     def tracked(self, weights: torch.Tensor | None) -> TrackedLookup:
@@ -102,6 +104,16 @@ class RowCapture:
                 bound *= self._divisor
             gradients = lookup.rows.gradients(grad_output, bound)
             self._pending.append(PendingGradients(gradients, lookup, self._divisor))
+
+    def weight_gradients(self, lookup: TrackedLookup, grad_output: torch.Tensor) -> torch.Tensor:
+        """Return the gradients of a lookup's per-sample weights; its rows haven't changed since."""
+        tables = [(weight.detach(),) for weight in self.tbe.split_embedding_weights()]
+
+        def read(block: Block, keys: torch.Tensor) -> torch.Tensor:
+            return read_rows(runs_of(block, tables), keys).float()
+
+        with record_function(_LABEL):
+            return lookup.rows.weight_gradients(grad_output, read)
 
     def take(self) -> list[PendingGradients]:
         """Send all captured backwards' gradients, and return them in order.
@@ -171,6 +183,10 @@ class _CapturedLookup(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None, None]:
+    def backward(
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[None, None, None, torch.Tensor | None]:
         ctx.capture.record(ctx.lookup, grad_outputs[0])
-        return None, None, None, None
+        if not ctx.needs_input_grad[3]:
+            return None, None, None, None
+        return None, None, None, ctx.capture.weight_gradients(ctx.lookup, grad_outputs[0])

@@ -4,7 +4,8 @@ A TBE's tables with one dimension form a block, whose rows are numbered through.
 its block is its *key*: one sort over keys replaces one per table.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -170,6 +171,23 @@ class RowSum:
         places = torch.arange(parts.shape[0], device=parts.device)
         return sum_bags(parts, places, torch.searchsorted(bounds, self._offsets))
 
+    def weighed(self, weigh: Callable[[torch.Tensor], torch.Tensor]) -> "RowSum":
+        """Return the same sum with other weights, which ``weigh`` makes of these."""
+        assert self._weights is not None
+        other = copy.copy(self)
+        other._weights = weigh(self._weights).detach()
+        return other
+
+    def weight_gradients(self, rows: torch.Tensor, contributions: torch.Tensor) -> torch.Tensor:
+        """Return the gradients of weights with which rows were summed, in the given order.
+
+        Each is the inner product of the weight's row and its contribution.
+        """
+        numbers = torch.arange(self.keys.numel(), device=self.keys.device)
+        per_id = repeated(numbers, self._counts, self._order.numel())
+        products = rows.index_select(0, per_id) * contributions.index_select(0, self._sources)
+        return products.new_empty(len(products)).index_copy_(0, self._order, products.sum(dim=1))
+
 
 _PART = 512
 """The most contributions that are added one after the other where rows have more. A warp adds one
@@ -182,6 +200,7 @@ class LookupRows:
     def __init__(self, shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> None:
         self._shape = shape
         self._blocks = tuple(blocks)
+        self._offsets = lookup.offsets
         self.sums = tuple(
             _sum_by_row(shape, block, *occurrences)
             for block, occurrences in zip(blocks, _by_block(shape, blocks, lookup), strict=True)
@@ -199,6 +218,22 @@ class LookupRows:
             BlockGradients(rows.keys.long(), rows.of(self._contributions(block, grad_output)))
             for block, rows in zip(self._blocks, self.sums, strict=True)
         ]
+
+    def weight_gradients(
+        self, grad_output: torch.Tensor, read: Callable[[Block, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the per-sample weights' gradients; ``read`` returns a block's rows by keys."""
+        grad_output = grad_output.float()
+        sizes = self._offsets[:: (len(self._offsets) - 1) // len(self._shape.feature_tables)].diff()
+        sizes = sizes.tolist()
+        by_feature: dict[int, torch.Tensor] = {}
+        for block, rows in zip(self._blocks, self.sums, strict=True):
+            grads = rows.weight_gradients(
+                read(block, rows.keys.long()), self._contributions(block, grad_output)
+            )
+            parts = grads.split([sizes[feature] for feature in block.features])
+            by_feature |= zip(block.features, parts, strict=True)
+        return torch.cat([by_feature[feature] for feature in sorted(by_feature)])
 
     def _contributions(self, block: Block, grad_output: torch.Tensor) -> torch.Tensor:
         """Return a contribution per bag, `[batch x features, dim]`, or per id, `[ids, dim]`."""

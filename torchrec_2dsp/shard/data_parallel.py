@@ -134,7 +134,9 @@ class DpPooled(DpPooledEmbeddingSharding):
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's copy."""
         facts = _as_one_shard(facts_of_whole_tables(self))
-        return pooled_lookup(facts, device, feature_processor, None, WholeTablesBags)
+        return pooled_lookup(
+            facts, device, feature_processor, None, WholeTablesBags, scale_weight_gradients=False
+        )
 
 
 class DpSequence(DpSequenceEmbeddingSharding):

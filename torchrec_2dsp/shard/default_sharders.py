@@ -1,24 +1,29 @@
-"""Sharders of collections behind id maps, and one sharder for each kind of module."""
+"""Sharders of collections behind id maps or feature processors, and one for each kind of module."""
 
+import copy
 from typing import Any
 
 import torch
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollectionSharder,
 )
 from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ParameterSharding
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
 
+from torchrec_2dsp._compat.feature_processors import collection_in, processors_in, trains_processors
 from torchrec_2dsp._compat.managed_collisions import collection_of, described, id_maps_of
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.plan.fits_module import check_managed
+from torchrec_2dsp.plan.fits_module import check_managed, check_processed
 from torchrec_2dsp.shard.managed_collisions import ShardedManagedCollisions2D
 from torchrec_2dsp.shard.optimizers import Optimizer
+from torchrec_2dsp.shard.position_weights import ShardedFeatureProcessors2D
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
@@ -140,6 +145,64 @@ class ManagedCollisionEmbeddingCollectionSharder2D(_ManagedCollisionSharder2D):
         return ManagedCollisionEmbeddingCollection
 
 
+class FeatureProcessedEmbeddingBagCollectionSharder2D(
+    FeatureProcessedEmbeddingBagCollectionSharder
+):
+    """Shards `FeatureProcessedEmbeddingBagCollection`s, and trains their position weights.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> tables = tdsp.EmbeddingBagCollectionSharder2D(
+        ...     optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.02)
+        ... )
+        >>> sharder = tdsp.FeatureProcessedEmbeddingBagCollectionSharder2D(tables)
+        >>> sharder.module_type.__name__
+        'FeatureProcessedEmbeddingBagCollection'
+    """
+
+    def __init__(self, ebc_sharder: EmbeddingBagCollectionSharder2D | None = None) -> None:
+        """Choose the sharder for the collection inside."""
+        self.tables = ebc_sharder or EmbeddingBagCollectionSharder2D()
+        """Shards the collection inside."""
+        super().__init__(self.tables, self.tables.qcomm_codecs_registry)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The tables' optimizer; position weights are trained by the dense part's."""
+        return self.tables.optimizer
+
+    def shard(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: Any,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedFeatureProcessors2D:
+        """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
+
+        Collectives:
+            All ranks agree on the feature processors, then come those of the tables' sharder.
+        """
+        device = torch.device("cpu") if device is None else device
+        with agreeing(world_group()) as facts:
+            check_processed(module, module_fqn or "")
+            weights = processors_in(module).named_parameters()
+            facts["the kind of feature processors"] = str(
+                [(name, list(weight.shape), weight.requires_grad) for name, weight in weights]
+            )
+        tables = copy.copy(self.tables)
+        # Gradients of weights need a lookup's rows as they were.
+        tables.accumulates |= trains_processors(module)
+        sharded = tables.shard(collection_in(module), params, env, device, module_fqn)
+        return ShardedFeatureProcessors2D(module, sharded, device)
+
+    @property
+    def sharded_module_type(self) -> type[ShardedFeatureProcessors2D]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The type that `shard` returns."""
+        return ShardedFeatureProcessors2D
+
+
 def all_sharders(
     bags: EmbeddingBagCollectionSharder2D, sequences: EmbeddingCollectionSharder2D
 ) -> list[ModuleSharder[Any]]:
@@ -147,6 +210,7 @@ def all_sharders(
     return [
         bags,
         sequences,
+        FeatureProcessedEmbeddingBagCollectionSharder2D(bags),
         ManagedCollisionEmbeddingBagCollectionSharder2D(bags),
         ManagedCollisionEmbeddingCollectionSharder2D(sequences),
     ]
@@ -163,6 +227,7 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         ...     print(sharder.module_type.__name__)
         EmbeddingBagCollection
         EmbeddingCollection
+        FeatureProcessedEmbeddingBagCollection
         ManagedCollisionEmbeddingBagCollection
         ManagedCollisionEmbeddingCollection
     """

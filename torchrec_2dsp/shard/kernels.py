@@ -353,8 +353,14 @@ def pooled_lookup(
     feature_processor: Any,
     sharding_type: ShardingType | None,
     kind: type[Pooled],
+    *,
+    scale_weight_gradients: bool = True,
 ) -> Pooled:
-    """Make a sharding's pooled lookup on this rank."""
+    """Make a sharding's pooled lookup on this rank.
+
+    TorchRec divides bags' gradients by the number of ranks on their way to the tables. That holds
+    for the gradients of per-sample weights, too, unless ``scale_weight_gradients`` undoes it.
+    """
     return kind(
         grouped_configs=facts.configs,
         pg=facts.group,
@@ -362,6 +368,7 @@ def pooled_lookup(
         feature_processor=feature_processor,
         sharding_type=sharding_type,
         env=facts.env,
+        scale_weight_gradients=scale_weight_gradients,
     )
 
 

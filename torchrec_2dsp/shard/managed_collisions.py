@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
-from torchrec.distributed.types import Awaitable, ShardedModule
+from torchrec.distributed.types import Awaitable
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from torchrec_2dsp._compat.c10d import IncompatibleKeys
 from torchrec_2dsp._compat.managed_collisions import (
     BATCHES_SEEN,
     MAP_NAMES,
@@ -52,7 +51,7 @@ from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group
 from torchrec_2dsp.errors import ConfigError, SyncError, UnsupportedError
 from torchrec_2dsp.shard.batch import BatchForm, distinct_bags
-from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, parts_of
+from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, TablesAndMore, parts_of
 from torchrec_2dsp.shard.stages import BatchNotes, Eviction
 
 _LABEL = "## map ids ##"
@@ -177,7 +176,7 @@ def _check_alike(modes: list[int], fingerprints: list[int]) -> None:
         )
 
 
-class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
+class ShardedManagedCollisions2D(TablesAndMore):
     """A sharded collection behind id maps that are equal on all ranks."""
 
     def __init__(
@@ -189,9 +188,8 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         resets: bool,
         init_seed: int,
     ) -> None:
-        super().__init__(sharded.qcomm_codecs_registry)
+        super().__init__(module, sharded)
         configs = table_configs(module)
-        self._unsharded_type = type(module)
         self._maps: dict[str, IdMap] = {
             table: copy_to(id_map, device) for table, id_map in id_maps_of(module).items()
         }
@@ -216,11 +214,6 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         self._evicted_rows = [part.tables.reset_evicted_rows(init_seed) for part in self._parts]
         self.register_state_dict_pre_hook(lambda *_: self._reset_dropped())
         self.register_state_dict_post_hook(_show_trained_maps)
-
-    @property
-    def unsharded_module_type(self) -> type[nn.Module]:
-        """The unsharded module's type."""
-        return self._unsharded_type
 
     def create_context(self) -> MappedContext:
         """Make a batch's context."""
@@ -391,21 +384,6 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
         # As an int64 number.
         return (hash(tuple(prints)) + 2**63) % 2**64 - 2**63
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the tables' parameters."""
-        path = append_prefix(prefix, _TABLES)
-        return self._embedding_module.named_parameters(path, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tables' buffers and the maps'."""
-        for name in (_TABLES, _MAPS):
-            path = append_prefix(prefix, name)
-            yield from getattr(self, name).named_buffers(path, recurse, remove_duplicate)
-
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Yield what data parallelism leaves alone: tables, and maps, which are equal anyway."""
         yield from self._embedding_module.sharded_parameter_names(append_prefix(prefix, _TABLES))
@@ -421,21 +399,7 @@ class ShardedManagedCollisions2D(ShardedModule[Any, Any, Any, MappedContext]):
                 "a pipeline has batches whose ids were mapped already; train them, or drop the "
                 "pipeline, before you load other id maps"
             )
-        keys = IncompatibleKeys([], [])
-        for name, part in (
-            (_TABLES, self._embedding_module),
-            (_MAPS, self._managed_collision_collection),
-        ):
-            own = {
-                key.removeprefix(f"{name}."): value
-                for key, value in state_dict.items()
-                if key.startswith(f"{name}.")
-            }
-            missing, unexpected = part.load_state_dict(
-                own, strict=strict and bool(own), assign=assign
-            )
-            keys.missing_keys.extend(f"{name}.{key}" for key in missing)
-            keys.unexpected_keys.extend(f"{name}.{key}" for key in unexpected)
+        keys = super().load_state_dict(state_dict, strict, assign)
         self._waiting = []
         for id_map in self._maps.values():
             set_history(id_map, NO_HISTORY)

@@ -22,8 +22,7 @@ from torchrec_2dsp.optim import (
     MomentScaledRowWiseAdaGrad,
     MomentScaledRowWiseAdaGradOptimizer,
 )
-from torchrec_2dsp.plan.fits_module import FROM_ROW_GRADIENTS, fused_type_of
-from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.plan.parameter_sharding import FROM_ROW_GRADIENTS, base_type, fused_type_of
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE, OWN_PARAMS, ROUNDING_SEED

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
+from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.fused import FusedOptimizerModule
@@ -165,6 +166,54 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
 
     def _with(self, ctx: PartContexts) -> Iterable[tuple[Any, Any]]:
         return zip(self._parts, ctx.of_parts, strict=True)
+
+
+class TablesAndMore(ShardedModule[Any, Any, Any, Any]):
+    """A sharded module that holds others under TorchRec's names: tables, and what is beside them.
+
+    PyTorch wouldn't find the names in a `PartedModule`, whose parts aren't submodules.
+    """
+
+    def __init__(self, unsharded: nn.Module, sharded: ShardedModule2D | PartedModule) -> None:
+        super().__init__(sharded.qcomm_codecs_registry)
+        self._unsharded_type = type(unsharded)
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """The unsharded module's type."""
+        return self._unsharded_type
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all held modules' parameters."""
+        for name, part in self.named_children():
+            path = append_prefix(prefix, name)
+            yield from part.named_parameters(path, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all held modules' buffers."""
+        for name, part in self.named_children():
+            yield from part.named_buffers(append_prefix(prefix, name), recurse, remove_duplicate)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Let each held module take what is under its name, if anything."""
+        keys = IncompatibleKeys([], [])
+        for name, part in self.named_children():
+            own = {
+                key.removeprefix(f"{name}."): value
+                for key, value in state_dict.items()
+                if key.startswith(f"{name}.")
+            }
+            is_strict = strict and bool(own)
+            missing, unexpected = part.load_state_dict(own, strict=is_strict, assign=assign)
+            keys.missing_keys.extend(f"{name}.{key}" for key in missing)
+            keys.unexpected_keys.extend(f"{name}.{key}" for key in unexpected)
+        return keys
 
 
 def sharded_tables(model: nn.Module) -> list[Tables2D]:

@@ -5,6 +5,7 @@ up and distributes rows; in between it calls the hooks that each stage overrides
 
     before_ids_travel    in order     the batch, as it will be distributed
     before_lookup        in order     prepares rows for reading
+    on_arrival           in order     the ids that have come, as they will be looked up
     while_rows_travel    in order     local lookups meanwhile
     on_output            backwards    the module's output
     before_backward      in order
@@ -221,6 +222,8 @@ class BatchNotes:
     """The hot ids, `None` without hot rows."""
     hot_output: dict[str, torch.Tensor] = field(default_factory=dict)
     """The hot rows that replicas returned, by feature."""
+    position_weights: torch.Tensor | None = None
+    """The weights that the lookup has read, by slot, until the output is complete."""
     prefetch: PrefetchNotes = field(default_factory=PrefetchNotes)
     shardings: list[EmbeddingShardingContext | None] = field(default_factory=list)
     """TorchRec's contexts, one per sharding; row exchange and non-empty bags have their own
@@ -280,6 +283,10 @@ class Stage:
 
     def before_lookup(self, notes: BatchNotes) -> None:
         """Prepare a batch's rows for reading."""
+
+    def on_arrival(self, notes: BatchNotes, arrived: Any) -> Any:
+        """Return the ids that have come as the next stage, and TorchRec, will see them."""
+        return arrived
 
     def before_accumulating(self) -> None:
         """Do what needs a complete state, before a step accumulates backwards."""

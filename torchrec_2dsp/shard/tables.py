@@ -209,6 +209,8 @@ class Tables2D:
         arrived, notes.asked = completed_input(notes, arrived), None
         for stage in self.stages:
             stage.before_lookup(notes)
+        for stage in self.stages:
+            arrived = stage.on_arrival(notes, arrived)
         self._before_use()
         if notes.is_training:
             for kernel in self.kernels():

@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
 )
 
+from torchrec_2dsp._compat.feature_processors import collection_in
 from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.access.table_access import HotSet
@@ -27,12 +28,12 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import TableWork, Workload, optimizer_of, state_bytes_per_row
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.plan.fits_module import can_be_data_parallel
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
     Exchange,
     RowOwners,
     base_type,
+    can_be_data_parallel,
     kinds_of,
 )
 
@@ -366,6 +367,7 @@ def _always_cold(part: nn.Module) -> set[str]:
     """Return the tables for which `shard` refuses hot rows: shared features, managed collisions."""
     if collection_of(part) is not part:
         return set(id_maps_of(cast(Any, part)))
+    part = collection_in(part)
     if isinstance(part, EmbeddingBagCollectionInterface):
         configs = part.embedding_bag_configs()
     elif isinstance(part, EmbeddingCollectionInterface):

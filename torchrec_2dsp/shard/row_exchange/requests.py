@@ -8,7 +8,7 @@ owner's place on its own host asks that owner: the host's ranks first ask *it*, 
 distinct row, and hands the rows on. Gradients return the same way and are added there.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,6 +114,13 @@ class NeededRows:
         """Return these rows, counted only for owners at this place, which have them all."""
         counts = self.counts.view(num_places, -1, self.counts.shape[1])[place]
         return replace(self, counts=counts, first_owner=place * counts.shape[0])
+
+    def weighed(self, weigh: Callable[[torch.Tensor], torch.Tensor]) -> "NeededRows":
+        """Return these rows for bags with other weights, which ``weigh`` makes of theirs."""
+        assert self.bags is not None
+        assert self.bags.weights is not None
+        bags = replace(self.bags, weights=weigh(self.bags.weights))
+        return replace(self, sums=self.sums.weighed(weigh), bags=bags)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -233,7 +240,8 @@ def pool_rows(rows: torch.Tensor, needed: NeededRows) -> torch.Tensor:
     Returns `[batch, features x dim]` for bags, `[ids, dim]` for a sequence. The backward adds up
     one gradient per row.
     """
-    pooled: torch.Tensor = _Pooled.apply(rows, needed)  # pyright: ignore[reportAssignmentType]
+    weights = None if needed.bags is None else needed.bags.weights
+    pooled: torch.Tensor = _Pooled.apply(rows, needed, weights)  # pyright: ignore[reportAssignmentType]
     if needed.bags is None:
         return pooled
     return pooled.view(-1, needed.bags.num_features * rows.shape[1])
@@ -241,16 +249,27 @@ def pool_rows(rows: torch.Tensor, needed: NeededRows) -> torch.Tensor:
 
 class _Pooled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, needed: NeededRows) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, needed: NeededRows, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.sums = needed.sums
         if needed.bags is None:
             return rows.index_select(0, needed.places)
-        bags = needed.bags
-        return sum_bags(rows, needed.places, F.pad(bags.lengths.cumsum(0), (1, 0)), bags.weights)
+        if ctx.needs_input_grad[2]:
+            ctx.save_for_backward(rows, needed.places, needed.bags.lengths)
+        offsets = F.pad(needed.bags.lengths.cumsum(0), (1, 0))
+        return sum_bags(rows, needed.places, offsets, weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.sums.of(grads[0].contiguous()), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+        grad = grads[0].contiguous()
+        of_weights = None
+        if ctx.needs_input_grad[2]:
+            rows, places, lengths = ctx.saved_tensors
+            bags = torch.arange(len(lengths), device=places.device)
+            per_id = repeated(bags, lengths, len(places))
+            of_weights = (rows.index_select(0, places) * grad.index_select(0, per_id)).sum(dim=1)
+        return ctx.sums.of(grad), None, of_weights
 
 
 @dataclass(frozen=True)
@@ -355,6 +374,10 @@ class Requested:
     def from_owners(self) -> list[NeededRows]:
         """The rows that this rank has asked owners for."""
         return self.needed if self.of_host is None else [rows.needed for rows in self.of_host]
+
+    def weighed(self, weigh: Callable[[torch.Tensor], torch.Tensor]) -> "Requested":
+        """Return these requests for bags with other weights, which ``weigh`` makes of theirs."""
+        return replace(self, needed=[rows.weighed(weigh) for rows in self.needed])
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""

@@ -1,0 +1,307 @@
+"""Position weights train as in the unsharded model, on every mesh and by every exchange."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.modules.feature_processor_ import FeatureProcessor
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.cells import Cell
+from tests.support.devices import KERNEL_ROUNDING
+from tests.support.loops import PIPELINES, by_pipelines, shard_tables
+from tests.support.models import (
+    ALL_ROWS,
+    HOT_ROWS,
+    MIXED,
+    NUM_POSITIONS,
+    BagModel,
+    ModelSpec,
+    make_batch,
+    tables_of,
+)
+from tests.support.oracle import local_loss
+from tests.support.parity import FOUR, LR, ONE, STEPS, TOLERANCE, TWO, check_cells, make_optimizer
+from tests.support.planning import group_plan_of
+from tests.support.ranks import RankPool, error_of
+from tests.support.trips import HOT, Trip, check_arrivals, stock
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+
+COLLECTION = ModelSpec(weighted=True, positions="collection")
+MODULES = replace(COLLECTION, positions="modules")
+SEVERAL_DIMS = replace(MIXED, weighted=True, positions="modules")
+AVERAGES = tdsp.WeightSync(policy=tdsp.every(1))
+meshes = pytest.mark.parametrize("mesh", [ONE, TWO, FOUR], ids=str)
+
+
+@meshes
+def test_sharding_types(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+    types = ["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
+    check_cells([Cell(mesh, kind, COLLECTION) for kind in types], ranks4, STEPS)
+
+
+@meshes
+def test_exchanges(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+    ways = [("row_wise", name) for name in ("row", "row_per_host", "nonempty")]
+    ways += [("table_wise", "nonempty"), ("column_wise", "nonempty")]
+    cells = [Cell(mesh, kind, COLLECTION, exchange=exchange) for kind, exchange in ways]
+    check_cells(cells, ranks4, STEPS)
+
+
+@meshes
+def test_averaged_copies(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+    """Averages after each step equal the unsharded model's steps with SGD."""
+    known = {"optimizer": "sgd", "sync": AVERAGES}
+    ways = [("table_wise", "pooled"), ("row_wise", "row"), ("row_wise", "nonempty")]
+    cells = [Cell(mesh, kind, MODULES, exchange=exchange, **known) for kind, exchange in ways]
+    check_cells(cells, ranks4, STEPS)
+
+
+@meshes
+def test_hot_rows(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+    ways = [("table_wise", "nonempty"), ("row_wise", "row"), ("column_wise", "pooled")]
+    cells = [
+        Cell(mesh, kind, MODULES, exchange=exchange, hot_rows=rows)
+        for kind, exchange in ways
+        for rows in (HOT_ROWS, ALL_ROWS)
+    ]
+    check_cells(cells, ranks4, STEPS)
+
+
+@meshes
+def test_wrappers(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+    cells = [
+        Cell(mesh, spec=COLLECTION, parallelized=True),
+        Cell(mesh, spec=COLLECTION, optimizer="adam"),
+        Cell(mesh, "table_wise", COLLECTION, stock_wrapper=True),
+        Cell(mesh, "row_wise", MODULES, exchange="row", stock_wrapper=True),
+    ]
+    check_cells(cells, ranks4, STEPS)
+
+
+def test_several_dims_and_copies(ranks4: RankPool) -> None:
+    """Kernels with tables of several dimensions, and tables that no mesh repeats."""
+    cells = [
+        Cell(TWO, "row_wise", SEVERAL_DIMS),
+        Cell(TWO, "row_wise", SEVERAL_DIMS, in_world=("t0",)),
+        Cell(TWO, "row_wise", SEVERAL_DIMS, in_world=("t0",), exchange="row"),
+    ]
+    check_cells(cells, ranks4, STEPS)
+
+
+def test_batches_of_all_sizes(ranks4: RankPool) -> None:
+    sizes = (3, 0, 7, 5)
+    cells = [
+        Cell(TWO, kind, COLLECTION, exchange=exchange, batch_sizes=sizes, variable=variable)
+        for kind, exchange in (("table_wise", "pooled"), ("row_wise", "row"))
+        for variable in (False, True)
+    ]
+    check_cells(cells, ranks4, STEPS)
+
+
+TRIPS = [
+    Trip(Cell(ONE, "table_wise", COLLECTION), Cell(TWO, "row_wise", COLLECTION, exchange="row")),
+    Trip(Cell(TWO, "row_wise", MODULES, hot_rows=HOT), Cell(FOUR, "table_wise", MODULES)),
+    Trip(Cell(TWO, "table_wise", COLLECTION), stock("table_wise", spec=COLLECTION)),
+    Trip(Cell(TWO, exchange="row", spec=MODULES), stock("row_wise", spec=MODULES)),
+    Trip(stock("table_wise", spec=MODULES), Cell(FOUR, exchange="row", spec=MODULES)),
+    Trip(Cell(TWO, spec=COLLECTION, in_world=("t1",)), Cell(TWO, "table_wise", COLLECTION)),
+]
+
+
+def test_checkpoints(ranks4: RankPool, tmp_path: Path) -> None:
+    """Copies are equal bit for bit, and TorchRec goes on from a checkpoint."""
+    check_arrivals(ranks4, TRIPS, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(TWO, "table_wise", COLLECTION),
+        Cell(ONE, "row_wise", COLLECTION, exchange="row"),
+        Cell(TWO, "table_wise", MODULES, exchange="nonempty", hot_rows=HOT_ROWS),
+        Cell(TWO, spec=COLLECTION, sync=AVERAGES, in_world=("t1",)),
+    ],
+    ids=str,
+)
+def test_pipelines(ranks4: RankPool, cell: Cell) -> None:
+    """Ids travel before a step changes the weights, which the next lookup reads."""
+    for gaps in ranks4.run(by_pipelines, cell):
+        assert len(gaps) == len(PIPELINES)
+        assert max(gaps) <= KERNEL_ROUNDING
+
+
+def gap_to_unsharded(rank: int, world_size: int, case: str) -> float:
+    """Train what `CASES` has; return the largest gap of losses and weights to the unsharded one."""
+    make, exchange = CASES[case]
+    alone, model = make(), make()
+    parallel: Any = shard_tables(
+        model, ONE, sharders(), dict.fromkeys(TYPES, "row_wise"), dict.fromkeys(TYPES, exchange)
+    )
+    optimizer = make_optimizer(parallel)
+    of_alone = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=LR)
+    gap = 0.0
+    for step in range(4):
+        batches = [make_batch(COLLECTION, 10 * step + other) for other in range(world_size)]
+        optimizer.zero_grad()
+        of_alone.zero_grad()
+        losses = torch.stack([local_loss(alone(batch)) for batch in batches])
+        losses.mean().backward()
+        loss = local_loss(parallel(batches[rank]))
+        loss.backward()
+        optimizer.step()
+        of_alone.step()
+        gap = max(gap, (loss - losses[rank]).abs().item())
+    for expected in (alone.state_dict(), make().state_dict()):
+        processors = {
+            name: value for name, value in parallel.state_dict().items() if "_feat" in name
+        }
+        for name, value in processors.items():
+            gap = max(gap, (value - expected[name]).abs().max().item())
+        # What comes from elsewhere is loaded, too.
+        own = dict(parallel.state_dict()) | {name: make().state_dict()[name] for name in processors}
+        parallel.load_state_dict(own)
+    return gap
+
+
+class TwoBatches(BagModel):
+    """Looks up two batches before one backward; the second one is weighed by other positions."""
+
+    def joined(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        keys = features.keys()
+        reverse = features.permute([keys.index(key) for key in reversed(keys)])
+        other = KeyedJaggedTensor(keys, reverse.values() % 24, lengths=reverse.lengths())
+        return super().joined(features) - 0.5 * super().joined(other)
+
+
+class Halved(FeatureProcessor):
+    """A processor of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        weights = self.factor.expand(features.values().numel())
+        return JaggedTensor(features.values(), lengths=features.lengths(), weights=weights)
+
+
+def model_of(kind: type[BagModel], spec: ModelSpec) -> BagModel:
+    torch.manual_seed(0)
+    return kind(spec)
+
+
+def halved(*, trained: bool = False) -> BagModel:
+    model = model_of(BagModel, replace(COLLECTION, positions=""))
+    processors: Any = {name: Halved().requires_grad_(trained) for name in model.features}
+    model.ebc = FeatureProcessedEmbeddingBagCollection(model.ebc, processors)
+    return model
+
+
+def with_frozen_table() -> BagModel:
+    model = model_of(BagModel, COLLECTION)
+    tables_of(model)["t1"].requires_grad_(False)
+    return model
+
+
+def frozen() -> BagModel:
+    model = model_of(BagModel, MODULES)
+    model.ebc._feature_processors.requires_grad_(False)
+    return model
+
+
+POOLED: dict[str, Any] = {"exchange": "pooled"}
+ROW: dict[str, Any] = {"exchange": "row"}
+TYPES = ("t0", "t1", "t2")
+CASES: dict[str, tuple[Callable[[], BagModel], dict[str, Any]]] = {
+    "two batches": (lambda: model_of(TwoBatches, COLLECTION), POOLED),
+    "two batches, row exchange": (lambda: model_of(TwoBatches, MODULES), ROW),
+    "frozen": (frozen, ROW),
+    "frozen, of the user": (halved, POOLED),
+}
+
+
+def sharders() -> list[Any]:
+    params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+    tables = tdsp.EmbeddingBagCollectionSharder2D(params)
+    return [tdsp.FeatureProcessedEmbeddingBagCollectionSharder2D(tables)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models(ranks4: RankPool, case: str) -> None:
+    assert max(ranks4.run(gap_to_unsharded, case)) < TOLERANCE
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """Return the errors of models that can't be trained, and of a batch on one rank."""
+    too_many: Any = model_of(BagModel, COLLECTION)
+    weights: Any = too_many.ebc._feature_processors.position_weights
+    weights["f0"] = nn.Parameter(torch.empty(2**24, device="meta"))
+    unequal: Any = model_of(BagModel, MODULES)
+    unequal.ebc._feature_processors["f0"].requires_grad_(rank > 0)
+
+    def sharded(model: BagModel, wrapper: Any = None) -> Any:
+        plan = group_plan_of(model_of(BagModel, COLLECTION), ONE, sharders=sharders())
+        return tdsp.ModelParallel2D(
+            model, plan=plan, sharders=sharders(), data_parallel_wrapper=wrapper
+        )
+
+    trained = sharded(model_of(BagModel, COLLECTION))
+    long_bag = make_batch(COLLECTION, 0, max_length=4 if rank else NUM_POSITIONS + 5)
+    return [
+        *(
+            error_of(partial(sharded, model))
+            for model in (halved(trained=True), with_frozen_table(), too_many, unequal)
+        ),
+        *(
+            error_of(partial(sharded, model_of(BagModel, MODULES), wrapper))
+            for wrapper in (tdsp.FullyShardedDense(), tdsp.LocalDense())
+        ),
+        error_of(lambda: trained(long_bag)),
+    ]
+
+
+def test_refusals(ranks4: RankPool) -> None:
+    texts = (
+        "module 'ebc' trains feature processors that aren't position weights; use",
+        "table 't1' of module 'ebc' has requires_grad=False, but trained position weights",
+        "module 'ebc' has 16777228 position weights, of which less than 16777216 can be told",
+        "the kind of feature processors differs between ranks: rank 0 has [('f0",
+        "module 'ebc' trains '_feature_processors.f0.position_weight' beside its tables, which Ful",
+        "module 'ebc' trains '_feature_processors.f0.position_weight' beside its tables, which Loc",
+        "this rank's batch, but position weights for 6; cut the bag, or give the processor a",
+    )
+    for answers in ranks4.run(refusals):
+        for text, answer in zip(texts, answers, strict=True):
+            assert text in answer, answers
+
+
+def test_dropped_ids_keep_the_others_places(ranks2: RankPool) -> None:
+    for dropped, expected in ranks2.run(with_bad_ids):
+        assert dropped == pytest.approx(expected, abs=TOLERANCE)
+
+
+def with_bad_ids(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    """Return the scores without a bag's first id, and those where its row is zeros."""
+    model = model_of(BagModel, COLLECTION)
+    tables = tdsp.EmbeddingBagCollectionSharder2D(EmbOptimType.EXACT_SGD, bad_ids="drop")
+    by_drop = [tdsp.FeatureProcessedEmbeddingBagCollectionSharder2D(tables)]
+    mesh = tdsp.Mesh2D(1, 2)
+    parallel: Any = shard_tables(
+        model_of(BagModel, COLLECTION), mesh, by_drop, dict.fromkeys(TYPES, "table_wise")
+    )
+    lengths = torch.tensor([2, 1, 1, 1])
+    ids = torch.tensor([40, 7, 1, 2, 3])
+    batch = KeyedJaggedTensor(["f0", "f1", "f2", "f3"], ids, lengths=lengths)
+    with torch.no_grad():
+        table: Any = tables_of(model)["t0"].weight
+        table[0] = 0
+    alone = KeyedJaggedTensor(batch.keys(), ids.where(ids < 40, 0), lengths=lengths)
+    return parallel(batch).tolist(), model(alone).tolist()

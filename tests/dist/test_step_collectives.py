@@ -85,9 +85,9 @@ def step_of(
         (a2a, "shard", splits),
         (a2a, "shard", lengths),
         (a2a, "shard", ids),
-        *([("all_gather", "replicate", header)] if header else []),
+        *([("all_gather_into_tensor", "replicate", header)] if header else []),
         (forward, "shard", pooled),
-        *([("all_gather", "world", hot_header)] if hot_header else []),
+        *([("all_gather_into_tensor", "world", hot_header)] if hot_header else []),
         ("all_reduce", "world", 196),
         (backward, "shard", 768),
         *synced,
@@ -165,7 +165,7 @@ AVERAGES = [
 # whole tables because these are small.
 DATA_PARALLEL = [
     ALARM,
-    ("all_gather", "world", 72),
+    ("all_gather_into_tensor", "world", 72),
     ("all_reduce", "world", 196),
     ("all_reduce", "world", 2336),
     ("all_reduce", "world", 1536),

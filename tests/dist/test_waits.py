@@ -1,4 +1,4 @@
-"""A step waits for a GPU a few times, however many tables there are."""
+"""A step waits for a GPU a few times, and gives it as many operators for any number of tables."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,23 +9,28 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import make_stream, plain_loop, shard
+from tests.support.devices import rank_device
+from tests.support.loops import make_stream, plain_loop, shard_loss_model
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool
-from tests.support.waits import count_waits
+from tests.support.waits import count_operators, count_waits
 from torchrec_2dsp.shard.batch import BadIds, IdCheck
 
 ROW_WISE = Cell(tdsp.Mesh2D(1, 2))
-HOT = replace(ROW_WISE, exchange="row", hot_rows=(("t0", (0, 1, 5)),))
+ROWS = replace(ROW_WISE, exchange="row")
+HOT = replace(ROWS, hot_rows=(("t0", (0, 1, 5)),))
 KINDS = {
-    "row_wise": (ROW_WISE, 3),
-    "copies": (replace(ROW_WISE, mesh=tdsp.Mesh2D(2, 1)), 7),
-    "rows": (replace(HOT, hot_rows=()), 6),
-    "rows, hot": (HOT, 12),
-    "sequences, hot": (replace(HOT, spec=ModelSpec(sequence=True)), 12),
+    "row_wise": (ROW_WISE, 2, 18),
+    "copies": (replace(ROW_WISE, mesh=tdsp.Mesh2D(2, 1)), 7, 70),
+    "rows": (ROWS, 6, 67),
+    "rows, hot": (HOT, 12, 145),
+    "sequences, hot": (replace(HOT, spec=ModelSpec(sequence=True)), 12, 175),
+    "rows, prefetch": (ROWS, 10, 141),
 }
-"""Configurations, and how many times a step of each may wait."""
+"""Configurations, how many times a step of each may wait, and how many operators it calls."""
+VARYING = ("sequences, hot", "rows, prefetch")
+"""Sequences are joined feature by feature; a half of the prefetched rows may be empty."""
 
 
 def with_tables(cell: Cell, num_tables: int) -> Cell:
@@ -35,28 +40,40 @@ def with_tables(cell: Cell, num_tables: int) -> Cell:
     return replace(cell, spec=replace(cell.spec, tables=tables), hot_rows=hot_rows)
 
 
-def waits_of_a_step(rank: int, world_size: int) -> list[list[Counter[str]]]:
-    """Return each kind's waits by place, with two tables and with five."""
+Counts = tuple[Counter[str], Counter[str]]
+"""A step's waits and operators, by place."""
+
+
+def counts_of_a_step(rank: int, world_size: int) -> list[list[Counts]]:
+    """Return each kind's waits and operators, with two tables and with five."""
     by_kind = []
-    for cell, _ in KINDS.values():
+    for kind, (cell, _, _) in KINDS.items():
         by_kind.append([])
         for repeated in (with_tables(cell, 2), with_tables(cell, 5)):
-            parallel = shard(repeated)
+            parallel = shard_loss_model(repeated)
             optimizer = make_optimizer(parallel)
-            batches = [of_step[rank] for of_step in make_stream(repeated, 3)]
-            plain_loop(parallel, optimizer, batches[:2])
-            with count_waits() as places:
-                plain_loop(parallel, optimizer, batches[2:])
-            by_kind[-1].append(places)
+            batches = [of_step[rank] for of_step in make_stream(repeated, 6)]
+            if "prefetch" in kind:
+                pipeline = tdsp.TrainPipelineRowPrefetch(parallel, optimizer, rank_device())
+                stream = iter(batches)
+                steps = [partial(pipeline.progress, stream) for _ in batches]
+            else:
+                steps = [partial(plain_loop, parallel, optimizer, [batch]) for batch in batches]
+            for step in steps[:3]:
+                step()
+            with count_waits() as waits, count_operators() as operators:
+                steps[3]()
+            by_kind[-1].append((waits, operators))
     return by_kind
 
 
-def test_waits_do_not_depend_on_the_number_of_tables(ranks2: RankPool) -> None:
-    for by_kind in ranks2.run(waits_of_a_step):
-        for (kind, (_, bound)), (few, many) in zip(KINDS.items(), by_kind, strict=True):
-            assert few == many, kind
-            assert any("hot_rows.py" in place for place in many) == ("hot" in kind)
-            assert 0 < many.total() <= bound, f"{kind}: {many}"
+def test_steps_do_the_same_for_any_number_of_tables(ranks2: RankPool) -> None:
+    for by_kind in ranks2.run(counts_of_a_step):
+        for (kind, (_, *bounds)), (few, many) in zip(KINDS.items(), by_kind, strict=True):
+            assert few == many or kind in VARYING, kind
+            assert any("hot_rows.py" in place for place in many[0]) == ("hot" in kind)
+            for counts, bound in zip([*few, *many], [*bounds, *bounds], strict=True):
+                assert 0 < counts.total() <= bound, f"{kind}: {counts.total()}, {counts}"
 
 
 def test_what_is_a_wait() -> None:

@@ -131,12 +131,12 @@ def time_rows(speeds: Speeds, options: argparse.Namespace) -> None:
     num_ids = options.tables * options.samples * options.ids
     num_rows = options.tables * options.rows
     keys = torch.randint(0, num_rows, (num_ids,), dtype=torch.int32, device=speeds.device)
-    sums = RowSum(keys)
+    sums = RowSum(keys, finds_places=True)
     speeds.numbers["ids of a batch"] = num_ids
     speeds.numbers["distinct rows"] = sums.keys.numel()
-    speeds.time("sort and unique", lambda: RowSum(keys).places())
+    speeds.time("sort and unique", lambda: RowSum(keys, finds_places=True))
     rows = torch.randn(sums.keys.numel(), options.dim, device=speeds.device)
-    places = sums.places()
+    places = sums.places
     offsets = torch.arange(0, num_ids + 1, options.ids, device=speeds.device)
     num_bags = offsets.numel() - 1
     num_bytes = 4.0 * options.dim * (num_ids + num_bags)

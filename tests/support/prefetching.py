@@ -67,10 +67,10 @@ def counting_rows() -> Iterator[list[Counts]]:
     seen: list[Counts] = []
     fetch, finish, tell = RowJourney.fetch, RowJourney.finish, Halves.__init__
 
-    def count_rows(self: RowJourney, owned: torch.Tensor) -> Any:
+    def count_rows(self: RowJourney) -> Any:
         early, late = (sum(half.num_wanted) for half in self._rows.wait())
         seen.append(Counts(early=early, late=late))
-        return fetch(self, owned)
+        return fetch(self)
 
     def count_gradients(self: RowJourney) -> None:
         if self._lagging is not None and isinstance(self._lagging_grads, TravellingRows):

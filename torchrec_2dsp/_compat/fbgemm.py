@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_float
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -104,6 +105,11 @@ def sum_bags(
     return _sum_as_lookup(values.contiguous(), places, offsets, weights)
 
 
+def starts_of(sizes: torch.Tensor) -> torch.Tensor:
+    """Return where parts of these sizes begin, one after another, and where the last ends."""
+    return torch.ops.fbgemm.asynchronous_complete_cumsum(sizes)
+
+
 @torch.no_grad()
 def _sum_as_lookup(
     values: torch.Tensor,
@@ -177,8 +183,7 @@ def optimizer_arguments(
     tbe: SplitTableBatchedEmbeddingBagsCodegen, *names: str
 ) -> dict[str, float]:
     """Return arguments of the kernel's optimizer, as its float32 arithmetic reads them."""
-    values = torch.tensor([float(getattr(tbe.optimizer_args, name)) for name in names])
-    return dict(zip(names, values.tolist(), strict=True))
+    return {name: c_float(getattr(tbe.optimizer_args, name)).value for name in names}
 
 
 HAS_ROW_WISE_MOMENT = {

@@ -4,6 +4,7 @@ from typing import overload
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 
@@ -43,7 +44,5 @@ def pack_ids(ids: torch.Tensor, num_bytes: int) -> torch.Tensor:
 
 def unpack_ids(packed: torch.Tensor) -> torch.Tensor:
     """Return the ids as int64."""
-    num_ids, num_bytes = packed.shape
-    whole = packed.new_zeros((num_ids, torch.int64.itemsize))
-    whole[:, :num_bytes] = packed
+    whole = F.pad(packed, (0, torch.int64.itemsize - packed.shape[1]))
     return whole.view(torch.int64).view(-1)

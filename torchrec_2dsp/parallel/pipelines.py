@@ -25,6 +25,7 @@ from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.shard.parted import (
     PrefetchedBatch,
     groups_of,
+    parts_of,
     prefetched_batches,
     sharded_tables,
 )
@@ -201,7 +202,7 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
         batches = []
         for module in self.pipelined_modules:
             name = module.forward.name
-            if name in context.module_contexts and sharded_tables(module):
+            if name in context.module_contexts and parts_of(module):
                 arrived = self.arrived(context, name) if wait else None
                 batches += prefetched_batches(module, context.module_contexts[name], arrived)
         return batches

@@ -1,5 +1,6 @@
 """`RowCapture`: a TBE lookup whose backward collects row gradients instead of applying them."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,7 +152,7 @@ class RowCapture:
     def _check_finite(self, gradients: Sequence[BlockGradients]) -> None:
         for block, captured in zip(self._blocks, gradients, strict=True):
             # A sum is finite only if all of its numbers are.
-            if captured.grads.sum().isfinite():
+            if math.isfinite(captured.grads.sum().item()):
                 continue
             is_bad = ~captured.grads.isfinite().all(dim=1)
             rows = dict(zip(block.tables, block.rows_of(captured.keys[is_bad]), strict=True))

@@ -161,9 +161,10 @@ class ArrivingRows:
 
     def sum(self) -> BlockGradients:
         """Wait, then sum by row what all ranks sent, in rank order."""
-        keys, places = self.keys.wait().long(), self.keys.places()
-        rows = RowSum(keys[places], places)
-        return BlockGradients(rows.keys, rows.of(self.codec.decode(self.grads.wait(), self.dim)))
+        places = self.keys.places()
+        rows = RowSum(self.keys.wait().index_select(0, places), places)
+        sums = rows.of(self.codec.decode(self.grads.wait(), self.dim))
+        return BlockGradients(rows.keys.long(), sums)
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def saves_bytes_as_tables(blocks: Sequence[Block], sent_rows: Sequence[int]) -> 
 class Announcement:
     """An all-gather in flight: each rank's row counts for each owner on the first hop."""
 
-    headers: tuple[torch.Tensor, ...]
+    headers: torch.Tensor
     """For each rank, row counts by block and owner, then the learning rate's bits."""
     num_blocks: int
     """The TBE's blocks; 0 without peers."""
@@ -258,10 +259,10 @@ class Announcement:
 
     def arrived(self) -> tuple[Sizes, float]:
         """Wait, then return all ranks' row counts and their common learning rate."""
-        with beside_kernels(self.headers[0].device):
+        with beside_kernels(self.headers.device):
             if self.work is not None:
                 self.work.wait()
-            headers = torch.stack(self.headers).tolist()
+            headers = self.headers.tolist()
         rates = {struct.unpack("d", struct.pack("q", header.pop()))[0] for header in headers}
         # NaN comes from a rank that doesn't know the learning rate.
         distinct_rates = sorted(rate for rate in rates if not math.isnan(rate))
@@ -341,13 +342,15 @@ class GradientExchange:
             One all-gather of 8 bytes per block and owner and 8 bytes more, not waited for.
         """
         device = torch.device("cpu") if self._peers is None else self.device
-        rate = torch.full((1,), learning_rate, dtype=torch.float64, device=device).view(torch.int64)
+        (bits,) = struct.unpack("q", struct.pack("d", learning_rate))
+        rate = torch.full((1,), bits, device=device)
         if self._peers is None:
-            return Announcement((rate,), 0, None)
+            return Announcement(rate[None], 0, None)
         header = torch.cat([*(self._first_hop.part_sizes(of_block) for of_block in keys), rate])
-        headers = tuple(torch.empty_like(header) for _ in range(self.num_ranks))
-        work = dist.all_gather(list(headers), header, group=self._peers.everyone, async_op=True)
-        return Announcement(headers, len(keys), work)
+        headers = header.new_empty(self.num_ranks * header.numel())
+        group = self._peers.everyone
+        work = dist.all_gather_into_tensor(headers, header, group=group, async_op=True)
+        return Announcement(headers.view(self.num_ranks, -1), len(keys), work)
 
     def send(self, pending: "PendingGradients") -> None:
         """Start to exchange captured gradients.
@@ -366,7 +369,7 @@ class GradientExchange:
         sizes = [announced[place] for place in self._places]
         if not route.hops[0].stride:
             sizes = [[[sum(parts)] for parts in blocks] for blocks in sizes]
-        pending.num_bytes += announcement.headers[0].nbytes * (self.num_ranks - 1)
+        pending.num_bytes += announcement.headers.nbytes // self.num_ranks * (self.num_ranks - 1)
         pending.start(self, route, sizes, learning_rate)
 
     def _route(self, announced: Sizes) -> Route:
@@ -469,10 +472,10 @@ class PendingGradients:
         """Gather how many rows each rank sends on the next hop."""
         hop = self._route.hops[self._num_done]
         own_sizes = torch.stack([hop.part_sizes(block.keys) for block in self.blocks])
-        sizes = [torch.empty_like(own_sizes) for _ in range(hop.num_ranks)]
-        dist.all_gather(sizes, own_sizes, group=hop.group)
+        sizes = own_sizes.new_empty((hop.num_ranks * len(own_sizes), own_sizes.shape[1]))
+        dist.all_gather_into_tensor(sizes, own_sizes, group=hop.group)
         self.num_bytes += own_sizes.nbytes * (hop.num_ranks - 1)
-        return torch.stack(sizes).tolist()
+        return sizes.view(hop.num_ranks, *own_sizes.shape).tolist()
 
     def _start_hop(self, sizes: Sizes) -> None:
         hop = self._route.hops[self._num_done]

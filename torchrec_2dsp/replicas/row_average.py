@@ -60,9 +60,9 @@ def average_rows(shard: SyncedShard, own: ShardRows, peers: Sequence[ShardRows])
 
     ``peers`` are in the same order on every rank.
     """
-    by_row = RowSum(torch.cat([peer.rows for peer in peers]))
+    by_row = RowSum(torch.cat([peer.rows for peer in peers]), finds_places=True)
     rows = by_row.keys
-    places = by_row.places().split([peer.rows.numel() for peer in peers])
+    places = by_row.places.split([peer.rows.numel() for peer in peers])
     for index, (tensor, own_base) in enumerate(zip(shard.touched.tensors, own.values, strict=True)):
         tensor.index_copy_(0, own.rows, own_base)
         base = tensor.index_select(0, rows)

@@ -2,7 +2,8 @@
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import add
 
 
 class SyncReason(enum.Enum):
@@ -53,9 +54,7 @@ class SyncReport:
     """Bytes that a transport has saved in addition to `num_bytes`."""
 
     def __add__(self, other: "SyncReport") -> "SyncReport":
-        return SyncReport(
-            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
-        )
+        return SyncReport(*map(add, vars(self).values(), vars(other).values()))
 
 
 class SyncAction:

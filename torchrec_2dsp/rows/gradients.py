@@ -7,11 +7,12 @@ its block is its *key*: one sort over keys replaces one per table.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 import torch
-import torch.nn.functional as F
 
-from torchrec_2dsp._compat.fbgemm import OptimizerStep, TbeShape, sum_bags
+from torchrec_2dsp._compat.fbgemm import OptimizerStep, TbeShape, starts_of, sum_bags
 from torchrec_2dsp.comms.collectives import constant
 
 
@@ -133,24 +134,23 @@ class RowSum:
         keys: torch.Tensor,
         sources: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
+        *,
+        finds_places: bool = False,
     ) -> None:
         ascending, order = keys.sort(stable=True)
-        self.keys, counts = torch.unique_consecutive(ascending, return_counts=True)
+        self.keys, *rows, counts = torch.unique_consecutive(
+            ascending, return_inverse=finds_places, return_counts=True
+        )
         """The distinct rows' keys, ascending."""
-        self._order, self._counts = order, counts
-        self._offsets = F.pad(counts.cumsum(0), (1, 0))
+        if finds_places:
+            self.places = torch.empty_like(order).scatter_(0, order, *rows)
+            """Each contribution's row as an index into `keys`, in the given order."""
+        self._order, self._offsets = order, starts_of(counts)
         self._sources = order if sources is None else sources.index_select(0, order)
         self._weights = None if weights is None else weights.index_select(0, order)
         # A GPU has just been waited for, to know how many rows there are.
         self.is_in_parts = keys.is_cuda and counts.numel() > 0 and int(counts.max()) > _PART
         """True if long sums are computed in parts, side by side."""
-
-    def places(self) -> torch.Tensor:
-        """Return each contribution's row as an index into ``keys``, in the given order."""
-        rows = torch.arange(self.keys.numel(), device=self.keys.device)
-        places = torch.empty_like(self._order)
-        places[self._order] = repeated(rows, self._counts, places.numel())
-        return places
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -184,7 +184,7 @@ class RowSum:
         Each is the inner product of the weight's row and its contribution.
         """
         numbers = torch.arange(self.keys.numel(), device=self.keys.device)
-        per_id = repeated(numbers, self._counts, self._order.numel())
+        per_id = repeated(numbers, self._offsets.diff(), self._order.numel())
         products = rows.index_select(0, per_id) * contributions.index_select(0, self._sources)
         return products.new_empty(len(products)).index_copy_(0, self._order, products.sum(dim=1))
 
@@ -284,11 +284,18 @@ def _sum_by_row(
         keys = keys.to(block.key_dtype)  # A GPU sorts by digits: half as many take half the time.
     if shape.is_sequence:
         return RowSum(keys, weights=weights)
-    return sum_of_bags(keys, lengths, weights, is_mean=shape.is_mean)[0]
+    return RowSum(keys, *sources_of_bags(lengths, weights, ids.numel(), is_mean=shape.is_mean))
+
+
+def false_and_true(flags: torch.Tensor, num_true: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of flags that are 0 and of those that are 1, without waiting for a GPU."""
+    order = flags.argsort(stable=True)
+    false_at, true_at = order.split([flags.numel() - num_true, num_true])
+    return false_at, true_at
 
 
 def repeated(values: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor:
-    """Repeat each value as often as its count says, ``size`` numbers in all.
+    """Repeat each value, or each column, as often as its count says, ``size`` in all.
 
     On a GPU each number looks its value up: torch's kernel has one warp write all that are equal.
 
@@ -299,27 +306,45 @@ def repeated(values: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Ten
         tensor([7, 7, 9])
     """
     if values.is_cpu:
-        return values.repeat_interleave(counts, output_size=size)
+        return values.repeat_interleave(counts, dim=-1, output_size=size)
     numbers = torch.arange(size, device=values.device)
-    return values.index_select(0, torch.searchsorted(counts.cumsum(0), numbers, right=True))
+    return values.index_select(-1, torch.searchsorted(counts.cumsum(0), numbers, right=True))
 
 
-def sum_of_bags(
-    keys: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, *, is_mean: bool
-) -> tuple[RowSum, torch.Tensor | None]:
-    """Return the sum that turns bags' gradients into their rows', and each id's factor in it.
+def sources_of_bags(
+    lengths: torch.Tensor, weights: torch.Tensor | None, num_ids: int, *, is_mean: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return each id's bag among those with gradients, and the id's factor in it.
 
-    Keys come feature by feature; ``lengths`` are `[features, batch]`. A mean is a weighted sum.
+    Ids come feature by feature; ``lengths`` are `[features, batch]`. A mean is a weighted sum.
     """
-    (num_features, batch_size), num_ids = lengths.shape, keys.numel()
     per_bag = lengths.reshape(-1)
     if is_mean:
         shares = repeated(per_bag.clamp(min=1).reciprocal(), per_bag, num_ids)
         weights = shares if weights is None else weights * shares
     # Gradients are ordered sample by sample, ids feature by feature.
-    places = torch.arange(per_bag.numel(), device=keys.device).view(batch_size, num_features)
-    sources = repeated(places.t().reshape(-1), per_bag, num_ids)
-    return RowSum(keys, sources, weights), weights
+    num_features, batch_size = lengths.shape
+    places = transposed(num_features, batch_size, lengths.device)
+    return repeated(places, per_bag, num_ids), weights
+
+
+def transposed(
+    num_rows: int, num_columns: int, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Return the place in a transposed matrix of each number of a matrix, row by row.
+
+    Batches of one size share it; streams of a GPU, which don't wait for each other, don't.
+    """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return _transposed((num_columns, num_rows), device, dtype, stream)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(mode=False)
+def _transposed(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, stream: object
+) -> torch.Tensor:
+    return torch.arange(prod(shape), device=device, dtype=dtype).view(shape).t().reshape(-1)
 
 
 _MAX_INT32 = torch.iinfo(torch.int32).max

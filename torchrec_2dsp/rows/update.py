@@ -71,13 +71,13 @@ def even_bags(starts: torch.Tensor, num_ids: int) -> torch.Tensor:
         >>> import torch
         >>> from torchrec_2dsp.rows.update import even_bags
         >>> even_bags(torch.tensor([0, 5, 6]), num_ids=6)
-        tensor([0, 2, 4, 5, 6, 6, 6])
+        tensor([0, 1, 3, 5, 5, 5, 6])
     """
     num_features = starts.numel() - 1
     num_bags = max(num_ids // max(num_features, 1), 1)
-    first, sizes = starts[:-1, None], starts.diff()[:, None]
-    places = torch.arange(num_bags, device=starts.device) * ((sizes + num_bags - 1) // num_bags)
-    return torch.cat([(first + places.minimum(sizes)).view(-1), starts[-1:]])
+    numbers = torch.arange(num_bags, device=starts.device)
+    cuts = starts[:-1, None] + starts.diff()[:, None] * numbers // num_bags
+    return torch.cat([cuts.view(-1), starts[-1:]])
 
 
 class RowUpdater:
@@ -309,15 +309,16 @@ class DirectUpdater:
             **optimizer_arguments(self._tbe, "eps", "beta1", "beta2", "weight_decay"),
         )
         for shape, runs, block in zip(self._blocks, self._runs, gradients.blocks, strict=True):
-            keys = block.keys.long()
-            bounds = constant(tuple(run.first_key for run in runs[1:]), keys.device)
-            ends = torch.searchsorted(keys, bounds).tolist()
+            keys, ends = block.keys.long(), []
+            if len(runs) > 1:
+                bounds = constant(tuple(run.first_key for run in runs[1:]), keys.device)
+                ends = torch.searchsorted(keys, bounds).tolist()
             parts = keys.tensor_split(ends), block.grads.tensor_split(ends)
             draws: Sequence[torch.Tensor | None] = [None] * len(runs)
             if self._rounding is not None:
                 draws = self._rounding.draws(shape, keys, args.iteration).tensor_split(ends)
             for run, run_keys, grad, run_draws in zip(runs, *parts, draws, strict=True):
-                rows = run_keys - run.first_key
+                rows = run_keys - run.first_key if run.first_key else run_keys
                 weights, *states = run.tensors
                 row_states = [state.index_select(0, rows) for state in states]
                 step = self._rule(

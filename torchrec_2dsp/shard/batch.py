@@ -19,7 +19,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.rows.gradients import repeated
 from torchrec_2dsp.shard.stages import (
     BagsOfSamples,
     BatchNotes,
@@ -69,7 +68,7 @@ class IdCheck:
     def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, InputError | None]:
         """Return the features without bad ids, and the error that all ranks have to raise."""
         values, error = features.values(), None
-        is_bad, limits = self.find(features, values)
+        is_bad, limits = self.find(features.keys(), values, ids_per_feature(features))
         if bool(is_bad.any()):
             self.num_bad += int(is_bad.sum())
             if self._policy is BadIds.RAISE:
@@ -85,18 +84,19 @@ class IdCheck:
         return features, error
 
     def find(
-        self, features: KeyedJaggedTensor, values: torch.Tensor
+        self, keys: Sequence[str], values: torch.Tensor, sizes: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tell which ids are bad, and the row count in each one's table; lengths may be wrong."""
-        tables = map(self._tables.get, features.keys())
+        """Tell which ids are bad, and each table's rows; the features' sizes may be wrong."""
+        tables = map(self._tables.get, keys)
         by_key = tuple(_NO_LIMIT if table is None else table[1] for table in tables)
-        num_ids = values.numel()
-        # Whatever the lengths are, these counts add up to `num_ids`.
-        ends = ids_per_feature(features).clamp(0, num_ids).cumsum(0).clamp_(max=num_ids)
-        ends[-1:].fill_(num_ids)
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        limits = repeated(constant(by_key, values.device), counts, num_ids)
-        return (values >= limits) | ((values < 0) & (limits < _NO_LIMIT)), limits
+        # Whatever the sizes are, this finds a feature, or that ids are left after the last.
+        numbers = torch.arange(values.numel(), device=values.device)
+        features = torch.searchsorted(sizes.cumsum(0), numbers, right=True)
+        limits = constant((*by_key, _NO_LIMIT), values.device).index_select(0, features)
+        is_negative = values < 0
+        if _NO_LIMIT in by_key:
+            is_negative &= limits < _NO_LIMIT
+        return (values >= limits) | is_negative, limits
 
     def _error(self, features: KeyedJaggedTensor, position: int) -> InputError:
         bag = int(torch.searchsorted(features.offsets(), position, right=True)) - 1
@@ -174,9 +174,9 @@ class _Tally(NamedTuple):
     ids_per_feature: list[int]
 
     @classmethod
-    def of(cls, batch: KeyedJaggedTensor, is_bad: torch.Tensor) -> "_Tally":
-        flags = torch.stack([(batch.lengths() < 0).any(), is_bad.any()])
-        is_negative, has_bad, *counts = torch.cat([flags, ids_per_feature(batch)]).tolist()
+    def of(cls, batch: KeyedJaggedTensor, sizes: torch.Tensor, is_bad: torch.Tensor) -> "_Tally":
+        flags = [flag.any(dim=0, keepdim=True) for flag in (batch.lengths() < 0, is_bad)]
+        is_negative, has_bad, *counts = torch.cat([*flags, sizes]).tolist()
         return cls(bool(is_negative), bool(has_bad), counts)
 
 
@@ -210,7 +210,9 @@ class BatchForm:
             self._keys += sorted(self._needed.difference(keys))
         error, tally = error or self._shape_error(batch), None
         if error is None:
-            tally = _Tally.of(batch, ids.find(batch, batch.values().to(self._types.ids))[0])
+            sizes = ids_per_feature(batch)
+            is_bad, _ = ids.find(batch.keys(), batch.values().to(self._types.ids), sizes)
+            tally = _Tally.of(batch, sizes, is_bad)
             error = self._tally_error(batch, tally)
         if tally is None or error is not None:
             return self._without_ids(batch.stride(), batch.values().device), error
@@ -228,7 +230,10 @@ class BatchForm:
     def error_in(self, batch: KeyedJaggedTensor) -> InputError | None:
         """Return the error in a batch's form, if any."""
         error = self._shape_error(batch)
-        return error or self._tally_error(batch, _Tally.of(batch, batch.values()[:0]))
+        if error is not None:
+            return error
+        tally = _Tally.of(batch, ids_per_feature(batch), batch.values()[:0])
+        return self._tally_error(batch, tally)
 
     def _shape_error(self, batch: KeyedJaggedTensor) -> InputError | None:
         ids, lengths = batch.values(), batch.lengths()

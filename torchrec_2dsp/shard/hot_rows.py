@@ -28,6 +28,7 @@ from torchrec_2dsp._compat.fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
     adopt_optimizer,
     params_to_build,
+    starts_of,
     table_tensors,
     without_update,
 )
@@ -40,6 +41,7 @@ from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
+from torchrec_2dsp.rows.gradients import false_and_true
 from torchrec_2dsp.shard.kernels import OWN_PARAMS, Kernel
 from torchrec_2dsp.shard.stages import (
     BatchNotes,
@@ -47,7 +49,6 @@ from torchrec_2dsp.shard.stages import (
     HotFeature,
     HotIds,
     Stage,
-    cold_before_hot,
     count_per_bag,
     ids_per_feature,
 )
@@ -63,10 +64,7 @@ def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJagge
     num_hot = count_per_bag(is_hot, features.offsets()).view(len(keys), batch_size)
     # All that a GPU is waited for, however many features there are.
     hot_sizes, sizes = num_hot.sum(dim=1).tolist(), features.length_per_key()
-    places = cold_before_hot(is_hot, sum(hot_sizes))
-    order = torch.empty_like(places)
-    order[places] = torch.arange(places.numel(), device=places.device)
-    cold, hot = order.tensor_split([places.numel() - sum(hot_sizes)])
+    cold, hot = false_and_true(is_hot.byte(), sum(hot_sizes))
     hot_slots, masks = slots.index_select(0, hot).split(hot_sizes), is_hot.split(sizes)
     hot_weights: Sequence[torch.Tensor | None] = [None] * len(keys)
     if weights is not None:
@@ -276,7 +274,7 @@ class HotTbe:
         hot_features = [batch.features[name] for _, name in looked_up]
         ids = torch.cat([feature.slots for feature in hot_features])
         lengths = torch.cat([feature.lengths for feature in hot_features])
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        offsets = starts_of(lengths)
         parts = [feature.weights for feature in hot_features if feature.weights is not None]
         # A batch's weights mean nothing to sequences.
         weights = torch.cat(parts) if parts and not self.slices[0].is_sequence else None
@@ -290,7 +288,10 @@ class HotTbe:
         pooled: dict[str, list[torch.Tensor]] = {}
         for (_, name), part in zip(looked_up, columns, strict=True):
             pooled.setdefault(name, []).append(part)
-        return {name: torch.cat(parts, dim=1) for name, parts in pooled.items()}
+        return {
+            name: parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            for name, parts in pooled.items()
+        }
 
 
 Tensors = dict[str, torch.Tensor]
@@ -456,7 +457,7 @@ class HotRows(Stage):
         rates = {
             kernel.user_learning_rate
             for kernel in self._kernels
-            if tables & {shard.table for shard in kernel.shards()}
+            if any(table.name in tables for table in kernel.table_configs)
         }
         if len(rates) > 1:
             raise SyncError(

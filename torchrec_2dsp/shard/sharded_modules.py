@@ -281,19 +281,22 @@ class JoinBags(Stage):
             return output
         hot_output, notes.hot_output = notes.hot_output, {}
         cold = cast(KeyedTensor, output)
-        dims = cold.length_per_key()
-        bags = []
-        for name, sums in zip(cold.keys(), cold.values().split(dims, dim=1), strict=True):
-            feature = feature_of(name)
-            if feature in hot_output:
-                sums = sums + hot_output[feature]
-            if name in notes.bag_lengths:
-                num_ids = notes.bag_lengths[name].clamp(min=1).to(sums.dtype)
-                sums = sums / num_ids[:, None]
-            bags.append(sums)
-        return KeyedTensor(
-            keys=cold.keys(), length_per_key=dims, values=torch.cat(bags, dim=1), key_dim=1
-        )
+        names, dims, values = cold.keys(), cold.length_per_key(), cold.values()
+        hot = [hot_output[feature] for feature in map(feature_of, names) if feature in hot_output]
+        if len(hot) == len(names):
+            values, hot_output = values + torch.cat(hot, dim=1), {}
+        if hot_output or notes.bag_lengths:
+            bags = []
+            for name, sums in zip(names, values.split(dims, dim=1), strict=True):
+                feature = feature_of(name)
+                if feature in hot_output:
+                    sums = sums + hot_output[feature]
+                if name in notes.bag_lengths:
+                    num_ids = notes.bag_lengths[name].clamp(min=1).to(sums.dtype)
+                    sums = sums / num_ids[:, None]
+                bags.append(sums)
+            values = torch.cat(bags, dim=1)
+        return KeyedTensor(keys=names, length_per_key=dims, values=values, key_dim=1)
 
 
 class EmptyBatches(Stage):

@@ -27,9 +27,11 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
+from torchrec_2dsp._compat.fbgemm import starts_of
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.errors import InputError
+from torchrec_2dsp.rows.gradients import repeated
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,7 @@ def ids_per_feature(features: KeyedJaggedTensor) -> torch.Tensor:
 
 def count_per_bag(flags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Count the flagged ids in each bag."""
-    running = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
-    return running[offsets.long()].diff()
+    return starts_of(flags.long()).index_select(0, offsets).diff()
 
 
 def cold_before_hot(is_hot: torch.Tensor, num_hot: int) -> torch.Tensor:
@@ -82,26 +83,25 @@ class HotIds:
         if tuple(keys) not in self._joined:
             self._joined[tuple(keys)] = self._join(keys, ids.device)
         joined, by_feature = self._joined[tuple(keys)]
-        by_id = by_feature.repeat_interleave(sizes, dim=1, output_size=ids.numel())
-        largest, shifts, starts = by_id.unbind()
-        shifted = ids + shifts
+        limits, shifts, starts = repeated(by_feature, sizes, ids.numel()).unbind()
+        shifted = ids.clamp(min=-1).minimum(limits) + shifts
         places = torch.searchsorted(joined, shifted)
-        is_hot = (ids >= 0) & (ids <= largest) & (joined.index_select(0, places) == shifted)
-        return places - starts, is_hot
+        return places - starts, joined.index_select(0, places) == shifted
 
     def _join(self, keys: Sequence[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Join the features' row ids, shifted to be ascending; something larger ends the list.
 
-        Returns the list, and each feature's largest row id, shift, and start in the list.
+        Returns the list, and for each feature its smallest id above all hot ones, its shift, and
+        its start in the list. Shifted, neither that id nor -1 is in the list.
         """
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         hot = [self.by_feature.get(key, nothing) for key in keys]
-        largest = torch.cat([F.pad(rows, (1, 0), value=-1)[-1:] for rows in hot])
-        shifts = (largest + 1).cumsum(0) - (largest + 1)
+        limits = torch.cat([F.pad(rows, (1, 0), value=-1)[-1:] for rows in hot]) + 1
+        shifts = (limits + 1).cumsum(0) - (limits + 1)
         sizes = torch.tensor([rows.numel() for rows in hot], device=device)
         end = nothing.new_tensor([torch.iinfo(torch.int64).max])
         joined = torch.cat([*(rows + shift for rows, shift in zip(hot, shifts, strict=True)), end])
-        return joined, torch.stack([largest, shifts, sizes.cumsum(0) - sizes])
+        return joined, torch.stack([limits, shifts, sizes.cumsum(0) - sizes])
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def _needed_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
     """Yield the search for a batch's distinct rows, and for each id's place among them."""
     for num_ids in dict.fromkeys(num_ids for _, num_ids in sampling.rows):
         keys = torch.randint(0, num_ids, (num_ids,), device=device, dtype=torch.int32)
-        yield _Piece("find", num_ids, 0.0, lambda keys=keys: RowSum(keys).places())
+        yield _Piece("find", num_ids, 0.0, lambda keys=keys: RowSum(keys, finds_places=True))
 
 
 def _moves(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
@@ -152,8 +152,8 @@ def _moves(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
     for dim, num_ids in sampling.rows:
         rows = torch.rand(num_ids, dim, device=device)
         keys = torch.randint(0, num_ids, (num_ids,), device=device, dtype=torch.int32)
-        sums = RowSum(keys)
-        places, starts = sums.places(), torch.arange(num_ids, device=device)
+        sums = RowSum(keys, finds_places=True)
+        places, starts = sums.places, torch.arange(num_ids, device=device)
         num_bytes = float(rows.nbytes)
         pool = partial(F.embedding_bag, places, rows, starts, mode="sum")
         yield _Piece("pool", num_ids, num_bytes, pool)

@@ -13,6 +13,7 @@ from torch import nn
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.fbgemm import starts_of
 from torchrec_2dsp._compat.torchrec import (
     EmbeddingShardingContext,
     SequenceEmbeddingsAllToAll,
@@ -20,8 +21,8 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
-from torchrec_2dsp.shard.row_exchange.journey import AskedRows, RowJourney
-from torchrec_2dsp.shard.row_exchange.lookup import OwnedRows, RowLookup
+from torchrec_2dsp.shard.row_exchange.journey import RowJourney, RowTraffic
+from torchrec_2dsp.shard.row_exchange.lookup import OwnedRows, RowLookup, counts_of, num_by_rank
 from torchrec_2dsp.shard.row_exchange.requests import HostHandover, Requested, RowBlock, pool_rows
 
 
@@ -77,17 +78,13 @@ class RowFetch(nn.Module):
         """
         requested = sharding_ctx.requested
         if sharding_ctx.journeys and all(journey.has_begun for journey in sharding_ctx.journeys):
-            pairs = zip(sharding_ctx.journeys, owned, strict=True)
-            fetching = [journey.fetch(rows) for journey, rows in pairs]
+            fetching = [journey.fetch() for journey in sharding_ctx.journeys]
             return PooledRows(fetching, requested, self._in_host)
-        num_asked = [needed.counts.sum(dim=1) for needed in requested.from_owners]
-        num_given = [counts.sum(dim=0) for counts in owned.counts]
-        # All at once: on a GPU this waits for the device.
-        splits = torch.stack([torch.stack(pair) for pair in zip(num_asked, num_given, strict=True)])
+        num_asked, num_given = requested.num_asked, num_by_rank(owned.counts)
         fetching = [
             exchange(rows, lengths=counts, input_splits=num_coming, output_splits=num_leaving)
-            for exchange, rows, counts, (num_coming, num_leaving) in zip(
-                self._exchanges, owned, owned.counts, splits.tolist(), strict=True
+            for exchange, rows, counts, num_coming, num_leaving in zip(
+                self._exchanges, owned, owned.counts, num_asked, num_given, strict=True
             )
         ]
         return PooledRows(fetching, requested, self._in_host)
@@ -110,19 +107,28 @@ class RowFetch(nn.Module):
         """
         if self._asking.size() == 1:
             return []
+        parts = lookup.parts(asked_ids)
+        counts = [counts_of(ids) for _, ids in parts]
+        changed = [journey.numbers for journey in running_ctx.journeys] or [
+            kernel.row_numbers(ids) for kernel, ids in lookup.parts(running)
+        ]
+        if running_ctx.before:
+            # These gradients may lag until the early rows of this batch have set out.
+            before = [journey.numbers for journey in running_ctx.before]
+            changed = [torch.cat(numbers) for numbers in zip(changed, before, strict=True)]
         journeys = []
-        pairs = zip(lookup.parts(asked_ids), lookup.parts(running), strict=True)
-        for block, ((kernel, ids), (_, running_ids)) in enumerate(pairs):
-            rows = AskedRows.of(kernel, ids)
-            changed = kernel.row_numbers(running_ids)
-            if running_ctx.before:
-                # These gradients may lag until the early rows of this batch have set out.
-                changed = torch.cat([changed, running_ctx.before[block].numbers])
-            num_wanted = requested.from_owners[block].counts.sum(dim=1).tolist()
+        for block, num_asked in enumerate(num_by_rank(counts)):
+            (kernel, ids), needed = parts[block], requested.from_owners[block]
+            traffic = RowTraffic(
+                numbers=kernel.row_numbers(ids),
+                num_asked=num_asked,
+                num_wanted=requested.num_asked[block],
+                starts=starts_of(torch.cat([counts[block].sum(dim=0), needed.counts.sum(dim=1)])),
+            )
             wire = self._wires[block]
-            journeys.append(RowJourney(kernel, rows, changed, num_wanted, wire, expect))
+            journeys.append(RowJourney(kernel, traffic, changed[block], wire, expect))
             if running_ctx.journeys:
-                running_ctx.journeys[block].let_lag(rows.numbers)
+                running_ctx.journeys[block].let_lag(traffic.numbers)
         return journeys
 
 

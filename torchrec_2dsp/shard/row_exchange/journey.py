@@ -1,19 +1,19 @@
 """`RowJourney`: a batch's rows in flight, some early and some late, and their gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.fbgemm import OptimizerStep
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.comms.row_wire import RowWire, TravellingRows
-from torchrec_2dsp.rows.gradients import repeated
+from torchrec_2dsp.rows.gradients import false_and_true
 from torchrec_2dsp.shard.row_exchange.lookup import RowKernel
+from torchrec_2dsp.shard.stages import count_per_bag
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,38 @@ class Half:
     num_wanted: list[int]
 
 
+@dataclass(frozen=True)
+class RowTraffic:
+    """A batch's rows in a kernel that ranks ask this one for, and those that it wants itself."""
+
+    numbers: torch.Tensor
+    """The numbers in the kernel of the rows that it is asked for, rank by rank."""
+    num_asked: list[int]
+    """How many each rank asks for."""
+    num_wanted: list[int]
+    """How many this rank wants of each."""
+    starts: torch.Tensor
+    """Where each rank's rows begin, asked for and then wanted; and the end."""
+
+
 class Halves:
     """Splits the traffic between each two ranks into two halves."""
 
     def __init__(
-        self,
-        is_second: torch.Tensor,
-        num_asked: Sequence[int],
-        num_wanted: Sequence[int],
-        group: dist.ProcessGroup,
+        self, is_second: torch.Tensor, traffic: RowTraffic, group: dist.ProcessGroup
     ) -> None:
         """Tell each row's other end which half it is in.
 
         Collectives:
             One all-to-all with a byte for each row, not waited for.
         """
-        self._is_second_here = is_second
-        self._num_asked, self._num_wanted = list(num_asked), list(num_wanted)
-        self._is_second_there = is_second.new_empty(sum(num_wanted), dtype=torch.uint8)
-        self._told = is_second.to(torch.uint8)
+        self._is_second_here, self._traffic = is_second, traffic
+        self._is_second_there = is_second.new_empty(sum(traffic.num_wanted))
         self._work = dist.all_to_all_single(
             self._is_second_there,
-            self._told,
-            self._num_wanted,
-            self._num_asked,
+            is_second,
+            traffic.num_wanted,
+            traffic.num_asked,
             group=group,
             async_op=True,
         )
@@ -62,52 +70,24 @@ class Halves:
         if self._known is None:
             assert self._work is not None
             self._work.wait()
-            here, there = self._is_second_here, self._is_second_there.bool()
-            num_asked, num_wanted = _counts((here, self._num_asked), (there, self._num_wanted))
-            first = Half(_positions(~here), num_asked[0], _positions(~there), num_wanted[0])
-            self._known = (
-                first,
-                Half(_positions(here), num_asked[1], _positions(there), num_wanted[1]),
-            )
-            self._work, self._told = None, here
+            here, there, traffic = self._is_second_here, self._is_second_there, self._traffic
+            # All at once: on a GPU this waits for the device.
+            seconds = count_per_bag(torch.cat([here, there]), traffic.starts).tolist()
+            num_ranks = len(traffic.num_asked)
+            owned = _halves(here, traffic.num_asked, seconds[:num_ranks])
+            needed = _halves(there, traffic.num_wanted, seconds[num_ranks:])
+            self._known = Half(*owned[0], *needed[0]), Half(*owned[1], *needed[1])
+            self._work = None
         return self._known
 
 
-def _positions(flags: torch.Tensor) -> torch.Tensor:
-    return flags.nonzero().view(-1)
-
-
-def _counts(*ends: tuple[torch.Tensor, list[int]]) -> list[tuple[list[int], list[int]]]:
-    """Count each end's rows in the first half and in the second, by rank."""
-    # All at once: on a GPU this waits for the device.
-    sums = torch.stack(
-        [torch.stack([part.sum() for part in flags.split(sizes)]) for flags, sizes in ends]
-    ).tolist()
-    return [
-        ([count - second for count, second in zip(of, seconds, strict=True)], seconds)
-        for (_, of), seconds in zip(ends, sums, strict=True)
-    ]
-
-
-@dataclass(frozen=True)
-class AskedRows:
-    """A kernel's rows that ranks want for a batch."""
-
-    numbers: torch.Tensor
-    """Row numbers in the kernel, rank by rank."""
-    order: torch.Tensor
-    """Their positions in the kernel's lookup, which is sorted by table."""
-    counts: list[int]
-
-    @classmethod
-    def of(cls, kernel: RowKernel, ids: KeyedJaggedTensor) -> "AskedRows":
-        """Return what a kernel is asked for: a key per table, a bag per rank."""
-        lengths = ids.lengths().view(len(ids.keys()), -1)
-        num_tables, num_ranks = lengths.shape
-        ranks = torch.arange(num_ranks, device=lengths.device).repeat(num_tables)
-        by_rank = repeated(ranks, lengths.reshape(-1), ids.values().numel())
-        order = by_rank.argsort(stable=True)
-        return cls(kernel.row_numbers(ids)[order], order, lengths.sum(dim=0).tolist())
+def _halves(
+    is_second: torch.Tensor, counts: list[int], seconds: list[int]
+) -> tuple[tuple[torch.Tensor, list[int]], tuple[torch.Tensor, list[int]]]:
+    """Return the positions of the rows in the first and in the second half, and their counts."""
+    firsts = [count - second for count, second in zip(counts, seconds, strict=True)]
+    first_at, second_at = false_and_true(is_second, sum(seconds))
+    return (first_at, firsts), (second_at, seconds)
 
 
 class RowJourney:
@@ -116,9 +96,8 @@ class RowJourney:
     def __init__(
         self,
         kernel: RowKernel,
-        asked_rows: AskedRows,
+        traffic: RowTraffic,
         changed: torch.Tensor,
-        num_wanted: Sequence[int],
         wire: RowWire,
         expect: "Callable[[RowJourney], None]",
     ) -> None:
@@ -127,10 +106,8 @@ class RowJourney:
         Collectives:
             As in `Halves`.
         """
-        self._kernel, self._asked, self._wire = kernel, asked_rows, wire
-        self._num_wanted, self._expect = list(num_wanted), expect
-        is_late = kernel.is_among(asked_rows.numbers, changed)
-        self._rows = Halves(is_late, asked_rows.counts, self._num_wanted, wire.group)
+        self._kernel, self._traffic, self._wire, self._expect = kernel, traffic, wire, expect
+        self._rows = Halves(kernel.is_among(traffic.numbers, changed), traffic, wire.group)
         self._lagging: Halves | None = None
         self.has_begun = False
         """True once the early rows have set out."""
@@ -144,7 +121,7 @@ class RowJourney:
     @property
     def numbers(self) -> torch.Tensor:
         """The rows that this rank is asked for."""
-        return self._asked.numbers
+        return self._traffic.numbers
 
     def let_lag(self, needed: torch.Tensor) -> None:
         """Let gradients lag whose rows the next batch doesn't need. Call it before the lookup.
@@ -152,13 +129,8 @@ class RowJourney:
         Collectives:
             As in `Halves`.
         """
-        is_lagging = ~self._kernel.is_among(self._asked.numbers, needed)
-        self._lagging = Halves(is_lagging, self._asked.counts, self._num_wanted, self._wire.group)
-
-    @property
-    def updates_by_row(self) -> bool:
-        """True if gradients update rows apart from the kernel's own backward."""
-        return self._kernel.updates_by_row or self._lagging is not None
+        is_lagging = 1 - self._kernel.is_among(self.numbers, needed)
+        self._lagging = Halves(is_lagging, self._traffic, self._wire.group)
 
     def send_early(self) -> None:
         """Send the rows that no update changes any more.
@@ -167,7 +139,7 @@ class RowJourney:
             One all-to-all with rows, not waited for.
         """
         early, _ = self._rows.wait()
-        rows = self._kernel.read_rows(self._asked.numbers[early.asked_at])
+        rows = self._kernel.read_rows(self.numbers.index_select(0, early.asked_at))
         self._early = self._wire.start_rows(rows, early.num_asked, early.num_wanted)
         self.has_begun = True
 
@@ -178,7 +150,7 @@ class RowJourney:
             One all-to-all with rows, not waited for.
         """
         _, late = self._rows.wait()
-        rows = self._kernel.read_rows(self._asked.numbers[late.asked_at])
+        rows = self._kernel.read_rows(self.numbers.index_select(0, late.asked_at))
         self._late = self._wire.start_rows(rows, late.num_asked, late.num_wanted)
         # Autograd begins with what was made last. So made before the model's forward, this waits
         # for gradients when all others of the backward are on their way, too. And it only calls a
@@ -186,8 +158,8 @@ class RowJourney:
         anchor = torch.zeros(1, device=rows.device, requires_grad=True)
         self._leaving = _Leaving.apply(anchor, self)
 
-    def fetch(self, owned: torch.Tensor) -> Awaitable[torch.Tensor]:
-        """Return the batch's rows, owner by owner; their gradient updates the kernels.
+    def fetch(self) -> Awaitable[torch.Tensor]:
+        """Return the batch's rows, owner by owner; their gradient updates the kernel's rows.
 
         Collectives:
             As in `send_late`, if it hasn't been called, and one all-to-all with gradients in the
@@ -197,7 +169,7 @@ class RowJourney:
             self.send_late()
         self._step = self._kernel.step()
         leaving, self._leaving = self._leaving, None
-        return _Fetching(self, leaving if self.updates_by_row else _Leaving.apply(owned, self))
+        return _Fetching(self, leaving)
 
     def arrived(self) -> torch.Tensor:
         """Wait for both halves."""
@@ -205,7 +177,7 @@ class RowJourney:
         assert self._late is not None
         early, late = self._early.wait(), self._late.wait()
         self._early = self._late = None
-        rows = late.new_empty((sum(self._num_wanted), late.shape[1]))
+        rows = late.new_empty((sum(self._traffic.num_wanted), late.shape[1]))
         for half, values in zip(self._rows.wait(), (early, late), strict=True):
             rows.index_copy_(0, half.wanted_at, values)
         return rows
@@ -213,23 +185,23 @@ class RowJourney:
     def send_gradients(self, grad: torch.Tensor) -> None:
         """Send the gradients that owners need before the next batch, one per row."""
         if self._lagging is None:
-            self._urgent = self._wire.start_gradients(grad, self._num_wanted, self._asked.counts)
+            traffic = self._traffic
+            self._urgent = self._wire.start_gradients(grad, traffic.num_wanted, traffic.num_asked)
             return
         urgent, lagging = self._lagging.wait()
-        self._urgent = self._send(grad[urgent.wanted_at], urgent)
-        self._lagging_grads = grad[lagging.wanted_at]
+        self._urgent = self._send(grad.index_select(0, urgent.wanted_at), urgent)
+        self._lagging_grads = grad.index_select(0, lagging.wanted_at)
         self._expect(self)
 
-    def receive_gradients(self) -> torch.Tensor | None:
-        """Wait for gradients, and update the kernel, or return them for its own backward."""
+    def receive_gradients(self) -> None:
+        """Wait for the urgent gradients, and update their rows."""
         assert self._urgent is not None
         grads = self._divided(self._urgent.wait())
         self._urgent = None
-        if not self.updates_by_row:
-            return torch.empty_like(grads).index_copy_(0, self._asked.order, grads)
-        asked_at = slice(None) if self._lagging is None else self._lagging.wait()[0].asked_at
-        self._update(asked_at, grads)
-        return None
+        numbers = self.numbers
+        if self._lagging is not None:
+            numbers = numbers.index_select(0, self._lagging.wait()[0].asked_at)
+        self._update(numbers, grads)
 
     def send_lagging(self) -> None:
         """Send the other gradients.
@@ -252,11 +224,12 @@ class RowJourney:
         assert self._lagging is not None
         grads = self._divided(self._lagging_grads.wait())
         self._lagging_grads = None
-        self._update(self._lagging.wait()[1].asked_at, grads)
+        lagging_at = self._lagging.wait()[1].asked_at
+        self._update(self.numbers.index_select(0, lagging_at), grads)
 
-    def _update(self, asked_at: torch.Tensor | slice, grads: torch.Tensor) -> None:
+    def _update(self, numbers: torch.Tensor, grads: torch.Tensor) -> None:
         assert self._step is not None
-        self._kernel.update_rows(self._asked.numbers[asked_at], grads, self._step)
+        self._kernel.update_rows(numbers, grads, self._step)
 
     def _send(self, grads: torch.Tensor, half: Half) -> TravellingRows:
         return self._wire.start_gradients(grads, half.num_wanted, half.num_asked)
@@ -279,13 +252,14 @@ class _Fetching(Awaitable[torch.Tensor]):
 # Two functions, so that autograd sends the gradients of all kernels before it waits for the first.
 class _Leaving(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, updated: torch.Tensor, journey: RowJourney) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, journey: RowJourney) -> torch.Tensor:
         ctx.journey = journey
-        return updated.new_empty(0)
+        return anchor.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return ctx.journey.receive_gradients(), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
+        ctx.journey.receive_gradients()
+        return None, None
 
 
 class _Arriving(torch.autograd.Function):

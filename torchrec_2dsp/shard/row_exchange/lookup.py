@@ -1,8 +1,9 @@
 """`RowLookup` and its kernels, which look up the rows that other ranks ask for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate, islice
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp._compat.fbgemm import OptimizerStep, is_on_gpu, output_dtype, tbe_shape
 from torchrec_2dsp._compat.shardings import parts_of_lookup
 from torchrec_2dsp._compat.torchrec import GroupedEmbeddingConfig
-from torchrec_2dsp.rows.gradients import blocks_of, repeated
+from torchrec_2dsp.comms.collectives import constant
+from torchrec_2dsp.rows.gradients import blocks_of, repeated, transposed
 from torchrec_2dsp.rows.update import DirectLookup, TableRun, even_bags, read_rows, runs_of
 from torchrec_2dsp.shard.kernels import EmbeddingKernel, SequenceLookup
 
@@ -31,28 +33,26 @@ class RowKernel(EmbeddingKernel):
         return self._lookup(run, features)
 
     def row_numbers(self, ids_by_table: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the requested rows' numbers, in the lookup's order."""
-        ids = ids_by_table.values()
-        num_tables = len(ids_by_table.keys())
-        per_table = ids_by_table.lengths().view(num_tables, -1).sum(dim=1)
-        return ids + repeated(self._first_rows, per_table, ids.numel())
+        """Return the requested rows' numbers, rank by rank; the lookup's order is by table."""
+        counts, ids = counts_of(ids_by_table), ids_by_table.values()
+        num_ranks, device = counts.shape[1], ids.device
+        order = transposed(num_ranks, len(counts), device, torch.int32)
+        counts, ids, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+            order, counts.reshape(-1), ids, None, ids.numel()
+        )
+        return ids + repeated(constant(self._first_rows * num_ranks, device), counts, ids.numel())
 
     def read_rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the current rows, without a gradient, in the lookup's type."""
-        return read_rows(self._runs, numbers).detach().to(output_dtype(self.tbe))
+        return read_rows(self._runs, numbers).to(output_dtype(self.tbe))
 
     def is_among(self, numbers: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """Return which rows are among others."""
+        """Return a 1 for each row that is among others, and a 0 for each other one."""
         flags = self._flags
-        flags[others] = True
-        is_among = flags[numbers]
-        flags[others] = False
+        flags.index_fill_(0, others, 1)
+        is_among = flags.index_select(0, numbers)
+        flags.index_fill_(0, others, 0)
         return is_among
-
-    @property
-    def updates_by_row(self) -> bool:
-        """True if all updates run apart from the kernel's own backward; alike on all ranks."""
-        return self._direct is not None
 
     def step(self) -> OptimizerStep:
         """Return the schedule's current step."""
@@ -78,18 +78,16 @@ class RowKernel(EmbeddingKernel):
         return runs_of(block, [(weight,) for weight in self.tbe.split_embedding_weights()])
 
     @cached_property
-    @torch.inference_mode(mode=False)
-    def _first_rows(self) -> torch.Tensor:
+    def _first_rows(self) -> tuple[int, ...]:
         rows = [table.local_rows for table in self.table_configs]
-        device = self.tbe.current_device
-        return torch.tensor([0, *rows[:-1]], device=device).cumsum(0)
+        return tuple(accumulate(rows[:-1], initial=0))
 
     @cached_property
     @torch.inference_mode(mode=False)
     def _flags(self) -> torch.Tensor:
-        """One flag per row, false between calls; it saves sorting."""
+        """One flag per row, 0 between calls; it saves sorting."""
         num_rows = sum(table.local_rows for table in self.table_configs)
-        return torch.zeros(num_rows, dtype=torch.bool, device=self.tbe.current_device)
+        return torch.zeros(num_rows, dtype=torch.uint8, device=self.tbe.current_device)
 
     def _updating(
         self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None
@@ -108,6 +106,17 @@ class OwnedRows(list[torch.Tensor]):
         return self
 
 
+def counts_of(ids_by_table: KeyedJaggedTensor) -> torch.Tensor:
+    """Return how many rows each rank asks for: `[tables, ranks]`."""
+    return ids_by_table.lengths().view(len(ids_by_table.keys()), -1)
+
+
+def num_by_rank(counts: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Count each block's rows by rank, at once: on a GPU this waits for the device."""
+    by_table = iter(torch.cat(list(counts)).tolist())
+    return [list(map(sum, zip(*islice(by_table, len(block)), strict=True))) for block in counts]
+
+
 class RowLookup(SequenceLookup):
     """Looks up the rows that other ranks ask for."""
 
@@ -117,7 +126,7 @@ class RowLookup(SequenceLookup):
         """Return the rows that all ranks want for one batch."""
         parts = self.parts(sparse_features)
         owned = OwnedRows(kernel(ids) for kernel, ids in parts)
-        owned.counts = [ids.lengths().view(len(ids.keys()), -1) for _, ids in parts]
+        owned.counts = [counts_of(ids) for _, ids in parts]
         return owned
 
     def parts(

@@ -10,17 +10,17 @@ distinct row, and hands the rows on. Gradients return the same way and are added
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.fbgemm import sum_bags
+from torchrec_2dsp._compat.fbgemm import starts_of, sum_bags
 from torchrec_2dsp._compat.torchrec import (
     GroupedEmbeddingConfig,
     KJTAllToAll,
@@ -29,7 +29,7 @@ from torchrec_2dsp._compat.torchrec import (
 from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.comms.row_wire import narrow_ids
 from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
-from torchrec_2dsp.rows.gradients import RowSum, repeated, sum_of_bags
+from torchrec_2dsp.rows.gradients import RowSum, repeated, sources_of_bags, transposed
 
 _MAX_INT32 = torch.iinfo(torch.int32).max
 
@@ -146,17 +146,17 @@ class RowNumbering:
         self._block = block
         self._num_owners = num_owners
         bases = torch.tensor(block.bases, device=device)
-        rows = torch.tensor(block.rows_per_owner, device=device)
-        tables = torch.tensor(block.feature_tables, device=device)
-        self._feature_bases, self._feature_rows = bases[tables], rows[tables]
-        self._spread: torch.Tensor | None = None
-        """Each feature's step and row count, if any are spread."""
+        by_table = [
+            [base, rows, block.stride - rows]
+            for base, rows in zip(block.bases, block.rows_per_owner, strict=True)
+        ]
         if any(block.spreads):
-            by_table = [
-                (spread.step, spread.num_rows) if spread else (1, MAX_ROWS)
-                for spread in block.spreads
-            ]
-            self._spread = torch.tensor(by_table, device=device)[tables]
+            for numbers, spread in zip(by_table, block.spreads, strict=True):
+                numbers += (spread.step, spread.num_rows) if spread else (1, MAX_ROWS)
+        by_feature = [by_table[table] for table in block.feature_tables]
+        self._of_features = torch.tensor(by_feature, device=device).t().contiguous()
+        """Each feature's first key, its rows per owner, and the other keys per owner; if any tables
+        are spread, also the step and the row count: `[numbers, features]`."""
         # Sorting is quicker for shorter numbers.
         num_keys = num_owners * block.stride
         key_dtype = torch.int32 if num_keys <= _MAX_INT32 else torch.int64
@@ -172,49 +172,46 @@ class RowNumbering:
     def find(self, features: KeyedJaggedTensor) -> NeededRows:
         """Return the distinct rows that the block's features need."""
         lengths = features.lengths().view(len(self._block.features), features.stride())
-        keys = self._keys(features.values().long(), lengths.sum(dim=1))
-        keys = keys.to(self._bounds.dtype)
+        keys = self._keys(features.values().long(), lengths.sum(dim=1)).to(self._bounds.dtype)
         if self._block.pooling == "NONE":
             return self.distinct(keys)
         weights, is_mean = features.weights_or_none(), self._block.pooling == "MEAN"
         weights = None if weights is None else weights.float()
-        sums, weights = sum_of_bags(keys, lengths, weights, is_mean=is_mean)
+        sources, weights = sources_of_bags(lengths, weights, keys.numel(), is_mean=is_mean)
+        sums = RowSum(keys, sources, weights, finds_places=True)
         num_features, batch_size = lengths.shape
-        bags = torch.arange(num_features * batch_size, device=keys.device)
-        by_feature = bags.view(num_features, batch_size).t().reshape(-1).int()
+        by_feature = transposed(batch_size, num_features, keys.device, torch.int32)
         bag_lengths, places, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-            by_feature, lengths.reshape(-1), sums.places(), weights, keys.numel()
+            by_feature, lengths.reshape(-1), sums.places, weights, keys.numel()
         )
         by_sample = Bags(num_features, bag_lengths, weights)
         return NeededRows(sums, places, self._counts(sums), by_sample)
 
     def distinct(self, keys: torch.Tensor) -> NeededRows:
         """Return the distinct rows among keys."""
-        sums = RowSum(keys.to(self._bounds.dtype))
-        return NeededRows(sums, sums.places(), self._counts(sums), bags=None)
+        sums = RowSum(keys.to(self._bounds.dtype), finds_places=True)
+        return NeededRows(sums, sums.places, self._counts(sums), bags=None)
 
     def ids(self, needed: NeededRows) -> torch.Tensor:
         """Return distinct rows' numbers in their owners' shards."""
         keys, counts = needed.sums.keys, needed.counts.reshape(-1)
-        starts = self._starts[needed.first_owner * needed.counts.shape[1] :][: counts.numel()]
+        starts = self._starts.narrow(0, needed.first_owner * needed.counts.shape[1], counts.numel())
         return (keys - repeated(starts, counts, keys.numel())).int()
 
     def _counts(self, sums: RowSum) -> torch.Tensor:
         return torch.searchsorted(sums.keys, self._bounds).diff().view(self._num_owners, -1)
 
     def _keys(self, ids: torch.Tensor, ids_per_feature: torch.Tensor) -> torch.Tensor:
-        def per_id(by_feature: torch.Tensor) -> torch.Tensor:
-            return repeated(by_feature, ids_per_feature, ids.numel())
-
-        if self._spread is not None:
-            steps, num_rows = (per_id(column) for column in self._spread.unbind(1))
+        per_id = repeated(self._of_features, ids_per_feature, ids.numel())
+        bases, rows, others, *spread = per_id.unbind()
+        if spread:
+            steps, num_rows = spread
             ids = ids * steps % num_rows
-        rows = per_id(self._feature_rows)
-        owners = torch.div(ids, rows, rounding_mode="floor")
-        in_shard = ids - owners * rows
+        owners = ids // rows
+        keys = torch.addcmul(ids + bases, owners, others)
         if self._positions is not None:
-            owners = self._positions[owners]
-        return owners * self._block.stride + in_shard + per_id(self._feature_bases)
+            keys += (self._positions[owners] - owners) * self._block.stride
+        return keys
 
 
 def part_by_part(lists: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -257,8 +254,7 @@ class _Pooled(torch.autograd.Function):
             return rows.index_select(0, needed.places)
         if ctx.needs_input_grad[2]:
             ctx.save_for_backward(rows, needed.places, needed.bags.lengths)
-        offsets = F.pad(needed.bags.lengths.cumsum(0), (1, 0))
-        return sum_bags(rows, needed.places, offsets, weights)
+        return sum_bags(rows, needed.places, starts_of(needed.bags.lengths), weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
@@ -369,11 +365,10 @@ class Requested:
     needed: list[NeededRows]
     of_host: list[HostRows] | None
     """The rows that this host's ranks need, if they ask together."""
-
-    @property
-    def from_owners(self) -> list[NeededRows]:
-        """The rows that this rank has asked owners for."""
-        return self.needed if self.of_host is None else [rows.needed for rows in self.of_host]
+    from_owners: list[NeededRows]
+    """The rows that this rank has asked owners for."""
+    num_asked: list[list[int]]
+    """How many these are, by owner."""
 
     def weighed(self, weigh: Callable[[torch.Tensor], torch.Tensor]) -> "Requested":
         """Return these requests for bags with other weights, which ``weigh`` makes of theirs."""
@@ -390,7 +385,7 @@ class RowRequests(nn.Module):
 
     def __init__(self, blocks: Sequence[RowBlock], owners: Peers, device: torch.device) -> None:
         super().__init__()
-        self._sizes = [len(block.features) for block in blocks]
+        self._blocks, self._sizes = blocks, [len(block.features) for block in blocks]
         num_owners = dist.get_world_size(owners.everyone)
         per_host = num_owners if owners.in_host is None else dist.get_world_size(owners.in_host)
         self._numberings = [RowNumbering(block, num_owners, per_host, device) for block in blocks]
@@ -420,18 +415,25 @@ class RowRequests(nn.Module):
                 numbering.find(part)
                 for numbering, part in zip(self._numberings, parts, strict=True)
             ]
-            requested = Requested(needed, self._host and self._host.collect(needed))
-            self.requested = requested
-            needed = requested.from_owners
+            of_host = self._host and self._host.collect(needed)
+            from_owners = needed if of_host is None else [rows.needed for rows in of_host]
             ids = [
                 numbering.ids(rows)
-                for numbering, rows in zip(self._numberings, needed, strict=True)
+                for numbering, rows in zip(self._numberings, from_owners, strict=True)
             ]
-            sizes = [rows.counts.sum(dim=1).tolist() for rows in needed] if len(ids) > 1 else []
+            counts = torch.cat([rows.counts for rows in from_owners], dim=1)
+            # What TorchRec would wait for.
+            by_owner = counts.tolist()
+            parts = [iter(of_owner) for of_owner in by_owner]
+            num_asked = [
+                [sum(islice(part, len(block.tables))) for part in parts] for block in self._blocks
+            ]
+            self.requested = Requested(needed, of_host, from_owners, num_asked)
             request = KeyedJaggedTensor(
                 keys=self._keys,
-                values=part_by_part(ids, sizes),
-                lengths=torch.cat([rows.counts for rows in needed], dim=1).reshape(-1),
+                values=part_by_part(ids, num_asked),
+                lengths=counts.view(-1),
                 stride=1,
+                length_per_key=[*chain.from_iterable(by_owner)],
             )
         return self._exchange(request)

@@ -1,6 +1,8 @@
 """The code in README, migration guide and examples runs as it is printed."""
 
 import re
+import runpy
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import LossModel
+from tests.support.loops import LossModel, drain
 from tests.support.models import ModelSpec, make_batch
 from tests.support.parity import make_optimizer
 from tests.support.programs import python
@@ -110,3 +112,21 @@ def test_the_examples_run(dealt: Deal) -> None:
     assert done.returncode == 0, done.stderr[-5000:]
     for script in scripts:
         assert f"done\n{script} 0 0 0 0\n" in done.stdout, done.stdout
+
+
+def train_in_lightning(rank: int, world_size: int) -> list[list[float]]:
+    """Return the losses in Lightning's loop, and those of the same pipeline without it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own.
+        example = runpy.run_path(str(EXAMPLES / "lightning_loop.py"))
+        trained = example["fit"](example["shard"]())
+    model = example["shard"]()
+    pipeline = model.pipeline(torch.optim.Adagrad(model.dense_parameters(), lr=0.02))
+    losses = [loss.item() for _ in range(2) for loss, *_ in drain(pipeline, example["Log"]())]
+    return [trained.losses, losses]
+
+
+def test_lightnings_loop_trains_as_the_pipeline_does(ranks2: RankPool) -> None:
+    for in_lightning, alone in ranks2.run(train_in_lightning):
+        assert in_lightning == alone
+        assert len(set(alone)) == 40

@@ -208,10 +208,30 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
         return batches
 
 
+class TrainPipelinePlain(TrainPipelineBase[In, Out]):
+    """A `TrainPipelineBase` that trains a second epoch, as TorchRec's other pipelines do.
+
+    TorchRec's raises `StopIteration` for every iterator after the first that has ended.
+    """
+
+    _iterator: Iterator[In] | None = None
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train one batch; an iterator that follows an ended one begins anew."""
+        is_new, self._iterator = dataloader_iter is not self._iterator, dataloader_iter
+        try:
+            return super().progress(dataloader_iter)
+        except StopIteration:
+            if not is_new:
+                raise
+        self.reset()
+        return super().progress(dataloader_iter)
+
+
 AnyPipeline = TrainPipelineBase[Any, Any] | TrainPipelineSparseDist[Any, Any]
 """A train pipeline of a plan."""
 _KINDS: dict[Pipeline, Any] = {
-    Pipeline.BASE: TrainPipelineBase,
+    Pipeline.BASE: TrainPipelinePlain,
     Pipeline.SPARSE_DIST: TrainPipelineSparseDist,
     Pipeline.ROW_PREFETCH: TrainPipelineRowPrefetch,
 }

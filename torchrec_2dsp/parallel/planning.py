@@ -113,7 +113,7 @@ def sampled_constraints(
         An agreement of all ranks and one all-gather of objects.
     """
     group = group or world_group()
-    batches = list(sample) if isinstance(sample, list | tuple) else [sample]
+    batches = list(sample) if isinstance(sample, Sequence) else [sample]
     kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
     parts = [part for part in module.modules() if isinstance(part, kinds)]
     tables = {config.name: config for part in parts for config in configs_of(part)}

@@ -276,6 +276,10 @@ UNSUPPORTED: dict[str, Case] = {
         "from row gradients",
         lambda rank: construct(sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)),
     ),
+    "tables in bf16": (
+        "which FBGEMM can't look up on a CPU; use FP32 or FP16",
+        lambda rank: construct(model=build(replace(FP16, data_type=DataType.BF16))),
+    ),
     "stochastic rounding of integers": (
         "which stochastic_rounding can't round alike",
         lambda rank: construct(

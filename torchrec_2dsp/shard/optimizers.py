@@ -149,6 +149,11 @@ def check_optimizers(
 ) -> None:
     """Raise if a table's optimizer can't run on this device, or not from row gradients."""
     for table, optimizer, arguments in _optimizers(module, params):
+        if device_type == "cpu" and _data_type(module, table) is DataType.BF16:
+            raise UnsupportedError(
+                f"table {table!r} has data_type={DataType.BF16!r}, which FBGEMM can't look up on a "
+                "CPU; use FP32 or FP16"
+            )
         _check_arguments(optimizer, arguments, device_type)
         _check_single_rows(table, optimizer, plan)
         _check_rounding(module, table, optimizer, {**params, **arguments}, plan)
@@ -193,7 +198,7 @@ def _check_rule(
     if data_type not in _FLOATS:
         raise UnsupportedError(
             f"table {table!r} has data_type={data_type!r}, which {_name(optimizer)} "
-            "can't update on a CPU; use FP32, FP16 or BF16"
+            "can't update on a CPU; use FP32 or FP16"
         )
 
 

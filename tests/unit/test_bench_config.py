@@ -156,7 +156,7 @@ def test_every_workload_fits_the_comparison(workload: Path) -> None:
 
     config.check_world(8, 2)
     assert click_data(config).features
-    assert config.model.dim == 64
+    assert config.model.dim == {"mixed_bags": 96, "many_small": 32}.get(workload.stem, 64)
 
 
 def test_the_workloads_are_what_they_say() -> None:
@@ -174,6 +174,9 @@ def test_the_workloads_are_what_they_say() -> None:
     huge = [feature.num_rows for feature in data["few_huge"] if feature.name.startswith("huge")]
     assert len(huge) == 3
     assert sum(huge) > 0.9 * sum(feature.num_rows for feature in data["few_huge"])
+    assert sum(feature.mean_ids > 30 for feature in data["histories"]) == 4
+    assert sum(feature.mean_ids > 1 for feature in data["mixed_bags"]) == 11
+    assert sum(feature.num_rows < 5_100 for feature in data["many_small"]) == 70
     for name in ("criteo_one_hot", "criteo_steep", "mild_skew"):
         assert len(data[name]) == 26
 

@@ -142,12 +142,11 @@ class Oracle:
     def apply_(self, batches: Sequence[KeyedJaggedTensor]) -> None:
         """Update all weights by their gradients of these batches."""
         self._num_steps += 1
-        tables = tables_of(self.model)
-        weights = {id(weight) for weight in tables.parameters()}
-        for param in self.model.parameters():
-            if id(param) not in weights:
+        # Others may train whatever else a model has.
+        for name, param in self.model.named_parameters():
+            if name.startswith("over.") or "position_weight" in name:
                 param -= self.lr * param.grad  # type: ignore[operator]
-        for name, table in tables.items():
+        for name, table in tables_of(self.model).items():
             grad = cast(torch.Tensor, cast(torch.Tensor, table.weight).grad)
             if self.optimizer in WITH_AVERAGE:
                 self._move_rows_(name, grad, self._looked_up(name, batches))

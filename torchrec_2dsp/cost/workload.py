@@ -36,8 +36,9 @@ ASSUMED_SKEW = 1.05
 
 _BINS = 256
 
-_SKEWS = tuple(np.linspace(3.0, 0.0, 31).tolist())
-"""Skews between which a table's own is interpolated."""
+_LEAST_SKEW, _LARGEST_SKEW = 0.01, 3.0
+_ENOUGH_REPEATS = 2.0
+"""The repeated lookups that the assumed skew would bring, below which none is fitted."""
 
 _VECTOR_PASSES = 5
 """Passes over the vectors that a model gets: as they came, in the model's order, put together,
@@ -243,13 +244,22 @@ def table_weights(module: nn.Module) -> Iterator[nn.Parameter]:
 def fitted_skew(num_rows: int, num_lookups: float, num_distinct: float) -> float:
     """Return the skew with which so many lookups touch so many distinct rows on average.
 
+    It is the assumed one where so few lookups tell nothing, and never quite 0, which would mean
+    that rows are known to be used alike.
+
     Example:
         >>> from torchrec_2dsp.cost.workload import fitted_skew
-        >>> round(fitted_skew(10_000, num_lookups=1024, num_distinct=400), 2)
-        1.11
+        >>> round(fitted_skew(10_000, num_lookups=1024, num_distinct=400), 1)
+        1.1
     """
-    touched = [_distinct(num_rows, skew, num_lookups, 0) for skew in _SKEWS]
-    return float(np.interp(num_distinct, touched, _SKEWS))
+    if num_lookups - _distinct(num_rows, ASSUMED_SKEW, num_lookups, 0) < _ENOUGH_REPEATS:
+        return ASSUMED_SKEW
+    low, high = _LEAST_SKEW, _LARGEST_SKEW
+    while high - low > _LEAST_SKEW:
+        skew = (low + high) / 2
+        is_too_large = _distinct(num_rows, skew, num_lookups, 0) < num_distinct
+        low, high = (low, skew) if is_too_large else (skew, high)
+    return low
 
 
 @lru_cache(2**15)

@@ -5,7 +5,7 @@ Loaded only where no plan is given: a model with a plan needs none of the planne
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
 )
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.managed_collisions import table_configs as map_configs
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
@@ -73,7 +75,10 @@ def find_plan(
     if calibration is None:
         calibration = calibration_of_world(world, local_world_size=local_world_size, device=device)
     if sample is not None:
-        arguments["constraints"] = sampled_constraints(module, sample, arguments.get("constraints"))
+        given, counted = arguments.get("constraints") or {}, arguments.get("access") or {}
+        sampled = sampled_constraints(module, sample, given)
+        of_counted = {name: given.get(name, ParameterConstraints()) for name in counted}
+        arguments["constraints"] = sampled | of_counted
     with agreeing(world):
         topology = calibration.topology(world.size(), local_world_size)
         planner = Planner2D(topology, calibration=calibration, **arguments)
@@ -102,8 +107,8 @@ def sampled_constraints(
         module: the unsharded model.
         sample: a batch's features on this rank, or those of several batches, of one size on all
             ranks. Features that no table has are ignored; tables that no batch has stay as they
-            are.
-        constraints: kept, but for unknown pooling factors (1) and skews.
+            are. Of tables behind id maps, only the ids per bag are known.
+        constraints: kept, but for pooling factors of 1, which count as unknown, and skews.
         group: the ranks, by default all of them.
 
     Raises:
@@ -117,6 +122,12 @@ def sampled_constraints(
     kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
     parts = [part for part in module.modules() if isinstance(part, kinds)]
     tables = {config.name: config for part in parts for config in configs_of(part)}
+    behind_maps = {
+        config.name
+        for part in module.modules()
+        if isinstance(part, BaseManagedCollisionEmbeddingCollection)
+        for config in map_configs(part)
+    }
     with agreeing(group) as facts:
         facts["the tables"] = ", ".join(tables)
         has_samples = [isinstance(batch, KeyedJaggedTensor) and batch.stride() for batch in batches]
@@ -126,10 +137,17 @@ def sampled_constraints(
                 "sample=batch.sparse_features"
             )
         own = {
-            name: [_counted(batch, config.feature_names) for batch in batches]
+            name: [
+                _counted(batch, config.feature_names)
+                for batch in batches
+                if set(config.feature_names) <= set(batch.keys())
+            ]
             for name, config in tables.items()
-            if all(set(config.feature_names) <= set(batch.keys()) for batch in batches)
         }
+        if not any(own.values()):
+            raise ConfigError(
+                f"sample has features {', '.join(batches[0].keys())}, and no table has these alone"
+            )
     of_ranks: list[dict[str, list[list[float]]]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, own, group=group)
     by_table = dict(constraints or {})
@@ -137,10 +155,11 @@ def sampled_constraints(
         if counted := [counts for of_rank in of_ranks for counts in of_rank.get(name, [])]:
             num_samples, num_distinct, *num_ids = np.mean(counted, axis=0).tolist()
             constraint = _as_2d(by_table.get(name))
-            if constraint.pooling_factors == [1.0]:
+            if constraint.pooling_factors == [1.0] and constraint.num_poolings is None:
                 ids = [max(number, 1.0) / num_samples for number in num_ids]
                 constraint = replace(constraint, pooling_factors=ids)
-            if constraint.skew is None:
+            # Id maps change how often rows are used.
+            if constraint.skew is None and name not in behind_maps:
                 skew = fitted_skew(config.num_embeddings, sum(num_ids), num_distinct)
                 constraint = replace(constraint, skew=skew)
             by_table[name] = constraint
@@ -157,4 +176,7 @@ def _counted(batch: KeyedJaggedTensor, features: Sequence[str]) -> list[float]:
 def _as_2d(constraint: ParameterConstraints | None) -> ParameterConstraints2D:
     if isinstance(constraint, ParameterConstraints2D):
         return constraint
-    return ParameterConstraints2D(**vars(constraint or ParameterConstraints()))
+    constraint = constraint or ParameterConstraints()
+    return ParameterConstraints2D(
+        **{field.name: getattr(constraint, field.name) for field in fields(ParameterConstraints)}
+    )

@@ -295,7 +295,7 @@ def false_and_true(flags: torch.Tensor, num_true: int) -> tuple[torch.Tensor, to
 
 
 def repeated(values: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor:
-    """Repeat each value, or each column, as often as its count says, ``size`` in all.
+    """Repeat each value, or each row, as often as its count says, ``size`` in all.
 
     On a GPU each number looks its value up: torch's kernel has one warp write all that are equal.
 
@@ -306,9 +306,9 @@ def repeated(values: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Ten
         tensor([7, 7, 9])
     """
     if values.is_cpu:
-        return values.repeat_interleave(counts, dim=-1, output_size=size)
+        return values.repeat_interleave(counts, dim=0, output_size=size)
     numbers = torch.arange(size, device=values.device)
-    return values.index_select(-1, torch.searchsorted(counts.cumsum(0), numbers, right=True))
+    return values.index_select(0, torch.searchsorted(counts.cumsum(0), numbers, right=True))
 
 
 def sources_of_bags(

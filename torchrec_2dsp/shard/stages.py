@@ -83,7 +83,7 @@ class HotIds:
         if tuple(keys) not in self._joined:
             self._joined[tuple(keys)] = self._join(keys, ids.device)
         joined, by_feature = self._joined[tuple(keys)]
-        limits, shifts, starts = repeated(by_feature, sizes, ids.numel()).unbind()
+        limits, shifts, starts = repeated(by_feature, sizes, ids.numel()).unbind(dim=1)
         shifted = ids.clamp(min=-1).minimum(limits) + shifts
         places = torch.searchsorted(joined, shifted)
         return places - starts, joined.index_select(0, places) == shifted
@@ -101,7 +101,7 @@ class HotIds:
         sizes = torch.tensor([rows.numel() for rows in hot], device=device)
         end = nothing.new_tensor([torch.iinfo(torch.int64).max])
         joined = torch.cat([*(rows + shift for rows, shift in zip(hot, shifts, strict=True)), end])
-        return joined, torch.stack([limits, shifts, sizes.cumsum(0) - sizes])
+        return joined, torch.stack([limits, shifts, sizes.cumsum(0) - sizes], dim=1)
 
 
 @dataclass(frozen=True)

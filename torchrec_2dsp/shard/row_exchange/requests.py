@@ -154,9 +154,9 @@ class RowNumbering:
             for numbers, spread in zip(by_table, block.spreads, strict=True):
                 numbers += (spread.step, spread.num_rows) if spread else (1, MAX_ROWS)
         by_feature = [by_table[table] for table in block.feature_tables]
-        self._of_features = torch.tensor(by_feature, device=device).t().contiguous()
+        self._of_features = torch.tensor(by_feature, device=device)
         """Each feature's first key, its rows per owner, and the other keys per owner; if any tables
-        are spread, also the step and the row count: `[numbers, features]`."""
+        are spread, also the step and the row count: `[features, numbers]`."""
         # Sorting is quicker for shorter numbers.
         num_keys = num_owners * block.stride
         key_dtype = torch.int32 if num_keys <= _MAX_INT32 else torch.int64
@@ -203,7 +203,7 @@ class RowNumbering:
 
     def _keys(self, ids: torch.Tensor, ids_per_feature: torch.Tensor) -> torch.Tensor:
         per_id = repeated(self._of_features, ids_per_feature, ids.numel())
-        bases, rows, others, *spread = per_id.unbind()
+        bases, rows, others, *spread = per_id.unbind(dim=1)
         if spread:
             steps, num_rows = spread
             ids = ids * steps % num_rows

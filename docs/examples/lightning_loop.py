@@ -60,7 +60,7 @@ class Trained(LightningModule):
     def on_train_epoch_end(self) -> None:
         # Lightning's epoch ends with the log; the pipeline may still have batches.
         with suppress(StopIteration):
-            while self.batches is not None:
+            while self.batches is not None and not self.trainer.should_stop:
                 self.train_batch(self.batches)
         self.batches = None
 

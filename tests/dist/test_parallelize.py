@@ -177,9 +177,7 @@ def learn_from_a_sample(rank: int, world_size: int) -> tuple[Any, list[str]]:
             known["t1"].exchange,
             constraints["t0"].pooling_factors,
         ),
-        "lacking": list(
-            tdsp.sampled_constraints(module, [lacking, batches[1].split([1, 1, 1])[1]])
-        ),
+        "lacking": list(tdsp.sampled_constraints(module, lacking)),
     }
     cell = Cell(ONE)
     shown = parallelized(cell, LossModel(LARGE), optimizer=ADAGRAD, sample=batches)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.feature_processor_ import FeatureProcessor
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.batches import make_variable_batch
 from tests.support.cells import Cell
 from tests.support.devices import KERNEL_ROUNDING
 from tests.support.loops import PIPELINES, by_pipelines, shard_tables
@@ -102,6 +104,15 @@ def test_batches_of_all_sizes(ranks4: RankPool) -> None:
         Cell(TWO, kind, COLLECTION, exchange=exchange, batch_sizes=sizes, variable=variable)
         for kind, exchange in (("table_wise", "pooled"), ("row_wise", "row"))
         for variable in (False, True)
+    ]
+    cells += [
+        Cell(TWO, kind, spec, batch_sizes=some, hot_rows=hot)
+        for kind, spec, hot in (
+            ("data_parallel", SEVERAL_DIMS, ()),
+            ("table_wise", SEVERAL_DIMS, ()),
+            ("table_wise", COLLECTION, HOT_ROWS),
+        )
+        for some in (sizes, (0, 0, 7, 5))
     ]
     check_cells(cells, ranks4, STEPS)
 
@@ -239,6 +250,25 @@ def test_models(ranks4: RankPool, case: str) -> None:
     assert max(ranks4.run(gap_to_unsharded, case)) < TOLERANCE
 
 
+def frozen_weights(rank: int, world_size: int) -> list[float]:
+    """Return a sharded model's frozen weights, which ranks have drawn each by itself."""
+    model = frozen()
+    for weight in model.ebc._feature_processors.parameters():
+        weight.fill_(float(rank + 1))
+    plan = group_plan_of(model, ONE, sharders=sharders())
+    wrapper = tdsp.LocalDense()
+    parallel = tdsp.ModelParallel2D(
+        model, plan=plan, sharders=sharders(), data_parallel_wrapper=wrapper
+    )
+    names = "_feature_processors"
+    return [value.sum().item() for name, value in parallel.state_dict().items() if names in name]
+
+
+def test_the_first_ranks_frozen_weights_count(ranks4: RankPool) -> None:
+    for weights in ranks4.run(frozen_weights):
+        assert weights == [float(NUM_POSITIONS)] * 4
+
+
 def refusals(rank: int, world_size: int) -> list[str]:
     """Return the errors of models that can't be trained, and of a batch on one rank."""
     too_many: Any = model_of(BagModel, COLLECTION)
@@ -253,18 +283,24 @@ def refusals(rank: int, world_size: int) -> list[str]:
             model, plan=plan, sharders=sharders(), data_parallel_wrapper=wrapper
         )
 
-    trained = sharded(model_of(BagModel, COLLECTION))
+    trained, changed = (sharded(model_of(BagModel, COLLECTION)) for _ in range(2))
+    changed.module.ebc._feature_processors.requires_grad_(False)
+    without = {name: value for name, value in trained.state_dict().items() if "_feat" not in name}
+    in_int8 = model_of(BagModel, replace(COLLECTION, data_type=DataType.INT8))
     long_bag = make_batch(COLLECTION, 0, max_length=4 if rank else NUM_POSITIONS + 5)
     return [
         *(
             error_of(partial(sharded, model))
-            for model in (halved(trained=True), with_frozen_table(), too_many, unequal)
+            for model in (halved(trained=True), with_frozen_table(), too_many, unequal, in_int8)
         ),
         *(
             error_of(partial(sharded, model_of(BagModel, MODULES), wrapper))
             for wrapper in (tdsp.FullyShardedDense(), tdsp.LocalDense())
         ),
         error_of(lambda: trained(long_bag)),
+        error_of(lambda: changed(make_batch(COLLECTION, 0))),
+        error_of(lambda: sharded(halved())(make_variable_batch(COLLECTION, 1))),
+        error_of(lambda: trained.load_state_dict(without)),
     ]
 
 
@@ -274,9 +310,13 @@ def test_refusals(ranks4: RankPool) -> None:
         "table 't1' of module 'ebc' has requires_grad=False, but trained position weights",
         "module 'ebc' has 16777228 position weights, of which less than 16777216 can be told",
         "the kind of feature processors differs between ranks: rank 0 has [('f0",
+        "table 't0' of module 'ebc' has data_type=<DataType.INT8: 'INT8'>, whose rows trained",
         "module 'ebc' trains '_feature_processors.f0.position_weight' beside its tables, which Ful",
         "module 'ebc' trains '_feature_processors.f0.position_weight' beside its tables, which Loc",
         "this rank's batch, but position weights for 6; cut the bag, or give the processor a",
+        "requires_grad of a feature processor has changed since the model was sharded; change it",
+        "feature processors that aren't position weights know no variable batch sizes; give a",
+        'Missing key(s) in state_dict: "position_weights.f0"',
     )
     for answers in ranks4.run(refusals):
         for text, answer in zip(texts, answers, strict=True):

@@ -16,7 +16,7 @@ from torchrec.distributed.types import (
     ParameterSharding,
     ShardingPlan,
 )
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import (
@@ -229,9 +229,9 @@ def check_processed(module: Any, path: str) -> None:
         module: a collection with feature processors.
         path: its path in the model.
     """
-    if not trains_processors(module):
-        return
     weights = position_weights(processors_in(module))
+    if weights is None and not trains_processors(module):
+        return
     if weights is None:
         raise UnsupportedError(
             f"module {path!r} trains feature processors that aren't position weights; use "
@@ -243,6 +243,14 @@ def check_processed(module: Any, path: str) -> None:
             f"module {path!r} has {sum(map(len, weights.values()))} position weights, of which "
             f"less than {_MAX_SLOTS} can be told apart; give a smaller max_feature_length"
         )
+    if not trains_processors(module):
+        return
+    for config in collection_in(module).embedding_bag_configs():
+        if config.data_type not in (DataType.FP32, DataType.FP16, DataType.BF16):
+            raise UnsupportedError(
+                f"table {config.name!r} of module {path!r} has data_type={config.data_type!r}, "
+                "whose rows trained position weights can't be multiplied with; use FP32 or FP16"
+            )
     if frozen := frozen_tables(collection_in(module)):
         raise UnsupportedError(
             f"table {frozen[0]!r} of module {path!r} has requires_grad=False, but trained position "

@@ -224,13 +224,19 @@ class LookupRows:
     ) -> torch.Tensor:
         """Return the per-sample weights' gradients; ``read`` returns a block's rows by keys."""
         grad_output = grad_output.float()
-        sizes = self._offsets[:: (len(self._offsets) - 1) // len(self._shape.feature_tables)].diff()
-        sizes = sizes.tolist()
-        by_feature: dict[int, torch.Tensor] = {}
-        for block, rows in zip(self._blocks, self.sums, strict=True):
-            grads = rows.weight_gradients(
+        by_block = [
+            rows.weight_gradients(
                 read(block, rows.keys.long()), self._contributions(block, grad_output)
             )
+            for block, rows in zip(self._blocks, self.sums, strict=True)
+        ]
+        if len(by_block) == 1:
+            return by_block[0]
+        num_features = len(self._shape.feature_tables)
+        batch_size = (len(self._offsets) - 1) // num_features
+        sizes = self._offsets.diff().view(num_features, batch_size).sum(dim=1).tolist()
+        by_feature: dict[int, torch.Tensor] = {}
+        for block, grads in zip(self._blocks, by_block, strict=True):
             parts = grads.split([sizes[feature] for feature in block.features])
             by_feature |= zip(block.features, parts, strict=True)
         return torch.cat([by_feature[feature] for feature in sorted(by_feature)])

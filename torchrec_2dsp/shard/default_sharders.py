@@ -182,7 +182,8 @@ class FeatureProcessedEmbeddingBagCollectionSharder2D(
         """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
 
         Collectives:
-            All ranks agree on the feature processors, then come those of the tables' sharder.
+            All ranks agree on the feature processors, then come those of the tables' sharder, and a
+            broadcast of each processor's parameters and buffers.
         """
         device = torch.device("cpu") if device is None else device
         with agreeing(world_group()) as facts:
@@ -195,7 +196,9 @@ class FeatureProcessedEmbeddingBagCollectionSharder2D(
         # Gradients of weights need a lookup's rows as they were.
         tables.accumulates |= trains_processors(module)
         sharded = tables.shard(collection_in(module), params, env, device, module_fqn)
-        return ShardedFeatureProcessors2D(module, sharded, device)
+        processed = ShardedFeatureProcessors2D(module, sharded, device)
+        processed.broadcast_processors()
+        return processed
 
     @property
     def sharded_module_type(self) -> type[ShardedFeatureProcessors2D]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -179,6 +179,8 @@ def _check_alike(modes: list[int], fingerprints: list[int]) -> None:
 class ShardedManagedCollisions2D(TablesAndMore):
     """A sharded collection behind id maps that are equal on all ranks."""
 
+    may_be_missing = True
+
     def __init__(
         self,
         module: Any,

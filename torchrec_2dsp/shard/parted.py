@@ -174,6 +174,9 @@ class TablesAndMore(ShardedModule[Any, Any, Any, Any]):
     PyTorch wouldn't find the names in a `PartedModule`, whose parts aren't submodules.
     """
 
+    may_be_missing = False
+    """Whether a loaded state may have nothing of a held module, which then stays as it is."""
+
     def __init__(self, unsharded: nn.Module, sharded: ShardedModule2D | PartedModule) -> None:
         super().__init__(sharded.qcomm_codecs_registry)
         self._unsharded_type = type(unsharded)
@@ -209,7 +212,7 @@ class TablesAndMore(ShardedModule[Any, Any, Any, Any]):
                 for key, value in state_dict.items()
                 if key.startswith(f"{name}.")
             }
-            is_strict = strict and bool(own)
+            is_strict = strict and (bool(own) or not self.may_be_missing)
             missing, unexpected = part.load_state_dict(own, strict=is_strict, assign=assign)
             keys.missing_keys.extend(f"{name}.{key}" for key in missing)
             keys.unexpected_keys.extend(f"{name}.{key}" for key in unexpected)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.utils import append_prefix
@@ -94,7 +95,7 @@ class PositionWeights(Stage):
         """Let all ranks have a gradient for the weights, also those that look none up."""
         assert isinstance(output, KeyedTensor)
         by_slot, notes.position_weights = notes.position_weights, None
-        values: Any = _Beside.apply(output.values(), by_slot)
+        values: Any = _Weighed.apply(output.values(), by_slot)
         return KeyedTensor(
             keys=output.keys(), length_per_key=output.length_per_key(), values=values, key_dim=1
         )
@@ -130,11 +131,11 @@ def _with_weights(features: KeyedJaggedTensor, weights: torch.Tensor) -> KeyedJa
         weights,
         features.lengths(),
         stride=features.stride(),
-        length_per_key=features.length_per_key(),
+        length_per_key=features.length_per_key_or_none(),
     )
 
 
-class _Beside(torch.autograd.Function):
+class _Weighed(torch.autograd.Function):
     """Returns an output as it is, and gives what is beside it a gradient of zeros."""
 
     @staticmethod
@@ -148,6 +149,10 @@ class _Beside(torch.autograd.Function):
         return grads[0], torch.zeros_like(beside)
 
 
+def _trains(processors: nn.Module) -> bool:
+    return any(weight.requires_grad for weight in processors.parameters())
+
+
 class ShardedFeatureProcessors2D(TablesAndMore):
     """A sharded collection behind feature processors, which are whole on every rank."""
 
@@ -159,6 +164,7 @@ class ShardedFeatureProcessors2D(TablesAndMore):
         self._embedding_bag_collection: Any = sharded
         self._feature_processors: Any = on_device(processors_in(module), device)
         self._has_weights = position_weights(self._feature_processors) is not None
+        self._trains = _trains(self._feature_processors)
         configs = collection_in(module).embedding_bag_configs()
         for part in parts_of(sharded) if self._has_weights else ():
             stage = PositionWeights(self._weights, configs, part.tables)
@@ -167,6 +173,16 @@ class ShardedFeatureProcessors2D(TablesAndMore):
 
     def _weights(self) -> Mapping[str, nn.Parameter]:
         return position_weights(self._feature_processors) or {}
+
+    def broadcast_processors(self) -> None:
+        """Give all ranks the first rank's feature processors, also where DDP trains none.
+
+        Collectives:
+            A broadcast for each parameter and buffer.
+        """
+        processors = self._feature_processors
+        for tensor in (*processors.parameters(), *processors.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
 
     def create_context(self) -> Any:
         """Make a batch's context, the tables'."""
@@ -179,7 +195,17 @@ class ShardedFeatureProcessors2D(TablesAndMore):
                 f"feature processors need a KeyedJaggedTensor, but the batch is a "
                 f"{type(features).__name__}; convert it first"
             )
+        if self._trains != _trains(self._feature_processors):
+            raise UnsupportedError(
+                "requires_grad of a feature processor has changed since the model was sharded; "
+                "change it before, and shard again"
+            )
         if not self._has_weights:
+            if features.variable_stride_per_key():
+                raise UnsupportedError(
+                    "feature processors that aren't position weights know no variable batch "
+                    "sizes; give a batch of one size"
+                )
             with torch.no_grad():
                 features = processed(features, self._feature_processors)
         return self._embedding_bag_collection.input_dist(ctx, features)

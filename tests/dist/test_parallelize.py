@@ -27,6 +27,7 @@ from torchrec_2dsp.programs.data.draws import Zipf
 
 LARGE = ModelSpec(tuple(TableSpec(f"t{n}", 30_000, 64, (f"f{n}",)) for n in range(3)))
 """Large enough that the search wants row exchange."""
+OTHERS = (TableSpec("other", 9, 4, ("other",)),)
 ADAGRAD = tdsp.MomentScaledRowWiseAdaGrad(lr=0.05)
 
 
@@ -186,6 +187,7 @@ def learn_from_a_sample(rank: int, world_size: int) -> tuple[Any, list[str]]:
     calls: list[Any] = [
         partial(tdsp.sampled_constraints, module, []),
         partial(tdsp.sampled_constraints, module, cast(Any, make_batch)),
+        partial(tdsp.sampled_constraints, module, make_batch(ModelSpec(OTHERS), seed=0)),
         partial(parallelized, cell, module, optimizer=ADAGRAD, sample=on_some),
     ]
     return told, [reasons, *(error_text(call, tdsp.TwoDError) for call in calls)]
@@ -193,7 +195,7 @@ def learn_from_a_sample(rank: int, world_size: int) -> tuple[Any, list[str]]:
 
 def test_a_sample_tells_ids_per_bag_and_how_unevenly_rows_are_used(two_hosts: RankPool) -> None:
     answers = two_hosts.run(learn_from_a_sample)
-    told, (reasons, empty, no_tensor, on_some) = answers[0]
+    told, (reasons, empty, no_tensor, others, on_some) = answers[0]
     assert all(answer == told for answer, _ in answers)
     assert told["pooling"] == [4.0, pytest.approx(4.0, abs=0.2), pytest.approx(1 / 512)]
     assert told["skew"] == [pytest.approx(0.3, abs=0.15), pytest.approx(1.2, abs=0.05), 1.05]
@@ -202,9 +204,10 @@ def test_a_sample_tells_ids_per_bag_and_how_unevenly_rows_are_used(two_hosts: Ra
     assert told["lacking"] == ["t0", "t1"]
     assert re.search(r"as by Zipf's law \(0\.\d\d to 1\.\d\d\)", reasons)
     for _, (_, *errors) in answers:
-        assert errors == [empty, no_tensor, on_some]
+        assert errors == [empty, no_tensor, others, on_some]
     assert "sample has no batch, or one without samples" in empty
     assert no_tensor == empty
+    assert "sample has the features other, with which no table is complete" in others
     assert "whether there is a sample" in on_some
 
 

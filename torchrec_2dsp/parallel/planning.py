@@ -146,7 +146,8 @@ def sampled_constraints(
         }
         if not any(own.values()):
             raise ConfigError(
-                f"sample has features {', '.join(batches[0].keys())}, and no table has these alone"
+                f"sample has the features {', '.join(batches[0].keys())}, with which no table is "
+                "complete; give the features that the model looks up"
             )
     of_ranks: list[dict[str, list[list[float]]]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, own, group=group)

@@ -106,13 +106,13 @@ def test_batches_of_all_sizes(ranks4: RankPool) -> None:
         for variable in (False, True)
     ]
     cells += [
-        Cell(TWO, kind, spec, batch_sizes=some, hot_rows=hot)
+        Cell(TWO, kind, spec, batch_sizes=batch_sizes, hot_rows=hot)
         for kind, spec, hot in (
             ("data_parallel", SEVERAL_DIMS, ()),
             ("table_wise", SEVERAL_DIMS, ()),
             ("table_wise", COLLECTION, HOT_ROWS),
         )
-        for some in (sizes, (0, 0, 7, 5))
+        for batch_sizes in (sizes, (0, 0, 7, 5))
     ]
     check_cells(cells, ranks4, STEPS)
 

@@ -228,7 +228,7 @@ class Case(Strict):
     """Whether modules look up one batch of all features, and not each one its own."""
     optimizer: str = "sgd"
     at_random: bool = False
-    """Whether tables in fp16 are rounded at random, and not to the nearest."""
+    """True if updates of fp16 tables are rounded stochastically instead of to the nearest."""
     sync: SyncCase = SyncCase()
     search: SearchCase | None = None
     """The arguments of `parallelize`, if it makes the plan; otherwise the tables say it. Then a

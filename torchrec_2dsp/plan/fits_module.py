@@ -114,24 +114,18 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         torchrec_2dsp.errors.UnsupportedError: module '' has one collection under two names, ...
     """
     chosen = None if paths is None else set(paths)
-    sharded: dict[nn.Module, str] = {
-        module: path
-        for path, module in model.named_modules()
-        if isinstance(module, COLLECTIONS) and (chosen is None or path in chosen)
-    }
-    managed = {
-        module: path
-        for path, module in model.named_modules()
-        if isinstance(module, _MANAGED) and (chosen is None or path in chosen)
-    }
+
+    def of_kind(kind: Any) -> dict[nn.Module, str]:
+        return {
+            module: path
+            for path, module in model.named_modules()
+            if isinstance(module, kind) and (chosen is None or path in chosen)
+        }
+
+    sharded, managed, processed = map(of_kind, (COLLECTIONS, _MANAGED, _PROCESSED))
     for module, path in managed.items():
         check_managed(module, path)
         sharded[collection_of(module)] = path
-    processed = {
-        module: path
-        for path, module in model.named_modules()
-        if isinstance(module, _PROCESSED) and (chosen is None or path in chosen)
-    }
     for module, path in processed.items():
         check_processed(module, path)
         sharded[collection_in(module)] = path

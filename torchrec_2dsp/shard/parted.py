@@ -175,7 +175,7 @@ class TablesAndMore(ShardedModule[Any, Any, Any, Any]):
     """
 
     may_be_missing = False
-    """Whether a loaded state may have nothing of a held module, which then stays as it is."""
+    """True if a loaded state may lack a held module, which then stays as it is."""
 
     def __init__(self, unsharded: nn.Module, sharded: ShardedModule2D | PartedModule) -> None:
         super().__init__(sharded.qcomm_codecs_registry)

@@ -1,6 +1,7 @@
 """`Tables2D`: stages around TorchRec's sharded module, and its tables' state."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,7 +11,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen, set_rounding
 from torchrec_2dsp._compat.shardings import (
     fused_params_of,
     lookups_of,
@@ -23,17 +24,23 @@ from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.fits_module import has_weights
+from torchrec_2dsp.plan.parameter_sharding import (
+    ParameterSharding2D,
+    RowOwners,
+    RowSpread,
+    num_rows,
+)
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason
 from torchrec_2dsp.replicas.sync_point import SyncPoint
+from torchrec_2dsp.rows.rounding import HALF_TYPES, RoundedTable, StochasticRounding
 from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize
 from torchrec_2dsp.shard.codecs import pack_size, shard_widths
 from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_action
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
-from torchrec_2dsp.shard.kernels import Kernel
+from torchrec_2dsp.shard.kernels import ROUNDING_SEED, Kernel, TableShard
 from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication
-from torchrec_2dsp.shard.rounding import round_updates
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
@@ -114,7 +121,7 @@ class Tables2D:
             device,
             self.complete_state,
         )
-        round_updates(self.kernels(), hot_rows, tables, fused_params)
+        _round_updates(self.kernels(), hot_rows, tables, fused_params)
         return hot_rows
 
     def _actions_beside(self, replication: Replication) -> Iterator[SyncAction]:
@@ -388,3 +395,51 @@ def completed_input(notes: BatchNotes, arrived: Any) -> Any:
         for awaitable, context in zip(notes.asked.awaitables, notes.shardings, strict=True)
     )
     return notes.asked.wait().wait() if is_incomplete else arrived
+
+
+def _round_updates(
+    kernels: Sequence[Kernel],
+    hot_rows: HotRows,
+    tables: Mapping[str, ParameterSharding2D],
+    fused_params: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Let kernels round stochastically where their tables' fused parameters ask for it.
+
+    FBGEMM's own draws other numbers on each rank, and its kernels for CPUs leave it out. Here rules
+    on tensors update such tables on every device, and round by `torchrec_2dsp.rows.rounding`.
+    """
+    for kernel in kernels:
+        shards = kernel.shards()
+        rounded = [
+            RoundedTable(shard.table, shard.column, _numbers(shard, tables[shard.table]))
+            for shard in shards
+        ]
+        _round(kernel.tbe, rounded, fused_params)
+    for tbe, slices in zip(hot_rows.kernels(), hot_rows.slices(), strict=True):
+        rounded = [
+            RoundedTable(hot.table, hot.column, partial(hot_rows.sets.numbers, hot.table))
+            for hot in slices
+        ]
+        _round(tbe, rounded, fused_params)
+
+
+def _round(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen,
+    tables: Sequence[RoundedTable],
+    fused_params: Mapping[str, Mapping[str, Any]],
+) -> None:
+    # Tables of one kernel have equal parameters.
+    params = fused_params[tables[0].name]
+    if params.get("stochastic_rounding") and tbe.weights_precision.as_dtype() in HALF_TYPES:
+        set_rounding(tbe, StochasticRounding(int(params.get(ROUNDING_SEED, 0)), tuple(tables)))
+
+
+def _numbers(
+    shard: TableShard, sharding: ParameterSharding2D
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from a shard's rows, as they lie there to train, to the table's."""
+    rows = num_rows(sharding)
+    if sharding.owners is not RowOwners.HASH or rows is None:
+        return lambda local_rows: local_rows + shard.row
+    spread = RowSpread(rows)
+    return lambda local_rows: spread.rows(local_rows + shard.row)

@@ -53,7 +53,7 @@ from torchrec_2dsp.programs.bench.config import (
     shape_of,
 )
 from torchrec_2dsp.programs.config.dense import DenseKinds
-from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.dataset import Split, closing_batches
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.balance import weigh_losses_
@@ -300,7 +300,8 @@ def _first_batch(config: BenchConfig) -> Batch:
         rank=dist.get_rank(),
         world_size=world_size,
     )
-    return next(batches)
+    with closing_batches(batches) as opened:
+        return next(opened)
 
 
 def _planner_arguments(

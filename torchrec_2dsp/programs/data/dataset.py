@@ -3,8 +3,9 @@
 import enum
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 from torchrec.datasets.utils import Batch
@@ -187,3 +188,14 @@ def open_alone(section: DataSection[Opened], progress: Progress | None = None) -
     if isinstance(section, LogSection):
         return section.dataset(progress)
     return section.dataset()
+
+
+@contextmanager
+def closing_batches(batches: Iterator[Batch]) -> Iterator[Iterator[Batch]]:
+    """Close an iterator at the end, if it can be closed: readers have threads."""
+    closable: Any = batches
+    try:
+        yield batches
+    finally:
+        if hasattr(closable, "close"):
+            closable.close()

@@ -10,14 +10,13 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError, ExportError, UnsupportedError
-from torchrec_2dsp.programs.data.dataset import Dataset, Split
+from torchrec_2dsp.programs.data.dataset import Dataset, Split, closing_batches
 from torchrec_2dsp.programs.export.served import Answer, Request, ServedModel, first_sample
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
 from torchrec_2dsp.programs.models.ranking import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import ClickMetrics
 from torchrec_2dsp.programs.train.record import LESS_IS_BETTER
-from torchrec_2dsp.programs.train.steps import closing_batches
 
 _ROUNDING = 1e-5
 """The largest relative difference between a script's scores and its module's: the compiler may

@@ -19,13 +19,12 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.dataset import Split, closing_batches
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
 from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.models.ranking import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained, normalized_entropy
-from torchrec_2dsp.programs.train.steps import closing_batches
 
 
 class Meter:

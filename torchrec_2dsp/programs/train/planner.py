@@ -14,13 +14,18 @@ from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D
 from torchrec_2dsp.programs.config.sections import ModelConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset, Progress, Split
+from torchrec_2dsp.programs.data.dataset import (
+    BatchShape,
+    Dataset,
+    Progress,
+    Split,
+    closing_batches,
+)
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.kinds import transformer_of
 from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.planned import planner_arguments, true_access
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
-from torchrec_2dsp.programs.train.steps import closing_batches
 
 _COUNTED_IDS, _COUNTED_BATCHES = 2**21, 8
 """The lookups, or samples, to count at least, and the batches."""

@@ -30,7 +30,13 @@ from torchrec_2dsp.parallel.loop import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.config.dense import PipelinedConfig
-from torchrec_2dsp.programs.data.dataset import Dataset, Progress, Split, open_together
+from torchrec_2dsp.programs.data.dataset import (
+    Dataset,
+    Progress,
+    Split,
+    closing_batches,
+    open_together,
+)
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, click_probability
 from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
@@ -53,7 +59,6 @@ from torchrec_2dsp.programs.train.steps import (
     PipelinedSteps,
     StepProfiler,
     after_stops,
-    closing_batches,
     dense_figures,
     middle_steps,
 )

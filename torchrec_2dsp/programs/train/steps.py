@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,17 +115,6 @@ class AccumulatedSteps:
 
     def pause(self) -> None:
         """Do nothing: between two steps the model is free."""
-
-
-@contextmanager
-def closing_batches(batches: Iterator[Batch]) -> Iterator[Iterator[Batch]]:
-    """Close an iterator at the end, if it can be closed: readers have threads."""
-    closable: Any = batches
-    try:
-        yield batches
-    finally:
-        if hasattr(closable, "close"):
-            closable.close()
 
 
 def dense_figures(model: nn.Module, before: GradientReport, num_steps: int) -> dict[str, float]:

@@ -35,11 +35,11 @@ class RowTraffic:
     numbers: torch.Tensor
     """The numbers in the kernel of the rows that it is asked for, rank by rank."""
     num_asked: list[int]
-    """How many each rank asks for."""
+    """The number of rows that each rank asks for."""
     num_wanted: list[int]
-    """How many this rank wants of each."""
+    """The number of rows that this rank wants, by owner."""
     starts: torch.Tensor
-    """Where each rank's rows begin, asked for and then wanted; and the end."""
+    """The start of each rank's rows, of those asked for and then of those wanted; and the end."""
 
 
 class Halves:

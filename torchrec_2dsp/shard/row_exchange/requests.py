@@ -368,7 +368,7 @@ class Requested:
     from_owners: list[NeededRows]
     """The rows that this rank has asked owners for."""
     num_asked: list[list[int]]
-    """How many these are, by owner."""
+    """Their number, by owner."""
 
     def weighed(self, weigh: Callable[[torch.Tensor], torch.Tensor]) -> "Requested":
         """Return these requests for bags with other weights, which ``weigh`` makes of theirs."""

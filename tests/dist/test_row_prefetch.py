@@ -1,6 +1,7 @@
 """Rows that come early: weights and losses stay those of the plain loop, bit for bit."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,6 +52,7 @@ from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import DirectUpdater
 from torchrec_2dsp.shard import kernels
 from torchrec_2dsp.shard.row_exchange.journey import RowJourney
+from torchrec_2dsp.shard.row_exchange.lookup import RowKernel
 from torchrec_2dsp.shard.row_exchange.requests import RowRequests
 
 pytestmark = pytest.mark.dealt_file
@@ -72,7 +74,9 @@ def check(ranks: RankPool, cells: list[Cell]) -> None:
 def test_bags_train_as_without(ranks4: RankPool, dealt: Deal) -> None:
     specs = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)
     cells = [replace(ROWS, spec=spec) for spec in specs]
-    cells += [replace(ROWS, optimizer=entry, hot_rows=HOT_ROWS) for entry in ("sgd", "adagrad")]
+    cells += [
+        replace(ROWS, optimizer=entry, hot_rows=HOT_ROWS) for entry in ("sgd", "adagrad", "adam")
+    ]
     cells += [replace(ROWS, owners="hash"), replace(ROWS, sync=tdsp.WeightSync())]
     cells += [replace(ROWS, stock_wrapper=True), replace(ROWS, full_duplex=True)]
     check(ranks4, dealt(cells))
@@ -196,6 +200,26 @@ def bytes_of_exchanges(rank: int, world_size: int, cell: Cell) -> tuple[int, int
 def test_rows_cost_a_byte_more_each_way(ranks4: RankPool) -> None:
     for without, beside, reported in ranks4.run(bytes_of_exchanges, ROWS):
         assert beside - without == reported > 0
+
+
+def lookups_of_owners(rank: int, world_size: int) -> Counter[int]:
+    """Return how many of this rank's lookups ran each FBGEMM kernel."""
+    batches, calls = [step[rank] for step in make_stream(ROWS, STEPS)], Counter[int]()
+    forward = RowKernel.forward
+
+    def count(self: RowKernel, features: KeyedJaggedTensor) -> torch.Tensor:
+        calls[id(self)] += 1
+        return forward(self, features)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowKernel, "forward", count)
+        run(sharded(ROWS), batches)
+    return calls
+
+
+def test_rows_that_travel_early_are_read_once(ranks4: RankPool) -> None:
+    for calls in ranks4.run(lookups_of_owners):
+        assert set(calls.values()) == {1}  # No rows of the first batch come early.
 
 
 def updating_by_fbgemm(rank: int, world_size: int, cell: Cell) -> tuple[float, Counts]:

@@ -268,7 +268,7 @@ def without_update(
         finally:
             tbe.optimizer = optimizer
         if is_training:
-            set_iteration(tbe, iteration_of(tbe) + 1)
+            count_forwards(tbe, 1)
         return output
 
     return look_up
@@ -279,8 +279,7 @@ def _uncounted(
 ) -> torch.Tensor:
     """Run a forward that FBGEMM's kernels for GPUs would take for one that trains."""
     output = run()
-    for counter in (tbe.iter, tbe.iter_cpu):
-        _tensor(counter).sub_(1)
+    count_forwards(tbe, -1)
     return output
 
 
@@ -311,6 +310,12 @@ def output_dtype(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.dtype:
 def iteration_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> int:
     """Return how many forwards the kernel has counted."""
     return int(_tensor(tbe.iter_cpu).item())
+
+
+def count_forwards(tbe: SplitTableBatchedEmbeddingBagsCodegen, number: int) -> None:
+    """Count forwards that FBGEMM didn't count, or take back some that it did."""
+    for counter in (tbe.iter, tbe.iter_cpu):
+        _tensor(counter).add_(number)
 
 
 def set_iteration(tbe: SplitTableBatchedEmbeddingBagsCodegen, iteration: int) -> None:

@@ -36,6 +36,11 @@ class RowContext(EmbeddingShardingContext):
     before: list[RowJourney] = field(default_factory=list)
     """The last batch's journeys, whose gradients may lag behind this batch's lookup."""
 
+    @property
+    def comes_by_journeys(self) -> bool:
+        """True if early rows have set out; the others are read when they do."""
+        return bool(self.journeys) and all(journey.has_begun for journey in self.journeys)
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
         super().record_stream(stream)
@@ -77,7 +82,7 @@ class RowFetch(nn.Module):
             backward. If a host's ranks ask together, as many inside the host.
         """
         requested = sharding_ctx.requested
-        if sharding_ctx.journeys and all(journey.has_begun for journey in sharding_ctx.journeys):
+        if sharding_ctx.comes_by_journeys:
             fetching = [journey.fetch() for journey in sharding_ctx.journeys]
             return PooledRows(fetching, requested, self._in_host)
         num_asked, num_given = requested.num_asked, num_by_rank(owned.counts)

@@ -9,7 +9,13 @@ from typing import Any, cast
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.fbgemm import OptimizerStep, is_on_gpu, output_dtype, tbe_shape
+from torchrec_2dsp._compat.fbgemm import (
+    OptimizerStep,
+    count_forwards,
+    is_on_gpu,
+    output_dtype,
+    tbe_shape,
+)
 from torchrec_2dsp._compat.shardings import parts_of_lookup
 from torchrec_2dsp._compat.torchrec import GroupedEmbeddingConfig
 from torchrec_2dsp.comms.collectives import constant
@@ -45,6 +51,11 @@ class RowKernel(EmbeddingKernel):
     def read_rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the current rows, without a gradient, in the lookup's type."""
         return read_rows(self._runs, numbers).to(output_dtype(self.tbe))
+
+    def count_lookup(self) -> None:
+        """Count a batch whose rows are read by `read_rows`, as a forward would."""
+        if self.tbe.training and torch.is_grad_enabled():
+            count_forwards(self.tbe, 1)
 
     def is_among(self, numbers: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         """Return a 1 for each row that is among others, and a 0 for each other one."""
@@ -121,9 +132,15 @@ class RowLookup(SequenceLookup):
     """Looks up the rows that other ranks ask for."""
 
     kernel_class = RowKernel
+    is_for_journeys = False
+    """True if journeys carry the next batch's rows, which they read themselves."""
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedRows:  # type: ignore[override]
-        """Return the rows that all ranks want for one batch."""
+        """Return the rows that all ranks want for one batch; none if journeys carry them."""
+        if self.is_for_journeys:
+            for kernel in self.kernels():
+                kernel.count_lookup()
+            return OwnedRows()
         parts = self.parts(sparse_features)
         owned = OwnedRows(kernel(ids) for kernel, ids in parts)
         owned.counts = [counts_of(ids) for _, ids in parts]
@@ -133,8 +150,12 @@ class RowLookup(SequenceLookup):
         self, sparse_features: KeyedJaggedTensor
     ) -> list[tuple[RowKernel, KeyedJaggedTensor]]:
         """Return the kernels with their requests."""
-        kernels, num_features = parts_of_lookup(self)
-        return list(zip(cast(Any, kernels), sparse_features.split(num_features), strict=True))
+        _, num_features = parts_of_lookup(self)
+        return list(zip(self.kernels(), sparse_features.split(num_features), strict=True))
+
+    def kernels(self) -> list[RowKernel]:
+        """Return the kernels."""
+        return cast(Any, parts_of_lookup(self)[0])
 
 
 def config_by_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:

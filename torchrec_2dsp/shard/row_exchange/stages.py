@@ -314,7 +314,7 @@ class RowPrefetch(Stage):
         late = [
             journey
             for context in _row_contexts(notes)
-            if all(journey.has_begun for journey in context.journeys)
+            if context.comes_by_journeys
             for journey in context.journeys
         ]
         if late:
@@ -323,9 +323,12 @@ class RowPrefetch(Stage):
             journey.send_late()
 
     def before_lookup(self, notes: BatchNotes) -> None:
-        """Apply the updates that the lookup waits for."""
+        """Apply the updates that the lookup waits for, and tell it which rows journeys read."""
         self._num_lookups += 1
         self._finish_updates(notes, self._num_lookups)
+        for exchange, context in zip(self._exchanges, notes.shardings, strict=True):
+            if exchange is not None:
+                exchange[0].is_for_journeys = cast(RowContext, context).comes_by_journeys
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
         """Send the next batch's early rows, and the last batch's lagging gradients.

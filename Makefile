@@ -31,6 +31,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKED := $(VENV)/.locked-$(VARIANT)-torch-$(TORCH_VERSION)
 INSTALLED := $(VENV)/.installed-$(VARIANT)
+RECIPES := $(VENV)/.recipes-$(VARIANT)
 DOCS_VENV := .venv-docs
 DOCS_LOCKED := $(DOCS_VENV)/.locked
 LOCKS_FOLDER_1.8 := requirements
@@ -77,11 +78,11 @@ IN_LANES := -m "not alone" --numprocesses $(LANES) --dist loadfile --no-loadscop
 # Nothing may run beside some tests. Only their files are collected.
 ALONE = -m alone $(shell grep -rl --include='test_*.py' mark.alone tests)
 
-test: $(INSTALLED)  ## run the tests, and a slice of the long ones
+test: $(RECIPES)  ## run the tests, and a slice of the long ones
 	$(BIN)/pytest $(IN_LANES) --slow-slice commit/$(SLICES)
 	$(BIN)/pytest $(ALONE) --slow-slice commit/$(SLICES)
 
-test-all: $(INSTALLED)  ## run all tests
+test-all: $(RECIPES)  ## run all tests
 	$(BIN)/pytest $(IN_LANES)
 	$(BIN)/pytest $(ALONE)
 
@@ -110,7 +111,7 @@ gpu-bundle: $(INSTALLED)  ## pack an environment for a machine with a GPU and no
 gpu-queue: $(INSTALLED)  ## run jobs on a GPU for MINUTES=12, from where the last run ended
 	$(BIN)/python -m tests.gpu.queue --minutes $(MINUTES)
 
-lint: $(INSTALLED)  ## check style, format and types
+lint: $(RECIPES)  ## check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
@@ -144,6 +145,11 @@ $(INSTALLED): $(LOCKED) pyproject.toml
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	# By one process, because ranks that start together would all compile the same files.
 	$(BIN)/python -c 'import tests.support.preloaded' || true  # What is wrong, doctor says.
+	touch $@
+
+# What only recipes use comes last, so that training and the demo don't wait for it.
+$(RECIPES): $(INSTALLED) requirements/recipes.txt
+	$(PIP) install --quiet --no-deps -r requirements/recipes.txt
 	touch $@
 
 # The documentation has an environment of its own: nothing of it is needed to train, test or lint.

@@ -1,8 +1,6 @@
 """The code in README, migration guide and examples runs as it is printed."""
 
 import re
-import runpy
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import LossModel, drain
+from tests.support.loops import LossModel
 from tests.support.models import ModelSpec, make_batch
 from tests.support.parity import make_optimizer
 from tests.support.programs import python
@@ -100,33 +98,15 @@ def test_the_swap_of_the_migration_guide_runs(ranks2: RankPool) -> None:
 
 
 EXAMPLES = ROOT / "docs" / "examples"
-NEED_A_MODEL = {"serve.py", "serve_next_items.py"}
-"""The examples that read what `export` writes; the tests of the export run them."""
+RUN_ELSEWHERE = {"serve.py", "serve_next_items.py", "experiment_trackers.py"}
+"""The examples that read what `export` writes, or that `train` loads; their own tests run them."""
 
 
 def test_the_examples_run(dealt: Deal) -> None:
     every = sorted(EXAMPLES.glob("*.py"))
-    scripts = dealt([str(script) for script in every if script.name not in NEED_A_MODEL])
+    scripts = dealt([str(script) for script in every if script.name not in RUN_ELSEWHERE])
     assert scripts
     done = python("-m", "tests.support.forks", "scripts", *scripts)
     assert done.returncode == 0, done.stderr[-5000:]
     for script in scripts:
         assert f"done\n{script} 0 0 0 0\n" in done.stdout, done.stdout
-
-
-def train_in_lightning(rank: int, world_size: int) -> list[list[float]]:
-    """Return the losses in Lightning's loop, and those of the same pipeline without it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's own.
-        example = runpy.run_path(str(EXAMPLES / "lightning_loop.py"))
-        trained = example["fit"](example["shard"]())
-    model = example["shard"]()
-    pipeline = model.pipeline(torch.optim.Adagrad(model.dense_parameters(), lr=0.02))
-    losses = [loss.item() for _ in range(2) for loss, *_ in drain(pipeline, example["Log"]())]
-    return [trained.losses, losses]
-
-
-def test_lightnings_loop_trains_as_the_pipeline_does(ranks2: RankPool) -> None:
-    for in_lightning, alone in ranks2.run(train_in_lightning):
-        assert in_lightning == alone
-        assert len(set(alone)) == 40

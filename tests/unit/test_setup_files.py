@@ -14,8 +14,9 @@ from torchrec_2dsp._compat.versions import TRIED, VersionSet
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"1.8": "", "1.9": "torchrec-1.9/"}
 """Each TorchRec's folder of locks."""
-LOCKS = (*(folder + kind for folder in FOLDERS.values() for kind in ("cpu", "cuda")), "dev")
-PIN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*==[0-9]+(\.[0-9]+)*")
+CPU_AND_CUDA = (folder + kind for folder in FOLDERS.values() for kind in ("cpu", "cuda"))
+LOCKS = (*CPU_AND_CUDA, "dev", "recipes")
+PIN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*==[0-9]+(\.[0-9]+)*((b|\.post)[0-9]+)?")
 # torch's own dependencies come with torch, in the versions that fit it.
 BROUGHT_BY_TORCH = {
     "torch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools",
@@ -61,8 +62,9 @@ def test_locks_differ_only_in_torchrec_and_fbgemm() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS.values())
-def test_dev_lock_adds_and_never_repeats(folder: str) -> None:
-    assert set(names(read_pins("dev"))).isdisjoint(names(read_pins(f"{folder}cpu")))
+def test_other_locks_add_and_never_repeat(folder: str) -> None:
+    locked = [names(read_pins(lock)) for lock in (f"{folder}cpu", "dev", "recipes")]
+    assert len(set().union(*locked)) == sum(map(len, locked))
 
 
 def test_runtime_dependencies_are_locked() -> None:

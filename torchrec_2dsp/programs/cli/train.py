@@ -138,7 +138,8 @@ def _saying_how_to_go_on(folder: str) -> Iterator[None]:
 
 def _writers(config: "TrainConfig", output: Path | None) -> "list[TrainWatcher]":
     from torchrec_2dsp.errors import ConfigError
-    from torchrec_2dsp.programs.train.results import RunFolder, TensorBoardWatcher
+    from torchrec_2dsp.programs.config.section import named_in_config
+    from torchrec_2dsp.programs.train.results import RunFolder, TensorBoardWatcher, TrainWatcher
 
     check_writable(output)
     writers: list[TrainWatcher] = []
@@ -152,4 +153,12 @@ def _writers(config: "TrainConfig", output: Path | None) -> "list[TrainWatcher]"
                 f"loop.tensorboard_dir={config.loop.tensorboard_dir!r} needs tensorboard, which is "
                 "not installed; pip install 'torchrec-2dsp[tensorboard]', or leave it empty"
             ) from error
+    for name in config.output.watchers:
+        watcher = named_in_config(name, "output.watchers")(config)
+        if not isinstance(watcher, TrainWatcher):
+            raise ConfigError(
+                f"output.watchers={name!r} makes a {type(watcher).__name__}; it has to be a "
+                "torchrec_2dsp.programs.train.results.TrainWatcher"
+            )
+        writers.append(watcher)
     return writers

@@ -3,7 +3,8 @@
 This module needs neither torch nor TorchRec, so that results can be read quickly.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,41 @@ class Kinds:
                 )
             del tree[name]
         return tree
+
+
+def named_in_config(name: str, key: str) -> Callable[..., Any]:
+    """Import the function or class that a config names, such as ``"package.module:function"``.
+
+    Raises:
+        ConfigError: the name isn't of this form, or there is nothing to call under it.
+
+    Example:
+        >>> from torchrec_2dsp.programs.config.section import named_in_config
+        >>> named_in_config("math:sqrt", "factory")(9)
+        3.0
+    """
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        raise ConfigError(
+            f"{key}={name!r} is not of the form 'package.module:function'; name a function or class"
+        )
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}={name!r}: {module_name!r} can't be imported: {error}; install it, or put its "
+            "folder into PYTHONPATH"
+        ) from error
+    for part in path.split("."):
+        if not hasattr(value, part):
+            raise ConfigError(f"{key}={name!r}: {module_name!r} has no {path!r}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise ConfigError(
+            f"{key}={name!r} is a {type(value).__name__}, which can't be called; name a function "
+            "or class"
+        )
+    return value
 
 
 def _names(kind: type[BaseModel]) -> tuple[str, ...]:

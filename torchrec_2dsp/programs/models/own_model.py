@@ -1,20 +1,17 @@
 """A user's own model in the training program: a factory, named in the config."""
 
-import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.section import named_in_config
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.models.model import PlannedSection
-
-ModelFactory = Callable[[Sequence[DatasetFeature], int, Mapping[str, Any]], nn.Module]
-"""A function that builds a model from sparse features, the dense count, and options."""
 
 
 class OwnModelConfig(PlannedSection):
@@ -39,37 +36,6 @@ class OwnModelConfig(PlannedSection):
     """The seed of torch's random numbers when the function is called."""
 
 
-def factory_of(name: str) -> ModelFactory:
-    """Import the function with a name such as ``"package.module:function"``.
-
-    Raises:
-        ConfigError: the name isn't of this form, or there is nothing to call under it.
-    """
-    module_name, colon, path = name.partition(":")
-    if not (module_name and colon and path):
-        raise ConfigError(
-            f"factory={name!r} is not of the form 'package.module:function'; name a function that "
-            "makes the model"
-        )
-    try:
-        factory: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"factory={name!r}: {module_name!r} can't be imported: {error}; install it, or put its "
-            "folder into PYTHONPATH"
-        ) from error
-    for part in path.split("."):
-        if not hasattr(factory, part):
-            raise ConfigError(f"factory={name!r}: {module_name!r} has no {path!r}")
-        factory = getattr(factory, part)
-    if not callable(factory):
-        raise ConfigError(
-            f"factory={name!r} is a {type(factory).__name__}, which can't be called; name a "
-            "function"
-        )
-    return cast(ModelFactory, factory)
-
-
 def build_own_model(
     config: OwnModelConfig, features: Sequence[DatasetFeature], num_dense: int
 ) -> nn.Module:
@@ -78,7 +44,7 @@ def build_own_model(
     Raises:
         ConfigError: there is no such function, or it doesn't return a module.
     """
-    factory = factory_of(config.factory)
+    factory = named_in_config(config.factory, "factory")
     try:
         inspect.signature(factory).bind(features, num_dense, config.options)
     except TypeError as error:

@@ -149,6 +149,10 @@ class OutputConfig(Section):
     """Steps to trace in the middle of each run, or of its first 1,000 steps, so that a page says
     where they go; at most a third of the run, and 0 for none."""
 
+    watchers: tuple[str, ...] = ()
+    """Classes such as ``"my_module:MyWatcher"``, which rank 0 calls with the config: each makes a
+    `TrainWatcher`, told what is trained, evaluated and saved."""
+
     @model_validator(mode="after")
     def _check_folder(self) -> Self:
         if not self.folder:

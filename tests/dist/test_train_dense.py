@@ -155,4 +155,6 @@ def test_contestants_say_how_dense_gradients_travel(kind: str) -> None:
     contestant = make_config(config, {"kind": kind, "dense": {"kind": "thresholded"}})
     assert contestant.describe().endswith(", 0.500% of dense gradients, in bf16")
     assert "dense" not in make_config(config, {"kind": kind}).describe()
+    in_bf16 = make_config(config, {"kind": kind, "dense": {"kind": "fp16", "autocast": "bf16"}})
+    assert in_bf16.describe().endswith(", dense gradients in fp16, computed in bf16")
     assert PowerSGDConfig().text == "dense gradients by PowerSGD of rank 2"

@@ -219,6 +219,7 @@ def bounds_of(contestant: dict[str, Any], sharding: dict[str, int]) -> LossBound
         ({"kind": "stock", "qcomms": "fp16"}, {"column_wise": 2}, None, 5e-2),
         ({"kind": "stock"}, {"table_wise": 1, "column_wise": 1}, None, 5e-2),
         ({"kind": "stock", "dense": {"kind": "fp16"}}, {"row_wise": 2}, None, 2e-3),
+        ({"kind": "stock", "dense": {"autocast": "bf16"}}, {"row_wise": 2}, None, 3e-3),
         ({"kind": "stock", "dense": {"kind": "thresholded"}}, {"row_wise": 2}, None, 5e-2),
         ({"kind": "two_d"}, {"2d_row_wise": 2}, 1e-4, 1e-3),
         ({"kind": "two_d"}, {"2d_grid_shard": 2}, None, 5e-2),

@@ -12,6 +12,7 @@ from torchrec.metrics.ne import compute_ne, get_ne_states
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.programs.config.config_file import load_config, make_config, overridden
+from torchrec_2dsp.programs.train.checkpoints import RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import StepsTrained, normalized_entropy
 
@@ -237,6 +238,20 @@ RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
             "model={kind='sequence', ranking={among='sampled', exclude_seen=true}}",
             "model.ranking: exclude_seen=True is for among='all'",
         ),
+        ("optimizer.rounding_seed=3", "rounding_seed=3 is for stochastic_rounding=true; set it"),
+        (
+            "optimizer.stochastic_rounding=true",
+            "optimizer.stochastic_rounding=True is for tables in 16 bits; set model.table_dtype",
+        ),
+        (
+            "model={kind='module:factory', factory='a:b', table_dtype='fp16'}",
+            "table_dtype='fp16' is for kind='dlrm' or 'dcn' or 'sequence' or 'two_tower', and kind",
+        ),
+        (
+            "runs.two.dense={kind='pipelined', autocast='bf16'}",
+            "autocast='bf16' is for kind='ddp' or 'fp16' or 'powersgd' or 'thresholded' or "
+            "'delayed' or 'fully_sharded' or 'tensor_parallel' or 'local', and kind is 'pipelined'",
+        ),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused(override: str, message: str) -> None:
@@ -251,7 +266,7 @@ def test_keys_of_other_kinds_may_have_their_defaults() -> None:
     config = make_config(TrainConfig, {**MINIMAL, "runs": {"one": {"dense": every_key}}})
     assert config.runs["one"].dense.kind == "ddp"
     written = config.model_dump(mode="json")
-    assert written["runs"]["one"]["dense"] == {"kind": "ddp"}
+    assert written["runs"]["one"]["dense"] == {"kind": "ddp", "autocast": "fp32"}
     assert make_config(TrainConfig, written) == config
 
 
@@ -341,3 +356,26 @@ def test_updates_are_for_sgd_without_clipping(override: str) -> None:
     assert changed(updates).optimizer.dense_optimizer == "sgd"
     with pytest.raises(tdsp.errors.ConfigError, match="gives updates instead of gradients"):
         changed(updates, f"optimizer.{override}")
+
+
+def test_types_are_among_the_settings_that_a_resumed_run_keeps() -> None:
+    # Older checkpoints lack these keys.
+    assert not RunSettings(changed()).state_dict().keys() & {
+        "model.table_dtype",
+        "optimizer.stochastic_rounding",
+        "optimizer.rounding_seed",
+    }
+    model, optimizer = {"table_dtype": "fp16"}, {"stochastic_rounding": True, "rounding_seed": 2}
+    config = make_config(TrainConfig, {**MINIMAL, "model": model, "optimizer": optimizer})
+    settings = RunSettings(config).state_dict()
+    assert settings["model.table_dtype"] == '"fp16"'
+    assert settings["optimizer.stochastic_rounding"] == "true"
+    assert settings["optimizer.rounding_seed"] == "2"
+
+
+def test_torchrec_alone_does_not_round_alike() -> None:
+    model, optimizer = {"table_dtype": "fp16"}, {"stochastic_rounding": True}
+    tree = {**MINIMAL, "model": model, "optimizer": optimizer}
+    assert make_config(TrainConfig, tree).model.kind == "dlrm"
+    with pytest.raises(tdsp.errors.ConfigError, match="TorchRec alone, which doesn't round"):
+        make_config(TrainConfig, {**tree, "runs": {"two": {"stock": True}}})

@@ -415,7 +415,7 @@ def is_reference(contestant: object) -> bool:
         isinstance(contestant, StockContestant)
         and contestant.qcomms == "fp32"
         and not contestant.full_duplex
-        and contestant.dense.kind == "ddp"
+        and contestant.dense == DDPConfig()
         and contestant.balance is None
     )
 

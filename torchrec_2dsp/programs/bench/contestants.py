@@ -57,7 +57,7 @@ from torchrec_2dsp.programs.data.dataset import Split, closing_batches
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.balance import weigh_losses_
-from torchrec_2dsp.programs.models.dense import dense_part
+from torchrec_2dsp.programs.models.dense import autocast_, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, layered_of
 from torchrec_2dsp.programs.models.model import rank_device, table_name
 from torchrec_2dsp.programs.models.optimizer import (
@@ -190,6 +190,7 @@ def build_trainer(
         batch_size=config.schedule.batch_size,
         state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
     )
+    autocast_(unsharded, contestant.dense, device)
     if isinstance(contestant, TwoDContestant):
         model = _two_d(config, contestant, mesh, speeds, dense, unsharded, device, part.wrapper)
     else:

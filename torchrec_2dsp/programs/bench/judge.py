@@ -108,6 +108,7 @@ def loss_bounds(
     if contestant.ne_bound != "by_kind":
         return LossBounds(None, contestant.ne_bound)
     rounded = {contestant.qcomms, "fp16" if contestant.dense.kind == "fp16" else "fp32"}
+    rounded.add(getattr(contestant.dense, "autocast", "fp32"))
     # TorchRec keeps a moment of a row for each of its column shards.
     has_moments_by_column = any("column" in name or "grid" in name for name in sharding)
     is_other_algorithm = has_moments_by_column or contestant.dense.is_other_algorithm

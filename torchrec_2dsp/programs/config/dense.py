@@ -21,24 +21,41 @@ class _DenseSection(Section):
     """The difference from DDP, in words, with the values of keys; empty if there is none."""
 
     @property
-    def text(self) -> str:
-        """The difference from DDP, in words; empty if there is none."""
+    def kind_text(self) -> str:
+        """The kind's difference from DDP, in words; empty if there is none."""
         return self.words.format(**self.model_dump())
 
+    @property
+    def text(self) -> str:
+        """All differences from DDP in fp32, in words; empty if there are none."""
+        return self.kind_text
 
-class _WarmUp(_DenseSection):
+
+class _AutocastSection(_DenseSection):
+    autocast: Literal["fp32", "bf16"] = "fp32"
+    """The type in which `torch.autocast` lets training multiply matrices. Weights, lookups,
+    gradients between ranks and evaluations stay in fp32."""
+
+    @property
+    def text(self) -> str:
+        """All differences from DDP in fp32, in words; empty if there are none."""
+        computed = "" if self.autocast == "fp32" else f"computed in {self.autocast}"
+        return ", ".join(filter(None, (self.kind_text, computed)))
+
+
+class _WarmUp(_AutocastSection):
     warm_up: int = Field(default=10, ge=2)
     """The number of first steps that send all gradients without delay."""
 
 
-class DDPConfig(_DenseSection):
+class DDPConfig(_AutocastSection):
     """DDP as it is."""
 
     kind: Literal["ddp"] = "ddp"
     is_stock: ClassVar[bool] = True
 
 
-class FP16Config(_DenseSection):
+class FP16Config(_AutocastSection):
     """DDP with torch's fp16 hook."""
 
     kind: Literal["fp16"] = "fp16"
@@ -78,7 +95,7 @@ class ThresholdedConfig(_WarmUp):
     """The route for the sums; "auto" takes the one that sends least."""
 
     @property
-    def text(self) -> str:
+    def kind_text(self) -> str:
         """The difference from DDP, in words."""
         what = "gradients"
         if self.preconditioner is not Preconditioning.NONE:
@@ -94,7 +111,7 @@ class DelayedConfig(_WarmUp):
     words: ClassVar[str] = "dense gradients one step late"
 
 
-class FullyShardedConfig(_DenseSection):
+class FullyShardedConfig(_AutocastSection):
     """FSDP2: each rank holds a share of the weights."""
 
     kind: Literal["fully_sharded"] = "fully_sharded"
@@ -104,7 +121,7 @@ class FullyShardedConfig(_DenseSection):
     """The number of dense part copies over all ranks."""
 
 
-class TensorParallelConfig(_DenseSection):
+class TensorParallelConfig(_AutocastSection):
     """Several ranks compute each layer together."""
 
     kind: Literal["tensor_parallel"] = "tensor_parallel"
@@ -156,7 +173,7 @@ class PipelinedConfig(_DenseSection):
         return self
 
     @property
-    def text(self) -> str:
+    def kind_text(self) -> str:
         """The difference from DDP, in words."""
         sharded = ", sharded" if self.fully_shard else ""
         split = f", layers split over {self.tp} ranks" if self.tp > 1 else ""
@@ -173,7 +190,7 @@ class PlannedDenseConfig(_DenseSection):
     words: ClassVar[str] = "dense part by predicted cost"
 
 
-class LocalConfig(_DenseSection):
+class LocalConfig(_AutocastSection):
     """Ranks train independently and average every few steps."""
 
     kind: Literal["local"] = "local"

@@ -4,6 +4,7 @@ import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
+from torchrec.modules.embedding_configs import DataType
 
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.dense.thresholded import ThresholdKind
@@ -28,7 +29,19 @@ MEASURED = "measured"
 _SYNCS = (GradientSync.__name__, WeightSync.__name__)
 
 
-class ModelConfig(Section):
+class TablesSection(Section):
+    """A model, and its tables' type."""
+
+    table_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """The type of the tables' rows; their moments stay in fp32."""
+
+    @property
+    def data_type(self) -> DataType:
+        """The type as TorchRec's table configs name it."""
+        return DataType[self.table_dtype.upper()]
+
+
+class ModelConfig(TablesSection):
     """TorchRec's DLRM, or its DCN, over one table per sparse feature."""
 
     kind: Literal["dlrm", "dcn"] = "dlrm"
@@ -173,6 +186,21 @@ class ScheduledOptimizerConfig(OptimizerConfig):
     dense_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """The largest Euclidean norm for the joint gradient of all other parameters, to which a larger
     one is scaled down; 0 for no bound."""
+
+    stochastic_rounding: bool = False
+    """True if updates of tables in 16 bits are rounded at random, alike on all copies; else they
+    are rounded to the nearest."""
+
+    rounding_seed: int = Field(default=0, ge=0)
+    """The seed for stochastic rounding."""
+
+    @model_validator(mode="after")
+    def _check_rounding(self) -> Self:
+        if not self.stochastic_rounding:
+            self.refuse_unread(
+                ["rounding_seed"], "is for stochastic_rounding=true; set it, or leave it out"
+            )
+        return self
 
     @property
     def schedules(self) -> tuple[RateSchedule, RateSchedule]:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 from torch import nn
+from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
@@ -126,7 +127,10 @@ def _written(
     served = served_model(model, config.model, dataset)
     batches = HeldOutBatches(config, dataset_for(config.model, dataset))
     trained = measure(model, served, batches, config, group)
-    table_bytes = sum(4 * table.num_embeddings * table.embedding_dim for table in tables_of(model))
+    table_bytes = sum(
+        table.num_embeddings * table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
+        for table in tables_of(model)
+    )
     factory = config.model.factory if isinstance(config.model, OwnModelConfig) else ""
     with saying_what_stops(factory):
         quantize_(model)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -218,6 +219,23 @@ def check_one_length(kind: str, layered: Layered) -> None:
             f'dense.kind="{kind}" needs sequences of one length, and model.length_chunks > 1 '
             "fills them up to several; set model.length_chunks=1, or use another kind"
         )
+
+
+def autocast_(model: nn.Module, config: DenseKinds, device: torch.device) -> None:
+    """Let a model's forward compute in the dense part's `autocast` type while it trains, in place.
+
+    What looks rows up has no operator that autocast changes, and tables keep their types.
+    """
+    if getattr(config, "autocast", "fp32") == "fp32":
+        return
+    forward = model.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, torch.bfloat16, enabled=model.training):
+            return forward(*args, **kwargs)
+
+    # Tracers of pipelines read the class, and what they look for isn't changed.
+    model.forward = run
 
 
 def thresholded_gradients(model: nn.Module) -> ThresholdedDataParallel | None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from pydantic import AfterValidator, field_validator
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mlp import Perceptron
 
@@ -57,7 +57,7 @@ def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "c
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
-        tables = bags_of(data.features, model.dim, tables_device)
+        tables = bags_of(data.features, model.dim, tables_device, model.data_type)
         if tables_device != "meta":
             draw_whole_tables_(tables, model.seed)
         # Not what the tables' weights left of the stream: their device must not matter.
@@ -79,7 +79,10 @@ def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "c
 
 
 def bags_of(
-    features: Sequence[DatasetFeature], dim: int, tables_device: str
+    features: Sequence[DatasetFeature],
+    dim: int,
+    tables_device: str,
+    data_type: DataType = DataType.FP32,
 ) -> EmbeddingBagCollection:
     """Build a collection with a table for each feature."""
     tables = [
@@ -88,6 +91,7 @@ def bags_of(
             num_embeddings=feature.num_rows,
             embedding_dim=dim,
             feature_names=[feature.name],
+            data_type=data_type,
         )
         for feature in features
     ]

@@ -21,6 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_2dsp.errors import InputError
+from torchrec_2dsp.programs.config.sections import TablesSection
 from torchrec_2dsp.programs.data.negatives import NegativeItems, NegativeKind, negatives_name
 from torchrec_2dsp.programs.models.model import Output, PlannedSection, table_name
 from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, RankingConfig, places_of
@@ -32,7 +33,7 @@ from torchrec_2dsp.programs.models.sequence_layers import (
 )
 
 
-class SequenceModelConfig(PlannedSection):
+class SequenceModelConfig(PlannedSection, TablesSection):
     """A transformer that predicts each next item of a sequence.
 
     Example:
@@ -220,6 +221,7 @@ class NextItemModel(nn.Module):
                     embedding_dim=config.dim,
                     feature_names=[config.feature, negatives_name(config.feature)],
                     init_fn=partial(nn.init.normal_, std=0.02),
+                    data_type=config.data_type,
                 )
             ],
             device=torch.device(tables_device),

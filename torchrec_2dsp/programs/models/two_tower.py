@@ -12,13 +12,14 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.programs.config.sections import TablesSection
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.data.negatives import feature_of
 from torchrec_2dsp.programs.models.model import Output, PlannedSection, bags_of
 from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, RankingConfig, places_of
 
 
-class TwoTowerConfig(PlannedSection):
+class TwoTowerConfig(PlannedSection, TablesSection):
     """Two perceptrons, over user features and item features, and their dot product.
 
     Example:
@@ -100,7 +101,7 @@ class Tower(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return one vector per row."""
-        vectors = self.out(self.hidden(inputs))
+        vectors = self.out(self.hidden(inputs)).float()
         return self._scale * (normalize(vectors, dim=1) if self._is_normalized else vectors)
 
 
@@ -120,7 +121,7 @@ class TwoTowerModel(nn.Module):
             feature_of(features, name) for name in (*config.user_features, *config.item_features)
         ]
         self._num_items = feature_of(features, config.item_features[0]).num_rows
-        self.embeddings = bags_of(used, config.dim, tables_device)
+        self.embeddings = bags_of(used, config.dim, tables_device, config.data_type)
         # Not what the tables' weights left of the stream: their device must not matter.
         torch.manual_seed(config.seed + 1)
         self.user_tower = Tower(len(config.user_features) * config.dim + num_dense, config)
@@ -237,7 +238,8 @@ class _InBatchSoftmax(nn.Module):
         labels: torch.Tensor,
         features: KeyedJaggedTensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = users @ items.t()
+        # The softmax is computed in float32, also where products are computed in less.
+        logits = (users @ items.t()).float()
         numbers = _numbers_of_items([features[name] for name in self._features])
         own = torch.eye(len(numbers), dtype=torch.bool, device=logits.device)
         order = torch.arange(len(numbers), device=numbers.device)

@@ -189,6 +189,14 @@ class RunHistory:
         self.evaluations = [Evaluation.model_validate(plain) for plain in state["evaluations"]]
 
 
+_LATER = {
+    "model.table_dtype": '"fp32"',
+    "optimizer.stochastic_rounding": "false",
+    "optimizer.rounding_seed": "0",
+}
+"""Keys that older checkpoints lack, and the values that they stand for; saved only otherwise."""
+
+
 class RunSettings:
     """Config values that must not change between a run's restarts; part of the train state.
 
@@ -206,7 +214,8 @@ class RunSettings:
         }
         if any(schedule.depends_on_length for schedule in optimizer.schedules):
             settings["loop"]["steps"] = loop.steps
-        self._values = dict(_flat("", settings))
+        values = _flat("", settings)
+        self._values = {key: value for key, value in values if _LATER.get(key) != value}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings by config key, each as JSON."""

@@ -362,6 +362,12 @@ class TrainConfig(Section):
                 "is for loop.eval_every; set it, or leave keep_best out",
                 key="checkpoint.",
             )
+        if getattr(self.model, "table_dtype", "") == "fp32":
+            self.optimizer.refuse_unread(
+                ["stochastic_rounding"],
+                "is for tables in 16 bits; set model.table_dtype, or leave it out",
+                key="optimizer.",
+            )
         for name, run in self.runs.items():
             self._check_run(name, run)
         return self
@@ -390,6 +396,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"runs.{name} is TorchRec alone, whose tables learn in each backward, and a step "
                 f"of loop.accumulate={self.loop.accumulate} batches has several; leave one out"
+            )
+        if run.stock and self.optimizer.stochastic_rounding:
+            raise ValueError(
+                f"runs.{name} is TorchRec alone, which doesn't round at random on a CPU, and on a "
+                "GPU by other draws on each rank; leave optimizer.stochastic_rounding or the run "
+                "out"
             )
         if run.stock and isinstance(self.model, OwnModelConfig):
             raise ValueError(

@@ -38,7 +38,7 @@ from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
 from torchrec_2dsp.planner.planner2d import Planner2D, plan_on_rank_0
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.models.balance import check_lengths, weigh_losses_
-from torchrec_2dsp.programs.models.dense import DensePart, dense_part
+from torchrec_2dsp.programs.models.dense import DensePart, autocast_, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
 from torchrec_2dsp.programs.models.model import rank_device, split_, tables_of
 from torchrec_2dsp.programs.models.optimizer import (
@@ -116,6 +116,7 @@ def sharded_model(
     if run.prefetch_rows:
         plan = replace(plan, pipeline=Pipeline.ROW_PREFETCH)
     part = _make_dense_part(config, run, model)
+    autocast_(model, run.dense, device)
     parallel_model = ModelParallel2D(
         model,
         device=device,
@@ -156,12 +157,19 @@ def make_sharders(config: TrainConfig, run: RunConfig, shape: BatchShape) -> _Sh
     is_own = isinstance(config.model, OwnModelConfig)
     init_seed = None if is_own else config.model.seed
     accumulates = config.loop.accumulate > 1
+    rounding: dict[str, Any] = {"stochastic_rounding": config.optimizer.stochastic_rounding}
+    if config.optimizer.stochastic_rounding:
+        rounding["rounding_seed"] = config.optimizer.rounding_seed
     bags = EmbeddingBagCollectionSharder2D(
-        optimizer, keep_weights=is_own, accumulates=accumulates, init_seed=init_seed
+        optimizer,
+        fused_params=rounding,
+        keep_weights=is_own,
+        accumulates=accumulates,
+        init_seed=init_seed,
     )
     # TorchRec keeps the weights for sequences by itself.
     sequences = EmbeddingCollectionSharder2D(
-        optimizer, accumulates=accumulates, init_seed=init_seed
+        optimizer, fused_params=rounding, accumulates=accumulates, init_seed=init_seed
     )
     return cast(_Sharders, [bags, sequences])
 

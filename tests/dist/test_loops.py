@@ -28,7 +28,7 @@ from tests.support.loops import (
 )
 from tests.support.models import HOT_ROWS, BagModel
 from tests.support.parity import FUSED, LR, TWO, Cell, compare, make_optimizer
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_of
 from tests.support.slices import Deal
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
@@ -93,19 +93,37 @@ def by_the_plan(rank: int, world_size: int, cell: Cell, kind: Pipeline) -> tuple
     return type(pipeline).__name__, largest_gap(snapshot(parallel), train(cell, rank, stream))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (Pipeline.BASE, "TrainPipelinePlain"),
-        (Pipeline.SPARSE_DIST, "TrainPipelineSparseDist"),
-        (Pipeline.ROW_PREFETCH, "TrainPipelineRowPrefetch"),
-    ],
-)
+KINDS = {
+    Pipeline.BASE: "TrainPipelinePlain",
+    Pipeline.SPARSE_DIST: "TrainPipelineInStep",
+    Pipeline.ROW_PREFETCH: "TrainPipelineRowPrefetch",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), KINDS.items())
 def test_the_plan_chooses_the_pipeline(ranks4: RankPool, kind: Pipeline, name: str) -> None:
     cell = Cell(tdsp.Mesh2D(1, 4), exchange="row", hot_rows=HOT_ROWS)
     for chosen, gap in ranks4.run(by_the_plan, cell, kind):
         assert chosen == name
         assert gap <= KERNEL_ROUNDING
+
+
+def with_fewer_batches(rank: int, world_size: int, kind: Pipeline) -> str:
+    """Train two epochs, of which a rank's first one is a batch shorter; return the error."""
+    parallel = shard_loss_model(replace(EXACT, pipeline=kind))
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    pipeline = parallel.pipeline(torch.optim.SGD(parallel.dense_parameters(), lr=LR))
+    own = [step[rank] for step in make_stream(EXACT, STEPS)]
+    text = error_of(lambda: [drain(pipeline, own[: 3 - (rank == 1)]), drain(pipeline, own)])
+    pipeline.reset()
+    parallel.sync_now()
+    return text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_with_fewer_batches_is_named_on_all(ranks4: RankPool, kind: Pipeline) -> None:
+    for text in ranks4.run(with_fewer_batches, kind):
+        assert text.startswith("RankError: no batch is left after 2 for rank 1, but one for ranks")
 
 
 def syncs_in_a_pipeline(rank: int, world_size: int, cell: Cell, interval: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torchrec.streamable import Pipelineable
 from torchrec_2dsp._compat.shardings import OpenTrainPipeline
 from torchrec_2dsp.comms.alarm import BatchesInStep, agreeing
 from torchrec_2dsp.comms.failure_detection import naming_faults
-from torchrec_2dsp.comms.groups import MeshGroups, world_group
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.shard.parted import (
@@ -35,7 +35,74 @@ In = TypeVar("In", bound=Pipelineable)
 Out = TypeVar("Out")
 
 
-class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
+class _Source(Iterator[In], Generic[In]):
+    """Batches that a pipeline takes when all ranks have one.
+
+    Otherwise ids of other ranks would meet whatever a rank without a batch does next: gloo ends a
+    process that gets more than it expects, and in a loop over epochs the rank would go on with its
+    next one. A model without this package's modules takes what there is.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._groups = groups_of(model)
+        self._batches: Iterator[In] | None = None
+        self._iterator: Iterator[In] | None = None
+        self.has_ended = False
+        """True if the last iterator has no more batches."""
+
+    def of(self, dataloader_iter: Iterator[In]) -> "_Source[In]":
+        """Take the next batches from an iterator, after one that was taken ahead from another."""
+        if self._batches is None or dataloader_iter is not self._iterator:
+            taken_ahead = self._batches.stop() if isinstance(self._batches, BatchesInStep) else []
+            self._iterator, self._batches = dataloader_iter, dataloader_iter
+            self.has_ended = False
+            if self._groups is not None:
+                batches = chain(taken_ahead, dataloader_iter)
+                self._batches = BatchesInStep(batches, self._groups.alarm)
+        return self
+
+    def __next__(self) -> In:
+        """Return the next batch, if any rank has one."""
+        assert self._batches is not None
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.has_ended = True
+            raise
+
+    def reset(self) -> None:
+        """Drop the batch that was taken ahead."""
+        self._batches = None
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Return a context in which errors name the rank that failed."""
+        return nullcontext() if self._groups is None else naming_faults(self._groups.board)
+
+
+class TrainPipelineInStep(OpenTrainPipeline[In, Out]):
+    """A `TrainPipelineSparseDist` of which all ranks take a batch, or all raise an error."""
+
+    @cached_property
+    def source(self) -> _Source[In]:
+        """The batches."""
+        return _Source(self.model)
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train one batch; if only some ranks have one, all raise a `RankError` that names them."""
+        with self.source.naming():
+            return super().progress(dataloader_iter)
+
+    def next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
+        """Take a batch if all ranks have one; return `None` if none has."""
+        return next(self.source.of(dataloader_iter), None)
+
+    def reset(self) -> None:
+        """Drop all batches, as in TorchRec, and the one that was taken ahead."""
+        super().reset()
+        self.source.reset()
+
+
+class TrainPipelineRowPrefetch(TrainPipelineInStep[In, Out]):
     """A pipeline to use in place of `TrainPipelineSparseDist` where tables have row exchange.
 
     Ids travel two batches ahead instead of one. While a step computes, those rows of the next batch
@@ -58,8 +125,6 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
     """
 
     _has_warned = False
-    _source: "BatchesInStep[In] | None" = None
-    _iterator: Iterator[In] | None = None
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Take two batches and distribute their ids, unless there is a batch already."""
@@ -87,7 +152,7 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
             Those of the model's step, of the input exchange of the second batch after it, and of
             `RowPrefetch.announce` for the next one.
         """
-        with self._naming():
+        with self.source.naming():
             return self._progress(dataloader_iter)
 
     def _progress(self, dataloader_iter: Iterator[In]) -> Out:
@@ -127,36 +192,6 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
             "no rows can travel beside computing: no table has exchange='row' or 'row_per_host' "
             "and one copy in the world; this trains as TrainPipelineSparseDist does"
         )
-
-    def reset(self) -> None:
-        """Drop all batches, as in TorchRec, and the one that was taken ahead."""
-        super().reset()
-        self._source = None
-
-    def _naming(self) -> AbstractContextManager[None]:
-        """Return a context in which errors name the rank that failed."""
-        groups = self._groups
-        return nullcontext() if groups is None else naming_faults(groups.board)
-
-    @cached_property
-    def _groups(self) -> MeshGroups | None:
-        return groups_of(self.model)
-
-    def next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
-        """Take a batch if all ranks have one; return `None` if none has.
-
-        Otherwise ids of other ranks would meet whatever a rank without a batch does next, and gloo
-        ends a process that gets more than it expects.
-        """
-        groups = self._groups
-        if groups is None:
-            return super().next_batch(dataloader_iter)
-        if self._source is None or dataloader_iter is not self._iterator:
-            # A batch that was taken ahead from another iterator is trained first.
-            taken_ahead = [] if self._source is None else self._source.stop()
-            self._iterator = dataloader_iter
-            self._source = BatchesInStep(chain(taken_ahead, dataloader_iter), groups.alarm)
-        return next(self._source, None)
 
     def _start_newest(self, dataloader_iter: Iterator[In]) -> bool:
         """Take a batch and distribute its ids; return whether there was one."""
@@ -209,30 +244,32 @@ class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
 
 
 class TrainPipelinePlain(TrainPipelineBase[In, Out]):
-    """A `TrainPipelineBase` that trains a second epoch, as TorchRec's other pipelines do.
+    """A `TrainPipelineBase` of which all ranks take a batch, or all raise an error.
 
-    TorchRec's raises `StopIteration` for every iterator after the first that has ended.
+    It also trains a second epoch: TorchRec's raises `StopIteration` for every iterator after the
+    first that has ended.
     """
 
-    _iterator: Iterator[In] | None = None
+    def __init__(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Prepare to train; the arguments are those of `TrainPipelineBase`."""
+        super().__init__(model, *args, **kwargs)
+        self._source = _Source[In](model)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train one batch; an iterator that follows an ended one begins anew."""
-        is_new, self._iterator = dataloader_iter is not self._iterator, dataloader_iter
-        try:
-            return super().progress(dataloader_iter)
-        except StopIteration:
-            if not is_new:
-                raise
-        self.reset()
-        return super().progress(dataloader_iter)
+        had_ended = self._source.has_ended
+        batches = self._source.of(dataloader_iter)
+        if had_ended and not batches.has_ended:
+            self.reset()
+        with self._source.naming():
+            return super().progress(batches)
 
 
 AnyPipeline = TrainPipelineBase[Any, Any] | TrainPipelineSparseDist[Any, Any]
 """A train pipeline of a plan."""
 _KINDS: dict[Pipeline, Any] = {
     Pipeline.BASE: TrainPipelinePlain,
-    Pipeline.SPARSE_DIST: TrainPipelineSparseDist,
+    Pipeline.SPARSE_DIST: TrainPipelineInStep,
     Pipeline.ROW_PREFETCH: TrainPipelineRowPrefetch,
 }
 

@@ -276,9 +276,13 @@ UNSUPPORTED: dict[str, Case] = {
         "from row gradients",
         lambda rank: construct(sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)),
     ),
-    "tables in bf16": (
-        "which FBGEMM can't look up on a CPU; use FP32 or FP16",
-        lambda rank: construct(model=build(replace(FP16, data_type=DataType.BF16))),
+    "tables in bf16 with an optimizer that has no rule": (
+        "can't update on a CPU; use FP32 or FP16, or one of EmbOptimType.ADAM",
+        lambda rank: construct(
+            Cell(tdsp.Mesh2D(1, 4), spec=FP16),
+            sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD),
+            model=build(replace(FP16, data_type=DataType.BF16)),
+        ),
     ),
     "stochastic rounding of integers": (
         "which stochastic_rounding can't round alike",

@@ -38,8 +38,9 @@ from torchrec_2dsp.optim import RuleArguments
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.rows.update import RULES, RULES_WITHOUT_KERNEL
 
-SPEC = ModelSpec(data_type=DataType.FP16)
-DTYPE, STEPS, SIZES, MAX_LENGTH, SEED = torch.float16, 4, (6, 5, 3, 6), 4, 17
+SPEC, IN_BF16 = (ModelSpec(data_type=kind) for kind in (DataType.FP16, DataType.BF16))
+DTYPES = {SPEC: torch.float16, IN_BF16: torch.bfloat16}
+STEPS, SIZES, MAX_LENGTH, SEED = 4, (6, 5, 3, 6), 4, 17
 ROUNDED = Cell(ONE, spec=SPEC, rounding_seed=SEED)
 RATE = LR / 16
 """So small that most updates are less than float16's rounding."""
@@ -71,13 +72,15 @@ def gradients(rank: int, step: int) -> dict[str, dict[int, torch.Tensor]]:
 class Twin:
     """The unsharded tables, trained on whole batches and rounded number by number."""
 
-    def __init__(self, optimizer: str, eps: float, seed: int | None) -> None:
+    def __init__(
+        self, optimizer: str, eps: float, seed: int | None, spec: ModelSpec = SPEC
+    ) -> None:
         kind = FUSED[optimizer]
         self._rule, self._seed = (RULES | RULES_WITHOUT_KERNEL)[kind], seed
         self._eps, self._num_steps = float32(eps), 0
-        model = build(SPEC)
+        model, self.dtype = build(spec), DTYPES[spec]
         self.weights = {
-            table.name: model.state_dict()[f"ebc.embedding_bags.{table.name}.weight"].clone()
+            table.name: model.state_dict()[f"ebc.embedding_bags.{table.name}.weight"].to(self.dtype)
             for table in SPEC.tables
         }
         has_average = optimizer in ("adam", "partial_adam")
@@ -115,12 +118,14 @@ class Twin:
                 state[rows] = of_rows
             key = {"seed": self._seed, "step": self._num_steps, "table": name, "rows": rows}
             new = old - change
-            weight[rows] = new.to(DTYPE) if self._seed is None else rounded_rows(new, DTYPE, **key)
+            weight[rows] = (
+                new.to(self.dtype) if self._seed is None else rounded_rows(new, self.dtype, **key)
+            )
 
 
 @lru_cache
-def trained_twin(optimizer: str, eps: float, seed: int | None) -> Twin:
-    twin = Twin(optimizer, eps, seed)
+def trained_twin(optimizer: str, eps: float, seed: int | None, spec: ModelSpec = SPEC) -> Twin:
+    twin = Twin(optimizer, eps, seed, spec)
     for _ in range(STEPS):
         twin.step(range(4))
     return twin
@@ -140,14 +145,15 @@ def train(parallel: Any, rank: int, steps: range) -> None:
 
 def check(parallel: Any, twin: Twin) -> int:
     """Compare this rank's shards and moments; return how many numbers differ from the start."""
-    start, num_moved = Twin("sgd", 0.0, None).weights, 0
+    spec = next(spec for spec, dtype in DTYPES.items() if dtype is twin.dtype)
+    start, num_moved = Twin("sgd", 0.0, None, spec).weights, 0
     for name, value in parallel.state_dict().items():
         if not name.startswith("ebc"):
             continue
         table = name.split(".")[-2]
         for weight, (row, column) in local_shards(value):
             place = slice(row, row + weight.shape[0]), slice(column, column + weight.shape[1])
-            assert weight.dtype is DTYPE
+            assert weight.dtype is twin.dtype
             assert torch.equal(weight.cpu(), twin.weights[table][place]), name
             num_moved += int((weight.cpu() != start[table][place]).sum())
     for of_table in shards_of(parallel):
@@ -163,7 +169,7 @@ def check(parallel: Any, twin: Twin) -> int:
 def bits_after_training(rank: int, world_size: int, cell: Cell) -> int:
     parallel = sharded(cell)
     train(parallel, rank, range(STEPS))
-    return check(parallel, trained_twin(cell.optimizer, cell.eps, cell.rounding_seed))
+    return check(parallel, trained_twin(cell.optimizer, cell.eps, cell.rounding_seed, cell.spec))
 
 
 WAYS: tuple[dict[str, Any], ...] = (
@@ -183,6 +189,18 @@ def test_all_copies_have_the_bits_of_the_unsharded_model(
     for way in WAYS:
         cell = replace(ROUNDED, mesh=mesh, optimizer=optimizer, **way)
         assert sum(ranks4.run(bits_after_training, cell)) > 0, cell
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
+@pytest.mark.parametrize("seed", [None, SEED])
+def test_tables_in_bf16_have_the_bits_of_the_unsharded_model(
+    ranks4: RankPool, mesh: tdsp.Mesh2D, seed: int | None
+) -> None:
+    for optimizer, way in zip(
+        ("sgd", "rowwise_adagrad", "adagrad", "adam", "sgd"), WAYS, strict=True
+    ):
+        cell = replace(ROUNDED, spec=IN_BF16, rounding_seed=seed, mesh=mesh, optimizer=optimizer)
+        assert sum(ranks4.run(bits_after_training, replace(cell, **way))) > 0, way
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
@@ -213,7 +231,7 @@ def bits_after_averages(rank: int, world_size: int, cell: Cell) -> int:
         for name in twins[0].weights:
             copies = torch.stack([twin.weights[name].double() for twin in twins])
             for twin in twins:
-                twin.weights[name] = copies.mean(dim=0).to(DTYPE)
+                twin.weights[name] = copies.mean(dim=0).to(twin.dtype)
     return check(parallel, twins[0])
 
 

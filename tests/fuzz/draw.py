@@ -97,7 +97,7 @@ TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
     "rows": (1, 1, 2, 3, 5, 8, 16, 40, 97, 400),
     "dim": (4, 8, 12, 16),
     "pooling": ("sum", "mean"),
-    "dtype": ("fp32",) * 7 + ("fp16",),
+    "dtype": ("fp32",) * 6 + ("fp16", "bf16"),
     "sharding": (
         ("row_wise",) * 5
         + ("table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")

@@ -25,7 +25,7 @@ from tests.fuzz.oracle import POSITION_WEIGHT, losses_of, output_names
 from tests.fuzz.state import initial_dense, initial_tables
 from tests.support.managed_collisions import behind_maps
 
-_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
+_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 
 
 @dataclass

@@ -298,7 +298,7 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 271
-MAX_LINES = {"the library": 41_007, "the programs": 23_705, "tests": 57_057}
+MAX_LINES = {"the library": 41_051, "the programs": 23_720, "tests": 57_374}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

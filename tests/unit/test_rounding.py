@@ -1,11 +1,21 @@
 """Stochastic rounding against plain Python, number by number, and its distribution."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support.rounding import draw, neighbours, rounded_one
+from tests.support.table_bits import as_int8
+from tests.support.tbe import MEAN, SEQUENCE, SUM, Case, make_ids, make_tbe
+from torchrec_2dsp._compat.fbgemm import (
+    PoolingMode,
+    SparseType,
+    adopt_lookup,
+    last_lookup,
+    updates_by_rule,
+)
 from torchrec_2dsp.rows.rounding import HALF_TYPES, RoundedTable, rounded
 
 TABLE = RoundedTable("t_user", 0, lambda rows: rows)
@@ -109,3 +119,49 @@ def test_numbers_of_the_type_stay_and_the_ends_are_as_torchs(dtype: torch.dtype)
         largest = torch.finfo(dtype).max
         beyond = torch.tensor([largest * (1 + 2**-13), -largest * (1 + 2**-9), math.inf, -math.inf])
         assert torch.equal(rounded(beyond, draws[:4], dtype), beyond.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "weighted"), [(SUM, False), (SUM, True), (MEAN, False), (SEQUENCE, False)]
+)
+def test_rows_in_bf16_are_summed_in_float32(pooling: PoolingMode, weighted: bool) -> None:
+    """As FBGEMM looks up float32 tables with the same numbers, in another order of additions."""
+    tables = ((11, 8), (7, 8), (5, 8))
+    case = Case(tables, (0, 0, 1, 2), pooling, weighted=weighted, max_length=9)
+    plain, in_bf16 = make_tbe(case), make_tbe(replace(case, precision=SparseType.BF16))
+    assert not updates_by_rule(plain)
+    adopt_lookup(plain)
+    adopt_lookup(in_bf16)
+    assert updates_by_rule(in_bf16)
+    for weight, exact in zip(
+        in_bf16.split_embedding_weights(), plain.split_embedding_weights(), strict=True
+    ):
+        assert weight.dtype is torch.bfloat16
+        weight.copy_(exact)
+        exact.copy_(weight)
+    for step in range(3):
+        batch = make_ids(case, step)
+        output, expected = in_bf16(*batch), plain(*batch)
+        assert output.dtype is torch.float32
+        torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+        ids, offsets = last_lookup(in_bf16)
+        assert torch.equal(ids, batch[0])
+        assert torch.equal(offsets, batch[1])
+    if not weighted:
+        # A batch without samples, and one without ids.
+        for offsets in (torch.zeros(1, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)):
+            no_ids = torch.zeros(0, dtype=torch.int64)
+            assert in_bf16(no_ids, offsets).abs().sum() == 0
+
+
+def test_the_studys_int8_rows_are_those_of_fbgemm() -> None:
+    rows = torch.randn(200, 32, generator=torch.Generator().manual_seed(3))
+    fused = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
+    expected = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(fused)
+    torch.testing.assert_close(as_int8(rows, None), expected, rtol=1e-6, atol=1e-6)
+    draws = torch.randint(-(2**15), 2**15, (64, *rows.shape)).to(torch.int16)
+    means = torch.stack([as_int8(rows, of_rows) for of_rows in draws]).mean(dim=0)
+    scales = (rows.amax(dim=1) - rows.amin(dim=1)) / 255
+    # The standard deviation of a mean of 64 is at most a sixteenth of a step.
+    assert ((means - rows).abs() < scales[:, None] * 6 / 16).all()
+    assert ((means - rows).mean(dim=1).abs() < scales / 16).all()

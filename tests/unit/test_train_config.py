@@ -377,5 +377,9 @@ def test_torchrec_alone_does_not_round_alike() -> None:
     model, optimizer = {"table_dtype": "fp16"}, {"stochastic_rounding": True}
     tree = {**MINIMAL, "model": model, "optimizer": optimizer}
     assert make_config(TrainConfig, tree).model.kind == "dlrm"
+    stock = {"runs": {"two": {"stock": True}}}
     with pytest.raises(tdsp.errors.ConfigError, match="TorchRec alone, which doesn't round"):
-        make_config(TrainConfig, {**tree, "runs": {"two": {"stock": True}}})
+        make_config(TrainConfig, {**tree, **stock})
+    in_bf16 = {**MINIMAL, "model": {"table_dtype": "bf16"}, **stock}
+    with pytest.raises(tdsp.errors.ConfigError, match="TorchRec alone, which can't look up"):
+        make_config(TrainConfig, in_bf16)

@@ -203,7 +203,46 @@ def needs_rule(optimizer: EmbOptimType, device_type: str) -> bool:
 def updates_by_rule(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     """Return whether only a rule on tensors can update this kernel's tables."""
     is_rounded = rounding_of(tbe) is not None
-    return is_rounded or needs_rule(tbe.optimizer, torch.device(tbe.current_device).type)
+    device_type = torch.device(tbe.current_device).type
+    return is_rounded or _needs_lookup(tbe) or needs_rule(tbe.optimizer, device_type)
+
+
+def _needs_lookup(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    """Return whether FBGEMM has no lookup of such tables on a kernel's device."""
+    return tbe.weights_precision is SparseType.BF16 and not is_on_gpu(tbe)
+
+
+def adopt_lookup(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+    """Give a kernel a forward by torch's operators if FBGEMM has none; only rules update it."""
+    if _needs_lookup(tbe):
+        # On the instance, which stays FBGEMM's.
+        vars(tbe)["forward"] = partial(_look_up_in_float, tbe)
+
+
+@torch.no_grad()
+def _look_up_in_float(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Check ids as FBGEMM's forward does, and sum their rows in float32."""
+    ids, offsets, weights, _ = tbe.prepare_inputs(indices, offsets, per_sample_weights)
+    tbe._indices, tbe._offsets = ids, offsets
+    shape, tables = tbe_shape(tbe), tbe.split_embedding_weights()
+    num_bags, outputs = (offsets.numel() - 1) // len(shape.feature_tables), []
+    for feature, table in enumerate(shape.feature_tables):
+        bags = offsets[feature * num_bags : (feature + 1) * num_bags + 1]
+        first, end = int(bags[0]), int(bags[-1])
+        output = tables[table].index_select(0, ids[first:end]).float()
+        if not shape.is_sequence:
+            factors = None if weights is None else weights[first:end]
+            output = sum_bags(output, torch.arange(end - first), bags - first, factors)
+        if shape.is_mean:
+            output /= bags.diff().clamp(min=1)[:, None]
+        outputs.append(output)
+    joined = torch.cat(outputs, dim=0 if shape.is_sequence else 1)
+    return joined.to(output_dtype(tbe))
 
 
 def rounding_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Any:

@@ -26,6 +26,7 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbeddingLocation,
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
+    adopt_lookup,
     adopt_optimizer,
     params_to_build,
     starts_of,
@@ -254,6 +255,7 @@ class HotTbe:
             device=device,
             **params_to_build(own, device),
         )
+        adopt_lookup(tbe)
         adopt_optimizer(tbe, own)
         self.capture = RowCapture(
             tbe,

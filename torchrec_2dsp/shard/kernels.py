@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
+    adopt_lookup,
     adopt_optimizer,
     last_lookup,
     learning_rate_of,
@@ -130,6 +131,7 @@ class _CapturingKernel:
         if not all(has_rows):
             tell_empty_tables_apart(self.tbe)
         kernel = cast("Kernel", self)
+        adopt_lookup(self.tbe)
         has_new_states = adopt_optimizer(self.tbe, user_params)
         config = _with_grids_of_one_row(kernel.config)
         if has_new_states or config is not kernel.config:

@@ -149,10 +149,11 @@ def check_optimizers(
 ) -> None:
     """Raise if a table's optimizer can't run on this device, or not from row gradients."""
     for table, optimizer, arguments in _optimizers(module, params):
-        if device_type == "cpu" and _data_type(module, table) is DataType.BF16:
+        is_by_rule = device_type == "cpu" and _data_type(module, table) is DataType.BF16
+        if is_by_rule and optimizer not in FROM_ROW_GRADIENTS:
             raise UnsupportedError(
-                f"table {table!r} has data_type={DataType.BF16!r}, which FBGEMM can't look up on a "
-                "CPU; use FP32 or FP16"
+                f"table {table!r} has data_type={DataType.BF16!r}, which {_name(optimizer)} can't "
+                f"update on a CPU; use FP32 or FP16, or one of {_names(FROM_ROW_GRADIENTS)}"
             )
         _check_arguments(optimizer, arguments, device_type)
         _check_single_rows(table, optimizer, plan)

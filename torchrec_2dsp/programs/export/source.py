@@ -15,6 +15,7 @@ from torchrec_2dsp.programs.config.config_file import load_config
 from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.models.model import split_
+from torchrec_2dsp.programs.models.planned import table_configs
 from torchrec_2dsp.programs.train.checkpoints import RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
 
@@ -110,7 +111,15 @@ def trained_model(source: ExportSource, dataset: Dataset) -> nn.Module:
     config, run = source.config, source.config.runs[source.run]
     model = build_any_model(shape_of(config.data, dataset), config.model)
     split_(model, run.splits, run.split_threshold)
+    in_bf16 = getattr(config.model, "table_dtype", "") == "bf16"
+    names = table_configs(model).keys() if in_bf16 else ()
+    tables = [model.get_parameter(name) for name in names]
+    # TorchRec's unsharded collections make such tables in fp16, with its range.
+    for weight in tables:
+        weight.data = weight.data.bfloat16()
     stored = load_weights(source.checkpoint, model)
+    for weight in tables:
+        weight.data = weight.data.float()
     _check_settings(source, stored)
     return model.eval().requires_grad_(False)
 

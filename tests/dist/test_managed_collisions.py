@@ -21,14 +21,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell, group_plan
+from tests.support.hash_zch import set_clock
 from tests.support.loops import drain, plain_loop
 from tests.support.managed_collisions import (
     BAGS,
+    HASHED,
     SEQUENCES,
     Case,
     ManagedModel,
     Twin,
     batch_of,
+    hour_of,
 )
 from tests.support.oracle import local_loss
 from tests.support.parity import (
@@ -41,6 +44,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
+from torchrec_2dsp.shard.managed_collisions import managed_collisions
 
 STEPS = 7
 
@@ -70,7 +74,16 @@ def sharded(case: Case) -> tdsp.ModelParallel2D:
     wrapper: Any = DistributedModelParallel if case.cell.stock_wrapper else tdsp.ModelParallel2D
     parallel = wrapper(module=model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
     parallel.load_state_dict(weights)  # type: ignore[arg-type]
+    set_clock_by_batches(parallel)
     return parallel
+
+
+def set_clock_by_batches(parallel: nn.Module) -> None:
+    """Let an hour pass after each batch; all clocks but the first rank's are fast."""
+    (shards,) = managed_collisions(parallel)
+    (id_map, *_) = shards._maps.values()
+    fast = 100 * dist.get_rank()
+    set_clock(lambda: hour_of(id_map.batches_seen) + fast)
 
 
 def train(case: Case, parallel: tdsp.ModelParallel2D, rank: int, steps: range) -> list[float]:
@@ -139,6 +152,13 @@ CASES = [
     Case(Cell(TWO, "table_row_wise", BAGS, stock_wrapper=True), "lfu", loop="sparse dist"),
     Case(Cell(tdsp.Mesh2D(1, 4), "grid_shard", BAGS, "sgd"), "lru", loop="prefetch"),
     Case(Cell(TWO, spec=BAGS, optimizer="sgd", sync=tdsp.WeightSync()), "lru", loop="sparse dist"),
+    Case(Cell(TWO, spec=BAGS), "hash"),
+    Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS), "hash ttl"),
+    Case(Cell(TWO, spec=BAGS, exchange="row"), "hash ttls", loop="sparse dist"),
+    Case(Cell(TWO, spec=SEQUENCES, exchange="row"), "hash lru", loop="prefetch"),
+    Case(Cell(tdsp.Mesh2D(4, 1), "table_wise", SEQUENCES, "sgd"), "hash reserved", resets=False),
+    Case(Cell(TWO, "data_parallel", BAGS), "hash ttl", empty_on=(1, 2)),
+    Case(Cell(TWO, "table_row_wise", BAGS, stock_wrapper=True), "hash lru", loop="sparse dist"),
 ]
 TOLERANCE = 2e-6
 """A few float32 roundings, through seven steps."""
@@ -149,7 +169,7 @@ def test_training_equals_torchrecs_module(ranks4: RankPool, case: Case) -> None:
     for loss_gap, gap, num_evicted in ranks4.run(train_beside_twin, case, timeout_s=60):
         assert loss_gap < TOLERANCE
         assert gap < TOLERANCE
-        assert num_evicted > 20 or not case.resets
+        assert num_evicted > 20 or not case.resets or case.policy == "hash"
 
 
 def go_on(
@@ -183,11 +203,11 @@ def go_on(
     return max(gap, loss_gap, state_gap(other, twin)), alone.state_dict()
 
 
-@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize(("policy", "interval"), [("lru", 1), ("lru", 3), ("hash ttl", 1)])
 def test_a_checkpoint_goes_on_with_another_mesh(
-    ranks4: RankPool, tmp_path: Path, interval: int
+    ranks4: RankPool, tmp_path: Path, policy: str, interval: int
 ) -> None:
-    case = Case(Cell(TWO, spec=BAGS, exchange="row"), "lru", interval)
+    case = Case(Cell(TWO, spec=BAGS, exchange="row"), policy, interval)
     twin, save_at = Twin(case), 4
     for step in range(save_at):
         twin.step(step)
@@ -198,9 +218,9 @@ def test_a_checkpoint_goes_on_with_another_mesh(
             assert torch.allclose(alone[name].float(), value.float(), atol=TOLERANCE), name
 
 
-def around_training(rank: int, world_size: int) -> list[str]:
+def around_training(rank: int, world_size: int, policy: str) -> list[str]:
     """Pause a pipeline, evaluate, and pass batches that can't be right; return the errors."""
-    case, errors = replace(CASES[3], loop="sparse dist"), []
+    case, errors = replace(CASES[3], policy=policy), []
     twin, parallel = Twin(case), sharded(case)
     batches = [batch_of(case, step, rank) for step in range(6)]
     pipeline = TrainPipelineSparseDist(parallel, make_optimizer(parallel), torch.device("cpu"))
@@ -239,19 +259,38 @@ def around_training(rank: int, world_size: int) -> list[str]:
     errors.append(error_of(lambda: parallel(wrong)))
     parallel.train()
     errors.append(error_of(lambda: parallel(wrong)))
+    if policy in HASHED:
+        wrong = batches[0]
+        if rank == 2:
+            wrong = KeyedJaggedTensor(
+                wrong.keys(), torch.full_like(wrong.values(), -1), lengths=wrong.lengths()
+            )
+        before = map_state(parallel)
+        errors.append(error_of(lambda: parallel(wrong)))
+        assert all(value.equal(before[name]) for name, value in map_state(parallel).items())
+        assert errors[-1].startswith("InputError: the batch of rank 2 has an id of feature 'f0'")
+        assert error_of(lambda: parallel.eval()(wrong)) == errors.pop()
     return errors
 
 
-def test_pauses_evaluations_and_wrong_batches(ranks4: RankPool) -> None:
-    first, *others = ranks4.run(around_training, timeout_s=60)
+def map_state(parallel: tdsp.ModelParallel2D) -> dict[str, torch.Tensor]:
+    state = parallel.state_dict().items()
+    return {name: value.clone() for name, value in state if "_managed_collision_modules" in name}
+
+
+@pytest.mark.parametrize("policy", ["lru", "hash ttl"])
+def test_pauses_evaluations_and_wrong_batches(ranks4: RankPool, policy: str) -> None:
+    first, *others = ranks4.run(around_training, policy, timeout_s=60)
     assert others == [first] * 3
     assert first[0].startswith("ConfigError: the model trains on rank 0 and is evaluated on rank 2")
     assert first[1].startswith("InputError: this rank's batch has no feature 'f1'")
 
 
-def drop_a_batch(rank: int, world_size: int, folder: Path, reads_state: bool) -> tuple[float, str]:
+def drop_a_batch(
+    rank: int, world_size: int, folder: Path, policy: str, reads_state: bool
+) -> tuple[float, str]:
     """Drop a pipeline that holds a batch, go back to a checkpoint and on; then let maps differ."""
-    case = CASES[3]
+    case = replace(CASES[3], policy=policy)
     twin, parallel = Twin(case), sharded(case)
     optimizer = make_optimizer(parallel)
     batches = [batch_of(case, step, rank) for step in range(6)]
@@ -275,20 +314,21 @@ def drop_a_batch(rank: int, world_size: int, folder: Path, reads_state: bool) ->
         twin.step(step)
     gap = max(gap, state_gap(parallel, twin))
     weights = parallel.state_dict()
-    rows = weights[
-        "mc._managed_collision_collection._managed_collision_modules.t0._mch_remapped_ids_mapping"
-    ]
+    name = "_hash_zch_identities" if policy in HASHED else "_mch_remapped_ids_mapping"
+    rows = weights[f"mc._managed_collision_collection._managed_collision_modules.t0.{name}"]
     if rank == 1:
         rows[:2] = rows[:2].flip(0)
     parallel.load_state_dict(weights)  # type: ignore[arg-type]
     return gap, error_of(lambda: parallel(batches[0]))
 
 
-@pytest.mark.parametrize("reads_state", [True, False])
+@pytest.mark.parametrize(
+    ("policy", "reads_state"), [("lru", True), ("lru", False), ("hash lru", True)]
+)
 def test_a_batch_that_is_never_looked_up_leaves_nothing_behind(
-    ranks4: RankPool, tmp_path: Path, reads_state: bool
+    ranks4: RankPool, tmp_path: Path, policy: str, reads_state: bool
 ) -> None:
-    for gap, text in ranks4.run(drop_a_batch, tmp_path / "3", reads_state, timeout_s=60):
+    for gap, text in ranks4.run(drop_a_batch, tmp_path / "3", policy, reads_state, timeout_s=60):
         assert gap < TOLERANCE
         assert text.startswith("SyncError: the id maps differ between ranks")
 
@@ -299,7 +339,8 @@ class OwnMap(MCHManagedCollisionModule):
 
 def refused(change: str) -> tuple[Case, Any]:
     """Return a case and its model, which can't be sharded."""
-    case = Case(Cell(TWO, spec=BAGS, hot_rows=(("t0", (1,)),) if change == "hot" else ()))
+    hot = (("t0", (1,)),) if change == "hot" else ()
+    case = Case(Cell(TWO, spec=BAGS, hot_rows=hot), "hash ttl" if "hours" in change else "lfu")
     if change == "late":
         case = replace(case, cell=replace(case.cell, sync=tdsp.GradientSync(delay=1)))
     model = ManagedModel(case)
@@ -314,6 +355,10 @@ def refused(change: str) -> tuple[Case, Any]:
         model.mc._managed_collision_collection._managed_collision_modules["t1"] = id_map
     elif change == "own policy":
         id_map._eviction_policy = type("Own", (LFU_EvictionPolicy,), {})()
+    elif change == "no hours":
+        id_map._eviction_config.single_ttl = None
+    elif change == "other hours" and dist.get_rank() == 3:
+        id_map._eviction_config.single_ttl = 7
     elif change == "other state" and dist.get_rank() == 3:
         id_map._mch_sorted_raw_ids[0] = 7
     return case, model
@@ -333,6 +378,8 @@ REFUSALS = {
     "shared map": "UnsupportedError: tables of module 'mc' share a managed collision module",
     "own policy": "UnsupportedError: the managed collision module of table 't0' in module 'mc' ev",
     "probabilistic": "UnsupportedError: the managed collision module of table 't0' in module 'mc'",
+    "no hours": "UnsupportedError: the managed collision module of table 't0' in module 'mc' has",
+    "other hours": "ConfigError: the id map of table 't0' differs between ranks: rank 0 has",
     "other state": "ConfigError: the id map of table 't0' differs between ranks: rank 0 has",
 }
 
@@ -343,8 +390,7 @@ def test_what_would_differ_between_ranks_is_refused(ranks4: RankPool, change: st
         assert text.startswith(REFUSALS[change])
 
 
-def by_one_call(rank: int, world_size: int) -> tuple[float, str]:
-    case = CASES[0]
+def by_one_call(rank: int, world_size: int, case: Case) -> tuple[float, str]:
     parallel = tdsp.parallelize(
         ManagedModel(case),
         batch_size=4,
@@ -353,6 +399,8 @@ def by_one_call(rank: int, world_size: int) -> tuple[float, str]:
         calibration="emulated_200mbit",
     )
     parallel.load_state_dict(ManagedModel(case).state_dict())  # type: ignore[arg-type]
+    set_clock_by_batches(parallel)
+    assert all(param.requires_grad for param in parallel.dense_parameters())
     twin, losses = Twin(case), train(case, parallel, rank, range(STEPS))
     gap = relative_gap(losses, [twin.step(step)[rank] for step in range(STEPS)])
     model = tdsp.ModelParallel2D(
@@ -364,8 +412,10 @@ def by_one_call(rank: int, world_size: int) -> tuple[float, str]:
     return gap, text
 
 
-def test_parallelize_shards_behind_id_maps(ranks4: RankPool) -> None:
-    for gap, text in ranks4.run(by_one_call, timeout_s=60):
+@pytest.mark.parametrize("policy", ["lfu", "hash ttls"])
+def test_parallelize_shards_behind_id_maps(ranks4: RankPool, policy: str) -> None:
+    case = replace(CASES[0], policy=policy)
+    for gap, text in ranks4.run(by_one_call, case, timeout_s=60):
         assert gap < TOLERANCE
         assert "managed collisions" in text
 

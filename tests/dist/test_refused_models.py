@@ -32,9 +32,9 @@ BAGS, WEIGHTED = ModelSpec(), ModelSpec(weighted=True)
 LR = 0.01
 
 
-def id_map(rows: int) -> MCHManagedCollisionModule:
+def id_map(config: Any) -> MCHManagedCollisionModule:
     return MCHManagedCollisionModule(
-        zch_size=rows,
+        zch_size=config.num_embeddings,
         device=torch.device("cpu"),
         eviction_policy=LFU_EvictionPolicy(),
         eviction_interval=1,
@@ -53,7 +53,7 @@ def mapped_by_hand() -> nn.Module:
     """Return bags behind an id map that isn't part of a collection."""
     ebc = BagModel(BAGS).ebc
     configs = ebc.embedding_bag_configs()
-    modules: Any = {config.name: id_map(config.num_embeddings) for config in configs}
+    modules: Any = {config.name: id_map(config) for config in configs}
     return nn.ModuleDict({"maps": ManagedCollisionCollection(modules, configs), "ebc": ebc})
 
 

@@ -34,7 +34,18 @@ from tests.fuzz.refusals import REFUSALS
 from tests.fuzz.search import access_of, calibration_of, constraints_of
 from tests.fuzz.state import EPS, LR, OUTER_LR, OUTER_MOMENTUM, initial_dense
 from tests.support.devices import copied, rank_device
+from tests.support.managed_collisions import hour_of
 from tests.support.parity import FUSED
+from torchrec_2dsp._compat.hashed_id_maps import HashedIdMap
+
+_see = HashedIdMap.see
+
+
+def _see_by_batches(
+    self: HashedIdMap, ids_by_feature: Sequence[torch.Tensor], hour: int
+) -> torch.Tensor | None:
+    return _see(self, ids_by_feature, hour_of(self.batches_seen))
+
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=LR),
@@ -197,6 +208,8 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
         dense: runs what isn't in tables; `None` for TorchRec's own wrapper.
     """
     model = FuzzModel(case)
+    # An hour passes after each batch of a map.
+    HashedIdMap.see = _see_by_batches
     # Once the model is wrapped, a rank may have parts of them.
     model.over.load_state_dict(initial_dense(case))
     model.over.to(rank_device())

@@ -135,6 +135,10 @@ class TableCase(Strict):
         return 1
 
 
+HASHED_POLICIES = ("hash", "hash ttl", "hash ttls", "hash lru")
+"""The policies of maps that hash ids."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModuleCase(Strict):
     """An embedding module of the model."""
@@ -142,8 +146,8 @@ class ModuleCase(Strict):
     kind: str = "bags"
     """``"bags"``, ``"weighted"`` bags or ``"sequences"``."""
     evicts: str = ""
-    """The policy of its tables' id maps, ``"lfu"``, ``"lru"`` or ``"distance"``; empty if ids are
-    rows. The fields below are for maps."""
+    """The policy of its tables' id maps, ``"lfu"``, ``"lru"``, ``"distance"`` or one of
+    `HASHED_POLICIES`; empty if ids are rows. The fields below are for maps."""
     interval: int = 1
     """After how many batches a map may evict."""
     drift: int = 0

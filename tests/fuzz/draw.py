@@ -11,7 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from tests.fuzz.actions import EVENTS
-from tests.fuzz.case import Case, DenseCase, ModuleCase, SearchCase, SyncCase, TableCase
+from tests.fuzz.case import (
+    HASHED_POLICIES,
+    Case,
+    DenseCase,
+    ModuleCase,
+    SearchCase,
+    SyncCase,
+    TableCase,
+)
 from tests.fuzz.refusals import REFUSALS
 from tests.fuzz.state import ADAMS
 from tests.support.devices import on_gpus
@@ -88,7 +96,7 @@ DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
 }
 MODULE_CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": ("bags", "bags", "weighted", "sequences"),
-    "evicts": ("",) * 12 + ("lfu", "lru", "distance"),
+    "evicts": ("",) * 12 + ("lfu", "lru", "distance", *HASHED_POLICIES),
     "interval": (1, 1, 2, 3),
     "drift": (0, 1, 5),
     "id_step": (1, -3, 2**40 + 1, 2**56 + 1),

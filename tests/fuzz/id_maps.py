@@ -3,29 +3,33 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.mc_modules import MCHManagedCollisionModule
+from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.fuzz.actions import actions_of, distributions
 from tests.fuzz.batches import LocalBatch, Lookups
-from tests.fuzz.case import Case, ModuleCase, table_name
-from tests.support.managed_collisions import POLICIES
+from tests.fuzz.case import Case, ModuleCase, TableCase, table_name
+from tests.support.hash_zch import OneThreadHashZch, at_hour
+from tests.support.managed_collisions import HASHED, POLICIES, hashed_map, hour_of
 from torchrec_2dsp.shard.initial_tables import drawn_rows
 
-Maps = dict[str, MCHManagedCollisionModule]
+Maps = dict[str, Any]
 IdMapState = dict[str, torch.Tensor]
 """The buffers of all maps, by table and name."""
 Evicted = tuple[str, torch.Tensor, torch.Tensor]
 """A table, rows of it, and their new weights."""
 
 
-def id_map(module: ModuleCase, rows: int) -> MCHManagedCollisionModule:
+def id_map(module: ModuleCase, config: Any, **hashed: Any) -> ManagedCollisionModule:
     """Return the id map of a table in a module that has them."""
+    if module.evicts in HASHED:
+        return hashed_map(module.evicts, config, **hashed)
     return MCHManagedCollisionModule(
-        zch_size=rows,
+        zch_size=config.num_embeddings,
         device=torch.device("cpu"),
         eviction_policy=POLICIES[module.evicts](),
         eviction_interval=module.interval,
@@ -47,7 +51,9 @@ class IdMaps:
 
     def _fresh(self) -> Maps:
         return {
-            table_name(number, index): id_map(module, table.rows)
+            table_name(number, index): id_map(
+                module, _config(table_name(number, index), table), kind=OneThreadHashZch
+            )
             for number, module in enumerate(self._case.modules)
             for index, table in enumerate(module.tables if module.evicts else ())
         }
@@ -97,13 +103,12 @@ class IdMaps:
         for name, of_table in self._maps.items():
             table, module = self._case.tables[name], self._case.module_of(name)
             ids = [
-                batch.sent[module, feature].ids for feature in table.features for batch in batches
+                torch.cat([batch.sent[module, feature].ids for batch in batches])
+                for feature in table.features
             ]
-            of_table.profile({name: _jagged(torch.cat(ids))})
+            number = _see(of_table, ids)
             if (rows := of_table.evict()) is not None:
-                number = int(of_table.state_dict()["_current_iter_tensor"])
-                config = EmbeddingBagConfig(table.rows, table.dim, name=name)
-                yield name, rows, drawn_rows(config, 0, number, len(rows))
+                yield name, rows, drawn_rows(_config(name, table), 0, number, len(rows))
 
     def _with_rows(self, batch: LocalBatch, maps: Maps) -> LocalBatch:
         def of(key: tuple[int, int], lookups: Lookups) -> Lookups:
@@ -111,7 +116,8 @@ class IdMaps:
             for index, table in enumerate(self._case.modules[module].tables):
                 of_table = maps.get(table_name(module, index))
                 if of_table is not None and feature in table.features:
-                    rows = of_table.remap({"": _jagged(lookups.ids)})[""].values()
+                    rows = of_table.eval().remap({"": _jagged(lookups.ids)})[""].values()
+                    of_table.train()
                     return replace(lookups, ids=rows)
             return lookups
 
@@ -123,6 +129,23 @@ class IdMaps:
                 for key, bags in batch.shared.items()
             },
         )
+
+
+def _config(name: str, table: TableCase) -> EmbeddingBagConfig:
+    features = [str(number) for number in table.features]
+    return EmbeddingBagConfig(table.rows, table.dim, name=name, feature_names=features)
+
+
+def _see(of_table: Any, ids: list[torch.Tensor]) -> int:
+    """Let a map see each feature's ids; return the number of the batch."""
+    if not isinstance(of_table, OneThreadHashZch):
+        of_table.profile({"": _jagged(torch.cat(ids))})
+        return int(of_table.state_dict()["_current_iter_tensor"])
+    sizes = torch.tensor([len(feature) for feature in ids])
+    with at_hour(hour_of(of_table.num_batches)):
+        of_table.remap({"": JaggedTensor(torch.cat(ids), lengths=sizes, weights=sizes)})
+    of_table.num_batches += 1
+    return of_table.num_batches
 
 
 def _jagged(ids: torch.Tensor) -> JaggedTensor:

@@ -187,9 +187,11 @@ def evicted_rows_with_moments() -> Patch:
 def maps_of_groups() -> Patch:
     """Id maps see half of the ids, as if each of two groups had its own."""
 
-    def gathered(ids: IdsOfWorld, own: Any, **facts: Any) -> list[torch.Tensor]:
-        of_world = _gathered(ids, own, **facts)
-        return [feature[: len(feature) // 2] for feature in of_world]
+    def gathered(
+        ids: IdsOfWorld, own: Any, maps: Any, **facts: Any
+    ) -> tuple[int, dict[str, torch.Tensor]]:
+        hour, of_world = _gathered(ids, own, maps, **facts)
+        return hour, {name: feature[: len(feature) // 2] for name, feature in of_world.items()}
 
     return mock.patch.object(IdsOfWorld, "gathered", gathered)
 

@@ -297,8 +297,8 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_FILES = 271
-MAX_LINES = {"the library": 41_051, "the programs": 23_720, "tests": 57_374}
+MAX_FILES = 272
+MAX_LINES = {"the library": 41_390, "the programs": 23_720, "tests": 57_719}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

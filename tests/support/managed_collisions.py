@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -16,12 +18,14 @@ from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     LRU_EvictionPolicy,
     ManagedCollisionCollection,
+    ManagedCollisionModule,
     MCHManagedCollisionModule,
     average_threshold_filter,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.support.cells import Cell
+from tests.support.hash_zch import OneThreadHashZch, at_hour
 from tests.support.models import BagModel, ModelSpec, SequenceModel, TableSpec, summed
 from tests.support.oracle import local_loss, row_wise_adagrad_, sgd_
 from tests.support.parity import LR
@@ -39,6 +43,40 @@ POLICIES = {
         decay_exponent=0.5, threshold_filtering_func=average_threshold_filter
     ),
 }
+_EVICTS = HashZchEvictionPolicyName
+HASHED: dict[str, tuple[HashZchEvictionPolicyName | None, dict[str, Any]]] = {
+    "hash": (None, {}),
+    "hash ttl": (_EVICTS.SINGLE_TTL_EVICTION, {}),
+    "hash ttls": (_EVICTS.PER_FEATURE_TTL_EVICTION, {}),
+    "hash lru": (_EVICTS.LRU_EVICTION, {}),
+    "hash reserved": (
+        _EVICTS.SINGLE_TTL_EVICTION,
+        {"opt_in_prob": 100, "percent_reserved_slots": 20},
+    ),
+}
+"""The policies of maps that hash ids, and their options."""
+
+
+def hashed_map(policy: str, config: Any, kind: Any = HashZchManagedCollisionModule) -> Any:
+    """Return a map that hashes ids, which live for no further hour, or 0, 1, ... by feature."""
+    chosen, options = HASHED[policy]
+    hours = list(range(len(config.feature_names)))
+    return kind(
+        zch_size=config.num_embeddings,
+        device=torch.device("cpu"),
+        total_num_buckets=1 + (config.num_embeddings % 2 == 0),
+        max_probe=5,
+        eviction_policy_name=chosen,
+        eviction_config=HashZchEvictionConfig(
+            features=config.feature_names, single_ttl=0, per_feature_ttl=hours
+        ),
+        **options,
+    )
+
+
+def hour_of(num_batches: int) -> int:
+    """Return the time at which a batch is seen, after so many others."""
+    return 1_000 + num_batches
 
 
 def halved(ids: torch.Tensor, size: int) -> torch.Tensor:
@@ -65,12 +103,12 @@ class Case:
 
 
 def behind_maps(
-    collection: Any, id_map: Callable[[int], MCHManagedCollisionModule], **options: Any
+    collection: Any, id_map: Callable[[Any], ManagedCollisionModule], **options: Any
 ) -> Any:
-    """Return a collection behind an id map for each table, made from the number of its rows."""
+    """Return a collection behind an id map for each table, made from its config."""
     is_bags, configs = isinstance(collection, EmbeddingBagCollection), configs_of(collection)
     kinds = (ManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingBagCollection)
-    maps: Any = {config.name: id_map(config.num_embeddings) for config in configs}
+    maps: Any = {config.name: id_map(config) for config in configs}
     return kinds[is_bags](collection, ManagedCollisionCollection(maps, configs), **options)
 
 
@@ -93,15 +131,17 @@ class Head(nn.Module):
 class ManagedModel(nn.Module):
     """Bags or sequences behind id maps, and one dense layer: a loss, and scores."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, kind: Any = HashZchManagedCollisionModule) -> None:
         super().__init__()
         torch.manual_seed(0)
         spec = case.cell.spec
         collection: Any = SequenceModel(spec).ec if spec.sequence else BagModel(spec).ebc
 
-        def id_map(rows: int) -> MCHManagedCollisionModule:
+        def id_map(config: Any) -> ManagedCollisionModule:
+            if case.policy in HASHED:
+                return hashed_map(case.policy, config, kind)
             return MCHManagedCollisionModule(
-                zch_size=rows,
+                zch_size=config.num_embeddings,
                 device=torch.device("cpu"),
                 eviction_policy=POLICIES[case.policy](),
                 eviction_interval=case.interval,
@@ -154,7 +194,7 @@ class Twin:
     num_steps: int = 0
 
     def __post_init__(self) -> None:
-        self.model = ManagedModel(self.case)
+        self.model = ManagedModel(self.case, OneThreadHashZch)
         self.moments = {name: torch.zeros(table.shape[0]) for name, table in self.tables().items()}
 
     def tables(self) -> dict[str, nn.Parameter]:
@@ -183,9 +223,10 @@ class Twin:
 
     def see(self, step: int) -> KeyedJaggedTensor:
         """Let the maps see a step's batches, reset what they evict, and return the row ids."""
-        self.num_steps += 1
         maps = self.model.mc._managed_collision_collection
-        features = maps(together(self.batches(step)))
+        with at_hour(hour_of(self.num_steps)):
+            features = maps(together(self.batches(step)))
+        self.num_steps += 1
         for name, rows in maps.evict().items():
             if rows is not None and self.case.resets:
                 self.reset(name, rows, maps)

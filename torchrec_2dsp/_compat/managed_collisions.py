@@ -1,10 +1,13 @@
 """TorchRec's managed collision modules: what is inside them, and the state that they don't save.
 
-An *id map* is TorchRec's `MCHManagedCollisionModule`: it gives rows to ids, by what it has seen.
+An *id map* gives rows to ids, by what it has seen. TorchRec has two kinds: one keeps its ids sorted
+and gives rows at intervals (`MCHManagedCollisionModule`), the other has a slot for each id near the
+id's hash, and evicts ids that weren't seen for some hours (`HashZchManagedCollisionModule`).
 """
 
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -26,7 +29,6 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-IdMap = MCHManagedCollisionModule
 _POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
 
 
@@ -65,27 +67,6 @@ def table_sharder_of(sharder: BaseManagedCollisionEmbeddingCollectionSharder) ->
     return sharder._e_sharder
 
 
-def unequal_on_ranks(id_map: Any) -> str | None:
-    """Return why copies of a module might differ after the same ids; `None` if they can't."""
-    if type(id_map) is not MCHManagedCollisionModule:
-        return f"is a {type(id_map).__name__}, of which copies on all ranks may differ"
-    policy = _policy_of(id_map)
-    if type(policy) not in _POLICIES:
-        return f"evicts by {type(policy).__name__}, of which copies on all ranks may differ"
-    admit = _filter_of(policy)
-    if (admit.func if isinstance(admit, partial) else admit) is probabilistic_threshold_filter:
-        return "admits ids by numbers that each rank draws for itself (probabilistic_...)"
-    return None
-
-
-def _policy_of(id_map: MCHManagedCollisionModule) -> MCHEvictionPolicy:
-    return id_map._eviction_policy
-
-
-def _filter_of(policy: MCHEvictionPolicy) -> Any:
-    return policy._threshold_filtering_func
-
-
 @dataclass(frozen=True)
 class History:
     """What an id map remembers beside its buffers, which are all that TorchRec saves."""
@@ -102,33 +83,166 @@ class History:
     """What the policy remembers of each."""
 
 
-def history_of(id_map: MCHManagedCollisionModule) -> History:
-    """Copy a map's history."""
-    num_ids = id_map._current_history_buffer_offset
-    no_ids = torch.empty(0, dtype=torch.int64)
-    return History(
-        id_map._current_iter,
-        id_map._last_eviction_iter,
-        id_map._input_history_buffer_size,
-        id_map._history_accumulator[:num_ids].clone() if num_ids else no_ids,
-        {name: value[:num_ids].clone() for name, value in id_map._history_metadata.items()},
-    )
+NO_HISTORY = History(-1, -1, -1, torch.empty(0, dtype=torch.int64), {})
+"""A map's history before its first batch, or after its buffers were loaded."""
+
+MAP_NAMES = "_managed_collision_modules"
+"""The name of the maps in their collection."""
 
 
-def set_history(id_map: MCHManagedCollisionModule, history: History) -> None:
-    """Continue from another map's history."""
-    id_map._current_iter = history.iteration
-    id_map._last_eviction_iter = history.last_eviction
-    id_map._input_history_buffer_size = history.size
-    id_map._current_history_buffer_offset = num_ids = history.ids.numel()
-    if history.size < 0:
-        return
-    id_map._history_accumulator = _filled(history.ids, history.size, id_map.device)
-    for name in history.metadata:
-        values = _filled(history.metadata[name], history.size, id_map.device)
-        id_map.register_buffer(f"_history_{name}", values, persistent=False)
-        id_map._history_metadata[name] = values
-    assert num_ids <= history.size
+def hour_now() -> int:
+    """Return the hours since 1970, by which hashed maps evict."""
+    return int(time.time() / 3600)
+
+
+class IdMapBase:
+    """What both kinds of maps have, which are TorchRec's modules and what ranks do with them."""
+
+    module: Any
+    """TorchRec's module."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids as the map sees them."""
+        return ids
+
+    def takes(self, ids: torch.Tensor) -> bool:
+        """Return whether the map can have all ids."""
+        return True
+
+    def changing(self) -> Sequence[str]:
+        """Return the buffers that the next batch may change."""
+        return list(self.module.state_dict())
+
+    def described(self: Any) -> str:
+        """Return all that must be equal on all ranks, as a text."""
+        digest = hashlib.blake2b(digest_size=8)
+        state = dict(sorted(self.module.state_dict().items())) | {"ids": self.history().ids}
+        if not any(value.is_meta for value in state.values()):
+            for value in state.values():
+                digest.update(value.cpu().numpy().tobytes())
+        return f"{self.options()}, state {digest.hexdigest()}"
+
+    def copied_to(self: Any, device: torch.device) -> Any:
+        """Return a map with the same state on a device; one on the meta device has none."""
+        copied = type(self)(self.empty_on(device).train(self.module.training))
+        state = self.module.state_dict()
+        if not any(value.is_meta for value in state.values()):
+            copied.module.load_state_dict(state)
+            copied.set_history(self.history())
+        return copied
+
+
+class SortedIdMap(IdMapBase):
+    """A map by `MCHManagedCollisionModule`, which keeps its ids sorted."""
+
+    module: MCHManagedCollisionModule
+
+    def unequal(self, config: Any) -> str | None:
+        """Return why copies might differ: unknown policies, and filters that draw numbers."""
+        policy = self._policy
+        if type(policy) not in _POLICIES:
+            return f"evicts by {type(policy).__name__}, of which copies on all ranks may differ"
+        admit: Any = policy._threshold_filtering_func
+        if (admit.func if isinstance(admit, partial) else admit) is probabilistic_threshold_filter:
+            return "admits ids by numbers that each rank draws for itself (probabilistic_...)"
+        return None
+
+    @property
+    def _policy(self) -> MCHEvictionPolicy:
+        return self.module._eviction_policy
+
+    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids by the map's hash function."""
+        return self.module.preprocess({"": _jagged([ids])})[""].values()
+
+    def see(self, ids_by_feature: Sequence[torch.Tensor], hour: int) -> torch.Tensor | None:
+        """Let TorchRec remember the ids, and give rows to ids if an interval has ended."""
+        self.module.profile({"": _jagged(ids_by_feature)})
+        return self.module.evict()
+
+    def rows_of(self, ids: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the ids' rows; the last row has those that the map doesn't know."""
+        module = self.module
+        raw = buffers.get("_mch_sorted_raw_ids", module._mch_sorted_raw_ids)
+        rows = buffers.get("_mch_remapped_ids_mapping", module._mch_remapped_ids_mapping)
+        last_row = module._output_global_offset + module.output_size() - 1
+        return _mch_remap({"": _jagged([ids])}, raw, rows, last_row)[""].values()
+
+    @property
+    def batches_seen(self) -> int:
+        """The number of batches, which is part of the saved state."""
+        return int(cast(Any, self.module._current_iter_tensor))
+
+    def changing(self) -> Sequence[str]:
+        """Return all buffers if an interval ends, and else the counter of batches."""
+        iteration, last = self.module._current_iter, self.module._last_eviction_iter
+        if iteration < 0:
+            iteration = last = self.batches_seen
+        ends = iteration + 1 - last == self.module._eviction_interval
+        return super().changing() if ends else ["_current_iter_tensor"]
+
+    def history(self) -> History:
+        """Copy the ids that were seen since the last interval."""
+        module = self.module
+        num_ids = module._current_history_buffer_offset
+        no_ids = torch.empty(0, dtype=torch.int64)
+        return History(
+            module._current_iter,
+            module._last_eviction_iter,
+            module._input_history_buffer_size,
+            module._history_accumulator[:num_ids].clone() if num_ids else no_ids,
+            {name: value[:num_ids].clone() for name, value in module._history_metadata.items()},
+        )
+
+    def set_history(self, history: History) -> None:
+        """Continue from another map's history."""
+        module = self.module
+        module._current_iter = history.iteration
+        module._last_eviction_iter = history.last_eviction
+        module._input_history_buffer_size = history.size
+        module._current_history_buffer_offset = num_ids = history.ids.numel()
+        if history.size < 0:
+            return
+        module._history_accumulator = _filled(history.ids, history.size, module.device)
+        for name in history.metadata:
+            values = _filled(history.metadata[name], history.size, module.device)
+            module.register_buffer(f"_history_{name}", values, persistent=False)
+            module._history_metadata[name] = values
+        assert num_ids <= history.size
+
+    def fingerprint(self) -> int:
+        """Return a number that depends on each id's row."""
+        rows = self.module._mch_remapped_ids_mapping
+        return mixed(self.module._mch_sorted_raw_ids * 0x9E3779B1 ^ rows * 0x85EBCA6B)
+
+    def empty_on(self, device: torch.device) -> MCHManagedCollisionModule:
+        """Return a module of the same rows and options."""
+        module = self.module
+        first = module._output_global_offset
+        ends = [first, first + module.output_size()]
+        if not module._mch_sorted_raw_ids.is_meta:
+            ends = [end for end in module._output_segments_tensor.tolist() if end >= 0]
+        rows = (first, first + module.output_size())
+        return module.rebuild_with_output_id_range(rows, ends, device)
+
+    def options(self) -> str:
+        """Return policy, interval, sizes and hash function."""
+        hashed = self.module._input_hash_func
+        return (
+            f"{type(self._policy).__name__}, every {self.module._eviction_interval} batches, "
+            f"{self.module.output_size()} rows, ids below {self.module.input_size()}, "
+            f"{getattr(hashed, '__qualname__', type(hashed).__name__)}"
+        )
+
+
+def _jagged(ids_by_feature: Sequence[torch.Tensor]) -> JaggedTensor:
+    """Return a table's ids as TorchRec hands them to its map, which looks at values alone."""
+    lengths = [ids.numel() for ids in ids_by_feature]
+    values = torch.cat(list(ids_by_feature))
+    return JaggedTensor(values, lengths=torch.tensor(lengths, device=values.device))
 
 
 def _filled(values: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
@@ -137,74 +251,7 @@ def _filled(values: torch.Tensor, size: int, device: torch.device) -> torch.Tens
     return filled
 
 
-NO_HISTORY = History(-1, -1, -1, torch.empty(0, dtype=torch.int64), {})
-"""A map's history before its first batch, or after its buffers were loaded."""
-
-
-BATCHES_SEEN = "_current_iter_tensor"
-"""The buffer that every batch changes."""
-MAP_NAMES = "_managed_collision_modules"
-"""The name of the maps in their collection."""
-
-
-def copy_to(id_map: MCHManagedCollisionModule, device: torch.device) -> IdMap:
-    """Return a map with the same state on a device; one on the meta device has none."""
-    is_meta = id_map._mch_sorted_raw_ids.is_meta
-    first = id_map._output_global_offset
-    ends = [first, first + id_map.output_size()]
-    if not is_meta:
-        ends = [end for end in id_map._output_segments_tensor.tolist() if end >= 0]
-    copied = id_map.rebuild_with_output_id_range(
-        (first, first + id_map.output_size()), ends, device
-    )
-    copied.train(id_map.training)
-    if not is_meta:
-        copied.load_state_dict(id_map.state_dict())
-        set_history(copied, history_of(id_map))
-    return copied
-
-
-def evicts_next(id_map: MCHManagedCollisionModule) -> bool:
-    """Return whether the next batch that is profiled may change the map."""
-    iteration, last = id_map._current_iter, id_map._last_eviction_iter
-    if iteration < 0:
-        iteration = last = batches_seen(id_map)
-    return iteration + 1 - last == id_map._eviction_interval
-
-
-def batches_seen(id_map: MCHManagedCollisionModule) -> int:
-    """Return how many batches a map has profiled; it is part of its saved state."""
-    return int(cast(Any, id_map._current_iter_tensor))
-
-
-def fingerprint_of(id_map: MCHManagedCollisionModule) -> int:
-    """Return a number that tells maps apart."""
-    rows = id_map._mch_remapped_ids_mapping
+def mixed(numbers: torch.Tensor) -> int:
+    """Sum up numbers, one for each id and its row."""
     # Squared, since a plain sum wouldn't tell which id has which row.
-    mixed = id_map._mch_sorted_raw_ids * 0x9E3779B1 ^ rows * 0x85EBCA6B
-    return int((mixed * mixed).sum())
-
-
-def rows_of(
-    id_map: MCHManagedCollisionModule, ids: JaggedTensor, buffers: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """Return the ids' rows, by earlier buffers where some are given."""
-    raw = buffers.get("_mch_sorted_raw_ids", id_map._mch_sorted_raw_ids)
-    rows = buffers.get("_mch_remapped_ids_mapping", id_map._mch_remapped_ids_mapping)
-    last_row = id_map._output_global_offset + id_map.output_size() - 1
-    return _mch_remap({"": ids}, raw, rows, last_row)[""].values()
-
-
-def described(id_map: MCHManagedCollisionModule) -> str:
-    """Return all that must be equal on all ranks, as a text."""
-    hashed = id_map._input_hash_func
-    digest = hashlib.blake2b(digest_size=8)
-    if not id_map._mch_sorted_raw_ids.is_meta:
-        state = dict(sorted(id_map.state_dict().items())) | {"ids": history_of(id_map).ids}
-        for value in state.values():
-            digest.update(value.cpu().numpy().tobytes())
-    return (
-        f"{type(_policy_of(id_map)).__name__}, every {id_map._eviction_interval} batches, "
-        f"{id_map.output_size()} rows, ids below {id_map.input_size()}, "
-        f"{getattr(hashed, '__qualname__', type(hashed).__name__)}, state {digest.hexdigest()}"
-    )
+    return int((numbers * numbers).sum())

@@ -41,11 +41,11 @@ from torchrec_2dsp._compat.feature_processors import (
     processors_in,
     trains_processors,
 )
+from torchrec_2dsp._compat.hashed_id_maps import unequal_on_ranks
 from torchrec_2dsp._compat.managed_collisions import (
     collection_of,
     id_maps_of,
     table_configs,
-    unequal_on_ranks,
 )
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
@@ -175,18 +175,20 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
         path: its path in the model.
         plan: of its tables, if known.
     """
-    users = Counter(feature for config in table_configs(module) for feature in config.feature_names)
+    configs = {config.name: config for config in table_configs(module)}
+    users = Counter(feature for config in configs.values() for feature in config.feature_names)
     maps = id_maps_of(module)
     if len(set(maps.values())) < len(maps):
         raise UnsupportedError(
             f"tables of module {path!r} share a managed collision module; give each its own"
         )
     for name, id_map in maps.items():
-        reason = unequal_on_ranks(id_map)
+        reason = unequal_on_ranks(id_map, configs[name])
         if reason is not None:
             raise UnsupportedError(
                 f"the managed collision module of table {name!r} in module {path!r} {reason}; use "
-                "MCHManagedCollisionModule with LFU, LRU or DistanceLFU, and another filter if any"
+                "MCHManagedCollisionModule with LFU, LRU or DistanceLFU, and another filter if "
+                "any, or HashZchManagedCollisionModule without this"
             )
         if getattr(plan.get(name), "hot_set", None) is not None:
             raise UnsupportedError(

@@ -17,7 +17,8 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from torchrec_2dsp._compat.feature_processors import collection_in, processors_in, trains_processors
-from torchrec_2dsp._compat.managed_collisions import collection_of, described, id_maps_of
+from torchrec_2dsp._compat.hashed_id_maps import id_map_of
+from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.plan.fits_module import check_managed, check_processed
@@ -73,8 +74,8 @@ class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[
         path = module_fqn or ""
         with agreeing(world_group()) as facts:
             check_managed(module, path, params)
-            maps = id_maps_of(module)
-            facts |= {f"the id map of table {name!r}": described(maps[name]) for name in maps}
+            maps = {name: id_map_of(of_table) for name, of_table in id_maps_of(module).items()}
+            facts |= {f"the id map of table {name!r}": maps[name].described() for name in maps}
             facts["reset_evicted_rows"] = str(self.resets)
         sharded = self.tables.shard(collection_of(module), params, env, device, module_fqn)
         return ShardedManagedCollisions2D(

@@ -25,31 +25,24 @@ from torch.profiler import record_function
 from torchrec.distributed.types import Awaitable
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.mc_modules import ManagedCollisionCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
+from torchrec_2dsp._compat.hashed_id_maps import IdMap, id_map_of
 from torchrec_2dsp._compat.managed_collisions import (
-    BATCHES_SEEN,
     MAP_NAMES,
     NO_HISTORY,
     History,
-    IdMap,
-    batches_seen,
-    copy_to,
-    evicts_next,
-    fingerprint_of,
-    history_of,
+    hour_now,
     id_maps_of,
     returns_features,
-    rows_of,
-    set_history,
     table_configs,
 )
 from torchrec_2dsp.codecs.ids import pack_ids, unpack_ids
 from torchrec_2dsp.comms.collectives import all_gather_ragged
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group
-from torchrec_2dsp.errors import ConfigError, SyncError, UnsupportedError
+from torchrec_2dsp.errors import ConfigError, InputError, SyncError, UnsupportedError
 from torchrec_2dsp.shard.batch import BatchForm, distinct_bags
 from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, TablesAndMore, parts_of
 from torchrec_2dsp.shard.stages import BatchNotes, Eviction
@@ -66,9 +59,9 @@ class _MapState(NamedTuple):
     @classmethod
     def of(cls, id_map: IdMap) -> "_MapState":
         """Copy a map's state, before the map sees a batch."""
-        buffers = id_map.state_dict()
-        changing = buffers if evicts_next(id_map) else [BATCHES_SEEN]
-        return cls({name: buffers[name].clone() for name in changing}, history_of(id_map))
+        buffers = id_map.module.state_dict()
+        changing = {name: buffers[name].clone() for name in id_map.changing()}
+        return cls(changing, id_map.history())
 
 
 @dataclass(eq=False)
@@ -129,29 +122,52 @@ class IdsOfWorld:
         self.group: dist.ProcessGroup = shared["id_maps"]
 
     def gathered(
-        self, own: list[torch.Tensor], *, is_training: bool, fingerprint: int
-    ) -> list[torch.Tensor]:
-        """Return each feature's ids on all ranks, in rank order; none if the model is evaluated.
+        self,
+        own: Mapping[str, torch.Tensor],
+        maps: Mapping[str, IdMap],
+        *,
+        is_training: bool,
+        fingerprint: int,
+    ) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return the first rank's hour, and each feature's ids on all ranks, in rank order.
+
+        There are no ids if the model is evaluated.
+
+        Args:
+            own: each feature's ids on this rank.
+            maps: the map of each feature.
+            is_training: whether the model is trained.
+            fingerprint: of all maps.
 
         Raises:
             ConfigError: some ranks train, and others evaluate.
+            InputError: a map can't have an id.
             SyncError: the maps differ.
 
         Collectives:
-            An all-gather of 8 bytes per feature and 32 more, waited for; in training an all-to-all
+            An all-gather of 8 bytes per feature and 48 more, waited for; in training an all-to-all
             of ids, in as few bytes as the largest one needs, waited for.
         """
-        ids = torch.cat(own)
+        ids = torch.cat(list(own.values()))
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
-        counts = [feature.numel() for feature in own]
-        facts = ids.new_tensor([int(is_training), fingerprint, low, high, *counts])
+        refused = [n for n, name in enumerate(own) if not maps[name].takes(own[name])]
+        own_facts = [int(is_training), fingerprint, hour_now(), *(refused or [-1])[:1], low, high]
+        facts = ids.new_tensor([*own_facts, *(feature.numel() for feature in own.values())])
         by_rank = [torch.empty_like(facts) for _ in range(dist.get_world_size(self.group))]
         with naming_faults(self._board):
             dist.all_gather(by_rank, facts, group=self.group)
-            modes, fingerprints, lows, highs, *counts_there = torch.stack(by_rank, 1).tolist()
+            modes, fingerprints, hours, refusals, *more = torch.stack(by_rank, 1).tolist()
             _check_alike(modes, fingerprints)
+            if max(refusals) >= 0:
+                rank = refusals.index(max(refusals))
+                raise InputError(
+                    f"the batch of rank {rank} has an id of feature {list(own)[max(refusals)]!r} "
+                    "that is -1 or out of range (input_hash_size), which TorchRec's "
+                    "HashZchManagedCollisionModule can't map; correct the id or the size"
+                )
             if not is_training:
-                return []
+                return hours[0], {}
+            lows, highs, *counts_there = more
             num_bytes = 8 if min(lows) < 0 else max(1, -(-max(highs).bit_length() // 8))
             sizes = [sum(counts) for counts in zip(*counts_there, strict=True)]
             packed = all_gather_ragged(pack_ids(ids, num_bytes), sizes, self.group)
@@ -159,7 +175,8 @@ class IdsOfWorld:
             unpack_ids(part).split(list(counts))
             for part, counts in zip(packed, zip(*counts_there, strict=True), strict=True)
         ]
-        return [torch.cat(parts) for parts in zip(*split, strict=True)]
+        of_world = map(torch.cat, zip(*split, strict=True))
+        return hours[0], dict(zip(own, of_world, strict=True))
 
 
 def _check_alike(modes: list[int], fingerprints: list[int]) -> None:
@@ -193,18 +210,20 @@ class ShardedManagedCollisions2D(TablesAndMore):
         super().__init__(module, sharded)
         configs = table_configs(module)
         self._maps: dict[str, IdMap] = {
-            table: copy_to(id_map, device) for table, id_map in id_maps_of(module).items()
+            table: id_map_of(of_table).copied_to(device)
+            for table, of_table in id_maps_of(module).items()
         }
         # Both under TorchRec's names, which those in a state dict begin with.
         self._embedding_module: Any = sharded
         self._managed_collision_collection: Any = ManagedCollisionCollection(
-            dict(self._maps), configs
+            {table: id_map.module for table, id_map in self._maps.items()}, configs
         ).train(module.training)
         self._parts = parts_of(sharded)
         self._returns_features = returns_features(module)
         self._resets = resets
         self._features = [name for config in configs for name in config.feature_names]
         self._table_of = {name: config.name for config in configs for name in config.feature_names}
+        self._map_of = {name: self._maps[table] for name, table in self._table_of.items()}
         groups = self._parts[0].tables.groups
         self._world = IdsOfWorld(groups, device)
         self._form = BatchForm(self._features, groups.alarm.group, is_weighted=False)
@@ -287,8 +306,8 @@ class ShardedManagedCollisions2D(TablesAndMore):
         own = self._hashed(features, places) if is_right else dict.fromkeys(self._features, no_ids)
         mapped = MappedBatch(features, weakref.ref(features), weakref.ref(ctx))
         is_training = self._managed_collision_collection.training
-        of_world = self._world.gathered(
-            list(own.values()), is_training=is_training, fingerprint=self._fingerprint
+        hour, of_world = self._world.gathered(
+            own, self._map_of, is_training=is_training, fingerprint=self._fingerprint
         )
         if not ctx.is_at_once:
             self._in_flight.append(mapped)
@@ -297,7 +316,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         if is_training:
             if not ctx.is_at_once:
                 mapped.before = {name: _MapState.of(id_map) for name, id_map in self._maps.items()}
-            mapped.eviction = self._profile(dict(zip(own, of_world, strict=True)))
+            mapped.eviction = self._profile(of_world, hour)
             self._waiting.append(mapped)
         if is_right:
             mapped.features = self._with_rows(features, own, places, maps)
@@ -308,25 +327,19 @@ class ShardedManagedCollisions2D(TablesAndMore):
     ) -> dict[str, torch.Tensor]:
         """Return each feature's ids as its map sees them."""
         values = features.values().long()
-        hashed = {}
-        for feature in self._features:
-            table = self._table_of[feature]
-            ids = {table: _jagged([values[places[feature]]])}
-            hashed[feature] = self._maps[table].preprocess(ids)[table].values()
-        return hashed
+        return {name: of.hashed(values[places[name]]) for name, of in self._map_of.items()}
 
-    def _profile(self, ids: Mapping[str, torch.Tensor]) -> Eviction:
+    def _profile(self, ids: Mapping[str, torch.Tensor], hour: int) -> Eviction:
         """Let the maps see the ids of all ranks; return the rows that they have evicted."""
         evicted = {}
         for table, id_map in self._maps.items():
             of_table = [ids[name] for name in self._features if self._table_of[name] == table]
-            id_map.profile({table: _jagged(of_table)})
-            rows = id_map.evict()
+            rows = id_map.see(of_table, hour)
             if rows is not None:
                 evicted[table] = rows
         if evicted:
             self._fingerprint = self._new_fingerprint()
-        number = batches_seen(next(iter(self._maps.values())))
+        number = next(iter(self._maps.values())).batches_seen
         return Eviction(number, evicted if self._resets else {})
 
     def _with_rows(
@@ -341,7 +354,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         for feature in self._features:
             table = self._table_of[feature]
             buffers = maps[table].buffers if maps else {}
-            rows = rows_of(self._maps[table], _jagged([ids[feature]]), buffers)
+            rows = self._maps[table].rows_of(ids[feature], buffers)
             values[places[feature]] = rows.to(values.dtype)
         sizes: dict[str, Any] = {"stride": features.stride()}
         if features.variable_stride_per_key():
@@ -382,7 +395,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
             evicted_rows.before_lookup(BatchNotes(evictions=evictions))
 
     def _new_fingerprint(self) -> int:
-        prints = [fingerprint_of(id_map) for id_map in self._maps.values()]
+        prints = [id_map.fingerprint() for id_map in self._maps.values()]
         # As an int64 number.
         return (hash(tuple(prints)) + 2**63) % 2**64 - 2**63
 
@@ -404,7 +417,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         keys = super().load_state_dict(state_dict, strict, assign)
         self._waiting = []
         for id_map in self._maps.values():
-            set_history(id_map, NO_HISTORY)
+            id_map.set_history(NO_HISTORY)
         self._fingerprint = self._new_fingerprint()
         return keys
 
@@ -412,14 +425,14 @@ class ShardedManagedCollisions2D(TablesAndMore):
         """Return what maps remember beside their buffers, by table, as far as was trained."""
         before = self.maps_before_waiting()
         return {
-            table: before[table].history if before else history_of(id_map)
+            table: before[table].history if before else id_map.history()
             for table, id_map in self._maps.items()
         }
 
     def set_histories(self, histories: Mapping[str, History]) -> None:
         """Continue from other maps' histories, after their buffers were loaded."""
         for table in histories.keys() & self._maps.keys():
-            set_history(self._maps[table], histories[table])
+            self._maps[table].set_history(histories[table])
 
     def maps_before_waiting(self) -> Mapping[str, _MapState]:
         """Return the maps before the oldest batch that a pipeline still has to look up."""
@@ -451,10 +464,3 @@ def _show_trained_maps(
     for table, before in module.maps_before_waiting().items():
         path = f"{prefix}{_MAPS}.{MAP_NAMES}.{table}."
         state |= {f"{path}{name}": value for name, value in before.buffers.items()}
-
-
-def _jagged(ids_by_feature: list[torch.Tensor]) -> JaggedTensor:
-    """Return a table's ids as TorchRec hands them to its map, which looks at values alone."""
-    lengths = [ids.numel() for ids in ids_by_feature]
-    values = torch.cat(ids_by_feature)
-    return JaggedTensor(values, lengths=torch.tensor(lengths, device=values.device))

@@ -64,6 +64,7 @@ PUBLIC_NAMES = [
     "failing_together",
     "get_default_sharders",
     "latest_checkpoint",
+    "leave_whole",
     "load_checkpoint",
     "never",
     "parallelize",

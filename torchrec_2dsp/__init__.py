@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     )
     from torchrec_2dsp.parallel.planning import sampled_constraints as sampled_constraints
     from torchrec_2dsp.parallel.train_state.state import TrainState as TrainState
+    from torchrec_2dsp.plan.fits_module import leave_whole as leave_whole
     from torchrec_2dsp.plan.parameter_sharding import (
         Exchange as Exchange,
         ParameterSharding2D as ParameterSharding2D,
@@ -133,6 +134,7 @@ _MODULE_OF = {
     "parallelize": "torchrec_2dsp.parallel.parallelize",
     "sampled_constraints": "torchrec_2dsp.parallel.planning",
     "TrainState": "torchrec_2dsp.parallel.train_state.state",
+    "leave_whole": "torchrec_2dsp.plan.fits_module",
     "Exchange": "torchrec_2dsp.plan.parameter_sharding",
     "ParameterSharding2D": "torchrec_2dsp.plan.parameter_sharding",
     "Pipeline": "torchrec_2dsp.plan.parameter_sharding",

@@ -1,13 +1,15 @@
 """Models that the sharders can't take over completely are refused by name, on all ranks."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -25,8 +27,8 @@ from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, 
 from tests.support.parity import TWO
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
-from torchrec_2dsp.errors import UnsupportedError
-from torchrec_2dsp.plan.fits_module import check_managed
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.plan.fits_module import check_managed, check_model
 
 BAGS, WEIGHTED = ModelSpec(), ModelSpec(weighted=True)
 LR = 0.01
@@ -219,3 +221,78 @@ def test_models_that_would_be_sharded_in_part(ranks4: RankPool, case: str) -> No
         for message in answers:
             assert message.startswith("UnsupportedError: "), answers
             assert text in message, answers
+
+
+LEFT_WHOLE = {
+    "mapped_by_hand": "maps",
+    "one_map_far_away": "user.map",
+    "pruned_by_hand": "itep",
+    "pruned_bags": "",
+    "processed_bags": "",
+}
+"""The module in each case that may be left whole."""
+
+
+def left_whole(rank: int, world_size: int, case: str) -> list[str]:
+    """Return the planned paths, the type of what was left, and errors: other ranks, other plans."""
+    make, _ = CASES[case]
+
+    def model(*, is_left: bool = True) -> nn.Module:
+        # Their tables have other names.
+        whole = Holder(nn.ModuleDict({"beside": SequenceModel(renamed()), "case": make()}))
+        if is_left:
+            tdsp.leave_whole(cast(Any, whole.sparse)["case"].get_submodule(LEFT_WHOLE[case]))
+        return whole
+
+    topology = Topology(world_size=world_size, compute_device="cpu")
+    plan = tdsp.Planner2D(topology, mesh=TWO).collective_plan(model(), sharders())
+    parallel = tdsp.ModelParallel2D(model(), plan=plan, sharders=sharders())
+    path = f"sparse.case.{LEFT_WHOLE[case]}".rstrip(".")
+    inside = tdsp.Plan2D.from_stock(
+        EmbeddingShardingPlanner(Topology(TWO.group_size, "cpu")).plan(model(), sharders()), TWO
+    )
+    return [
+        ",".join(name for name, _ in plan.modules()),
+        type(cast(Any, parallel).module.get_submodule(path)).__name__,
+        error_of(
+            lambda: tdsp.ModelParallel2D(model(is_left=rank != 1), plan=plan, sharders=sharders())
+        ),
+        error_of(lambda: tdsp.ModelParallel2D(model(), plan=inside, sharders=sharders())),
+    ]
+
+
+def renamed() -> ModelSpec:
+    tables = [replace(table, name=f"s_{table.name}") for table in SEQUENCES.tables]
+    return replace(SEQUENCES, tables=tuple(tables))
+
+
+@pytest.mark.parametrize("case", LEFT_WHOLE)
+def test_what_learns_from_ids_may_be_left_whole(ranks4: RankPool, case: str) -> None:
+    is_collection = not LEFT_WHOLE[case]
+    make, _ = CASES[case]
+    whole = make().get_submodule(LEFT_WHOLE[case])
+    for paths, kind, of_one_rank, of_inside in ranks4.run(left_whole, case, timeout_s=60):
+        assert ("sparse.case" in paths) != is_collection
+        assert "sparse.beside.ec" in paths
+        assert kind == type(whole).__name__
+        # Processed bags that no plan names are left whole in any case.
+        may_differ = case == "processed_bags"
+        assert may_differ or "or leave it whole on each rank by leave_whole(m" in of_one_rank
+        assert ("given to leave_whole()" in of_inside) == is_collection
+
+
+@pytest.mark.parametrize("make", [fused_bags, two_names, lambda: nn.Linear(4, 1)])
+def test_nothing_else_may_be_left_whole(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ConfigError, match=r"leave_whole\(\) got a \w+, which isn't refused for"):
+        tdsp.leave_whole(make())
+
+
+def test_what_is_inside_stays_refused() -> None:
+    pruned: Any = pruned_bags()
+    tdsp.leave_whole(pruned)
+    inside = next(child for child in pruned.children() if isinstance(child, EmbeddingBagCollection))
+    with pytest.raises(UnsupportedError, match=r"shards module 'ebc', given to leave_whole\(\)"):
+        check_model(nn.ModuleDict({"pruned": pruned, "ebc": inside}), ["ebc"])
+    pruned.fused = fused_bags()
+    with pytest.raises(UnsupportedError, match="an optimizer of its own"):
+        check_model(pruned)

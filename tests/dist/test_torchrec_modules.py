@@ -24,16 +24,21 @@ from torchrec.modules.debug_embedding_modules import (
     DebugEmbeddingCollection,
 )
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
-from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.feature_processor_ import FeatureProcessor, PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_adapter import (
     McEmbeddingBagCollectionAdapter,
     McEmbeddingCollectionAdapter,
 )
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, make_batch
@@ -41,6 +46,7 @@ from tests.support.oracle import local_loss
 from tests.support.parity import TWO, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.plan.fits_module import is_left_whole
 from torchrec_2dsp.shard.default_sharders import all_sharders
 from torchrec_2dsp.shard.initial_tables import configs_of
 
@@ -219,7 +225,67 @@ class BesideQuantized(nn.Module):
         return {name: pooled[name] + fixed[name] for name in FEATURES}
 
 
+class MappedByHand(nn.Module):
+    """Bags behind id maps that have learned before, and stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = bags()
+        configs = self.ebc.embedding_bag_configs()
+        id_maps: Any = {
+            config.name: MCHManagedCollisionModule(
+                zch_size=config.num_embeddings,
+                device=torch.device("cpu"),
+                eviction_policy=LFU_EvictionPolicy(),
+                eviction_interval=1,
+            )
+            for config in configs
+        }
+        self.maps = ManagedCollisionCollection(id_maps, configs)
+        for step in range(3):
+            self.maps(raw_ids(make_batch(BAGS, step)))
+        tdsp.leave_whole(self.maps.eval())
+
+    def forward(self, batch: KeyedJaggedTensor) -> Any:
+        return self.ebc(self.maps(raw_ids(batch)))
+
+
+def raw_ids(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a batch whose ids are far above the numbers of rows."""
+    return KeyedJaggedTensor(batch.keys(), 7_919 * batch.values() + 2**40, lengths=batch.lengths())
+
+
+class Halving(FeatureProcessor):
+    """A trained feature processor of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, features: Any) -> Any:
+        weights = self.factor * torch.ones_like(features.values(), dtype=torch.float32)
+        return JaggedTensor(features.values(), weights, features.lengths())
+
+
+class BesideProcessed(nn.Module):
+    """Sequences beside bags that are trained on each rank, with processors of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded = sequences()
+        processors: Any = {feature: Halving() for feature in FEATURES}
+        self.whole = FeatureProcessedEmbeddingBagCollection(BagModel(WEIGHTED).ebc, processors)
+        tdsp.leave_whole(self.whole)
+
+    def forward(self, batch: KeyedJaggedTensor) -> torch.Tensor:
+        pooled, rows = self.whole(batch), self.sharded(batch)
+        parts = [pooled[name] for name in FEATURES]
+        return torch.cat([*parts, *(bags_of(rows[name]) for name in FEATURES[:3])], dim=1)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], ModelSpec]] = {
+    "mapped_by_hand": (lambda: Scored(MappedByHand()), BAGS),
+    "beside_processed": (lambda: Scored(BesideProcessed(), 72), BAGS),
     "tower": (lambda: Scored(bags_tower(), 4), BAGS),
     "towers": (towers, BAGS),
     "frozen_processors": (frozen_processors, BAGS),
@@ -259,10 +325,15 @@ class Way:
             config.name
             for module in model.modules()
             if hasattr(module, "embedding_bag_configs") or hasattr(module, "embedding_configs")
+            if not isinstance(module, ManagedCollisionCollection)
             for config in configs_of(module)
         ]
         planner = EmbeddingShardingPlanner(topology, constraints=dict.fromkeys(names, constraint))
-        plan = tdsp.Plan2D.from_stock(planner.plan(model, sharders()), TWO)
+        stock = planner.plan(model, sharders())
+        whole = [path for path, module in model.named_modules() if is_left_whole(module)]
+        for path in [path for path in stock.plan if path.startswith(tuple(whole))]:
+            del stock.plan[path]
+        plan = tdsp.Plan2D.from_stock(stock, TWO)
         for _, tables in plan.modules():
             for name in tables:
                 plan = tdsp.pin(plan, name, exchange=self.exchange)

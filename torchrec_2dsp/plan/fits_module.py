@@ -59,6 +59,7 @@ COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 _FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
 _PROCESSED = FeatureProcessedEmbeddingBagCollection
 _MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
+_LEFT_WHOLE = "is_left_whole"
 _NO_PLAN: Mapping[str, ParameterSharding] = MappingProxyType({})
 _REASONS: dict[type[nn.Module], str] = dict.fromkeys(
     _FUSED,
@@ -88,6 +89,28 @@ _REASONS |= {
         "get_default_sharders() has, or freeze the processors with requires_grad_(False)"
     ),
 }
+_LEAVABLE = tuple(kind for kind in _REASONS if kind not in _FUSED)
+
+
+def leave_whole(*modules: nn.Module) -> None:
+    """Leave modules on each rank as they are, which are refused for what they learn from ids.
+
+    Call it on all ranks, before a plan is made. Nothing but parameters is kept equal from then on::
+
+        tdsp.leave_whole(model.id_maps.eval())
+    """
+    for module in modules:
+        if not isinstance(module, _LEAVABLE):
+            raise ConfigError(
+                f"leave_whole() got a {type(module).__name__}, which isn't refused for what it "
+                "learns from ids; give it modules that are"
+            )
+        setattr(module, _LEFT_WHOLE, True)
+
+
+def is_left_whole(module: nn.Module) -> bool:
+    """Return whether `leave_whole` was called with a module."""
+    return hasattr(module, _LEFT_WHOLE)
 
 
 def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
@@ -114,12 +137,17 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         torchrec_2dsp.errors.UnsupportedError: module '' has one collection under two names, ...
     """
     chosen = None if paths is None else set(paths)
+    unsharded = {part for top in filter(is_left_whole, model.modules()) for part in top.modules()}
+    for path in chosen or ():
+        if not unsharded.isdisjoint(model.get_submodule(path).modules()):
+            raise UnsupportedError(f"the plan shards module {path!r}, given to leave_whole()")
 
     def of_kind(kind: Any) -> dict[nn.Module, str]:
         return {
             module: path
             for path, module in model.named_modules()
-            if isinstance(module, kind) and (chosen is None or path in chosen)
+            if isinstance(module, kind) and module not in unsharded
+            if chosen is None or path in chosen
         }
 
     sharded, managed, processed = map(of_kind, (COLLECTIONS, _MANAGED, _PROCESSED))
@@ -129,9 +157,9 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     for module, path in processed.items():
         check_processed(module, path)
         sharded[collection_in(module)] = path
-    in_managed = {part for module in (*managed, *processed) for part in module.modules()}
+    checked = unsharded.union(*(module.modules() for module in (*managed, *processed)))
     for path, module in model.named_modules():
-        if module in in_managed:
+        if module in checked and not isinstance(module, _FUSED):
             continue
         is_alone = isinstance(module, (*_FUSED, *_LEARNING))
         if is_alone or any(child in sharded for child in module.children()):
@@ -150,7 +178,10 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
     for kind, reason in _REASONS.items():
         if isinstance(holder, kind) and (kind is not _PROCESSED or trains_processors(holder)):
             subject = "the model has" if path is None else f"module {path!r} is"
-            raise UnsupportedError(f"{subject} a {kind_name}, which {reason}")
+            raise UnsupportedError(
+                f"{subject} a {kind_name}, which {reason}"
+                + ("; or leave it whole on each rank by leave_whole(module)" * (kind in _LEAVABLE))
+            )
     first_names: dict[nn.Module, str] = {}
     for name, child in holder.named_modules(remove_duplicate=False):
         if "." in name or child is holder or not isinstance(child, COLLECTIONS):
@@ -163,7 +194,7 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
             )
         first_names[child] = name
     for name, child in holder.named_children():
-        if isinstance(child, _LEARNING):
+        if isinstance(child, _LEARNING) and not is_left_whole(child):
             check_holder(child, None if path is None else f"{path}.{name}")
 
 
@@ -231,8 +262,8 @@ def check_processed(module: Any, path: str) -> None:
     if weights is None:
         raise UnsupportedError(
             f"module {path!r} trains feature processors that aren't position weights; use "
-            "PositionWeightedModule or PositionWeightedModuleCollection, or freeze the processors "
-            "with requires_grad_(False)"
+            "PositionWeightedModule or PositionWeightedModuleCollection, freeze the processors by "
+            "requires_grad_(False), or leave the module whole on each rank by leave_whole(module)"
         )
     if sum(map(len, weights.values())) >= _MAX_SLOTS:
         raise UnsupportedError(

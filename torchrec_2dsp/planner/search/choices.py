@@ -28,6 +28,7 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import TableWork, Workload, optimizer_of, state_bytes_per_row
 from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.plan.fits_module import is_left_whole
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
     Exchange,
@@ -354,7 +355,9 @@ class _Tables:
 def sharded_parts(
     module: nn.Module, sharders: Mapping[type, ModuleSharder[nn.Module]], path: str = ""
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[nn.Module]]]:
-    """Yield modules with a sharder, which takes all that is below them."""
+    """Yield modules with a sharder, which takes all that is below them, but none left whole."""
+    if is_left_whole(module):
+        return
     sharder = sharders.get(type(module))
     if sharder is not None:
         yield path, module, sharder

@@ -52,6 +52,14 @@ def _maps_in(collection: ManagedCollisionCollection) -> dict[str, Any]:
     return dict(collection._managed_collision_modules.items())
 
 
+def rows_per_batch(id_map: Any) -> float:
+    """Return how many rows of a managed collision module a batch goes through, in the mean.
+
+    One that keeps its ids sorted does so at intervals; of others ranks compare all with each batch.
+    """
+    return id_map.output_size() / getattr(id_map, "_eviction_interval", 1)
+
+
 def table_configs(module: BaseManagedCollisionEmbeddingCollection) -> list[Any]:
     """Return the tables' configs."""
     return list(module._managed_collision_collection.embedding_configs())

@@ -31,7 +31,7 @@ from torchrec_2dsp.cost.step_cost import (
     before_last_bucket,
 )
 from torchrec_2dsp.cost.table_loads import add_hot_rows, add_synced_rows, add_table
-from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.cost.workload import DenseWork, IdMapWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
@@ -187,7 +187,7 @@ class CostSetting:
         is_base = self.pipeline is Pipeline.BASE
         return replace(
             self,
-            workload=replace(self.workload, dense=DenseWork()),
+            workload=replace(self.workload, dense=DenseWork(), id_maps=IdMapWork()),
             mesh=Mesh2D(1, self.mesh.world_size),
             pipeline=Pipeline.BASE if is_base else Pipeline.SPARSE_DIST,
         )
@@ -333,6 +333,7 @@ class CostSetting:
         cost = StepCost(
             **mean,
             hot_rows_s=replicas.hot_rows_s(loads, self.world),
+            id_maps_s=self._phases.id_maps_s(),
             sync_s=exchanged_s + applied_s,
             imbalance_s=sum(slowest.values()) - sum(mean.values()),
         )

@@ -18,7 +18,9 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
 )
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
+from torchrec_2dsp._compat.managed_collisions import id_maps_of, rows_per_batch
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
@@ -319,6 +321,17 @@ class DenseWork:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IdMapWork:
+    """A step's work with id maps, which all ranks keep equal."""
+
+    ids_per_sample: float = 0.0
+    """Lookups for each sample that go through a map."""
+
+    num_rows: float = 0.0
+    """Rows of maps that are sorted or compared, in the mean of all steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model's tables, and the batches that go through them."""
 
@@ -329,6 +342,8 @@ class Workload:
     """The work with each table, by name."""
 
     dense: DenseWork = field(default_factory=DenseWork)
+
+    id_maps: IdMapWork = field(default_factory=IdMapWork)
 
     forward_wire_bytes: float = 4
     """Bytes of a number in the output exchange; 2 with fp16 in ``QCommsConfig``."""
@@ -385,7 +400,7 @@ class Workload:
                 f"statistics of table {unknown[0]!r}, which the model doesn't have; it has "
                 f"{', '.join(tables) or 'no tables'}"
             )
-        return cls(batch_size=batch_size, tables=tables)
+        return cls(batch_size=batch_size, tables=tables, id_maps=_id_map_work(module, tables))
 
     def table(self, name: str) -> TableWork:
         """Return the work with a table; `ConfigError` if the model has no such table."""
@@ -399,6 +414,19 @@ class Workload:
     def num_without_access(self) -> int:
         """Tables without statistics."""
         return sum(table.access is None for table in self.tables.values())
+
+
+def _id_map_work(module: nn.Module, tables: Mapping[str, TableWork]) -> IdMapWork:
+    maps = {
+        name: id_map
+        for part in module.modules()
+        if isinstance(part, BaseManagedCollisionEmbeddingCollection)
+        for name, id_map in id_maps_of(part).items()
+    }
+    return IdMapWork(
+        ids_per_sample=sum(tables[name].ids_per_sample for name in maps),
+        num_rows=sum(rows_per_batch(id_map) for id_map in maps.values()),
+    )
 
 
 def _table_work(

@@ -1,17 +1,27 @@
-"""Hashed id maps give slots as TorchRec's module by FBGEMM's kernel in one thread."""
+"""Hashed id maps give slots as TorchRec's by FBGEMM's kernel in one thread; a map's price."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.support.hash_zch import OneThreadHashZch, at_hour
+from tests.support.managed_collisions import behind_maps
+from tests.support.planning import BATCH, EXACT, LINK, TWO, calibration, cost, only_the_link
 from torchrec_2dsp._compat.hashed_id_maps import HashedIdMap, unequal_on_ranks
+from torchrec_2dsp.cost.calibration import KernelCost
+from torchrec_2dsp.cost.model import CostSetting
+from torchrec_2dsp.cost.workload import DenseWork, IdMapWork, Workload
+from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 CPU = torch.device("cpu")
 
@@ -101,3 +111,36 @@ def test_fbgemm_doesnt_train_maps_on_a_cpu() -> None:
     ids = torch.tensor([3])
     with pytest.raises(RuntimeError, match="readonly"):
         made(HashZchManagedCollisionModule, None).remap({"t": JaggedTensor(ids, lengths=ids - 2)})
+
+
+@pytest.mark.parametrize("pipeline", Pipeline)
+def test_maps_see_the_ids_of_all_ranks_and_nothing_hides_that(pipeline: Pipeline) -> None:
+    """Two ranks of each host send 8 bytes for each id to two ranks on the other."""
+    maps, dense = IdMapWork(ids_per_sample=3.0, num_rows=500.0), DenseWork(forward_s=9.0)
+    find = only_the_link(find=KernelCost(base_s=0, per_item_s=1e-6, per_byte_s=0))
+    given = {"calibration": find, "pipeline": pipeline, "dense": dense}
+    without, priced = cost(mesh=TWO, **given), cost(mesh=TWO, id_maps=maps, **given)  # type: ignore[arg-type]
+    expected_s = LINK * 2 * 2 * BATCH * 3 * 8 + 1e-6 * (2 * 4 * BATCH * 3 + 500)
+    assert priced.id_maps_s == pytest.approx(expected_s)
+    assert priced.total_s == pytest.approx(without.total_s + expected_s)
+
+
+def test_a_workload_knows_what_goes_through_maps() -> None:
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=60, embedding_dim=8, feature_names=[name])
+        for name in ("mapped", "plain")
+    ]
+    mapped, plain = (
+        EmbeddingBagCollection([config], device=torch.device("meta")) for config in tables
+    )
+    module = nn.ModuleList([behind_maps(mapped, sorted_map), plain])
+    constraints = {"mapped": ParameterConstraints(pooling_factors=[5.0])}
+    workload = Workload.of_model(module, batch_size=BATCH, constraints=constraints)
+    assert workload.id_maps == IdMapWork(ids_per_sample=5.0, num_rows=60 / 4)
+    setting = CostSetting(calibration(), workload, TWO, EXACT, 2)
+    assert setting.of_world().workload.id_maps == IdMapWork()
+
+
+def sorted_map(config: EmbeddingBagConfig) -> MCHManagedCollisionModule:
+    policy, rows = LFU_EvictionPolicy(), config.num_embeddings
+    return MCHManagedCollisionModule(rows, torch.device("cpu"), policy, eviction_interval=4)

@@ -226,7 +226,7 @@ PLAN_ERRORS: dict[str, Case] = {
     ),
     "a hot row out of range": (
         "hot row 40 of table 'ebc.t0' is out of range",
-        lambda rank: pinned("t0", [0, 40]),
+        lambda rank: construct(change=lambda plan: tdsp.pin(plan, "t0", hot_rows=[0, 40])),
     ),
     "hot rows of a data-parallel table": (
         "data parallel: every rank holds all",

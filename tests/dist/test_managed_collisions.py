@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
@@ -20,18 +18,29 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import Cell, group_plan
-from tests.support.hash_zch import set_clock
-from tests.support.loops import drain, plain_loop
+from tests.support.cells import Cell
+from tests.support.loops import drain
 from tests.support.managed_collisions import (
     BAGS,
     HASHED,
+    HOT_IDS,
+    LATER_HOT_IDS,
     SEQUENCES,
+    STEPS,
+    TOLERANCE,
     Case,
     ManagedModel,
     Twin,
     batch_of,
-    hour_of,
+    largest_gap,
+    plan_of,
+    replicas_of,
+    set_clock_by_batches,
+    sharded,
+    sharder_of,
+    state_gap,
+    train,
+    train_beside_twin,
 )
 from tests.support.oracle import local_loss
 from tests.support.parity import (
@@ -40,99 +49,10 @@ from tests.support.parity import (
     make_optimizer,
     make_sharder,
     relative_gap,
-    shards_of,
 )
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
-from torchrec_2dsp.shard.managed_collisions import managed_collisions
-
-STEPS = 7
-
-
-def sharder_of(case: Case) -> Any:
-    tables = make_sharder(case.cell)
-    kind: Any = (
-        tdsp.ManagedCollisionEmbeddingCollectionSharder2D
-        if case.cell.spec.sequence
-        else tdsp.ManagedCollisionEmbeddingBagCollectionSharder2D
-    )
-    return kind(tables, reset_evicted_rows=case.resets)
-
-
-def plan_of(case: Case, sharder: Any) -> tdsp.Plan2D:
-    """Plan the tables as if there were no id maps, which TorchRec's planner cuts into buckets."""
-    tables = nn.ModuleDict({"mc": ManagedModel(Case(case.cell)).mc._embedding_module})
-    return group_plan(case.cell, tables, sharder.tables)
-
-
-def sharded(case: Case) -> tdsp.ModelParallel2D:
-    """Shard the model of seed 0."""
-    model, sharder = ManagedModel(case), sharder_of(case)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    plan = plan_of(case, sharder)
-    # TorchRec's own wrapper trains the same.
-    wrapper: Any = DistributedModelParallel if case.cell.stock_wrapper else tdsp.ModelParallel2D
-    parallel = wrapper(module=model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
-    parallel.load_state_dict(weights)  # type: ignore[arg-type]
-    set_clock_by_batches(parallel)
-    return parallel
-
-
-def set_clock_by_batches(parallel: nn.Module) -> None:
-    """Let an hour pass after each batch; all clocks but the first rank's are fast."""
-    (shards,) = managed_collisions(parallel)
-    (id_map, *_) = shards._maps.values()
-    fast = 100 * dist.get_rank()
-    set_clock(lambda: hour_of(id_map.batches_seen) + fast)
-
-
-def train(case: Case, parallel: tdsp.ModelParallel2D, rank: int, steps: range) -> list[float]:
-    """Train some steps by the case's loop; return each step's loss."""
-    optimizer = make_optimizer(parallel)
-    batches = [batch_of(case, step, rank) for step in steps]
-    if case.loop == "plain":
-        return plain_loop(parallel, optimizer, batches)
-    kinds: dict[str, Any] = {
-        "sparse dist": TrainPipelineSparseDist,
-        "prefetch": tdsp.TrainPipelineRowPrefetch,
-    }
-    pipeline = kinds[case.loop](parallel, optimizer, torch.device("cpu"))
-    return [local_loss(scores).item() for scores in drain(pipeline, batches)]
-
-
-def train_beside_twin(rank: int, world_size: int, case: Case) -> tuple[float, float, int]:
-    """Train beside the twin; return the gaps of losses and of state, and what was evicted."""
-    twin, parallel = Twin(case), sharded(case)
-    losses = train(case, parallel, rank, range(STEPS))
-    gap = relative_gap(losses, [twin.step(step)[rank] for step in range(STEPS)])
-    return gap, state_gap(parallel, twin), twin.num_evicted
-
-
-def state_gap(parallel: tdsp.ModelParallel2D, twin: Twin) -> float:
-    """Compare maps, which must be equal, and weights and moments."""
-    expected, gap = twin.model.state_dict(), 0.0
-    state = parallel.state_dict()
-    assert state.keys() == expected.keys()
-    for name, value in state.items():
-        if "_managed_collision_modules" in name:
-            assert torch.equal(value, expected[name]), name
-            continue
-        for part, (row, column) in local_shards(value):
-            wanted = expected[name]
-            if wanted.dim() == 2:
-                wanted = wanted[row : row + part.shape[0], column : column + part.shape[1]]
-            gap = max(gap, _gap(part, wanted))
-    for shard in shards_of(parallel):
-        moments = [value for name, value in shard.tensors.items() if name != "weight"]
-        for moment in moments:
-            rows = slice(shard.row, shard.row + shard.num_rows)
-            gap = max(gap, _gap(moment, twin.moments[shard.table][rows]))
-    return gap
-
-
-def _gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return (actual - expected).abs().max().item() if actual.numel() else 0.0
-
+from torchrec_2dsp.shard.parted import sharded_tables
 
 CASES = [
     Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS), "lfu"),
@@ -159,17 +79,19 @@ CASES = [
     Case(Cell(tdsp.Mesh2D(4, 1), "table_wise", SEQUENCES, "sgd"), "hash reserved", resets=False),
     Case(Cell(TWO, "data_parallel", BAGS), "hash ttl", empty_on=(1, 2)),
     Case(Cell(TWO, "table_row_wise", BAGS, stock_wrapper=True), "hash lru", loop="sparse dist"),
+    Case(Cell(TWO, spec=BAGS, optimizer="adam"), "lru"),
+    Case(Cell(TWO, "column_wise", SEQUENCES, "partial_adam"), "lru", loop="sparse dist"),
+    Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS, optimizer="lamb"), "lru"),
+    Case(Cell(TWO, spec=BAGS, exchange="row", optimizer="partial_lamb"), "lru"),
 ]
-TOLERANCE = 2e-6
-"""A few float32 roundings, through seven steps."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_equals_torchrecs_module(ranks4: RankPool, case: Case) -> None:
-    for loss_gap, gap, num_evicted in ranks4.run(train_beside_twin, case, timeout_s=60):
+    for loss_gap, gap, counts, _ in ranks4.run(train_beside_twin, case, timeout_s=60):
         assert loss_gap < TOLERANCE
         assert gap < TOLERANCE
-        assert num_evicted > 20 or not case.resets or case.policy == "hash"
+        assert counts[0] > 20 or not case.resets or case.policy == "hash"
 
 
 def go_on(
@@ -177,7 +99,8 @@ def go_on(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Train, save while a pipeline holds a batch, and go on with another mesh, beside the twin.
 
-    Returns the largest gap, and what the unsharded module has after it took the checkpoint.
+    Hot ids are others than before, but not yet for that batch. Returns the largest gap, and what
+    the unsharded module has after it took the checkpoint.
     """
     parallel, twin = sharded(case), Twin(case)
     optimizer = make_optimizer(parallel)
@@ -186,28 +109,58 @@ def go_on(
     for step in range(save_at):
         pipeline.progress(stream)
         twin.step(step)
+    twin.name_hot_ids(refresh(parallel) if case.cell.hot_rows else ())
     state = tdsp.TrainState(parallel, optimizer)
     tdsp.save_checkpoint(folder, parallel, optimizer, train_state=state)
     gap = state_gap(parallel, twin)
     with pytest.raises(tdsp.errors.UnsupportedError, match="a pipeline has batches whose ids"):
         parallel.load_state_dict(parallel.state_dict())  # type: ignore[arg-type]
+    older = older_sets(parallel)
     del pipeline
+    cold = sharded(replace(case, cell=replace(case.cell, mesh=mesh, hot_rows=())))
+    tdsp.load_checkpoint(folder, cold, make_optimizer(cold))
+    gap = max(gap, state_gap(cold, twin))
     other = sharded(replace(case, cell=replace(case.cell, mesh=mesh)))
     optimizer = make_optimizer(other)
     tdsp.load_checkpoint(folder, other, optimizer, train_state=tdsp.TrainState(other, optimizer))
+    assert older_sets(other) == older
     steps = range(save_at, STEPS)
     losses = train(replace(case, loop="plain"), other, rank, steps)
     loss_gap = relative_gap(losses, [twin.step(step)[rank] for step in steps])
+    assert bool(replicas_of(other, twin)) == bool(case.cell.hot_rows)
     alone = ManagedModel(case)
     load_weights(folder, alone)
     return max(gap, loss_gap, state_gap(other, twin)), alone.state_dict()
 
 
-@pytest.mark.parametrize(("policy", "interval"), [("lru", 1), ("lru", 3), ("hash ttl", 1)])
+def refresh(parallel: tdsp.ModelParallel2D) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Make other ids hot, and return them."""
+    parallel.refresh_hot_sets(dict(LATER_HOT_IDS))
+    return LATER_HOT_IDS
+
+
+def older_sets(parallel: tdsp.ModelParallel2D) -> list[Any]:
+    """Return the hot ids of batches that are under way, which are the first ones."""
+    older = [part.hot_sets.older for part in sharded_tables(parallel) if part.hot_rows]
+    first = {table: tdsp.HotSet.of(ids) for table, ids in HOT_IDS}
+    assert all(hot_sets and all(sets == first for sets in hot_sets) for hot_sets in older)
+    return older
+
+
+@pytest.mark.parametrize(
+    ("policy", "interval", "hot_ids"),
+    [
+        ("lru", 1, ()),
+        ("lru", 3, ()),
+        ("hash ttl", 1, ()),
+        ("lru", 1, HOT_IDS),
+        ("hash ttl", 1, HOT_IDS),
+    ],
+)
 def test_a_checkpoint_goes_on_with_another_mesh(
-    ranks4: RankPool, tmp_path: Path, policy: str, interval: int
+    ranks4: RankPool, tmp_path: Path, policy: str, interval: int, hot_ids: Any
 ) -> None:
-    case = Case(Cell(TWO, spec=BAGS, exchange="row"), policy, interval)
+    case = Case(Cell(TWO, spec=BAGS, exchange="row", hot_rows=hot_ids), policy, interval)
     twin, save_at = Twin(case), 4
     for step in range(save_at):
         twin.step(step)
@@ -218,9 +171,9 @@ def test_a_checkpoint_goes_on_with_another_mesh(
             assert torch.allclose(alone[name].float(), value.float(), atol=TOLERANCE), name
 
 
-def around_training(rank: int, world_size: int, policy: str) -> list[str]:
+def around_training(rank: int, world_size: int, case: Case) -> list[str]:
     """Pause a pipeline, evaluate, and pass batches that can't be right; return the errors."""
-    case, errors = replace(CASES[3], policy=policy), []
+    errors: list[str] = []
     twin, parallel = Twin(case), sharded(case)
     batches = [batch_of(case, step, rank) for step in range(6)]
     pipeline = TrainPipelineSparseDist(parallel, make_optimizer(parallel), torch.device("cpu"))
@@ -259,7 +212,7 @@ def around_training(rank: int, world_size: int, policy: str) -> list[str]:
     errors.append(error_of(lambda: parallel(wrong)))
     parallel.train()
     errors.append(error_of(lambda: parallel(wrong)))
-    if policy in HASHED:
+    if case.policy in HASHED:
         wrong = batches[0]
         if rank == 2:
             wrong = KeyedJaggedTensor(
@@ -278,19 +231,31 @@ def map_state(parallel: tdsp.ModelParallel2D) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in state if "_managed_collision_modules" in name}
 
 
-@pytest.mark.parametrize("policy", ["lru", "hash ttl"])
-def test_pauses_evaluations_and_wrong_batches(ranks4: RankPool, policy: str) -> None:
-    first, *others = ranks4.run(around_training, policy, timeout_s=60)
+ON_THE_WAY = Case(Cell(TWO, spec=BAGS, exchange="row", owners="hash"), "lru", loop="sparse dist")
+HOT_ON_THE_WAY = replace(ON_THE_WAY, cell=replace(ON_THE_WAY.cell, hot_rows=HOT_IDS))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ON_THE_WAY,
+        replace(ON_THE_WAY, policy="hash ttl"),
+        HOT_ON_THE_WAY,
+        replace(HOT_ON_THE_WAY, policy="hash ttl"),
+    ],
+    ids=str,
+)
+def test_pauses_evaluations_and_wrong_batches(ranks4: RankPool, case: Case) -> None:
+    first, *others = ranks4.run(around_training, case, timeout_s=60)
     assert others == [first] * 3
     assert first[0].startswith("ConfigError: the model trains on rank 0 and is evaluated on rank 2")
     assert first[1].startswith("InputError: this rank's batch has no feature 'f1'")
 
 
 def drop_a_batch(
-    rank: int, world_size: int, folder: Path, policy: str, reads_state: bool
+    rank: int, world_size: int, folder: Path, case: Case, reads_state: bool
 ) -> tuple[float, str]:
     """Drop a pipeline that holds a batch, go back to a checkpoint and on; then let maps differ."""
-    case = replace(CASES[3], policy=policy)
     twin, parallel = Twin(case), sharded(case)
     optimizer = make_optimizer(parallel)
     batches = [batch_of(case, step, rank) for step in range(6)]
@@ -314,7 +279,7 @@ def drop_a_batch(
         twin.step(step)
     gap = max(gap, state_gap(parallel, twin))
     weights = parallel.state_dict()
-    name = "_hash_zch_identities" if policy in HASHED else "_mch_remapped_ids_mapping"
+    name = "_hash_zch_identities" if case.policy in HASHED else "_mch_remapped_ids_mapping"
     rows = weights[f"mc._managed_collision_collection._managed_collision_modules.t0.{name}"]
     if rank == 1:
         rows[:2] = rows[:2].flip(0)
@@ -323,12 +288,20 @@ def drop_a_batch(
 
 
 @pytest.mark.parametrize(
-    ("policy", "reads_state"), [("lru", True), ("lru", False), ("hash lru", True)]
+    ("case", "reads_state"),
+    [
+        (ON_THE_WAY, True),
+        (ON_THE_WAY, False),
+        (replace(ON_THE_WAY, policy="hash lru"), True),
+        (HOT_ON_THE_WAY, True),
+        (replace(HOT_ON_THE_WAY, policy="hash ttl"), False),
+    ],
+    ids=str,
 )
 def test_a_batch_that_is_never_looked_up_leaves_nothing_behind(
-    ranks4: RankPool, tmp_path: Path, policy: str, reads_state: bool
+    ranks4: RankPool, tmp_path: Path, case: Case, reads_state: bool
 ) -> None:
-    for gap, text in ranks4.run(drop_a_batch, tmp_path / "3", policy, reads_state, timeout_s=60):
+    for gap, text in ranks4.run(drop_a_batch, tmp_path / "3", case, reads_state, timeout_s=60):
         assert gap < TOLERANCE
         assert text.startswith("SyncError: the id maps differ between ranks")
 
@@ -339,8 +312,7 @@ class OwnMap(MCHManagedCollisionModule):
 
 def refused(change: str) -> tuple[Case, Any]:
     """Return a case and its model, which can't be sharded."""
-    hot = (("t0", (1,)),) if change == "hot" else ()
-    case = Case(Cell(TWO, spec=BAGS, hot_rows=hot), "hash ttl" if "hours" in change else "lfu")
+    case = Case(Cell(TWO, spec=BAGS), "hash ttl" if "hours" in change else "lfu")
     if change == "late":
         case = replace(case, cell=replace(case.cell, sync=tdsp.GradientSync(delay=1)))
     model = ManagedModel(case)
@@ -372,7 +344,6 @@ def refusal(rank: int, world_size: int, change: str) -> str:
 
 
 REFUSALS = {
-    "hot": "UnsupportedError: table 't0' of module 'mc' has hot rows, but managed collisions",
     "late": "UnsupportedError: module 'mc' has managed collisions, whose rows begin anew",
     "own map": "UnsupportedError: the managed collision module of table 't0' in module 'mc' is a ",
     "shared map": "UnsupportedError: tables of module 'mc' share a managed collision module",
@@ -432,7 +403,7 @@ def touched_against_all(rank: int, world_size: int) -> float:
         tables = [value for name, value in parallel.state_dict().items() if "t0.w" in name]
         states.append([part for value in tables for part, _ in local_shards(value)])
     (touched,), (whole,) = states
-    return _gap(touched, whole)
+    return largest_gap(touched, whole)
 
 
 def test_averages_know_rows_that_were_reset(ranks4: RankPool) -> None:

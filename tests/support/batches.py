@@ -5,6 +5,7 @@ without tensor tricks: the oracle trains on that one.
 """
 
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,21 +94,29 @@ def make_variable_batch(
         int(torch.randint(1, batch_size + 1, (), generator=generator)) if batch_size else 0
         for _ in keys
     ]
-    # The bags of an ordinary batch, of which each feature keeps the first ones.
     whole = make_batch(spec, seed, batch_size, max_length)
-    parts = [_first_bags(whole, index, size) for index, size in enumerate(sizes)]
     order = torch.randperm(len(keys), generator=generator).tolist()
     inverse = [torch.randint(max(size, 1), (batch_size,), generator=generator) for size in sizes]
+    return first_bags(whole, sizes, {keys[index]: inverse[index] for index in order})
+
+
+def first_bags(
+    batch: KeyedJaggedTensor, sizes: Sequence[int], inverse: Mapping[str, torch.Tensor]
+) -> KeyedJaggedTensor:
+    """Keep so many bags of each feature of an ordinary batch, and name each sample's."""
+    features = [batch[key] for key in batch.keys()]  # noqa: SIM118
+    lengths = [feature.lengths()[:size] for feature, size in zip(features, sizes, strict=True)]
+    parts = [(feature, int(kept.sum())) for feature, kept in zip(features, lengths, strict=True)]
+    is_weighted = batch.weights_or_none() is not None
     return KeyedJaggedTensor(
-        keys,
-        torch.cat([ids for ids, _, _ in parts]),
-        lengths=torch.cat([lengths for _, lengths, _ in parts]),
-        weights=torch.cat([weights for _, _, weights in parts]) if spec.weighted else None,
+        batch.keys(),
+        torch.cat([feature.values()[:num_ids] for feature, num_ids in parts]),
+        lengths=torch.cat(lengths),
+        weights=torch.cat([feature.weights()[:num_ids] for feature, num_ids in parts])
+        if is_weighted
+        else None,
         stride_per_key_per_rank=[[size] for size in sizes],
-        inverse_indices=(
-            [keys[index] for index in order],
-            torch.stack([inverse[index] for index in order]),
-        ),
+        inverse_indices=(list(inverse), torch.stack(list(inverse.values()))),
     )
 
 
@@ -145,14 +154,3 @@ def changed(batch: KeyedJaggedTensor, **options: Any) -> KeyedJaggedTensor:
         stride_per_key_per_rank=batch.stride_per_key_per_rank(),
         **options,
     )
-
-
-def _first_bags(
-    batch: KeyedJaggedTensor, index: int, size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    feature = batch[batch.keys()[index]]
-    lengths = feature.lengths()[:size]
-    num_ids = int(lengths.sum())
-    weights = feature.weights_or_none()
-    kept = torch.empty(0) if weights is None else weights[:num_ids]
-    return feature.values()[:num_ids], lengths, kept

@@ -1,11 +1,14 @@
-"""A model behind id maps, its twin on all ranks' batches, and batches whose ids drift."""
+"""A model behind id maps, sharded and not, on batches whose ids drift."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
@@ -22,20 +25,46 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
     average_threshold_filter,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.support.cells import Cell
-from tests.support.hash_zch import OneThreadHashZch, at_hour
+import torchrec_2dsp as tdsp
+from tests.support.batches import first_bags, written_out
+from tests.support.cells import Cell, group_plan
+from tests.support.hash_zch import OneThreadHashZch, at_hour, set_clock
+from tests.support.loops import drain, plain_loop
 from tests.support.models import BagModel, ModelSpec, SequenceModel, TableSpec, summed
-from tests.support.oracle import local_loss, row_wise_adagrad_, sgd_
-from tests.support.parity import LR
+from tests.support.oracle import Oracle, local_loss
+from tests.support.parity import (
+    LR,
+    column_blocks,
+    expected_moment,
+    local_shards,
+    make_optimizer,
+    make_sharder,
+    relative_gap,
+    shards_of,
+)
 from torchrec_2dsp.shard.initial_tables import configs_of, drawn_rows
+from torchrec_2dsp.shard.managed_collisions import managed_collisions
+from torchrec_2dsp.shard.parted import sharded_tables
 
 TABLES = (TableSpec("t0", 12, 8, ("f0",)), TableSpec("t1", 17, 8, ("f1", "f2")))
 """Fewer rows than a few batches have ids."""
 BAGS, SEQUENCES = ModelSpec(TABLES), ModelSpec(TABLES, sequence=True)
 FAR = 2**40 + 1
 """The distance between two raw ids."""
+HotIds = tuple[tuple[str, tuple[int, ...]], ...]
+"""Raw ids to make hot, by table."""
+HOT_IDS: HotIds = tuple(
+    (table, tuple(FAR * number for number in numbers))
+    for table, numbers in (("t0", (0, 3, 6, 11, 14)), ("t1", (1, 2, 8, 13, 900)))
+)
+"""The last one never comes."""
+LATER_HOT_IDS: HotIds = tuple((table, tuple(id_ + FAR for id_ in ids)) for table, ids in HOT_IDS)
+"""Others, for a refresh."""
+STEPS = 7
+TOLERANCE = 2e-6
+"""A few float32 roundings, through seven steps."""
 POLICIES = {
     "lfu": LFU_EvictionPolicy,
     "lru": LRU_EvictionPolicy,
@@ -169,7 +198,12 @@ def batch_of(case: Case, step: int, rank: int, size: int = 4) -> KeyedJaggedTens
     new = torch.randint(3 * step, 3 * step + 12, (num_ids,), generator=generator)
     often = torch.randint(0, 4, (num_ids,), generator=generator)
     ids = torch.where(torch.rand(num_ids, generator=generator) < 0.4, often, new)
-    return KeyedJaggedTensor(keys=keys, values=ids * FAR, lengths=lengths)
+    batch = KeyedJaggedTensor(keys=keys, values=ids * FAR, lengths=lengths)
+    if not case.cell.variable:
+        return batch
+    sizes = [size - n for n in range(len(keys))]
+    bags = [torch.arange(size) % num_bags for num_bags in sizes]
+    return first_bags(batch, sizes, dict(zip(keys, bags, strict=True)))
 
 
 def together(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
@@ -189,13 +223,31 @@ class Twin:
 
     case: Case
     model: Any = None
-    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    oracle: Any = None
+    """Updates the model."""
     num_evicted: int = 0
     num_steps: int = 0
+    hot_rows: dict[tuple[str, int], int] = field(default_factory=dict)
+    """The rows that hot ids have now."""
+    num_cooled: int = 0
+    """How often a hot id has lost its row."""
+    num_back: int = 0
+    """How often it has got one again, after it had lost one."""
 
     def __post_init__(self) -> None:
-        self.model = ManagedModel(self.case, OneThreadHashZch)
-        self.moments = {name: torch.zeros(table.shape[0]) for name, table in self.tables().items()}
+        self.model, cell = ManagedModel(self.case, OneThreadHashZch), self.case.cell
+        name = "ec" if cell.spec.sequence else "ebc"
+        parts = {name: self.model.mc._embedding_module, "over": self.model.head.over}
+        self.oracle = Oracle(
+            cell.spec,
+            optimizer=cell.optimizer,
+            lr=LR,
+            eps=cell.eps,
+            column_blocks={table.name: column_blocks(cell, table.dim) for table in TABLES},
+            model=cast(Any, nn.ModuleDict(parts)),
+        )
+        self._hot_ids: HotIds = cell.hot_rows
+        self._lost: set[tuple[str, int]] = set()
 
     def tables(self) -> dict[str, nn.Parameter]:
         collection = self.model.mc._embedding_module
@@ -204,21 +256,19 @@ class Twin:
         return {name: table.weight for name, table in tables.items()}
 
     def batches(self, step: int) -> list[KeyedJaggedTensor]:
-        """Return all ranks' batches."""
-        return [batch_of(self.case, step, rank) for rank in range(self.case.cell.mesh.world_size)]
+        """Return all ranks' batches, with a bag for each sample."""
+        ranks = range(self.case.cell.mesh.world_size)
+        return [written_out(batch_of(self.case, step, rank)) for rank in ranks]
 
     def step(self, step: int) -> list[float]:
         """Train on a step's batches; return each rank's loss."""
         self.model.zero_grad()
         sizes = [batch.stride() for batch in self.batches(step)]
-        scores = self.model.head(self.model.mc._embedding_module(self.see(step)))
+        features = self.see(step)
+        scores = self.model.head(self.model.mc._embedding_module(features))
         losses = [local_loss(part) for part in scores.split(sizes)]
         torch.stack(losses).mean().backward()
-        with torch.no_grad():
-            for param in self.model.head.parameters():
-                param -= LR * param.grad
-            for name, table in self.tables().items():
-                self.update(name, table)
+        self.oracle.apply_([features])
         return [loss.item() for loss in losses]
 
     def see(self, step: int) -> KeyedJaggedTensor:
@@ -230,19 +280,147 @@ class Twin:
         for name, rows in maps.evict().items():
             if rows is not None and self.case.resets:
                 self.reset(name, rows, maps)
+        self._follow_hot_ids()
         return features
+
+    def name_hot_ids(self, hot_ids: HotIds) -> None:
+        """Let other ids be hot, from the next step on."""
+        self._hot_ids = hot_ids
+
+    def _follow_hot_ids(self) -> None:
+        before, self.hot_rows = self.hot_rows, dict(self._rows_of_hot_ids())
+        lost = before.keys() - self.hot_rows.keys()
+        self.num_cooled += len(lost)
+        self.num_back += len(self._lost & self.hot_rows.keys())
+        self._lost = (self._lost | lost) - self.hot_rows.keys()
+
+    def _rows_of_hot_ids(self) -> Iterator[tuple[tuple[str, int], int]]:
+        maps = self.model.mc._managed_collision_collection._managed_collision_modules
+        for table, raw_ids in self._hot_ids:
+            id_map = maps[table]
+            if self.case.policy in HASHED:
+                slots = enumerate(id_map._hash_zch_identities[:, 0].tolist())
+                yield from (((table, id_), row) for row, id_ in slots if id_ in raw_ids)
+                continue
+            ids = JaggedTensor(torch.tensor(raw_ids), lengths=torch.tensor([len(raw_ids)]))
+            rows = id_map.remap(id_map.preprocess({table: ids}))[table].values().tolist()
+            for raw_id, row in zip(raw_ids, rows, strict=True):
+                # The last row is that of ids without one.
+                if row < id_map.output_size() - 1:
+                    yield (table, raw_id), row
 
     @torch.no_grad()
     def reset(self, name: str, rows: torch.Tensor, maps: Any) -> None:
         (config,) = (config for config in maps.embedding_configs() if config.name == name)
         self.num_evicted += rows.numel()
         self.tables()[name][rows] = drawn_rows(config, 0, self.num_steps, rows.numel())
-        self.moments[name][rows] = 0
+        self.oracle.moments[name][rows] = 0
+        self.oracle.averages[name][rows] = 0
 
-    def update(self, name: str, table: nn.Parameter) -> None:
-        assert table.grad is not None
-        if self.case.cell.optimizer == "sgd":
-            sgd_(table, table.grad, lr=LR)
-        else:
-            moment, eps = self.moments[name], self.case.cell.eps
-            row_wise_adagrad_(table, table.grad, moment, lr=LR, eps=eps)
+
+def sharder_of(case: Case) -> Any:
+    """Return a case's sharder."""
+    tables = make_sharder(case.cell)
+    kind: Any = (
+        tdsp.ManagedCollisionEmbeddingCollectionSharder2D
+        if case.cell.spec.sequence
+        else tdsp.ManagedCollisionEmbeddingBagCollectionSharder2D
+    )
+    return kind(tables, reset_evicted_rows=case.resets)
+
+
+def plan_of(case: Case, sharder: Any) -> tdsp.Plan2D:
+    """Plan the tables as if there were no id maps, which TorchRec's planner cuts into buckets."""
+    tables = nn.ModuleDict({"mc": ManagedModel(Case(case.cell)).mc._embedding_module})
+    return group_plan(case.cell, tables, sharder.tables)
+
+
+def sharded(case: Case) -> tdsp.ModelParallel2D:
+    """Shard the model of seed 0."""
+    model, sharder = ManagedModel(case), sharder_of(case)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = plan_of(case, sharder)
+    # TorchRec's own wrapper trains the same.
+    wrapper: Any = DistributedModelParallel if case.cell.stock_wrapper else tdsp.ModelParallel2D
+    parallel = wrapper(module=model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    parallel.load_state_dict(weights)  # type: ignore[arg-type]
+    set_clock_by_batches(parallel)
+    return parallel
+
+
+def set_clock_by_batches(parallel: nn.Module) -> None:
+    """Let an hour pass after each batch; all clocks but the first rank's are fast."""
+    (shards,) = managed_collisions(parallel)
+    (id_map, *_) = shards._maps.values()
+    fast = 100 * dist.get_rank()
+    set_clock(lambda: hour_of(id_map.batches_seen) + fast)
+
+
+def train(case: Case, parallel: tdsp.ModelParallel2D, rank: int, steps: range) -> list[float]:
+    """Train some steps by the case's loop; return each step's loss."""
+    optimizer = make_optimizer(parallel)
+    batches = [batch_of(case, step, rank) for step in steps]
+    if case.loop == "plain":
+        return plain_loop(parallel, optimizer, batches)
+    kinds: dict[str, Any] = {
+        "sparse dist": TrainPipelineSparseDist,
+        "prefetch": tdsp.TrainPipelineRowPrefetch,
+    }
+    pipeline = kinds[case.loop](parallel, optimizer, torch.device("cpu"))
+    return [local_loss(scores).item() for scores in drain(pipeline, batches)]
+
+
+def train_beside_twin(
+    rank: int, world_size: int, case: Case
+) -> tuple[float, float, tuple[int, ...], list[bytes]]:
+    """Train beside the twin; return the gaps of losses and of state.
+
+    Also what was evicted, how often hot ids lost rows and got some again, and the replicas' bits.
+    """
+    twin, parallel = Twin(case), sharded(case)
+    losses = train(case, parallel, rank, range(STEPS))
+    gap = relative_gap(losses, [twin.step(step)[rank] for step in range(STEPS)])
+    counts = twin.num_evicted, twin.num_cooled, twin.num_back
+    bits = replicas_of(parallel, twin) if case.cell.hot_rows else []
+    return gap, state_gap(parallel, twin), counts, bits
+
+
+def replicas_of(parallel: tdsp.ModelParallel2D, twin: Twin) -> list[bytes]:
+    """Return the bits of this rank's hot rows, which must be those that hot ids have."""
+    bits = []
+    for part in sharded_tables(parallel):
+        if part.hot_rows is None:
+            continue
+        for table, held in part.hot_sets.held.by_table.items():
+            rows = {row for (of_table, _), row in twin.hot_rows.items() if of_table == table}
+            assert held.tolist() == sorted(rows)
+            for shard, slots, _ in part.hot_rows.replicas({table: held}):
+                bits += [tensor[slots].numpy().tobytes() for tensor in shard.tensors.values()]
+    return bits
+
+
+def state_gap(parallel: tdsp.ModelParallel2D, twin: Twin) -> float:
+    """Compare maps, which must be equal, and weights and moments."""
+    expected, gap = twin.model.state_dict(), 0.0
+    state = parallel.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        if "_managed_collision_modules" in name:
+            assert torch.equal(value, expected[name]), name
+            continue
+        for part, (row, column) in local_shards(value):
+            wanted = expected[name]
+            if wanted.dim() == 2:
+                wanted = wanted[row : row + part.shape[0], column : column + part.shape[1]]
+            gap = max(gap, largest_gap(part, wanted))
+    for shard in shards_of(parallel):
+        for name, moment in shard.tensors.items():
+            if name != "weight":
+                wanted = expected_moment(twin.oracle, name, shard, moment)
+                gap = max(gap, largest_gap(moment, wanted))
+    return gap
+
+
+def largest_gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference of two elements."""
+    return (actual - expected).abs().max().item() if actual.numel() else 0.0

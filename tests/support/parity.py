@@ -211,7 +211,7 @@ def check_cells(
 
 def oracle_of(cell: Cell) -> OracleKind:
     """Return the kind of oracle that a cell must match."""
-    blocks = tuple((table.name, _column_blocks(cell, table.dim)) for table in cell.spec.tables)
+    blocks = tuple((table.name, column_blocks(cell, table.dim)) for table in cell.spec.tables)
     return OracleKind(cell.spec, cell.optimizer, LR, cell.eps, blocks)
 
 
@@ -246,7 +246,7 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
     for shard in shards_of(parallel):
         for name, moment in shard.tensors.items():
             if name != "weight" and moment.numel():
-                expected = _expected_moment(oracle, name, shard, moment)
+                expected = expected_moment(oracle, name, shard, moment)
                 scale = expected.abs().max().clamp(min=1e-12)
                 gap = (moment.cpu() - expected).abs() / scale
                 moment_gap = max(moment_gap, gap.max().item())
@@ -282,16 +282,17 @@ def local_world_size() -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def _column_blocks(cell: Cell, dim: int) -> int:
+def column_blocks(cell: Cell, dim: int) -> int:
     """Count a table's column shards by the stock planner (min_partition is 4)."""
     if base_type(cell.sharding) in ("column_wise", "table_column_wise", "grid_shard"):
         return dim // 4
     return 1
 
 
-def _expected_moment(
+def expected_moment(
     oracle: Oracle, name: str, shard: TableShard, moment: torch.Tensor
 ) -> torch.Tensor:
+    """Return what a shard's optimizer state of this name should be."""
     of_table = oracle.averages if name == "exp_avg" else oracle.moments
     expected = of_table[shard.table][shard.row : shard.row + moment.shape[0]]
     if moment.dim() == 2:

@@ -67,7 +67,11 @@ def test_slots_are_given_as_by_fbgemm_in_one_thread(
         for name, value in expected.state_dict().items():
             assert value.equal(id_map.module.state_dict()[name]), name
         num_evicted += found.numel()
-        num_without += int((expected._hash_zch_identities[rows, 0] != ids).sum())
+        ids_of_slots = expected._hash_zch_identities[:, 0]
+        # Those above 99 can't have a row.
+        owned = id_map.owned_rows(torch.arange(50, 200))
+        assert owned.equal((ids_of_slots >= 50).nonzero().squeeze(1))
+        num_without += int((ids_of_slots[rows] != ids).sum())
     assert num_without > 20
     assert (num_evicted > 20) == (policy is not None)
 

@@ -111,6 +111,13 @@ class HashedIdMap(IdMapBase):
         identities = buffers.get(_IDS, self.module._hash_zch_identities)
         return self._found(ids, identities, sizes, starts, reserved, self.module.max_probe)
 
+    def owned_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows that belong to some ids, ascending: those whose slots hold them."""
+        end = self.module.input_size()
+        ids = ids[ids < end] if end else ids
+        rows = self.rows_of(ids, {})
+        return rows[self.module._hash_zch_identities[rows, 0] == ids].unique()
+
     def _windows(self, ids: torch.Tensor) -> np.ndarray[Any, Any]:
         """Return the slots in which each id is looked for, in this order."""
         sizes, starts = self._buckets_of(ids)

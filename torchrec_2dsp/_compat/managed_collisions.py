@@ -176,8 +176,16 @@ class SortedIdMap(IdMapBase):
         module = self.module
         raw = buffers.get("_mch_sorted_raw_ids", module._mch_sorted_raw_ids)
         rows = buffers.get("_mch_remapped_ids_mapping", module._mch_remapped_ids_mapping)
-        last_row = module._output_global_offset + module.output_size() - 1
-        return _mch_remap({"": _jagged([ids])}, raw, rows, last_row)[""].values()
+        return _mch_remap({"": _jagged([ids])}, raw, rows, self._last_row)[""].values()
+
+    @property
+    def _last_row(self) -> int:
+        return self.module._output_global_offset + self.module.output_size() - 1
+
+    def owned_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows that belong to some ids, ascending; the last row belongs to none."""
+        rows = self.rows_of(ids, {}).unique()
+        return rows[rows != self._last_row]
 
     @property
     def batches_seen(self) -> int:

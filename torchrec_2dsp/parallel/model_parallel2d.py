@@ -362,8 +362,9 @@ class ModelParallel2D(DMPCollection):
         the old hot rows; the replicas move when the first batch after it is looked up.
 
         Args:
-            hot_sets: for each table, row ids in any order, or a `HotSet`. A table needs a hot set
-                in the plan, which is the room it has; tables left out keep their hot rows.
+            hot_sets: for each table, row ids in any order, or a `HotSet`; behind an id map, the ids
+                that it maps. A table needs a hot set in the plan, which is the room it has; tables
+                left out keep their hot rows.
 
         Collectives:
             An agreement of all ranks. When the replicas move, those of `complete_state`, and for

@@ -194,4 +194,9 @@ def _check_sharded(
     if table.hot_set is not None:
         rows = num_rows(table)
         assert rows is not None
-        table.hot_set.check_fits(where, rows)
+        # Only the model tells if these ids are rows, or if an id map gives them rows.
+        if len(table.hot_set) > rows:
+            raise PlanError(
+                f"table {where} has {rows} rows, and {len(table.hot_set)} of them can't be hot; "
+                "pin fewer"
+            )

@@ -48,6 +48,7 @@ from torchrec_2dsp._compat.managed_collisions import (
     table_configs,
 )
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
+from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, is_proposed
@@ -220,11 +221,6 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
                 f"the managed collision module of table {name!r} in module {path!r} {reason}; use "
                 "MCHManagedCollisionModule with LFU, LRU or DistanceLFU, and another filter if "
                 "any, or HashZchManagedCollisionModule without this"
-            )
-        if getattr(plan.get(name), "hot_set", None) is not None:
-            raise UnsupportedError(
-                f"table {name!r} of module {path!r} has hot rows, but managed collisions, which "
-                "give its rows to other ids; remove its hot set"
             )
     if frozen := frozen_tables(collection_of(module)):
         raise UnsupportedError(
@@ -418,7 +414,7 @@ def check_module_plan(
         node_size = part.mesh.node_group_size(local_world_size)
         for name, table in part.tables():
             _check_table(name, table, part, node_size)
-    _check_hot_sets(plan, configs)
+    _check_hot_sets(path, plan, configs)
     _check_sequences(plan, configs)
     return plan
 
@@ -461,11 +457,14 @@ def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node
         )
 
 
-def _check_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> None:
+def _check_hot_sets(path: str, plan: ModulePlan2D, configs: list[Any]) -> None:
     users = Counter(feature for config in configs for feature in config.feature_names)
     for config in configs:
-        if plan[config.name].hot_set is None:  # type: ignore[attr-defined]
+        hot_set: HotSet | None = plan[config.name].hot_set  # type: ignore[attr-defined]
+        if hot_set is None:
             continue
+        where = f"{path}.{config.name}" if path else config.name
+        hot_set.check_fits(where, config.num_embeddings)
         shared = [feature for feature in config.feature_names if users[feature] > 1]
         if shared:
             raise UnsupportedError(

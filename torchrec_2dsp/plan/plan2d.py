@@ -246,8 +246,8 @@ def pin(
     Args:
         plan: left as it is.
         table: a table's name, as in its config.
-        hot_rows: ids of the rows that every rank holds, in any order; an empty one removes the
-            table's hot set. By default it stays.
+        hot_rows: ids of the rows that every rank holds, in any order; behind an id map, the ids
+            that it gives rows to. An empty one removes the table's hot set. By default it stays.
         exchange: how the table's rows reach their samples, as a member of `Exchange` or its value.
             By default it stays.
         owners: which rank has which rows, as a member of `RowOwners` or its value; for row exchange

@@ -1,6 +1,7 @@
 """Sharders of collections behind id maps or feature processors, and one for each kind of module."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torchrec.modules.mc_embedding_modules import (
 from torchrec_2dsp._compat.feature_processors import collection_in, processors_in, trains_processors
 from torchrec_2dsp._compat.hashed_id_maps import id_map_of
 from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of
+from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.plan.fits_module import check_managed, check_processed
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.managed_collisions import ShardedManagedCollisions2D
 from torchrec_2dsp.shard.optimizers import Optimizer
 from torchrec_2dsp.shard.position_weights import ShardedFeatureProcessors2D
@@ -77,15 +80,35 @@ class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[
             maps = {name: id_map_of(of_table) for name, of_table in id_maps_of(module).items()}
             facts |= {f"the id map of table {name!r}": maps[name].described() for name in maps}
             facts["reset_evicted_rows"] = str(self.resets)
+            params, hot_ids = _without_hot_ids(params)
+            facts["the hot ids"] = str(hot_ids)
         sharded = self.tables.shard(collection_of(module), params, env, device, module_fqn)
         return ShardedManagedCollisions2D(
-            module, sharded, device, resets=self.resets, init_seed=self.tables.init_seed or 0
+            module,
+            sharded,
+            device,
+            hot_ids=hot_ids,
+            resets=self.resets,
+            init_seed=self.tables.init_seed or 0,
         )
 
     @property
     def sharded_module_type(self) -> type[ShardedManagedCollisions2D]:
         """The type that `shard` returns."""
         return ShardedManagedCollisions2D
+
+
+def _without_hot_ids(plan: Any) -> tuple[Any, dict[str, HotSet]]:
+    """Return a plan with as many hot rows, whichever, in place of hot ids; and these ids."""
+    if not isinstance(plan, ModulePlan2D):
+        return plan, {}
+    hot_ids = {name: table.hot_set for name, table in plan.tables() if table.hot_set is not None}
+    rows = {
+        name: replace(table, hot_set=HotSet.of(range(len(hot_ids[name]))))
+        for name, table in plan.tables()
+        if name in hot_ids
+    }
+    return plan.with_tables({**plan, **rows}), hot_ids
 
 
 class ManagedCollisionEmbeddingBagCollectionSharder2D(_ManagedCollisionSharder2D):

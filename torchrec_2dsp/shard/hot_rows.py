@@ -42,45 +42,17 @@ from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
-from torchrec_2dsp.rows.gradients import false_and_true
-from torchrec_2dsp.shard.kernels import OWN_PARAMS, Kernel
+from torchrec_2dsp.shard.kernels import OWN_PARAMS, Kernel, TableShard
 from torchrec_2dsp.shard.stages import (
     BatchNotes,
     HotBatch,
-    HotFeature,
     HotIds,
     Stage,
-    count_per_bag,
-    ids_per_feature,
+    split_hot_rows,
 )
 
-
-@torch.no_grad()
-def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJaggedTensor, HotBatch]:
-    """Split a batch into one with the same keys and bags without hot ids, and the hot ids."""
-    keys, batch_size = features.keys(), features.stride()
-    values, weights = features.values(), features.weights_or_none()
-    lengths = features.lengths().view(len(keys), batch_size)
-    slots, is_hot = ids.find(keys, values.long(), ids_per_feature(features))
-    num_hot = count_per_bag(is_hot, features.offsets()).view(len(keys), batch_size)
-    # All that a GPU is waited for, however many features there are.
-    hot_sizes, sizes = num_hot.sum(dim=1).tolist(), features.length_per_key()
-    cold, hot = false_and_true(is_hot.byte(), sum(hot_sizes))
-    hot_slots, masks = slots.index_select(0, hot).split(hot_sizes), is_hot.split(sizes)
-    hot_weights: Sequence[torch.Tensor | None] = [None] * len(keys)
-    if weights is not None:
-        hot_weights = weights.detach().index_select(0, hot).split(hot_sizes)
-    parts = map(HotFeature, hot_slots, num_hot, hot_weights, masks)
-    by_key = zip(keys, parts, strict=True)
-    hot_features = {key: part for key, part in by_key if key in ids.by_feature}
-    cold_features = KeyedJaggedTensor(
-        keys=keys,
-        values=values.index_select(0, cold),
-        lengths=(lengths - num_hot.to(lengths.dtype)).view(-1),
-        weights=None if weights is None else weights.index_select(0, cold),
-        length_per_key=[size - hot_size for size, hot_size in zip(sizes, hot_sizes, strict=True)],
-    )
-    return cold_features, HotBatch(hot_features, ids)
+RowsOf = Callable[[str, torch.Tensor], torch.Tensor]
+"""Returns the rows of a table that belong to ids now, ascending; some ids may have none."""
 
 
 class HotSets:
@@ -106,16 +78,18 @@ class HotSets:
         self._configs = {config.name: config for config in configs if config.name in self.by_table}
         self._num_slots = {name: len(hot_set) for name, hot_set in self.by_table.items()}
         """The room that the plan has given each table."""
+        self._rows_of: RowsOf | None = None
+        """Maps the ids that hot sets name to rows; without it they are rows."""
         self.newest = self._ids()
         self.held = self.newest
-        self._before_newest: deque[HotIds] = deque()
+        self._before_newest: deque[Mapping[str, HotSet]] = deque()
         """The sets that the next batches use, one each, before others use the newest sets."""
         self._waiting: list[weakref.ref[HotBatch]] = []
         """Batches that were split and not looked up yet, as pipelines have them."""
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
         """Split a batch into cold features and hot ids."""
-        ids = self._before_newest.popleft() if self._before_newest else self.newest
+        ids = self._ids(self._before_newest.popleft()) if self._before_newest else self.newest
         cold, batch = split_hot_rows(features, ids)
         self._waiting = [*self._still_waiting(), weakref.ref(batch)]
         return cold, batch
@@ -129,21 +103,20 @@ class HotSets:
         self._waiting = [other for other in self._still_waiting() if other() is not batch]
 
     @property
-    def older(self) -> list[dict[str, HotSet]]:
+    def older(self) -> list[Mapping[str, HotSet]]:
         """The waiting batches' sets, up to the last one without the newest sets."""
         batches = [other() for other in self._still_waiting()]
-        ids = [batch.ids for batch in batches if batch is not None] + list(self._before_newest)
-        while ids and ids[-1] is self.newest:
-            ids.pop()
-        return [
-            {name: HotSet.of(rows) for name, rows in of_batch.by_table.items()} for of_batch in ids
-        ]
+        sets = [batch.ids.hot_sets for batch in batches if batch is not None]
+        sets += self._before_newest
+        while sets and sets[-1] is self.by_table:
+            sets.pop()
+        return sets
 
     def put_before_newest(self, older: Sequence[Mapping[str, HotSet]]) -> None:
         """Let the next batches use older sets, one each: those that were `older` at a save."""
         for hot_sets in older:
             self.check(hot_sets)
-        self._before_newest = deque(self._ids({**self.by_table, **sets}) for sets in older)
+        self._before_newest = deque({**self.by_table, **sets} for sets in older)
 
     def _still_waiting(self) -> list["weakref.ref[HotBatch]"]:
         return [batch for batch in self._waiting if batch() is not None]
@@ -152,7 +125,8 @@ class HotSets:
         """Raise unless there is room for these sets; those of other modules' tables are ignored."""
         for name, hot_set in self._own(hot_sets).items():
             num_slots = self._num_slots[name]
-            hot_set.check_fits(name, self._configs[name].num_embeddings)
+            if self._rows_of is None:
+                hot_set.check_fits(name, self._configs[name].num_embeddings)
             if len(hot_set) > num_slots:
                 raise PlanError(
                     f"table {name!r} was planned with {num_slots} hot rows and has no room "
@@ -166,18 +140,32 @@ class HotSets:
         self.by_table = self.by_table | self._own(hot_sets)
         self.newest = self._ids()
 
+    def name_ids(self, hot_sets: Mapping[str, HotSet], rows_of: "RowsOf") -> None:
+        """Let these sets, and later ones, name ids instead of rows."""
+        self._rows_of = rows_of
+        self.renew(hot_sets)
+
+    def follow_map(self) -> None:
+        """Let new batches use the rows that the sets' ids have now; the map may have changed."""
+        ids = self._ids()
+        rows = zip(ids.by_table.values(), self.newest.by_table.values(), strict=True)
+        if not all(torch.equal(new, old) for new, old in rows):
+            self.newest = ids
+
     def _own(self, hot_sets: Mapping[str, HotSet]) -> dict[str, HotSet]:
         return {name: hot_set for name, hot_set in hot_sets.items() if name in self.by_table}
 
     def _ids(self, hot_sets: Mapping[str, HotSet] | None = None) -> HotIds:
         hot_sets = self.by_table if hot_sets is None else hot_sets
         by_table = {name: rows.tensor(self._device) for name, rows in hot_sets.items()}
+        if self._rows_of is not None:
+            by_table = {name: self._rows_of(name, ids) for name, ids in by_table.items()}
         by_feature = {
             feature: by_table[name]
             for name, config in self._configs.items()
             for feature in config.feature_names
         }
-        return HotIds(by_table, by_feature)
+        return HotIds(by_table, by_feature, hot_sets)
 
 
 @dataclass(frozen=True)
@@ -406,6 +394,19 @@ class HotRows(Stage):
     def slices(self) -> list[list[HotSlice]]:
         """Return these kernels' tables."""
         return [tbe.slices for tbe in self._tbes]
+
+    def replicas(
+        self, rows: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[TableShard, torch.Tensor, torch.Tensor]]:
+        """Yield each hot slice, the slots in which it holds some of these rows, and which ones."""
+        for tbe in self._tbes:
+            for hot, tensors in zip(tbe.slices, tbe.tensors(), strict=True):
+                if hot.table in rows:
+                    held = self.sets.held.by_table[hot.table]
+                    of_table = rows[hot.table].to(held.device)
+                    is_held = torch.isin(of_table, held)
+                    slots = torch.searchsorted(held, of_table[is_held])
+                    yield TableShard(hot.table, 0, hot.column, tensors), slots, is_held
 
     @torch.no_grad()
     def before_read(self) -> None:

@@ -19,6 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.replicas.synced_shard import UNSYNCED_STATES
+from torchrec_2dsp.shard.hot_rows import HotRows
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.row_exchange.stages import RowArrangement
 from torchrec_2dsp.shard.stages import BatchNotes, Stage
@@ -139,12 +140,14 @@ class EvictedRows(Stage):
         configs: Sequence[Any],
         kernels: Sequence[Kernel],
         arrangement: RowArrangement | None,
+        hot_rows: HotRows | None,
         before_use: Callable[[], None],
         seed: int,
     ) -> None:
         self._configs = {config.name: config for config in configs}
         self._kernels = list(kernels)
         self._arrangement = arrangement
+        self._hot_rows = hot_rows
         self._before_use = before_use
         self._seed = seed
 
@@ -182,6 +185,8 @@ class EvictedRows(Stage):
             for shard, place, is_here in places:
                 if place.numel():
                     _write(shard, place, values[shard.table].to(shard.device)[is_here])
+        for shard, slots, is_hot in () if self._hot_rows is None else self._hot_rows.replicas(rows):
+            _write(shard, slots, values[shard.table].to(shard.device)[is_hot])
 
     def _places(self, shard: TableShard, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows' places in a shard, and which rows it has."""

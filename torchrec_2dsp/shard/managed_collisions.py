@@ -38,6 +38,7 @@ from torchrec_2dsp._compat.managed_collisions import (
     returns_features,
     table_configs,
 )
+from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.ids import pack_ids, unpack_ids
 from torchrec_2dsp.comms.collectives import all_gather_ragged
 from torchrec_2dsp.comms.failure_detection import naming_faults
@@ -204,9 +205,11 @@ class ShardedManagedCollisions2D(TablesAndMore):
         sharded: ShardedModule2D | PartedModule,
         device: torch.device,
         *,
+        hot_ids: Mapping[str, HotSet],
         resets: bool,
         init_seed: int,
     ) -> None:
+        """Put maps before a sharded collection, whose hot rows are chosen by ids."""
         super().__init__(module, sharded)
         configs = table_configs(module)
         self._maps: dict[str, IdMap] = {
@@ -227,7 +230,9 @@ class ShardedManagedCollisions2D(TablesAndMore):
         groups = self._parts[0].tables.groups
         self._world = IdsOfWorld(groups, device)
         self._form = BatchForm(self._features, groups.alarm.group, is_weighted=False)
-        self._fingerprint = self._new_fingerprint()
+        for part in self._parts:
+            part.tables.hot_sets.name_ids(hot_ids, self._owned_rows)
+        self._note_new_rows()
         self._waiting: list[MappedBatch] = []
         """Batches that the maps have seen, and whose evicted rows weren't reset yet."""
         self._in_flight: list[MappedBatch] = []
@@ -338,7 +343,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
             if rows is not None:
                 evicted[table] = rows
         if evicted:
-            self._fingerprint = self._new_fingerprint()
+            self._note_new_rows()
         number = next(iter(self._maps.values())).batches_seen
         return Eviction(number, evicted if self._resets else {})
 
@@ -394,10 +399,17 @@ class ShardedManagedCollisions2D(TablesAndMore):
             evictions = [batch.eviction for batch in due if batch.eviction]
             evicted_rows.before_lookup(BatchNotes(evictions=evictions))
 
-    def _new_fingerprint(self) -> int:
+    def _note_new_rows(self) -> None:
+        """Note that ids may have other rows."""
         prints = [id_map.fingerprint() for id_map in self._maps.values()]
         # As an int64 number.
-        return (hash(tuple(prints)) + 2**63) % 2**64 - 2**63
+        self._fingerprint = (hash(tuple(prints)) + 2**63) % 2**64 - 2**63
+        for part in self._parts:
+            part.tables.hot_sets.follow_map()
+
+    def _owned_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows that belong to a table's ids."""
+        return self._maps[table].owned_rows(self._maps[table].hashed(ids))
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Yield what data parallelism leaves alone: tables, and maps, which are equal anyway."""
@@ -418,7 +430,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._waiting = []
         for id_map in self._maps.values():
             id_map.set_history(NO_HISTORY)
-        self._fingerprint = self._new_fingerprint()
+        self._note_new_rows()
         return keys
 
     def histories(self) -> dict[str, History]:

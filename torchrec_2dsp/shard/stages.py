@@ -29,9 +29,10 @@ from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.fbgemm import starts_of
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext
+from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.errors import InputError
-from torchrec_2dsp.rows.gradients import repeated
+from torchrec_2dsp.rows.gradients import false_and_true, repeated
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class HotIds:
     """Row ids, ascending; a row's position is its slot."""
     by_feature: Mapping[str, torch.Tensor]
     """The same row ids by feature that looks the table up."""
+    hot_sets: Mapping[str, HotSet] = field(default_factory=dict)
+    """What the user has named: these rows, or ids that an id map gave them."""
     _joined: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """All features' row ids in one list, by a batch's features; see `_join`."""
 
@@ -118,6 +121,34 @@ class HotBatch:
             for tensor in (feature.slots, feature.lengths, feature.weights, feature.is_hot):
                 if tensor is not None:
                     tensor.record_stream(stream)
+
+
+@torch.no_grad()
+def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJaggedTensor, HotBatch]:
+    """Split a batch into one with the same keys and bags without hot ids, and the hot ids."""
+    keys, batch_size = features.keys(), features.stride()
+    values, weights = features.values(), features.weights_or_none()
+    lengths = features.lengths().view(len(keys), batch_size)
+    slots, is_hot = ids.find(keys, values.long(), ids_per_feature(features))
+    num_hot = count_per_bag(is_hot, features.offsets()).view(len(keys), batch_size)
+    # All that a GPU is waited for, however many features there are.
+    hot_sizes, sizes = num_hot.sum(dim=1).tolist(), features.length_per_key()
+    cold, hot = false_and_true(is_hot.byte(), sum(hot_sizes))
+    hot_slots, masks = slots.index_select(0, hot).split(hot_sizes), is_hot.split(sizes)
+    hot_weights: Sequence[torch.Tensor | None] = [None] * len(keys)
+    if weights is not None:
+        hot_weights = weights.detach().index_select(0, hot).split(hot_sizes)
+    parts = map(HotFeature, hot_slots, num_hot, hot_weights, masks)
+    by_key = zip(keys, parts, strict=True)
+    hot_features = {key: part for key, part in by_key if key in ids.by_feature}
+    cold_features = KeyedJaggedTensor(
+        keys=keys,
+        values=values.index_select(0, cold),
+        lengths=(lengths - num_hot.to(lengths.dtype)).view(-1),
+        weights=None if weights is None else weights.index_select(0, cold),
+        length_per_key=[size - hot_size for size, hot_size in zip(sizes, hot_sizes, strict=True)],
+    )
+    return cold_features, HotBatch(hot_features, ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -135,8 +135,9 @@ class Tables2D:
 
     def reset_evicted_rows(self, seed: int) -> EvictedRows:
         """Reset the rows that id maps give to other ids, from now on; return the stage."""
-        kernels, arrangement = self.kernels(), self._arrangement
-        stage = EvictedRows(self._configs, kernels, arrangement, self._before_use, seed)
+        stage = EvictedRows(
+            self._configs, self.kernels(), self._arrangement, self.hot_rows, self._before_use, seed
+        )
         self.stages.append(stage)
         return stage
 

@@ -367,7 +367,7 @@ def sharded_parts(
 
 
 def _always_cold(part: nn.Module) -> set[str]:
-    """Return the tables for which `shard` refuses hot rows: shared features, managed collisions."""
+    """Return the tables without hot rows: of shared features, or behind maps, which name ids."""
     if collection_of(part) is not part:
         return set(id_maps_of(cast(Any, part)))
     part = collection_in(part)

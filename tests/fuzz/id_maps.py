@@ -116,7 +116,8 @@ class IdMaps:
             for index, table in enumerate(self._case.modules[module].tables):
                 of_table = maps.get(table_name(module, index))
                 if of_table is not None and feature in table.features:
-                    rows = of_table.eval().remap({"": _jagged(lookups.ids)})[""].values()
+                    ids = _jagged(lookups.ids, len(table.features))
+                    rows = of_table.eval().remap({"": ids})[""].values()
                     of_table.train()
                     return replace(lookups, ids=rows)
             return lookups
@@ -148,5 +149,7 @@ def _see(of_table: Any, ids: list[torch.Tensor]) -> int:
     return of_table.num_batches
 
 
-def _jagged(ids: torch.Tensor) -> JaggedTensor:
-    return JaggedTensor(ids, lengths=torch.tensor([ids.numel()]))
+def _jagged(ids: torch.Tensor, num_features: int = 1) -> JaggedTensor:
+    """Return ids that count as the first feature's, which TorchRec asks for also in evaluation."""
+    of_features = torch.tensor([ids.numel(), *(num_features - 1) * [0]])
+    return JaggedTensor(ids, lengths=of_features[:1], weights=of_features)

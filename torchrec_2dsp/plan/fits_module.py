@@ -42,11 +42,7 @@ from torchrec_2dsp._compat.feature_processors import (
     trains_processors,
 )
 from torchrec_2dsp._compat.hashed_id_maps import unequal_on_ranks
-from torchrec_2dsp._compat.managed_collisions import (
-    collection_of,
-    id_maps_of,
-    table_configs,
-)
+from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of, table_configs
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
@@ -159,11 +155,12 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         check_processed(module, path)
         sharded[collection_in(module)] = path
     checked = unsharded.union(*(module.modules() for module in (*managed, *processed)))
+    replaced = {*sharded, *managed, *processed}
     for path, module in model.named_modules():
         if module in checked and not isinstance(module, _FUSED):
             continue
         is_alone = isinstance(module, (*_FUSED, *_LEARNING))
-        if is_alone or any(child in sharded for child in module.children()):
+        if is_alone or not replaced.isdisjoint(module.children()):
             check_holder(module, path)
     _check_tied(model, sharded)
 
@@ -185,7 +182,8 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
             )
     first_names: dict[nn.Module, str] = {}
     for name, child in holder.named_modules(remove_duplicate=False):
-        if "." in name or child is holder or not isinstance(child, COLLECTIONS):
+        is_sharded = isinstance(child, (*COLLECTIONS, *_MANAGED, _PROCESSED))
+        if "." in name or child is holder or not is_sharded:
             continue
         if child in first_names:
             raise UnsupportedError(

@@ -46,7 +46,7 @@ from torchrec_2dsp.shard.optimizers import (
     stock_optimizer_classes,
     stock_params,
 )
-from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D
+from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, TablesAndMore
 from torchrec_2dsp.shard.replica_sync import Replication
 from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingBagCollection2D,
@@ -233,7 +233,7 @@ def _trained_and_frozen(
 
 def _check_holder(holder: nn.Module, name: str, child: nn.Module | None) -> None:
     """Refuse holders that can't have a part sharded, which a sharder doesn't see."""
-    if isinstance(child, ShardedModule2D | PartedModule):
+    if isinstance(child, ShardedModule2D | PartedModule | TablesAndMore):
         check_holder(holder)
 
 

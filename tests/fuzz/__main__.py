@@ -31,6 +31,7 @@ def main() -> int:
             is_wanted=lambda case: (
                 (not arguments.searched or case.search is not None)
                 and (not arguments.id_maps or case.has_maps)
+                and (not arguments.positions or case.has_positions)
             ),
         )
     print(summary)
@@ -47,6 +48,9 @@ def _parsed() -> argparse.Namespace:
         "--searched", action="store_true", help="run only those whose plan `parallelize` makes"
     )
     parser.add_argument("--id-maps", action="store_true", help="run only those with id maps")
+    parser.add_argument(
+        "--positions", action="store_true", help="run only those with position weights"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="cases side by side")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="of a case, in seconds")
     arguments = parser.parse_args()

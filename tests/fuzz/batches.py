@@ -142,13 +142,18 @@ def is_refused(case: Case, number: int) -> bool:
 
 
 def corrected(case: Case, batch: LocalBatch) -> LocalBatch:
-    """Return what is left of a batch by the case's ``bad_ids``."""
+    """Return what is left of a batch by the case's ``bad_ids``.
+
+    Where positions have weights, the ids' positions in the batch come in place of weights.
+    """
 
     def of(key: tuple[int, int], lookups: Lookups) -> Lookups:
         rows = num_rows(case.modules[key[0]], key[1])
         ids, lengths, weights = lookups.ids, lookups.lengths, lookups.weights
         if case.modules[key[0]].evicts:
             return lookups
+        if case.modules[key[0]].kind == "positions":
+            weights = lookups.positions
         if case.bad_ids == "drop":
             is_good = (ids >= 0) & (ids < rows)
             samples = lookups.samples[is_good]

@@ -29,10 +29,17 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import Case, DenseCase, SearchCase, TableCase, table_name
-from tests.fuzz.model import FuzzModel, initial_state
+from tests.fuzz.model import FuzzModel, initial_state, tables_path
 from tests.fuzz.refusals import REFUSALS
 from tests.fuzz.search import access_of, calibration_of, constraints_of
-from tests.fuzz.state import EPS, LR, OUTER_LR, OUTER_MOMENTUM, initial_dense
+from tests.fuzz.state import (
+    EPS,
+    LR,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    initial_dense,
+    initial_layers,
+)
 from tests.support.devices import copied, rank_device
 from tests.support.managed_collisions import hour_of
 from tests.support.parity import FUSED
@@ -132,7 +139,7 @@ def gathered(case: Case, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
     dist.all_gather_object(of_ranks, own)
     parts = []
     for name in initial_dense(case):
-        first, *others = [held[f"over.{name}"] for held in of_ranks if f"over.{name}" in held]
+        first, *others = [held[name] for held in of_ranks if name in held]
         assert all(torch.equal(first, other) for other in others), f"copies of {name} differ"
         parts.append(first)
     return torch.cat(parts)
@@ -195,6 +202,7 @@ def make_sharders(case: Case) -> list[Any]:
     return [
         bags,
         sequences,
+        tdsp.FeatureProcessedEmbeddingBagCollectionSharder2D(bags),
         tdsp.ManagedCollisionEmbeddingBagCollectionSharder2D(bags),
         tdsp.ManagedCollisionEmbeddingCollectionSharder2D(sequences),
     ]
@@ -211,7 +219,7 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
     # An hour passes after each batch of a map.
     HashedIdMap.see = _see_by_batches
     # Once the model is wrapped, a rank may have parts of them.
-    model.over.load_state_dict(initial_dense(case))
+    model.over.load_state_dict(initial_layers(case))
     model.over.to(rank_device())
     if case.refused:
         REFUSALS[case.refused].change(model)
@@ -259,7 +267,7 @@ def _parallelized(
     else:
         params = {"lr": LR} | ({} if case.optimizer == "sgd" else {"eps": EPS})
         for number in range(len(case.modules)):
-            weights = model.get_submodule(f"m{number}").parameters()
+            weights = model.get_submodule(tables_path(case, number)).parameters()
             weights = [weight for weight in weights if weight.requires_grad]
             apply_optimizer_in_backward(_BESIDE_TABLES[case.optimizer], weights, params)
     (precision, *others) = search.precision
@@ -281,13 +289,14 @@ def _parallelized(
 
 
 def dense_params(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    return dict(in_backward_optimizer_filter(parallel.named_parameters()))
+    params = in_backward_optimizer_filter(parallel.named_parameters())
+    return {name: param for name, param in params if param.requires_grad}
 
 
-def named_dense(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """Return the parameters of the dense part, by their names in a model without a wrapper."""
-    params = dense_params(parallel)
-    return {name.removeprefix("module."): param for name, param in params.items()}
+def named_dense(case: Case, parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """Return what this rank trains beside tables, by names in a model without a wrapper."""
+    params = {name.removeprefix("module."): param for name, param in dense_params(parallel).items()}
+    return {name: params[name] for name in initial_dense(case) if name in params}
 
 
 def make_optimizer(

@@ -144,7 +144,11 @@ class ModuleCase(Strict):
     """An embedding module of the model."""
 
     kind: str = "bags"
-    """``"bags"``, ``"weighted"`` bags or ``"sequences"``."""
+    """``"bags"``, ``"weighted"`` bags, bags weighted by ``"positions"``, or ``"sequences"``."""
+    frozen_positions: bool = False
+    """True if position weights aren't trained."""
+    by_feature: bool = False
+    """Whether each feature has a module for its position weights, or most share one."""
     evicts: str = ""
     """The policy of its tables' id maps, ``"lfu"``, ``"lru"``, ``"distance"`` or one of
     `HASHED_POLICIES`; empty if ids are rows. The fields below are for maps."""
@@ -155,6 +159,11 @@ class ModuleCase(Strict):
     id_step: int = 1
     """The distance between two ids, which may wrap around."""
     tables: tuple[TableCase, ...] = (TableCase(),)
+
+    @property
+    def trains_positions(self) -> bool:
+        """Tell whether it trains position weights."""
+        return self.kind == "positions" and not self.frozen_positions
 
     @property
     def features(self) -> list[int]:
@@ -285,6 +294,11 @@ class Case(Strict):
     def has_maps(self) -> bool:
         """Tell whether ids of some module are mapped to rows."""
         return any(module.evicts for module in self.modules)
+
+    @property
+    def has_positions(self) -> bool:
+        """Tell whether some module has position weights."""
+        return any(module.kind == "positions" for module in self.modules)
 
     @property
     def world_size(self) -> int:

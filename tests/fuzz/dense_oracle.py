@@ -1,12 +1,22 @@
 """The dense part in the oracle: scores and hand-written gradients, and its values on each rank."""
 
 import copy
+import itertools
 from dataclasses import dataclass
 
 import torch
 
+from tests.fuzz.batches import Lookups
 from tests.fuzz.case import Case
-from tests.fuzz.state import EPS, OUTER_LR, OUTER_MOMENTUM, Noise, initial_dense
+from tests.fuzz.state import (
+    EPS,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    Noise,
+    initial_dense,
+    initial_layers,
+    initial_positions,
+)
 
 
 @dataclass(frozen=True)
@@ -19,12 +29,47 @@ class NetPass:
     uses_shortcut: bool
 
 
+class PositionWeights:
+    """Position weights: the trained ones come first among all dense parameters."""
+
+    def __init__(self, case: Case) -> None:
+        """Read the modules with position weights from a case."""
+        self._initial = initial_positions(case)
+        keys = [key for key in self._initial if case.modules[key[0]].trains_positions]
+        sizes = [self._initial[key].numel() for key in keys]
+        self._starts = dict(zip(keys, itertools.accumulate(sizes, initial=0), strict=False))
+        self.num_trained = sum(sizes)
+        """How many of them are trained."""
+
+    def of(self, values: torch.Tensor, key: tuple[int, int], lookups: Lookups) -> torch.Tensor:
+        """Return what each id's row is multiplied by.
+
+        Args:
+            values: all dense parameters, flat.
+            key: the numbers of the module and the feature.
+            lookups: the feature's, with positions in place of weights.
+        """
+        if key not in self._initial:
+            return values.new_ones(lookups.ids.numel())
+        weights = self._initial[key].to(values)
+        if (start := self._starts.get(key)) is not None:
+            weights = values[start : start + weights.numel()]
+        return weights[lookups.weights.long()]
+
+    def add_gradients_(
+        self, totals: torch.Tensor, key: tuple[int, int], lookups: Lookups, grads: torch.Tensor
+    ) -> None:
+        """Add each id's gradient in place to the total of its weight, if that is trained."""
+        if (start := self._starts.get(key)) is not None:
+            totals.index_add_(0, start + lookups.weights.long(), grads)
+
+
 class DenseNet:
     """Layers with a tanh between any two, and maybe a shortcut beside all of them."""
 
     def __init__(self, case: Case) -> None:
         """Read the layer shapes from a case."""
-        self._shapes = [param.shape for param in initial_dense(case).values()]
+        self._shapes = [param.shape for param in initial_layers(case).values()]
         self._num_layers = len(case.dense.hidden) + 1
         self._has_shortcut = case.dense.has_shortcut
 
@@ -50,7 +95,7 @@ class DenseNet:
     def backward(
         self, values: torch.Tensor, result: NetPass, score_grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients for all parameters, flat, and for the inputs.
+        """Return the gradients for the layers' parameters, flat, and for the inputs.
 
         Args:
             values: as in `forward`.
@@ -78,7 +123,8 @@ class DenseNet:
         """Return each layer's weight and bias, and the shortcut's weight."""
         sizes = [shape.numel() for shape in self._shapes]
         params = [
-            part.view(shape) for part, shape in zip(values.split(sizes), self._shapes, strict=True)
+            part.view(shape)
+            for part, shape in zip(values[-sum(sizes) :].split(sizes), self._shapes, strict=True)
         ]
         ends = range(0, 2 * self._num_layers, 2)
         layers = [(params[place], params[place + 1]) for place in ends]

@@ -95,7 +95,9 @@ DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
     "residual_decay": (1.0, 1.0, 0.5),
 }
 MODULE_CHOICES: dict[str, tuple[Any, ...]] = {
-    "kind": ("bags", "bags", "weighted", "sequences"),
+    "kind": ("bags", "bags", "weighted", "positions", "sequences"),
+    "frozen_positions": (False, False, False, True),
+    "by_feature": (False, True),
     "evicts": ("",) * 12 + ("lfu", "lru", "distance", *HASHED_POLICIES),
     "interval": (1, 1, 2, 3),
     "drift": (0, 1, 5),
@@ -260,7 +262,13 @@ def _settled_sync(case: Case) -> SyncCase:
     return sync
 
 
+_ONLY_OVER_TABLES = ("fully_sharded", "tensor_parallel", "pipelined", "local")
+"""Kinds of dense parts that refuse what a sharded module trains beside its tables."""
+
+
 def _settled_dense(dense: DenseCase, case: Case) -> DenseCase:
+    if dense.kind in _ONLY_OVER_TABLES and any(m.trains_positions for m in case.modules):
+        dense = replace(dense, kind="ddp")
     if dense.kind == "tensor_parallel":
         tp = 2 if case.local_world_size % 2 == 0 else 1
         num_groups = case.world_size // tp
@@ -323,7 +331,8 @@ def _settled_table(
         owners=table.owners if exchange in ("row", "row_per_host") else "block",
         hot=table.hot if may_be_hot else "none",
         once=table.once and table.sharding == "row_wise",
-        frozen=table.frozen and not module.evicts,
+        # Gradients of position weights need a trained table's lookup.
+        frozen=table.frozen and not module.evicts and not module.trains_positions,
     )
 
 
@@ -340,6 +349,9 @@ def _drawn_module(rng: random.Random) -> ModuleCase:
         alike = {name: getattr(tables[0], name) for name in ALIKE}
         tables = [replace(table, **alike) for table in tables]
     module = ModuleCase(tables=tuple(tables), **_chosen(rng, MODULE_CHOICES))
+    if module.kind == "positions":
+        # No module of TorchRec's has both.
+        return replace(module, evicts="")
     if module.kind != "sequences":
         return module
     # TorchRec's EmbeddingCollection has one dim.

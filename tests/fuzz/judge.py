@@ -12,6 +12,7 @@ import torch
 from tests.fuzz.actions import actions_of, batches_of
 from tests.fuzz.batches import local_batch
 from tests.fuzz.case import Case
+from tests.fuzz.dense_oracle import PositionWeights
 from tests.fuzz.oracle import Expected, expect
 from tests.fuzz.refusals import REFUSALS as REFUSALS_OF_KINDS
 from tests.fuzz.search import contradiction
@@ -127,6 +128,8 @@ class Counts:
     weights: int = 0
     moved_weights: int = 0
     """Weights that training has changed."""
+    moved_positions: int = 0
+    """Position weights that training has changed."""
     moments: int = 0
     id_maps: int = 0
     evicted: int = 0
@@ -257,6 +260,7 @@ class _Comparison:
         self.counts.evicted = self._exact.num_evicted
         self.counts.blurred = int(self._tolerances.is_blurred)
         self._initial = initial_tables(case)
+        self._num_positions = PositionWeights(case).num_trained
 
     def check_rank(self, rank: int, seen: Seen) -> None:
         """Compare a rank with the oracle; lookups first, where a fault shows first."""
@@ -271,6 +275,9 @@ class _Comparison:
         for index, state in seen.states.items():
             where = f"on rank {rank} in {self._at(index)}"
             self._compare("dense", (index, rank), state.dense, f"dense part {where}")
+            before = torch.cat([param.flatten() for param in initial_dense(self._case).values()])
+            moved = (state.dense.cpu() - before).abs() > 1e-6
+            self.counts.moved_positions += int(moved[: self._num_positions].sum())
             wanted = self._exact.id_maps[index]
             if wrong := [name for name in wanted if not wanted[name].equal(state.id_maps[name])]:
                 raise Difference("wrong id map", f"{wrong[0]} {where}")

@@ -14,6 +14,11 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.feature_processor_ import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -22,7 +27,12 @@ from tests.fuzz.batches import LocalBatch
 from tests.fuzz.case import Case, ModuleCase, feature_name, table_name
 from tests.fuzz.id_maps import id_map
 from tests.fuzz.oracle import POSITION_WEIGHT, losses_of, output_names
-from tests.fuzz.state import initial_dense, initial_tables
+from tests.fuzz.state import (
+    initial_layers,
+    initial_positions,
+    initial_tables,
+    position_name,
+)
 from tests.support.managed_collisions import behind_maps
 
 _TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
@@ -151,7 +161,7 @@ class DenseLayers(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        params = initial_dense(case)
+        params = initial_layers(case)
         weights = [param for name, param in params.items() if name.startswith("layers")][::2]
         layers: list[nn.Module] = []
         for weight in weights:
@@ -185,7 +195,10 @@ class FuzzModel(nn.Module):
         self._have_maps = [bool(module.evicts) for module in case.modules]
         self._are_sequences = [module.kind == "sequences" for module in case.modules]
         for number, module in enumerate(case.modules):
-            self.add_module(f"m{number}", embedding_module(number, module))
+            made = embedding_module(number, module)
+            if module.kind == "positions":
+                made = _weighted_by_positions(case, number, made)
+            self.add_module(f"m{number}", made)
         self._is_pipelined = case.dense.kind == "pipelined"
         self.over: Any = DenseLayers(case)
         if self._is_pipelined:
@@ -219,7 +232,7 @@ def embedding_module(number: int, module: ModuleCase) -> nn.Module:
     collection: Any = (
         EmbeddingCollection(**tables)
         if module.kind == "sequences"
-        else EmbeddingBagCollection(**tables, is_weighted=module.kind == "weighted")
+        else EmbeddingBagCollection(**tables, is_weighted=module.kind in ("weighted", "positions"))
     )
     by_name = collection.embeddings if module.kind == "sequences" else collection.embedding_bags
     for index, table in enumerate(module.tables):
@@ -227,14 +240,36 @@ def embedding_module(number: int, module: ModuleCase) -> nn.Module:
     return behind_maps(collection, partial(id_map, module)) if module.evicts else collection
 
 
+def _weighted_by_positions(case: Case, number: int, collection: Any) -> nn.Module:
+    """Return a collection behind position weights, which come by `load_state_dict`, too."""
+    lengths = {
+        feature_name(*key): weights.numel()
+        for key, weights in initial_positions(case).items()
+        if key[0] == number
+    }
+    processors: Any = PositionWeightedModuleCollection(lengths)
+    if case.modules[number].by_feature:
+        processors = {name: PositionWeightedModule(length) for name, length in lengths.items()}
+    weighted = FeatureProcessedEmbeddingBagCollection(collection, processors)
+    weighted._feature_processors.requires_grad_(case.modules[number].trains_positions)
+    return weighted
+
+
+def tables_path(case: Case, number: int) -> str:
+    """Return the path of the collection in a module."""
+    module = case.modules[number]
+    inside = "._embedding_module" if module.evicts else ""
+    return f"m{number}" + ("._embedding_bag_collection" if module.kind == "positions" else inside)
+
+
 def initial_state(case: Case) -> dict[str, torch.Tensor]:
-    """Return the tables in the state dict that all ranks load."""
-    state = {}
+    """Return tables and position weights in the state dict that all ranks load."""
+    positions = initial_positions(case).items()
+    state = {position_name(case, *key): weights for key, weights in positions}
     for name, table in initial_tables(case).items():
         module = case.module_of(name)
         kind = "embeddings" if case.modules[module].kind == "sequences" else "embedding_bags"
-        path = f"m{module}._embedding_module" if case.modules[module].evicts else f"m{module}"
-        state[f"{path}.{kind}.{name}.weight"] = table
+        state[f"{tables_path(case, module)}.{kind}.{name}.weight"] = table
     return state
 
 

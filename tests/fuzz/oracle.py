@@ -26,7 +26,7 @@ import torchrec_2dsp as tdsp
 from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
-from tests.fuzz.dense_oracle import DenseNet, DenseState, NetPass
+from tests.fuzz.dense_oracle import DenseNet, DenseState, NetPass, PositionWeights
 from tests.fuzz.id_maps import IdMaps, IdMapState
 from tests.fuzz.state import ADAMS, LR, Noise, TableState, initial_tables, parts_of_case
 
@@ -143,6 +143,27 @@ class TableWire:
         rows = self._sent(self._sent_to_hosts(bags))[lookups.samples] * shares
         return torch.where(is_hot, exact, rows)
 
+    def share_gradients(
+        self, weights: torch.Tensor, bags: torch.Tensor, lookups: Lookups, hot: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of what each id's row is multiplied by in its bag.
+
+        Args:
+            weights: the table's weights, as they were looked up.
+            bags: the bags' gradients.
+            lookups: the feature's lookups.
+            hot: for each row, whether it is hot.
+        """
+        is_hot, rows = hot[lookups.ids][:, None], weights[lookups.ids]
+        grads = bags[lookups.samples]
+        # The rows come to the rank, or the gradients to their owners.
+        if self._by_row:
+            rows = torch.where(is_hot, rows, self._sent(rows))
+        else:
+            sent = self._sent(self._sent_to_hosts(bags))[lookups.samples]
+            grads = torch.where(is_hot, grads, sent)
+        return (rows * grads).sum(dim=1)
+
     def summed_gradients(self, grads: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
         """Return what a rank's gradients of all rows come to at their owners."""
         if not self._by_row:
@@ -218,6 +239,7 @@ class _Simulation:
         self._world = case.world_size
         self._lr = LR
         self._dense, self._net = DenseState(case, noise), DenseNet(case)
+        self._positions = PositionWeights(case)
         averaged = case.sync.kind == "weight" and case.groups > 1
         self._states = {
             name: TableState(
@@ -305,8 +327,7 @@ class _Simulation:
             self._states[table].reset(rows, values)
             expected.num_evicted += len(rows)
         for rank, batch in enumerate(self._id_maps.mapped(index, self._batches(number))):
-            group = self._case.mesh.group_of(rank)
-            bags = [self._pool(batch, column, group, action.hot) for column in self._columns]
+            bags = [self._pool(batch, column, rank, action.hot) for column in self._columns]
             inputs, values = torch.cat(bags, 1).tanh(), self._dense.values[rank]
             net_pass = self._net.forward(values, inputs, batch.uses_shortcut)
             errors = net_pass.scores - batch.targets.to(self._noise.dtype)
@@ -359,16 +380,20 @@ class _Simulation:
         }
         dense_grads = torch.zeros_like(self._dense.values)
         for rank, (batch, net_pass, grads_of_mean) in enumerate(looked_up):
-            dense_grads[rank], input_grads = self._net.backward(
-                self._dense.values[rank], net_pass, grads_of_mean * share
-            )
+            values = self._dense.values[rank]
+            layer_grads, input_grads = self._net.backward(values, net_pass, grads_of_mean * share)
+            dense_grads[rank, self._positions.num_trained :] = layer_grads
             input_grads = input_grads * (1 - net_pass.inputs[0].square())
             for column in self._columns:
                 lookups = batch.features[column.module, column.feature]
                 bags = input_grads[:, column.start : column.start + column.width]
                 wire, hot = self._wires[column.table], self._is_hot(column.table, action.hot)
-                rows = wire.row_gradients(bags, lookups, self._shares(column, lookups), hot)
+                shares = self._shares(column, lookups, rank)
+                rows = wire.row_gradients(bags, lookups, shares, hot)
                 grads[column.table][rank].index_add_(0, lookups.ids, rows)
+                of_shares = wire.share_gradients(self._weights(column, rank), bags, lookups, hot)
+                key = column.module, column.feature
+                self._positions.add_gradients_(dense_grads[rank], key, lookups, of_shares)
                 if self._case.optimizer in ADAMS:
                     # Tells rows without a gradient from those that nobody looked up; ranks also
                     # look up bags that no sample has.
@@ -379,14 +404,15 @@ class _Simulation:
                 grads[name][rank] = wire.summed_gradients(grads[name][rank], hot)
         return grads, dense_grads
 
-    def _pool(
-        self, batch: LocalBatch, column: _Column, group: int, hot_number: int
-    ) -> torch.Tensor:
+    def _pool(self, batch: LocalBatch, column: _Column, rank: int, hot_number: int) -> torch.Tensor:
         lookups = batch.features[column.module, column.feature]
-        weights = self._states[column.table].weights_of(group)
         is_hot = self._is_hot(column.table, hot_number)
-        shares = self._shares(column, lookups)
+        shares = self._shares(column, lookups, rank)
+        weights = self._weights(column, rank)
         return self._wires[column.table].bags(weights, lookups, shares, is_hot)
+
+    def _weights(self, column: _Column, rank: int) -> torch.Tensor:
+        return self._states[column.table].weights_of(self._case.mesh.group_of(rank))
 
     def _is_hot(self, name: str, hot_number: int) -> torch.Tensor:
         """For each row of a table, whether it is hot after so many refreshes."""
@@ -396,12 +422,15 @@ class _Simulation:
         is_hot[list(rows)] = True
         return is_hot
 
-    def _shares(self, column: _Column, lookups: Lookups) -> torch.Tensor:
-        """Return what each id's row is multiplied by in its bag."""
+    def _shares(self, column: _Column, lookups: Lookups, rank: int) -> torch.Tensor:
+        """Return what each id's row is multiplied by in its bag on a rank."""
         shares = torch.ones(lookups.ids.numel())
         module = self._case.modules[column.module]
         if module.kind == "weighted":
             shares = lookups.weights
+        elif module.kind == "positions":
+            key = column.module, column.feature
+            shares = self._positions.of(self._dense.values[rank], key, lookups)
         elif module.kind == "sequences":
             shares = 1 + POSITION_WEIGHT * lookups.positions
         elif self._case.tables[column.table].pooling == "mean":

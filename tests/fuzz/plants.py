@@ -25,6 +25,7 @@ from torchrec_2dsp.rows.update import DirectUpdater
 from torchrec_2dsp.shard import initial_tables
 from torchrec_2dsp.shard.kernels import TableShard
 from torchrec_2dsp.shard.managed_collisions import IdsOfWorld
+from torchrec_2dsp.shard.position_weights import PositionWeights, ShardedFeatureProcessors2D
 
 Patch = AbstractContextManager[Any]
 _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
@@ -32,6 +33,7 @@ _start, _scales = Hop.start, IntegerRows._scales
 _arrived, _take_off = LateGradients._arrived, ErrorFeedback.take_off
 _mean, _layout_of = tdsp.LocalDense.mean, BucketLayout.of
 _gathered, _draws = IdsOfWorld.gathered, StochasticRounding.draws
+_slots, _weights = PositionWeights._layout, ShardedFeatureProcessors2D._weights
 _stage_backward, _rows_backward = LayerStage.backward, _OwnRows.backward
 
 
@@ -194,6 +196,28 @@ def maps_of_groups() -> Patch:
         return hour, {name: feature[: len(feature) // 2] for name, feature in of_world.items()}
 
     return mock.patch.object(IdsOfWorld, "gathered", gathered)
+
+
+def slots_off_by_one() -> Patch:
+    """Ids travel with the slot before that of their position's weight."""
+
+    def layout(stage: PositionWeights, features: Any) -> list[torch.Tensor]:
+        firsts, *others = _slots(stage, features)
+        return [(firsts - 1).clamp(min=0), *others]
+
+    return mock.patch.object(PositionWeights, "_layout", layout)
+
+
+def a_rank_that_counts_position_weights_twice() -> Patch:
+    """Rank 1 gives position weights twice their gradients, which aren't the ranks' mean then."""
+
+    def weights(module: ShardedFeatureProcessors2D) -> Any:
+        by_feature = _weights(module).items()
+        if dist.get_rank() != 1:
+            return dict(by_feature)
+        return {name: 2 * weight - weight.detach() for name, weight in by_feature}
+
+    return mock.patch.object(ShardedFeatureProcessors2D, "_weights", weights)
 
 
 def _hang() -> None:

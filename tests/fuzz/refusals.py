@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
@@ -62,12 +61,15 @@ def _manage_collisions(model: Any) -> None:
     model.m0 = behind_maps(model.m0, partial(id_map, ModuleCase(evicts="distance")))
 
 
+class _OfAUser(PositionWeightedModule):
+    """A processor that a user derives, which may do anything."""
+
+
 def _process_features(model: Any) -> None:
     configs = model.m0.embedding_bag_configs()
     module = EmbeddingBagCollection(configs, is_weighted=True, device=torch.device("meta"))
-    lengths = {name: 9 for config in configs for name in config.feature_names}
-    processor = PositionWeightedModuleCollection(lengths, device=torch.device("cpu"))
-    model.m0 = FeatureProcessedEmbeddingBagCollection(module, processor)
+    processors: Any = {name: _OfAUser(9) for config in configs for name in config.feature_names}
+    model.m0 = FeatureProcessedEmbeddingBagCollection(module, processors)
 
 
 def _fuse(model: Any) -> None:
@@ -86,7 +88,9 @@ def _tie(model: Any) -> None:
     second.weight = first.weight
 
 
-def _tables_of(module: nn.Module) -> Any:
+def _tables_of(module: Any) -> Any:
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        module = module._embedding_bag_collection
     return module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
 
 
@@ -99,13 +103,11 @@ def _has_equal_tables(case: Case) -> bool:
 
 REFUSALS: dict[str, Refusal] = {
     "managed_collisions": Refusal(
-        applies=lambda case: case.modules[0].kind != "weighted",
+        applies=lambda case: case.modules[0].kind in ("bags", "sequences"),
         change=_manage_collisions,
         path="m0._embedding_module",
     ),
-    "feature_processors": Refusal(
-        applies=_is_bags, change=_process_features, path="m0._embedding_bag_collection"
-    ),
+    "feature_processors": Refusal(applies=_is_bags, change=_process_features),
     # Stock TorchRec misses the sharder of a planned module by itself, in its own words.
     "fused_module": Refusal(
         applies=lambda case: _is_bags(case) and case.wrapper == "2d", change=_fuse

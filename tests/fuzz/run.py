@@ -52,7 +52,7 @@ class SentWatch:
         """Copy the gradients that the optimizer is about to use."""
         if not (self._is_on and self._case.dense.kind == "thresholded"):
             return
-        params = named_dense(self._parallel).values()
+        params = named_dense(self._case, self._parallel).values()
         # A shortcut that no rank used has no gradient.
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
         self._applied = torch.cat([whole(grad) for grad in grads])
@@ -87,7 +87,7 @@ class SentWatch:
             residuals = self._wrapper.state_dict()["residuals"]
         except tdsp.errors.SyncError:
             return
-        params = named_dense(self._parallel).items()
+        params = named_dense(self._case, self._parallel).items()
         parts = [
             residuals.get(name, param.new_zeros(param.numel())).flatten() for name, param in params
         ]
@@ -268,7 +268,7 @@ class _Run:
                     local_shards(value)
         weights, dense, id_maps = [], {}, {}
         for name, value in self._parallel.state_dict().items():
-            if name.startswith("over"):
+            if name.startswith("over") or "._feature_processors." in name:
                 dense[name] = whole(value)
                 continue
             table = name.split(".")[-2]
@@ -282,7 +282,7 @@ class _Run:
         if isinstance(self._dense, tdsp.PipelinedDense):
             flat = gathered(self._case, dense)
         else:
-            flat = torch.cat([dense[name] for name in named_dense(self._parallel)])
+            flat = torch.cat([dense[name] for name in named_dense(self._case, self._parallel)])
         return StateSeen(
             weights, _moments(self._parallel), _hot_copies(self._parallel), flat, id_maps
         )

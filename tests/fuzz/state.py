@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.fuzz.case import DTYPES, Case, TableCase
+from tests.fuzz.case import DTYPES, Case, TableCase, feature_name
 from torchrec_2dsp.codecs.rows import FloatRows
 from torchrec_2dsp.plan.sync import parse_policy
 
@@ -27,8 +27,37 @@ def initial_tables(case: Case) -> dict[str, torch.Tensor]:
     }
 
 
+def initial_positions(case: Case) -> dict[tuple[int, int], torch.Tensor]:
+    """Return position weights by the numbers of their modules and features."""
+    positions = {}
+    for number, module in enumerate(case.modules):
+        for place, feature in enumerate(module.features if module.kind == "positions" else ()):
+            if module.by_feature or place % 3 < 2:
+                index, count = 1_200 + 100 * number + feature, case.max_length + feature % 2
+                positions[number, feature] = 1 + 0.3 * _normal(case, index, (count,))
+    return positions
+
+
+def position_name(case: Case, module: int, feature: int) -> str:
+    """Return a feature's position weights' name in the model."""
+    name = feature_name(module, feature)
+    by_feature = case.modules[module].by_feature
+    place = f"{name}.position_weight" if by_feature else f"position_weights.{name}"
+    return f"m{module}._feature_processors.{place}"
+
+
 def initial_dense(case: Case) -> dict[str, torch.Tensor]:
-    """Return the parameters of the dense part, by the names that they have in it."""
+    """Return position weights and then layers that are trained, by their names in the model."""
+    positions = {
+        position_name(case, *key): weights
+        for key, weights in initial_positions(case).items()
+        if case.modules[key[0]].trains_positions
+    }
+    return positions | {f"over.{name}": param for name, param in initial_layers(case).items()}
+
+
+def initial_layers(case: Case) -> dict[str, torch.Tensor]:
+    """Return the parameters of the dense part's layers, by the names that they have in it."""
     width = sum(table.dim * len(table.features) for table in case.tables.values())
     widths = [width, *case.dense.hidden, 1]
     params = {}

@@ -124,6 +124,17 @@ def test_wrong_id_maps_are_found(plant: Plant, healthy: Worker) -> None:
     assert right.counts.evicted > 8
 
 
+@pytest.mark.parametrize(
+    "plant", [plants.slots_off_by_one, plants.a_rank_that_counts_position_weights_twice]
+)
+def test_wrong_position_weights_are_found(plant: Plant, healthy: Worker) -> None:
+    module = ModuleCase(kind="positions", tables=(TableCase(exchange="row"),))
+    verdict, right = with_and_without(plant, healthy, Case(modules=(module,)))
+    assert (verdict.outcome, verdict.kind) == ("finding", WRONG), verdict.text
+    assert right.outcome == "ok", right.text
+    assert right.counts.moved_positions > 0
+
+
 def test_a_wrong_number_in_a_searched_plan_is_found(healthy: Worker) -> None:
     case = replace(REPLICAS, search=SearchCase(has_mesh=True))
     verdict, right = with_and_without(plants.a_rank_that_skips_updates, healthy, case)

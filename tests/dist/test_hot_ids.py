@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell
+from tests.support.loops import drain, plain_loop
 from tests.support.managed_collisions import (
     BAGS,
     HOT_IDS,
@@ -24,7 +27,7 @@ from tests.support.managed_collisions import (
     train,
     train_beside_twin,
 )
-from tests.support.parity import TWO, relative_gap
+from tests.support.parity import TWO, make_optimizer, relative_gap
 from tests.support.ranks import RankPool
 
 HOT_CASES = [
@@ -106,3 +109,31 @@ def refresh_between_steps(rank: int, world_size: int, case: Case) -> float:
 def test_a_refresh_names_ids(ranks4: RankPool, policy: str) -> None:
     case = replace(HOT_CASES[1], policy=policy)
     assert max(ranks4.run(refresh_between_steps, case, timeout_s=60)) < TOLERANCE
+
+
+def train_between(rank: int, world_size: int, case: Case) -> float:
+    """Train a batch at once while a detached pipeline holds one; return the gap to the twin."""
+    twin, parallel = Twin(case), sharded(case)
+    optimizer = make_optimizer(parallel)
+    pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
+    stream = iter([batch_of(case, step, rank) for step in range(6)])
+    for step in range(3):
+        pipeline.progress(stream)
+        twin.step(step)
+    pipeline.detach()
+    plain_loop(parallel, optimizer, [batch_of(case, 50, rank)])
+    # The maps have seen the held batch first.
+    features = {step: twin.see(step) for step in (3, 50)}
+    for step in (50, 3):
+        twin.step(step, features[step])
+    drain(pipeline, stream)
+    for step in (4, 5):
+        twin.step(step)
+    assert replicas_of(parallel, twin)
+    return state_gap(parallel, twin)
+
+
+@pytest.mark.parametrize("policy", ["lru", "hash ttl"])
+def test_a_held_batch_meets_newer_replicas(ranks4: RankPool, policy: str) -> None:
+    case = replace(HOT_CASES[2], policy=policy)
+    assert max(ranks4.run(train_between, case, timeout_s=60)) < TOLERANCE

@@ -260,11 +260,11 @@ class Twin:
         ranks = range(self.case.cell.mesh.world_size)
         return [written_out(batch_of(self.case, step, rank)) for rank in ranks]
 
-    def step(self, step: int) -> list[float]:
-        """Train on a step's batches; return each rank's loss."""
+    def step(self, step: int, features: KeyedJaggedTensor | None = None) -> list[float]:
+        """Train on a step's batches, or on their rows if maps have seen them; return the losses."""
         self.model.zero_grad()
         sizes = [batch.stride() for batch in self.batches(step)]
-        features = self.see(step)
+        features = self.see(step) if features is None else features
         scores = self.model.head(self.model.mc._embedding_module(features))
         losses = [local_loss(part) for part in scores.split(sizes)]
         torch.stack(losses).mean().backward()

@@ -126,6 +126,22 @@ def test_a_rank_with_fewer_batches_is_named_on_all(ranks4: RankPool, kind: Pipel
         assert text.startswith("RankError: no batch is left after 2 for rank 1, but one for ranks")
 
 
+def trained_after_reset(rank: int, world_size: int, kind: Pipeline) -> int:
+    """Drop what a pipeline holds; return how many batches of another stream it trains."""
+    parallel = shard_loss_model(replace(EXACT, pipeline=kind))
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    pipeline = parallel.pipeline(torch.optim.SGD(parallel.dense_parameters(), lr=LR))
+    own = [step[rank] for step in make_stream(EXACT, STEPS)]
+    pipeline.progress(iter(own))
+    pipeline.reset()
+    return len(drain(pipeline, own[:2]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_drops_batches_taken_ahead(ranks4: RankPool, kind: Pipeline) -> None:
+    assert ranks4.run(trained_after_reset, kind) == [2] * 4
+
+
 def syncs_in_a_pipeline(rank: int, world_size: int, cell: Cell, interval: int) -> int:
     parallel = shard_loss_model(cell)
     batches = [step[rank] for step in make_stream(cell, STEPS)]

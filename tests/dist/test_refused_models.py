@@ -314,7 +314,7 @@ def test_what_is_inside_stays_refused() -> None:
     pruned: Any = pruned_bags()
     tdsp.leave_whole(pruned)
     inside = next(child for child in pruned.children() if isinstance(child, EmbeddingBagCollection))
-    with pytest.raises(UnsupportedError, match=r"shards module 'ebc', given to leave_whole\(\)"):
+    with pytest.raises(UnsupportedError, match=r"shards 'ebc', given to leave_whole\(\)"):
         check_model(nn.ModuleDict({"pruned": pruned, "ebc": inside}), ["ebc"])
     pruned.fused = fused_bags()
     with pytest.raises(UnsupportedError, match="an optimizer of its own"):

@@ -27,6 +27,8 @@ from torchrec_2dsp._compat.managed_collisions import (
 _IDS = HashZchManagedCollisionModule.IDENTITY_BUFFER
 _FREE = -1
 """What TorchRec writes into a slot in place of an id."""
+_FOREVER = 2**30
+"""More hours than there were, and few enough for TorchRec's numbers."""
 
 
 class HashedIdMap(IdMapBase):
@@ -64,8 +66,13 @@ class HashedIdMap(IdMapBase):
             "is read-only by its table's name": (
                 config.name.lower().endswith(module._read_only_suffix)
             ),
-            "has no hours to live, 0 or more, for all features or for each of its table": (
-                policy is not None and (len(ttls) != num_features or min(ttls) < 0)
+            "has no hours to live, from 0 to 2**30, for all features or for each of its table": (
+                policy is not None
+                and (len(ttls) != num_features or not 0 <= min(ttls) <= max(ttls) <= _FOREVER)
+            ),
+            "has hours to live for other features than its table, or in another order": (
+                policy is Policy.PER_FEATURE_TTL_EVICTION
+                and getattr(module._eviction_config, "features", None) != config.feature_names
             ),
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
@@ -96,17 +103,20 @@ class HashedIdMap(IdMapBase):
         slots = _Slots.of(self.module, hour)
         rows = self.rows_of(ids.new_tensor(distinct), {}).cpu().numpy()
         rows[~slots.keeps(distinct, rows)] = _FREE
-        windows = self._windows(ids.new_tensor(distinct))
-        in_turn = [n for n in firsts.argsort() if rows[n] == _FREE]
-        for n in in_turn:
-            rows[n] = slots.give(int(distinct[n]), windows[n])
+        in_turn = firsts.argsort()
+        in_turn = in_turn[rows[in_turn] == _FREE]
+        windows = self._windows(ids.new_tensor(distinct[in_turn]))
+        # A full window stays full: slots only become fewer, until the next hour.
+        has_room = slots.are_takeable(windows).any(axis=1)
+        for n, window in zip(in_turn[has_room], windows[has_room], strict=True):
+            rows[n] = slots.give(int(distinct[n]), window)
         slots.extend(rows[places], ends)
         slots.write_to(self.module)
         return ids.new_tensor(sorted(slots.evicted))
 
     def rows_of(self, ids: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the ids' rows; one without a slot has the row of its hash, or a reserved one."""
-        sizes, starts = self._buckets_of(ids)
+        _, sizes, starts = self.module.input_mapper(ids)
         reserved = self.module.get_reserved_slots_per_bucket()
         identities = buffers.get(_IDS, self.module._hash_zch_identities)
         return self._found(ids, identities, sizes, starts, reserved, self.module.max_probe)
@@ -120,18 +130,13 @@ class HashedIdMap(IdMapBase):
 
     def _windows(self, ids: torch.Tensor) -> np.ndarray[Any, Any]:
         """Return the slots in which each id is looked for, in this order."""
-        sizes, starts = self._buckets_of(ids)
+        _, sizes, starts = self.module.input_mapper(ids)
         sizes = sizes - max(self.module.get_reserved_slots_per_bucket(), 0)
         # Without probes, all have the row of their hash.
         homes = self._found(ids, self.module._hash_zch_identities, sizes, starts, -1, 0)
         steps = torch.arange(self.module.max_probe, device=ids.device)
         steps = (homes - starts)[:, None] + steps
         return (starts[:, None] + steps % sizes[:, None]).cpu().numpy()
-
-    def _buckets_of(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the size and the first row of each id's bucket."""
-        _, sizes, starts = self.module.input_mapper(ids)
-        return sizes, starts
 
     def _found(
         self,
@@ -143,26 +148,16 @@ class HashedIdMap(IdMapBase):
         max_probe: int,
     ) -> torch.Tensor:
         """Return where FBGEMM finds ids."""
-        rows, _ = self.module._zero_collision_hash(
-            input=ids,
-            identities=identities,
-            max_probe=max_probe,
+        rows, _ = torch.ops.fbgemm.zero_collision_hash(
+            ids,
+            identities,
+            max_probe,
             circular_probe=True,
-            exp_hours=-1,
             readonly=True,
             local_sizes=sizes,
             offsets=starts,
-            metadata=None,
-            output_on_uvm=False,
-            disable_fallback=False,
-            _modulo_identity_DPRECATED=False,
-            input_metadata=None,
-            eviction_threshold=-1,
-            eviction_policy=0,
             opt_in_prob=-1 if reserved < 0 else self.module._opt_in_prob,
             num_reserved_slots=reserved,
-            opt_in_rands=None,
-            runtime_meta=None,
         )
         return rows
 
@@ -213,8 +208,8 @@ class _Slots:
 
     ids: np.ndarray[Any, Any]
     """Each slot's id."""
-    ends: np.ndarray[Any, Any] | None
-    """The first hour after which each slot's id may be evicted; `None` if none is evicted."""
+    ends: np.ndarray[Any, Any]
+    """The last hour in which each slot's id can't be evicted."""
     hour: int
     takes_oldest: bool
     """True if the id that was seen first is evicted, and not the first one that may be."""
@@ -222,19 +217,18 @@ class _Slots:
 
     @classmethod
     def of(cls, module: HashZchManagedCollisionModule, hour: int) -> "_Slots":
-        ends = module._hash_zch_metadata
-        return cls(
-            module._hash_zch_identities.data.cpu().numpy()[:, 0],
-            None if ends is None else ends.cpu().numpy()[:, 0],
-            hour,
-            module._eviction_policy_name is Policy.LRU_EVICTION,
-            [],
-        )
+        ids, ends = module._hash_zch_identities.data[:, 0], module._hash_zch_metadata
+        ends = torch.full_like(ids, _FOREVER) if ends is None else ends[:, 0]
+        takes_oldest = module._eviction_policy_name is Policy.LRU_EVICTION
+        return cls(ids.cpu().numpy(), ends.cpu().numpy(), hour, takes_oldest, [])
 
     def keeps(self, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return which ids have these rows, whatever other ids come first."""
-        is_own = self.ids[rows] == ids
-        return is_own if self.ends is None else is_own & (self.ends[rows] >= self.hour)
+        return (self.ids[rows] == ids) & (self.ends[rows] >= self.hour)
+
+    def are_takeable(self, slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return which slots are free, or their ids may be evicted."""
+        return (self.ids[slots] == _FREE) | (self.ends[slots] < self.hour)
 
     def give(self, id_: int, window: np.ndarray[Any, Any]) -> int:
         """Give an id a slot out of a window, and return it; `_FREE` if there is none."""
@@ -243,31 +237,27 @@ class _Slots:
             return _FREE
         if self.ids[slot] not in (_FREE, id_):
             self.evicted.append(slot)
-        self.ids[slot] = id_
-        if self.ends is not None:
-            self.ends[slot] = self.hour
+        self.ids[slot], self.ends[slot] = id_, self.hour
         return slot
 
     def _slot(self, id_: int, window: np.ndarray[Any, Any]) -> int:
         held = self.ids[window]
         takeable = window[held == id_]
         if not takeable.size:
-            is_over = False if self.ends is None else self.ends[window] < self.hour
-            free = window[held == _FREE]
-            takeable = window[(held == _FREE) | is_over]
-            if self.takes_oldest and self.ends is not None and takeable.size:
+            takeable = window[self.are_takeable(window)]
+            if self.takes_oldest and takeable.size:
+                free = window[held == _FREE]
                 takeable = free if free.size else window[[self.ends[window].argmin()]]
         return int(takeable[0]) if takeable.size else _FREE
 
     def extend(self, rows: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> None:
         """Let ids keep their slots until the last of some hours."""
-        if self.ends is not None:
-            np.maximum.at(self.ends, rows[rows != _FREE], ends[rows != _FREE])
+        np.maximum.at(self.ends, rows[rows != _FREE], ends[rows != _FREE])
 
     def write_to(self, module: HashZchManagedCollisionModule) -> None:
         """Write what was changed, if the map isn't on the host itself."""
         module._hash_zch_identities[:, 0] = torch.from_numpy(self.ids)
-        if self.ends is not None and module._hash_zch_metadata is not None:
+        if module._hash_zch_metadata is not None:
             module._hash_zch_metadata[:, 0] = torch.from_numpy(self.ends)
 
 

@@ -47,12 +47,12 @@ def agree(
         # A `RankError` names the rank already.
         if not isinstance(first, RankError) and not (is_alike and len(failed) == len(gathered)):
             first = type(first)(f"{first} (found on rank {rank})")
-        raise _on_all_ranks(first)
+        raise on_all_ranks(first)
     for name, expected in gathered[0][1].items():
         for rank, (_, facts_there) in zip(ranks, gathered, strict=True):
             if facts_there.get(name) != expected:
                 line, line_there = _first_difference(expected, str(facts_there.get(name)))
-                raise _on_all_ranks(
+                raise on_all_ranks(
                     ConfigError(
                         f"{name} differs between ranks: rank {ranks[0]} has {line}, rank {rank} "
                         f"has {line_there}; give all ranks the same"
@@ -102,7 +102,8 @@ def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:
     return converted
 
 
-def _on_all_ranks(error: TwoDError) -> TwoDError:
+def on_all_ranks(error: TwoDError) -> TwoDError:
+    """Note that all ranks raise an error, so that none is taken for the one that failed."""
     error.is_on_all_ranks = True
     return error
 

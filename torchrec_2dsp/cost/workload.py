@@ -27,6 +27,7 @@ from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import Kernels
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.plan.fits_module import is_left_whole
 
 STATE_BYTES = 4
 """Bytes of a number in the optimizer state, which is fp32."""
@@ -238,9 +239,15 @@ def _distinct(num_rows: int, skew: float, num_lookups: float, num_hot: int) -> f
 def table_weights(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the weights of a model's unsharded tables."""
     kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
-    for part in module.modules():
+    for part in _sharded_modules(module):
         if isinstance(part, kinds):
             yield from part.parameters()
+
+
+def _sharded_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules but those that are left whole on each rank."""
+    whole = {part for top in filter(is_left_whole, module.modules()) for part in top.modules()}
+    return (part for part in module.modules() if part not in whole)
 
 
 def fitted_skew(num_rows: int, num_lookups: float, num_distinct: float) -> float:
@@ -419,7 +426,7 @@ class Workload:
 def _id_map_work(module: nn.Module, tables: Mapping[str, TableWork]) -> IdMapWork:
     maps = {
         name: id_map
-        for part in module.modules()
+        for part in _sharded_modules(module)
         if isinstance(part, BaseManagedCollisionEmbeddingCollection)
         for name, id_map in id_maps_of(part).items()
     }

@@ -136,8 +136,8 @@ class failing_together(AbstractContextManager["failing_together"]):
         """Yield this rank's batches for as long as all ranks have one.
 
         A rank that has none left, or whose loader fails, is named on all ranks before they begin
-        the next step. Batches are taken one step ahead. `TrainPipelineRowPrefetch` does the same by
-        itself.
+        the next step. Batches are taken one step ahead. Pipelines of `ModelParallel2D.pipeline`
+        do the same by themselves.
 
         Args:
             batches: a loader, or an iterator.

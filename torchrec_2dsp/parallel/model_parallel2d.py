@@ -264,8 +264,10 @@ class ModelParallel2D(DMPCollection):
             options: of the pipeline's class: `TrainPipelineBase`, `TrainPipelineSparseDist` or
                 `TrainPipelineRowPrefetch`.
 
+        Its ``progress`` raises a `RankError` on all ranks if only some of them have a batch.
+
         Collectives:
-            An agreement of all ranks.
+            An agreement of all ranks; of its ``progress``, 8 bytes all-reduced for each batch.
         """
         optimizer = combined_optimizer(self, dense_optimizer)
         kind = cast(Plan2D, self.plan).pipeline

@@ -64,6 +64,8 @@ class _Source(Iterator[In], Generic[In]):
     def __next__(self) -> In:
         """Return the next batch, if any rank has one."""
         assert self._batches is not None
+        if self.has_ended:
+            raise StopIteration
         try:
             return next(self._batches)
         except StopIteration:
@@ -257,12 +259,17 @@ class TrainPipelinePlain(TrainPipelineBase[In, Out]):
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train one batch; an iterator that follows an ended one begins anew."""
-        had_ended = self._source.has_ended
-        batches = self._source.of(dataloader_iter)
-        if had_ended and not batches.has_ended:
-            self.reset()
         with self._source.naming():
+            had_ended = self._source.has_ended
+            batches = self._source.of(dataloader_iter)
+            if had_ended and not batches.has_ended:
+                super().reset()
             return super().progress(batches)
+
+    def reset(self) -> None:
+        """Drop all batches, as in TorchRec, and the one that was taken ahead."""
+        super().reset()
+        self._source.reset()
 
 
 AnyPipeline = TrainPipelineBase[Any, Any] | TrainPipelineSparseDist[Any, Any]

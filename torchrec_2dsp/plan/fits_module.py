@@ -137,7 +137,7 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     unsharded = {part for top in filter(is_left_whole, model.modules()) for part in top.modules()}
     for path in chosen or ():
         if not unsharded.isdisjoint(model.get_submodule(path).modules()):
-            raise UnsupportedError(f"the plan shards module {path!r}, given to leave_whole()")
+            raise UnsupportedError(f"the plan shards {path!r}, given to leave_whole(); plan anew")
 
     def of_kind(kind: Any) -> dict[nn.Module, str]:
         return {

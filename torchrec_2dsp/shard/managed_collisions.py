@@ -40,10 +40,17 @@ from torchrec_2dsp._compat.managed_collisions import (
 )
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.ids import pack_ids, unpack_ids
+from torchrec_2dsp.comms.alarm import on_all_ranks
 from torchrec_2dsp.comms.collectives import all_gather_ragged
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group
-from torchrec_2dsp.errors import ConfigError, InputError, SyncError, UnsupportedError
+from torchrec_2dsp.errors import (
+    ConfigError,
+    InputError,
+    SyncError,
+    TwoDError,
+    UnsupportedError,
+)
 from torchrec_2dsp.shard.batch import BatchForm, distinct_bags
 from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, TablesAndMore, parts_of
 from torchrec_2dsp.shard.stages import BatchNotes, Eviction
@@ -151,8 +158,9 @@ class IdsOfWorld:
         """
         ids = torch.cat(list(own.values()))
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
-        refused = [n for n, name in enumerate(own) if not maps[name].takes(own[name])]
-        own_facts = [int(is_training), fingerprint, hour_now(), *(refused or [-1])[:1], low, high]
+        numbered = enumerate(own.items())
+        refused = next((n for n, (name, of) in numbered if not maps[name].takes(of)), -1)
+        own_facts = [int(is_training), fingerprint, hour_now(), refused, low, high]
         facts = ids.new_tensor([*own_facts, *(feature.numel() for feature in own.values())])
         by_rank = [torch.empty_like(facts) for _ in range(dist.get_world_size(self.group))]
         with naming_faults(self._board):
@@ -161,10 +169,13 @@ class IdsOfWorld:
             _check_alike(modes, fingerprints)
             if max(refusals) >= 0:
                 rank = refusals.index(max(refusals))
-                raise InputError(
-                    f"the batch of rank {rank} has an id of feature {list(own)[max(refusals)]!r} "
-                    "that is -1 or out of range (input_hash_size), which TorchRec's "
-                    "HashZchManagedCollisionModule can't map; correct the id or the size"
+                raise on_all_ranks(
+                    InputError(
+                        f"the batch of rank {rank} has an id of feature "
+                        f"{list(own)[max(refusals)]!r} that is -1 or out of range "
+                        "(input_hash_size), which TorchRec's HashZchManagedCollisionModule can't "
+                        "map; correct the id or the size"
+                    )
                 )
             if not is_training:
                 return hours[0], {}
@@ -182,16 +193,18 @@ class IdsOfWorld:
 
 def _check_alike(modes: list[int], fingerprints: list[int]) -> None:
     if len(set(modes)) > 1:
-        raise ConfigError(
+        error: TwoDError = ConfigError(
             f"the model trains on rank {modes.index(1)} and is evaluated on rank "
             f"{modes.index(0)}, which changes id maps on one of them alone; call train() or "
             "eval() on all ranks"
         )
+        raise on_all_ranks(error)
     if len(set(fingerprints)) > 1:
-        raise SyncError(
+        error = SyncError(
             "the id maps differ between ranks, after they saw the same ids; a hash function or an "
             "admission filter must give the same on all ranks, and all must load the same state"
         )
+        raise on_all_ranks(error)
 
 
 class ShardedManagedCollisions2D(TablesAndMore):
@@ -336,13 +349,14 @@ class ShardedManagedCollisions2D(TablesAndMore):
 
     def _profile(self, ids: Mapping[str, torch.Tensor], hour: int) -> Eviction:
         """Let the maps see the ids of all ranks; return the rows that they have evicted."""
-        evicted = {}
+        evicted, has_changed = {}, False
         for table, id_map in self._maps.items():
             of_table = [ids[name] for name in self._features if self._table_of[name] == table]
             rows = id_map.see(of_table, hour)
-            if rows is not None:
+            has_changed |= rows is not None
+            if rows is not None and rows.numel():
                 evicted[table] = rows
-        if evicted:
+        if has_changed:
             self._note_new_rows()
         number = next(iter(self._maps.values())).batches_seen
         return Eviction(number, evicted if self._resets else {})

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
+from torchrec.modules.embedding_configs import DataType
 
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
@@ -111,9 +112,11 @@ def trained_model(source: ExportSource, dataset: Dataset) -> nn.Module:
     config, run = source.config, source.config.runs[source.run]
     model = build_any_model(shape_of(config.data, dataset), config.model)
     split_(model, run.splits, run.split_threshold)
-    in_bf16 = getattr(config.model, "table_dtype", "") == "bf16"
-    names = table_configs(model).keys() if in_bf16 else ()
-    tables = [model.get_parameter(name) for name in names]
+    tables = [
+        model.get_parameter(name)
+        for name, table in table_configs(model).items()
+        if table.data_type is DataType.BF16
+    ]
     # TorchRec's unsharded collections make such tables in fp16, with its range.
     for weight in tables:
         weight.data = weight.data.bfloat16()

@@ -220,6 +220,8 @@ def stock_sharders(
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         "learning_rate": optimizer.lr,
         "eps": optimizer.eps,
+        # FBGEMM's kernels for GPUs round tables in 16 bits at random by default.
+        "stochastic_rounding": False,
     }
     return [
         cast(ModuleSharder[Any], kind(fused_params=dict(fused_params), **arguments))

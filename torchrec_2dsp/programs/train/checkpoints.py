@@ -231,7 +231,8 @@ class RunSettings:
             ConfigError: they differ; it names the first key that does.
         """
         for key in sorted(state.keys() | self._values.keys()):
-            saved, now = (values.get(key, "nothing") for values in (state, self._values))
+            unsaved = _LATER.get(key, "nothing")
+            saved, now = (values.get(key, unsaved) for values in (state, self._values))
             if saved != now:
                 raise ConfigError(
                     f"{key} was {saved} when the checkpoint was saved, and is {now} now, which "

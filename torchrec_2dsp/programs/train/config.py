@@ -151,7 +151,7 @@ class OutputConfig(Section):
 
     watchers: tuple[str, ...] = ()
     """Classes such as ``"my_module:MyWatcher"``, which rank 0 calls with the config: each makes a
-    `TrainWatcher`, told what is trained, evaluated and saved."""
+    `TrainWatcher`, told what is planned, trained and evaluated."""
 
     @model_validator(mode="after")
     def _check_folder(self) -> Self:

@@ -21,6 +21,7 @@ from torchrec.distributed.planner.types import (
     TrainerConfig,
 )
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -111,6 +112,12 @@ def sharded_model(
         return parallel_model, PlannedRun(plan, tables, num_steps)
     if run.balance is not None:
         weigh_losses_(model)
+    types = {table.data_type for table in tables_of(model)}
+    if config.optimizer.stochastic_rounding and types <= {DataType.FP32}:
+        raise ConfigError(
+            "optimizer.stochastic_rounding is for tables in 16 bits, of which the model has none; "
+            "leave it out"
+        )
     sharders = make_sharders(config, run, shape)
     plan, explanation = _plan_run(config, name, dataset, model, sharders)
     if run.prefetch_rows:

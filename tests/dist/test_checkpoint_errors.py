@@ -111,7 +111,8 @@ def test_other_tables_are_refused_by_name(ranks4: RankPool, tmp_path: Path) -> N
 
 def test_other_optimizers_are_refused_by_name(ranks4: RankPool, tmp_path: Path) -> None:
     ranks4.run(save, [SAVED, replace(SAVED, optimizer="sgd")], tmp_path)
-    remedy = f"shard the model with the fused optimizer that was saved {FOUND}"
+    remedy = "shard the model with the fused optimizer that was saved, and freeze and unfreeze "
+    remedy += f"the same tables {FOUND}"
     state = "'fused_optimizer.state.ebc.embedding_bags.t0.weight.t0.momentum1'"
     adagrad = replace(SAVED, optimizer="adagrad")
     assert texts_of(ranks4, tmp_path / "0", [replace(SAVED, optimizer="sgd"), adagrad]) == [

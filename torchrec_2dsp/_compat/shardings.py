@@ -22,6 +22,7 @@ from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
@@ -48,6 +49,7 @@ from torchrec.distributed.sharding.twrw_sharding import (
     TwRwSparseFeaturesDist,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward
 from torchrec.distributed.types import NoWait, ShardingEnv2D
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
@@ -169,6 +171,16 @@ def wrap_optimizer(
 ) -> None:
     """Replace a sharded module's optimizer by a wrapped one."""
     module._optim = wrap(module._optim)
+
+
+def renew_optimizer(model: DistributedModelParallel) -> None:
+    """Join the fused optimizers that a wrapper's modules have now."""
+    model._optim = model._init_optim(model.module)
+
+
+def is_in_pipeline(module: nn.Module) -> bool:
+    """Return whether a train pipeline runs a sharded module's lookups."""
+    return isinstance(module.forward, BaseForward)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 A test checks that each name still exists, so that a TorchRec upgrade fails in one readable place.
 """
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -166,6 +167,19 @@ def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | 
         return None
     kwargs: list[dict[str, Any]] = getattr(param, "_optimizer_kwargs", [{}])
     return InBackwardOptimizers(list(classes), [dict(entry) for entry in kwargs])
+
+
+def without_weights(collection: torch.nn.Module) -> Any:
+    """Copy a collection onto the meta device, with its tables' own optimizers."""
+    blanks: dict[int, Any] = {}
+    for weight in collection.parameters():
+        blank = torch.nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+        blanks[id(weight)] = blank
+        if (optimizers := in_backward_optimizers(weight)) is not None:
+            optimizers.attach_to(blank)
+    copied: Any = copy.deepcopy(collection, blanks)
+    copied._device = torch.device("meta")
+    return copied
 
 
 def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

@@ -19,6 +19,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.c10d import DynamoError
+from torchrec_2dsp._compat.shardings import renew_optimizer
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Signal, agreeing
@@ -37,7 +38,7 @@ from torchrec_2dsp.shard.default_sharders import (
     ManagedCollisionEmbeddingCollectionSharder2D,
     get_default_sharders,
 )
-from torchrec_2dsp.shard.parted import groups_of, sharded_tables
+from torchrec_2dsp.shard.parted import groups_of, prepared_unfreeze, sharded_tables
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
@@ -182,6 +183,8 @@ class ModelParallel2D(DMPCollection):
         self._groups = groups
         # In a large model, looking for them takes as long as their step.
         self._tables = sharded_tables(self)
+        self.unfrozen: list[list[str]] = []
+        """The tables of each `unfreeze` so far."""
         self._num_steps = 0
         self.explanation = explanation
         """The reasons for a plan that was searched by this call, on rank 0."""
@@ -388,6 +391,31 @@ class ModelParallel2D(DMPCollection):
             )
         for tables in self.sharded_tables():
             tables.hot_sets.renew(renewed)
+
+    def unfreeze(self, *tables: str) -> None:
+        """Train tables from now on that were frozen when the model was sharded.
+
+        They train as tables that join now, with an optimizer state of zeros. Call it on all ranks
+        between two steps, and make optimizers, schedulers, pipelines and `TrainState` anew.
+
+        Example::
+
+            model.unfreeze("t_user", "t_item")
+            pipeline = model.pipeline(torch.optim.Adam(model.dense_parameters(), lr=1e-3))
+
+        Collectives:
+            An agreement of all ranks, then those of a sharder, for each module with such tables.
+        """
+        with calling_together(self._groups, "unfreeze()"):
+            with agreeing(world_group()) as facts:
+                facts["the tables of unfreeze()"] = ", ".join(sorted(tables))
+                swaps = prepared_unfreeze(self, tables)
+            policy_step = self.sync_step
+            for swap in swaps:
+                swap(policy_step)
+            renew_optimizer(self)
+            self._tables = sharded_tables(self)
+            self.unfrozen.append(sorted(tables))
 
     def broadcast_replicas(self) -> None:
         """Give every group the tables of the first one, after weights were written by hand.

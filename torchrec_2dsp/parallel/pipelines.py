@@ -313,8 +313,14 @@ def combined_optimizer(
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     is_keyed = isinstance(dense_optimizer, KeyedOptimizer)
     given = {id(param) for group in dense_optimizer.param_groups for param in group["params"]}
-    has_tables = is_keyed and not given.isdisjoint(map(id, fused.params.values()))
+    tables = set(map(id, fused.params.values()))
+    has_tables = is_keyed and not given.isdisjoint(tables)
     with agreeing(world_group()):
+        if has_tables and not tables <= given:
+            raise ConfigError(
+                "the optimizer lacks tables that unfreeze() has added since it was made; combine "
+                "the model's optimizer and the dense part's anew"
+            )
         others = given - {id(param) for param in dense.values()}
         if others and not has_tables:
             raise ConfigError(

@@ -5,8 +5,9 @@ plan has one for trained tables and one for frozen ones, and a `PartedModule` sh
 with all tables under their names and one output.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.c10d import IncompatibleKeys
+from torchrec_2dsp._compat.shardings import is_in_pipeline, shardings_of
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
 from torchrec_2dsp.comms.groups import MeshGroups
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.shard.optimizers import table_of
 from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingBagCollection2D,
@@ -32,6 +35,9 @@ from torchrec_2dsp.shard.stages import BatchNotes, Output
 from torchrec_2dsp.shard.tables import Tables2D
 
 ShardedModule2D = ShardedEmbeddingBagCollection2D | ShardedEmbeddingCollection2D
+Reshard = Callable[[Tables2D, Collection[str]], Sequence[Callable[[], ShardedModule2D]]]
+"""Checks that some of a part's tables can be trained; returns functions that shard these, and what
+stays frozen, without weights."""
 
 
 @dataclass
@@ -39,6 +45,8 @@ class PartContexts(Multistreamable):
     """A batch's context in each part."""
 
     of_parts: list[Any]
+    parts: list[Any]
+    """The parts that have the batch's ids."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -53,11 +61,19 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
     """
 
     def __init__(
-        self, configs: Sequence[BaseEmbeddingConfig], parts: Sequence[ShardedModule2D]
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        parts: Sequence[ShardedModule2D],
+        reshard: Reshard,
     ) -> None:
         super().__init__(cast(Any, parts[0]).qcomm_codecs_registry)
+        self._configs, self._reshard = configs, reshard
+        self._order: list[str] | None = None
+        self._take(parts)
+
+    def _take(self, parts: Sequence[ShardedModule2D]) -> None:
         self._parts: list[Any] = list(parts)
-        self._names = [_names_in(configs, part) for part in self._parts]
+        self._names = [_names_in(self._configs, part) for part in self._parts]
 
     @property
     def parts(self) -> list[ShardedModule2D]:
@@ -74,6 +90,34 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         """All tables' fused optimizer."""
         return CombinedOptimizer([part.fused_optimizer for part in self._parts])
 
+    def prepared_unfreeze(self, names: Collection[str]) -> Callable[[int], None]:
+        """Check that frozen tables can be trained; return a function that has them trained.
+
+        It takes the sync policies' step count; call it on all ranks.
+        """
+        new_parts = {
+            part: self._reshard(part.tables, names)
+            for part in self._parts
+            if part.tables.are_frozen and not set(part.tables.table_names).isdisjoint(names)
+        }
+
+        def swap(policy_step: int) -> None:
+            # Dense layers may have learnt the order of the columns.
+            self._order = self._order or list(self._output_names())
+            parts = [
+                _replaced(part, new_parts[part], policy_step) if part in new_parts else [part]
+                for part in self._parts
+            ]
+            self._take(list(chain.from_iterable(parts)))
+
+        return swap
+
+    def _output_names(self) -> Iterator[str]:
+        for part, names in zip(self._parts, self._names, strict=True):
+            shardings = shardings_of(part)
+            keys = [key for sharding in shardings for key in sharding.embedding_names()]
+            yield from (names[key] for key in dict.fromkeys(keys))
+
     def train(self, mode: bool = True) -> "PartedModule":
         """Set all parts to training, or to evaluation."""
         for part in self._parts:
@@ -82,19 +126,28 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
 
     def create_context(self) -> PartContexts:
         """Make a context for each part."""
-        return PartContexts([part.create_context() for part in self._parts])
+        return PartContexts([part.create_context() for part in self._parts], self._parts)
+
+    def paired(self, ctx: PartContexts) -> Iterable[tuple[Any, Any]]:
+        """Return each part with its context for a batch."""
+        if ctx.parts is not self._parts:
+            raise ConfigError(
+                "a pipeline holds a batch from before unfreeze(), whose ids are with tables that "
+                "are gone; make the pipeline anew after the call"
+            )
+        return zip(self._parts, ctx.of_parts, strict=True)
 
     def input_dist(
         self, ctx: PartContexts, features: KeyedJaggedTensor, /
     ) -> Awaitable[Awaitable[Any]]:
         """Let each part take its tables' features."""
-        exchanges = [part.input_dist(part_ctx, features) for part, part_ctx in self._with(ctx)]
+        exchanges = [part.input_dist(part_ctx, features) for part, part_ctx in self.paired(ctx)]
         return KJTListSplitsAwaitable(exchanges, ctx)
 
     def compute(self, ctx: PartContexts, dist_input: Any) -> list[Any]:
         """Look up in all parts."""
         rows = []
-        for (part, part_ctx), ids in zip(self._with(ctx), dist_input, strict=True):
+        for (part, part_ctx), ids in zip(self.paired(ctx), dist_input, strict=True):
             with _gradients_of(part):
                 rows.append(part.compute(part_ctx, ids))
         return rows
@@ -102,19 +155,19 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
     def output_dist(self, ctx: PartContexts, output: Any) -> LazyAwaitable[Output]:
         """Join the parts' outputs."""
         outputs: list[LazyAwaitable[Any]] = []
-        for (part, part_ctx), rows in zip(self._with(ctx), output, strict=True):
+        for (part, part_ctx), rows in zip(self.paired(ctx), output, strict=True):
             with _gradients_of(part):
                 outputs.append(_WaitAsPart(part, part.output_dist(part_ctx, rows)))
-        return _Joined(outputs, self._names)
+        return _Joined(outputs, self._names, self._order)
 
     def compute_and_output_dist(self, ctx: PartContexts, input: Any) -> LazyAwaitable[Output]:
         """Look up part by part; rows travel while the next part looks up."""
         outputs: list[LazyAwaitable[Any]] = []
-        for (part, part_ctx), ids in zip(self._with(ctx), input, strict=True):
+        for (part, part_ctx), ids in zip(self.paired(ctx), input, strict=True):
             with _gradients_of(part):
                 rows = part.compute_and_output_dist(part_ctx, ids)
             outputs.append(_WaitAsPart(part, rows))
-        return _Joined(outputs, self._names)
+        return _Joined(outputs, self._names, self._order)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -163,9 +216,6 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         if strict and unexpected:
             raise RuntimeError(f"no table of the module has {', '.join(unexpected)}")
         return IncompatibleKeys(missing, unexpected)
-
-    def _with(self, ctx: PartContexts) -> Iterable[tuple[Any, Any]]:
-        return zip(self._parts, ctx.of_parts, strict=True)
 
 
 class TablesAndMore(ShardedModule[Any, Any, Any, Any]):
@@ -224,6 +274,38 @@ def sharded_tables(model: nn.Module) -> list[Tables2D]:
     return [part.tables for module in model.modules() for part in parts_of(module)]
 
 
+def frozen_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's tables that aren't trained."""
+    all_tables = sharded_tables(model)
+    return sorted(name for tables in all_tables if tables.are_frozen for name in tables.table_names)
+
+
+def prepared_unfreeze(model: nn.Module, names: Collection[str]) -> list[Callable[[int], None]]:
+    """Check that a model's frozen tables can be trained; return each module's function for it."""
+    frozen = frozen_names(model)
+    others = sorted(set(names) - set(frozen))
+    if others or not names:
+        raise ConfigError(
+            f"unfreeze() got {repr(others[0]) if others else 'no table'}; give it frozen tables: "
+            + (", ".join(frozen) or "the model has none")
+        )
+    if any(tables.sync_point.is_held for tables in sharded_tables(model)):
+        raise ConfigError("an accumulate() of this model isn't over; call unfreeze() after it")
+    if any(map(is_in_pipeline, model.modules())):
+        raise ConfigError(
+            "a train pipeline is attached to the model, whose batches and optimizer don't know "
+            "the tables of unfreeze(); call its detach() before, and make it anew after"
+        )
+    for module in model.modules():
+        if isinstance(module, TablesAndMore) and not set(frozen_names(module)).isdisjoint(names):
+            raise UnsupportedError(
+                f"unfreeze() can't train tables in a {module.unsharded_module_type.__name__}; "
+                "shard the model again without freezing them"
+            )
+    parted = [module for module in model.modules() if isinstance(module, PartedModule)]
+    return [module.prepared_unfreeze(names) for module in parted]
+
+
 def groups_of(model: nn.Module) -> MeshGroups | None:
     """Return the communicators in a model's sharded modules; `None` without a 2D module."""
     return next((tables.groups for tables in sharded_tables(model)), None)
@@ -243,8 +325,10 @@ def prefetched_batches(module: Any, ctx: Any, arrived: Any = None) -> list[Prefe
     """Split a sharded module's batch into its parts; other modules have none."""
     if isinstance(module, PartedModule):
         arrived = [None] * len(module.parts) if arrived is None else arrived
-        parts = zip(module.parts, ctx.of_parts, arrived, strict=True)
-        return [PrefetchedBatch(part.tables, part_ctx.notes, ids) for part, part_ctx, ids in parts]
+        return [
+            PrefetchedBatch(part.tables, part_ctx.notes, ids)
+            for (part, part_ctx), ids in zip(module.paired(ctx), arrived, strict=True)
+        ]
     return [PrefetchedBatch(part.tables, ctx.notes, arrived) for part in parts_of(module)]
 
 
@@ -276,25 +360,32 @@ class _Joined(LazyAwaitable[Output]):
     """Joins all parts' outputs, under the names that they have without parts."""
 
     def __init__(
-        self, outputs: list[LazyAwaitable[Any]], names: Sequence[Mapping[str, str]]
+        self,
+        outputs: list[LazyAwaitable[Any]],
+        names: Sequence[Mapping[str, str]],
+        order: list[str] | None,
     ) -> None:
         super().__init__()
         self._outputs = outputs
-        self._names = names
+        self._names, self._order = names, order
 
     def _wait_impl(self) -> Output:
         outputs = [output.wait() for output in self._outputs]
         named = list(zip(outputs, self._names, strict=True))
         if not isinstance(outputs[0], KeyedTensor):
-            return {
+            joined = {
                 names[key]: sequence for output, names in named for key, sequence in output.items()
             }
-        return KeyedTensor(
+            return {name: joined[name] for name in self._order or joined}
+        keyed = KeyedTensor(
             keys=[names[key] for output, names in named for key in output.keys()],  # noqa: SIM118
             length_per_key=[dim for output in outputs for dim in output.length_per_key()],
             values=torch.cat([output.values() for output in outputs], dim=1),
             key_dim=1,
         )
+        if self._order in (None, keyed.keys()):
+            return keyed
+        return KeyedTensor.from_tensor_list(self._order, [keyed[name] for name in self._order])
 
 
 def _names_in(configs: Sequence[Any], part: Any) -> dict[str, str]:
@@ -307,3 +398,22 @@ def _names_in(configs: Sequence[Any], part: Any) -> dict[str, str]:
         for config, names in zip(own, get_embedding_names_by_table(own), strict=True)
         for alone, beside in zip(names, by_table[config.name], strict=True)
     }
+
+
+def _replaced(
+    part: ShardedModule2D, makers: Iterable[Callable[[], ShardedModule2D]], policy_step: int
+) -> list[ShardedModule2D]:
+    """Return new parts with a part's weights, hot rows and counts."""
+    state = part.state_dict()
+    # The weights that a new part draws are overwritten.
+    with torch.random.fork_rng({weight.device for weight in part.parameters() if weight.is_cuda}):
+        new_parts = [make() for make in makers]
+    for new_part in new_parts:
+        tables = new_part.tables
+        tables.hot_sets.renew(part.tables.hot_sets.by_table)
+        tables.sync_point.count_from(policy_step)
+        own = {key: value for key, value in state.items() if table_of(key) in tables.table_names}
+        new_part.load_state_dict(own)
+        new_part.train(part.training)
+    new_parts[0].tables.num_bad_ids = part.tables.num_bad_ids
+    return new_parts

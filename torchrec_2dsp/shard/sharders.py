@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_2dsp._compat.shardings import dedups_ids
-from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp._compat.torchrec import get_local_size, without_weights
 from torchrec_2dsp._compat.triton import runs_triton
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
@@ -53,6 +54,7 @@ from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingCollection2D,
     SomeTables,
 )
+from torchrec_2dsp.shard.tables import Tables2D
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +127,26 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
         _warn_of_idle_hot_sets(idle_hot_sets(plan, configs))
         beside = tuple(configs) if len(parts) > 1 else ()
-        sharded = [
-            self._shard_part(part, beside, device, local_world_size, path, make) for part in parts
-        ]
+        where = {"device": device, "local_world_size": local_world_size, "path": path}
+        shard_part = partial(self._shard_part, **where, make=make)
+        sharded = [shard_part(part, beside) for part in parts]
         if len(sharded) == 1 and not frozen:
             return sharded[0]
-        return PartedModule(configs, sharded)
+        blank = without_weights(module)
+
+        def reshard(tables: Tables2D, unfrozen: Collection[str]) -> list[Any]:
+            own = {name: plan[name] for name in plan if name in tables.table_names}
+            plans = plan.with_tables(own).parts()
+            return [
+                partial(
+                    shard_part,
+                    self._part(blank, configs, part, device, is_frozen),
+                    tuple(configs),
+                )
+                for part, is_frozen in _trained_and_frozen(plans, own.keys() - unfrozen)
+            ]
+
+        return PartedModule(configs, sharded, reshard)
 
     def _part(
         self,

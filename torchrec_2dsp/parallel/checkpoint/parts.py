@@ -27,7 +27,8 @@ TRAIN_STATE = "train_state"
 IN_PLACE: Mapping[str, str] = MappingProxyType(
     {
         MODEL: "build the model with the tables, rows and dims that were saved",
-        FUSED: "shard the model with the fused optimizer that was saved",
+        FUSED: "shard the model with the fused optimizer that was saved, and freeze and unfreeze "
+        "the same tables",
         DENSE: "pass the optimizer that was saved, or none to load all the rest",
     }
 )

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,7 @@ from torchrec_2dsp.errors import CheckpointError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.managed_collisions import managed_collisions
-from torchrec_2dsp.shard.parted import sharded_tables
+from torchrec_2dsp.shard.parted import frozen_names, sharded_tables
 
 
 def complete_model(model: nn.Module) -> None:
@@ -57,7 +57,13 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
             for table, history in module.histories().items()
         },
         "gradient_orders": {name: gradient_order(ddp) for name, ddp in _ddps(model)},
+        "training": _training(model),
     }
+
+
+def _training(model: nn.Module) -> dict[str, Any]:
+    """Return the names of frozen tables, and those of each `unfreeze`, which count steps apart."""
+    return {"frozen": frozen_names(model), "unfrozen": getattr(model, "unfrozen", [])}
 
 
 def rank_state(model: nn.Module) -> dict[str, Any]:
@@ -100,8 +106,21 @@ def plan_digest(model: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def _training_text(trained: Mapping[str, Any]) -> str:
+    calls = [f"unfreeze({', '.join(map(repr, names))})" for names in trained["unfrozen"]]
+    frozen = ", ".join(map(repr, trained["frozen"])) or "no tables"
+    return f"{frozen} frozen after {', '.join(calls) or 'no unfreeze()'}"
+
+
 def check_whole_state(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Raise unless the model has room for the hot rows that were in use."""
+    """Raise unless the same tables are trained, and there is room for the hot rows in use."""
+    trained, own = saved.get("training"), _training(model)
+    if trained is not None and trained != own:
+        saved_text, own_text = map(_training_text, (trained, own))
+        raise CheckpointError(
+            f"the train state was saved with {saved_text}, but the model has {own_text}; freeze "
+            "the same tables before you shard, then make the same calls before you load"
+        )
     for tables in sharded_tables(model):
         for name in tables.hot_sets.by_table.keys() & saved["hot_sets"].keys():
             stored = saved["hot_sets"][name]

@@ -293,6 +293,7 @@ class TrainState:
 
     def _check(self, saved: Saved) -> None:
         """Raise unless the state fits this run."""
+        model_state.check_whole_state(self.model, saved.header["model"])
         for name in sorted(saved.members.keys() ^ self._members.keys()):
             if name == DENSE_GRADIENTS:
                 check_left_out(saved.members.get(name, ()))
@@ -314,7 +315,6 @@ class TrainState:
             check_states(name, member, states)
         for kind, optimizers in self._optimizers().items():
             check_hyper_parameters(saved.header["hyper_parameters"][kind], *optimizers)
-        model_state.check_whole_state(self.model, saved.header["model"])
 
     def _restore(self, saved: Saved, *, is_same_plan: bool) -> None:
         model, header = self.model, saved.header

@@ -130,7 +130,7 @@ def of_rule(rule: Cell) -> list[Cell]:
 
 def test_one_of_two_frozen_tables_joins(ranks4: RankPool) -> None:
     for rule in (ADAGRAD, ADAM):
-        check(ranks4, [(cell, ("t0", "t1"), (("t0",),)) for cell in of_rule(rule)])
+        check(ranks4, [(cell, ("t0", "t1"), (("t1",),)) for cell in of_rule(rule)])
 
 
 def test_all_tables_join_by_one_call(ranks4: RankPool) -> None:

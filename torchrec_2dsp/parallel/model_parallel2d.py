@@ -404,12 +404,15 @@ class ModelParallel2D(DMPCollection):
             pipeline = model.pipeline(torch.optim.Adam(model.dense_parameters(), lr=1e-3))
 
         Collectives:
-            An agreement of all ranks, then those of a sharder, for each module with such tables.
+            An agreement of all ranks, those of `sync`, then those of a sharder, for each module
+            with such tables.
         """
         with calling_together(self._groups, "unfreeze()"):
             with agreeing(world_group()) as facts:
                 facts["the tables of unfreeze()"] = ", ".join(sorted(tables))
                 swaps = prepared_unfreeze(self, tables)
+            # Policies count a step when its sync is due.
+            self._reach(SyncReason.BACKWARD_OVER)
             policy_step = self.sync_step
             for swap in swaps:
                 swap(policy_step)

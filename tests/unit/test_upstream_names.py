@@ -72,11 +72,40 @@ def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
                 owners[argument.arg] = alias
             elif all(kind.split(".")[0] in scope for kind in classes):
                 owners[argument.arg] = reduce(or_, (resolved(kind, scope) for kind in classes))
+        owners |= held_modules(path, function, scope)
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute) and is_private(node.attr):
-                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                owner = ast.unparse(node.value)
                 if owner not in ("self", "cls"):
                     yield ast.unparse(node), owners.get(owner), node.attr
+
+
+def held_modules(
+    path: Path, function: ast.FunctionDef, scope: dict[str, object]
+) -> dict[str, object]:
+    """Return what ``self.module`` is by its class's annotation, and names for it or annotated."""
+    nodes = list(ast.walk(function))
+    held: dict[str, object] = {}
+    for kind in ast.walk(parsed(path)):
+        if isinstance(kind, ast.ClassDef) and function in kind.body:
+            nodes += kind.body
+    for node in nodes:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) in scope:
+            name = ast.unparse(node.target)
+            name = "self.module" if name == "module" else name
+            held[name] = scope[ast.unparse(node.annotation)]
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            names, values = node.targets[0], node.value
+            pairs = zip(
+                getattr(names, "elts", [names]), getattr(values, "elts", [values]), strict=False
+            )
+            held |= {
+                ast.unparse(name): held["self.module"]
+                for name, value in pairs
+                if ast.unparse(value) == "self.module" and "self.module" in held
+            }
+    return held
 
 
 def resolved(dotted: str, scope: dict[str, object]) -> Any:

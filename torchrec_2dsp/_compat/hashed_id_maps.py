@@ -8,12 +8,12 @@ single thread takes all ids in turn.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torchrec.modules.hash_mc_evictions import HashZchEvictionPolicyName as Policy
-from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule, TrainInputMapper
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
 from torchrec_2dsp._compat.managed_collisions import (
@@ -45,7 +45,8 @@ class HashedIdMap(IdMapBase):
         module, num_features = self.module, len(config.feature_names)
         policy, ttls = module._eviction_policy_name, self._ttls(num_features)
         reserved = module.get_reserved_slots_per_bucket()
-        divides = module.input_mapper._inference_dispatch_div_train_world_size
+        mapper: TrainInputMapper = cast(Any, module.input_mapper)
+        divides = mapper._inference_dispatch_div_train_world_size
         serves = module._is_inference or divides
         has_numbers = module._hash_zch_runtime_meta is not None
         reasons = {
@@ -183,8 +184,8 @@ class HashedIdMap(IdMapBase):
 
     def empty_on(self, device: torch.device) -> HashZchManagedCollisionModule:
         """Return a module of the same rows and options."""
-        rows = (0, self.module.output_size())
-        copied = self.module.rebuild_with_output_id_range(rows, device=device)
+        rows, rebuild = (0, self.module.output_size()), self.module.rebuild_with_output_id_range
+        copied: HashZchManagedCollisionModule = rebuild(rows, device=device)
         # A buffer, as in the other maps: a parameter would be among those of the dense part.
         identities = copied._hash_zch_identities.data
         del copied._hash_zch_identities

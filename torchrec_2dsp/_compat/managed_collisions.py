@@ -150,7 +150,7 @@ class SortedIdMap(IdMapBase):
 
     def unequal(self, config: Any) -> str | None:
         """Return why copies might differ: unknown policies, and filters that draw numbers."""
-        policy = self._policy
+        policy: MCHEvictionPolicy = self._policy
         if type(policy) not in _POLICIES:
             return f"evicts by {type(policy).__name__}, of which copies on all ranks may differ"
         admit: Any = policy._threshold_filtering_func

@@ -22,6 +22,7 @@ EVENTS = (
     "flush",
     "peek",
     "abandon",
+    "unfreeze",
 )
 """What a case may have between two steps:
 
@@ -36,7 +37,8 @@ EVENTS = (
   rank; it may be refused on all ranks instead;
 - ``flush``: the call of wrappers whose dense gradients come late, if there is such a one;
 - ``peek``: a batch is looked up in training mode without gradients;
-- ``abandon``: a batch is looked up with gradients, but no backward follows.
+- ``abandon``: a batch is looked up with gradients, but no backward follows;
+- ``unfreeze``: the first table that is still frozen is trained from now on, if there is one.
 """
 
 _NUM_AHEAD = {"plain": 0, "base": 0, "sparse_dist": 1, "row_prefetch": 2}

@@ -324,6 +324,16 @@ class Case(Strict):
         ]
 
     @property
+    def unfreezable(self) -> list[str]:
+        """The names of frozen tables that may be trained later: not those behind processors."""
+        return [
+            name
+            for module, tables in zip(self.modules, self.tables_by_module, strict=True)
+            for name, table in tables.items()
+            if table.frozen and module.kind != "positions"
+        ]
+
+    @property
     def tables(self) -> dict[str, TableCase]:
         """All tables of the model by their names."""
         return {name: table for tables in self.tables_by_module for name, table in tables.items()}

@@ -272,6 +272,8 @@ class _Simulation:
             elif action.kind == "lr":
                 self._lr /= 2
                 self._dense.halve_learning_rate()
+            elif action.kind == "unfreeze":
+                self._unfreeze()
             elif action.kind == "flush":
                 self._dense.flush(self._lr)
             elif action.kind not in ("refuse", "refresh_hot", "sync_now") or (
@@ -306,6 +308,13 @@ class _Simulation:
                     expected.moments[index, name] = state.moment_columns()
         if action.kind in ("load_state_dict", "save_load"):
             self._id_maps.load(self._id_maps.state())
+
+    def _unfreeze(self) -> None:
+        """Train the first frozen table from now on, by policies that count like the others."""
+        num_steps = max(part.num_steps for part in self._parts)
+        frozen = {name: part for part in self._parts for name in part.frozen}
+        for name in [name for name in self._case.unfreezable if name in frozen][:1]:
+            frozen[name].unfreeze(self._case.optimizer, num_steps)
 
     def _read_all(self) -> None:
         for part in self._parts:

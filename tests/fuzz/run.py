@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_2dsp as tdsp
 from tests.fuzz.actions import Action, actions_of, batches_of
@@ -26,6 +27,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.model import Batch, to_batch
 from tests.fuzz.search import chosen_case
 from tests.fuzz.seen import Piece, Seen, StateSeen
+from tests.fuzz.state import LR
 from tests.support.devices import copied, rank_device
 from tests.support.parity import local_shards, shards_of
 from torchrec_2dsp.dense.gradient_sums import GradientReport
@@ -128,6 +130,7 @@ class _Run:
         self._optimizer = make_optimizer(case, self._parallel, self._dense, self._watch.before_step)
         self._saved: Path | None = None
         self._num_refreshes = 0
+        self._frozen, self._lr = case.unfreezable, LR
         self._actions = actions_of(case)
         self._pipeline: Any = None
         if case.loop != "plain":
@@ -155,7 +158,8 @@ class _Run:
             "save": lambda: self._save(index),
             "save_load": lambda: (self._save(index), self._load()),
             "load": self._load,
-            "lr": lambda: halve_learning_rates(self._optimizer),
+            "lr": self._halve_learning_rates,
+            "unfreeze": self._unfreeze,
             "flush": self._flush,
         }
         if action.kind in simple:
@@ -308,6 +312,21 @@ class _Run:
         }
         if isinstance(self._parallel, tdsp.ModelParallel2D) and hot_sets:
             self._parallel.refresh_hot_sets(hot_sets)
+
+    def _halve_learning_rates(self) -> None:
+        halve_learning_rates(self._optimizer)
+        self._lr /= 2
+
+    def _unfreeze(self) -> None:
+        """Train one more table, beside a dense part whose optimizer goes on."""
+        if not self._frozen:
+            return
+        self._parallel.unfreeze(self._frozen.pop(0))
+        fused: Any = self._parallel.fused_optimizer
+        for group in fused.param_groups:
+            # Those of frozen tables are zero.
+            group["lr"] = self._lr if group["lr"] else 0.0
+        self._optimizer = CombinedOptimizer([fused, self._optimizer.optimizers[-1]])
 
     def _save(self, index: int) -> None:
         self._saved = self._folder / f"action{index}"

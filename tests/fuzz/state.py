@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -176,17 +176,27 @@ class TableState:
         """Whether each group has a copy that it trains by itself."""
         self.weights = weight.expand(case.groups if is_copied else 1, -1, -1).clone()
         """The weights of each copy: ``[copies, rows, dim]``."""
-        self._rule = "frozen" if table.frozen else case.optimizer
+        is_averaged = case.sync.kind == "weight" and is_copied
+        self._moment_scale = float(case.groups) if is_averaged else 1.0
+        self._begin("frozen" if table.frozen else case.optimizer)
+
+    def _begin(self, rule: str) -> None:
+        """Train by a rule from now on, without moments so far."""
+        self._rule, table = rule, self._table
         moments_per_row = {"adagrad": table.dim, "sgd": 0, "frozen": 0, "adam": table.dim}.get(
-            self._rule, table.num_blocks
+            rule, table.num_blocks
         )
-        self._num_averages = table.dim if self._rule in ADAMS else 0
+        self._num_averages = table.dim if rule in ADAMS else 0
         moments_per_row += self._num_averages
-        self._moments = torch.zeros(len(self.weights), table.rows, moments_per_row).to(weight)
+        zeros = torch.zeros(len(self.weights), table.rows, moments_per_row)
+        self._moments = zeros.to(self.weights)
         self._synced = (self.weights[0].clone(), self._moments[0].clone())
-        self._scale = 1.0
-        if self._rule == "moment_scaled" and case.sync.kind == "weight" and is_copied:
-            self._scale = float(case.groups)
+        self._scale = self._moment_scale if rule == "moment_scaled" else 1.0
+
+    def unfreeze(self, rule: str) -> None:
+        """Train a frozen table from now on."""
+        self._table = replace(self._table, frozen=False)
+        self._begin(rule)
 
     @property
     def has_moments(self) -> bool:
@@ -348,6 +358,24 @@ class Part:
         """Updates by step: table, gradients, rows, learning rate, number of lookups, and whether
         they are hot."""
 
+    @property
+    def frozen(self) -> list[str]:
+        """The names of its tables if they aren't trained."""
+        return [name for name, table in self._tables.items() if table.frozen]
+
+    @property
+    def num_steps(self) -> int:
+        """The policies' step count; 0 of frozen tables, whose part has none."""
+        return 0 if self.frozen else self._num_steps
+
+    def unfreeze(self, rule: str, num_steps: int) -> None:
+        """Train its table from now on, whose own steps count from here."""
+        self._tables = {name: replace(table, frozen=False) for name, table in self._tables.items()}
+        for state in self._states.values():
+            state.unfreeze(rule)
+        self._waiting.clear()
+        self._num_steps, self._num_lookups = num_steps, 0
+
     def before_lookup(self) -> None:
         """Apply updates that may not wait past the next training lookup."""
         self._num_lookups += 1
@@ -411,6 +439,7 @@ def parts_of_case(case: Case, states: Mapping[str, TableState]) -> list[Part]:
     for of_module in case.tables_by_module:
         for once in (False, True):
             tables = {name: table for name, table in of_module.items() if table.once is once}
-            if tables:
-                parts.append(Part(case, tables, states))
+            trained = {name: table for name, table in tables.items() if not table.frozen}
+            frozen = [{name: tables[name]} for name in tables if name not in trained]
+            parts += [Part(case, of_part, states) for of_part in (trained, *frozen) if of_part]
     return parts

@@ -181,7 +181,9 @@ def collectives_by_past(rank: int, world_size: int) -> list[Counter[tuple[str, s
     """Count collectives with two tables frozen, after one has joined, and where one was frozen."""
     cell = replace(ADAGRAD, exchange="row")
     counts = []
-    for names, call in ((("t0", "t1"), ()), (("t0", "t1"), ("t0", "t1")), ((), ())):
+    every = ("t0", "t1", "t2")
+    pasts = ((("t0", "t1"), ()), (("t0", "t1"), ("t0", "t1")), ((), ()), (every, every))
+    for names, call in pasts:
         parallel: Any = shard(cell, model=frozen_model(cell, names))
         if call:
             parallel.unfreeze(*call)
@@ -190,7 +192,8 @@ def collectives_by_past(rank: int, world_size: int) -> list[Counter[tuple[str, s
 
 
 def test_a_step_has_the_collectives_of_its_parts(ranks4: RankPool) -> None:
-    for frozen, joined, trained in ranks4.run(collectives_by_past, timeout_s=60):
+    for frozen, joined, trained, all_joined in ranks4.run(collectives_by_past, timeout_s=60):
+        assert all_joined == trained  # Both have one part.
         # One part of t2, and one of t0 and t1 with columns of two widths: t0 alone adds none.
         exchange = ("all_to_all_single", "mesh_shard")
         assert joined[exchange] > frozen[exchange] > 0

@@ -89,6 +89,7 @@ from torchrec.distributed.types import (
     DMPCollectionContext as DMPCollectionContext,
     ShardingEnv2D as ShardingEnv2D,
 )
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
 
 
@@ -169,7 +170,7 @@ def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | 
     return InBackwardOptimizers(list(classes), [dict(entry) for entry in kwargs])
 
 
-def without_weights(collection: torch.nn.Module) -> Any:
+def without_weights(collection: Any) -> Any:
     """Copy a collection onto the meta device, with its tables' own optimizers."""
     blanks: dict[int, Any] = {}
     for weight in collection.parameters():
@@ -177,9 +178,12 @@ def without_weights(collection: torch.nn.Module) -> Any:
         blanks[id(weight)] = blank
         if (optimizers := in_backward_optimizers(weight)) is not None:
             optimizers.attach_to(blank)
-    copied: Any = copy.deepcopy(collection, blanks)
-    copied._device = torch.device("meta")
-    return copied
+    return _on_meta(copy.deepcopy(collection, blanks))
+
+
+def _on_meta(collection: EmbeddingBagCollection | EmbeddingCollection) -> Any:
+    collection._device = torch.device("meta")
+    return collection
 
 
 def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

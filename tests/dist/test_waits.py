@@ -71,7 +71,7 @@ def test_steps_do_the_same_for_any_number_of_tables(ranks2: RankPool) -> None:
     for by_kind in ranks2.run(counts_of_a_step):
         for (kind, (_, *bounds)), (few, many) in zip(KINDS.items(), by_kind, strict=True):
             assert few == many or kind in VARYING, kind
-            assert any("hot_rows.py" in place for place in many[0]) == ("hot" in kind)
+            assert any("shard/stages.py" in place for place in many[0]) == ("hot" in kind)
             for counts, bound in zip([*few, *many], [*bounds, *bounds], strict=True):
                 assert 0 < counts.total() <= bound, f"{kind}: {counts.total()}, {counts}"
 

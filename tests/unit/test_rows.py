@@ -321,7 +321,8 @@ def test_any_kernel_and_batch(case: Case, seed: int, has_even_bags: bool) -> Non
 @pytest.mark.parametrize("is_training", [False, True])
 def test_adam_counts_only_what_trains_on_a_gpu(is_training: bool) -> None:
     counters = {name: torch.tensor([3]) for name in ("iter", "iter_cpu")}
-    tbe: Any = SimpleNamespace(current_device="cuda", optimizer=EmbOptimType.ADAM, **counters)
+    types = {"optimizer": EmbOptimType.ADAM, "weights_precision": SparseType.FP32}
+    tbe: Any = SimpleNamespace(current_device="cuda", **types, **counters)
 
     def run() -> torch.Tensor:
         for counter in counters.values():

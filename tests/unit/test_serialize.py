@@ -134,7 +134,7 @@ def test_other_versions_are_refused_by_number() -> None:
         (f"{TABLE}/hot_rows", [3, 3]),
         (f"{TABLE}/hot_rows", ["3"]),
         (f"{TABLE}/hot_rows", [1.5]),
-        (f"{TABLE}/hot_rows", [1000]),
+        (f"{TABLE}/hot_rows", list(range(1000))),
         (f"{TABLE}/exchange", "pigeon"),
         (f"{TABLE}/owners", "pigeon"),
         (f"{TABLE}/output_dtype", "FP1"),

@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell
+from tests.support.drifting_ids import Stream, compare
 from tests.support.loops import drain
 from tests.support.managed_collisions import (
     BAGS,
@@ -408,3 +409,13 @@ def touched_against_all(rank: int, world_size: int) -> float:
 
 def test_averages_know_rows_that_were_reset(ranks4: RankPool) -> None:
     assert max(ranks4.run(touched_against_all)) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_long_stream_trains_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Through a kill, a resume, another mesh, and TorchRec's unsharded module."""
+    compared = compare(Stream(400, 300, 7), tmp_path, timeout_s=120)
+    assert len(compared.gaps) == 3
+    assert max(compared.gaps.values()) < 1e-6
+    assert compared.maps_are_equal
+    assert compared.num_evicted > 300

@@ -106,7 +106,7 @@ def assert_close(losses: Losses, expected: Losses, tolerance: float) -> None:
 
 def gap(losses: Losses, others: Losses) -> float:
     pairs = zip([*losses[0], *losses[1]], [*others[0], *others[1]], strict=True)
-    return max(abs(one - other) for one, other in pairs)
+    return max(abs(ours - theirs) for ours, theirs in pairs)
 
 
 def with_tables(table_dtype: str, seed: int | None, folder: Path) -> TrainConfig:
@@ -152,8 +152,8 @@ def test_tables_in_16_bits_train_as_the_plain_model(
             equal = torch.cat(run_tables).float() == ends[-1]
             assert equal.float().mean() > 0.998
     # Roundings differ, so that the comparison can fail.
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert (ends[one] == ends[other]).float().mean() < 0.9
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert (ends[first] == ends[second]).float().mean() < 0.9
 
 
 def autocast_beside_plain(rank: int, world_size: int) -> tuple[dict[str, Losses], Losses]:

@@ -43,7 +43,7 @@ from tests.fuzz.state import (
 from tests.support.devices import copied, rank_device
 from tests.support.managed_collisions import hour_of
 from tests.support.parity import FUSED
-from torchrec_2dsp._compat.hashed_id_maps import HashedIdMap
+from torchrec_2dsp._compat.id_maps import HashedIdMap
 
 _see = HashedIdMap.see
 

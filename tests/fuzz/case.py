@@ -148,7 +148,7 @@ class ModuleCase(Strict):
     frozen_positions: bool = False
     """True if position weights aren't trained."""
     by_feature: bool = False
-    """Whether each feature has a module for its position weights, or most share one."""
+    """True if each feature has a module for its position weights, and most don't share one."""
     evicts: str = ""
     """The policy of its tables' id maps, ``"lfu"``, ``"lru"``, ``"distance"`` or one of
     `HASHED_POLICIES`; empty if ids are rows. The fields below are for maps."""

@@ -39,7 +39,7 @@ class PositionWeights:
         sizes = [self._initial[key].numel() for key in keys]
         self._starts = dict(zip(keys, itertools.accumulate(sizes, initial=0), strict=False))
         self.num_trained = sum(sizes)
-        """How many of them are trained."""
+        """The number of them that are trained."""
 
     def of(self, values: torch.Tensor, key: tuple[int, int], lookups: Lookups) -> torch.Tensor:
         """Return what each id's row is multiplied by.

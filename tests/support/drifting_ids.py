@@ -31,7 +31,7 @@ from torchrec_2dsp.parallel.checkpoint.load import load_weights
 
 NUM_RANKS, SIZE = 4, 16
 EVERY = 20
-"""How many times half of the ids change."""
+"""The times that half of the ids change."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Stream:
 
     @property
     def saved_at(self) -> tuple[int, int, int]:
-        """How many steps checkpoints have.
+        """The numbers of steps of the checkpoints.
 
         The last one follows an eviction: TorchRec's module doesn't load what its map has seen.
         """
@@ -99,7 +99,7 @@ class StreamTwin(Twin):
 
 
 class Leg(NamedTuple):
-    """What one rank has trained."""
+    """One rank's part of a leg."""
 
     losses: list[float]
     moments: dict[int, torch.Tensor]
@@ -141,7 +141,7 @@ class Compared:
     maps_are_equal: bool
     """True if the unsharded module's map ends as the twin's."""
     num_evicted: int
-    """How many rows the map has given to other ids."""
+    """The number of rows that the map has given to other ids."""
 
 
 def compare(stream: Stream, folder: Path, timeout_s: float) -> Compared:

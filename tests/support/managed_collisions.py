@@ -230,9 +230,9 @@ class Twin:
     hot_rows: dict[tuple[str, int], int] = field(default_factory=dict)
     """The rows that hot ids have now."""
     num_cooled: int = 0
-    """How often a hot id has lost its row."""
+    """The times that a hot id has lost its row."""
     num_back: int = 0
-    """How often it has got one again, after it had lost one."""
+    """The times that it has got one again."""
 
     def __post_init__(self) -> None:
         self.model, cell = ManagedModel(self.case, OneThreadHashZch), self.case.cell

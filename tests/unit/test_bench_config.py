@@ -134,6 +134,12 @@ def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], message: st
     assert message in str(caught.value)
 
 
+def test_tables_that_torchrec_cant_look_up_are_refused() -> None:
+    with pytest.raises(tdsp.errors.ConfigError, match="can't look up tables in bf16 on a CPU"):
+        load_config(BenchConfig, "bench", ["model.table_dtype=bf16"])
+    load_config(BenchConfig, "bench", ["model.table_dtype=fp16"])
+
+
 def test_fewer_rounds_than_a_median_needs_are_refused() -> None:
     with pytest.raises(tdsp.errors.ConfigError, match=r"schedule\.rounds=3"):
         config_of({"plain": {"kind": "stock"}}, schedule={"rounds": 3})

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from tests.support.hash_zch import OneThreadHashZch, at_hour
 from tests.support.managed_collisions import behind_maps
 from tests.support.planning import BATCH, EXACT, LINK, TWO, calibration, cost, only_the_link
-from torchrec_2dsp._compat.hashed_id_maps import HashedIdMap, unequal_on_ranks
+from torchrec_2dsp._compat.id_maps import HashedIdMap, unequal_on_ranks
 from torchrec_2dsp.cost.calibration import KernelCost
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, IdMapWork, Workload

@@ -20,7 +20,8 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
-from torchrec_2dsp._compat.managed_collisions import id_maps_of, rows_per_batch
+from torchrec_2dsp._compat.id_maps import id_map_of
+from torchrec_2dsp._compat.managed_collisions import id_maps_of
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
@@ -432,7 +433,7 @@ def _id_map_work(module: nn.Module, tables: Mapping[str, TableWork]) -> IdMapWor
     }
     return IdMapWork(
         ids_per_sample=sum(tables[name].ids_per_sample for name in maps),
-        num_rows=sum(rows_per_batch(id_map) for id_map in maps.values()),
+        num_rows=sum(id_map_of(id_map).rows_per_batch for id_map in maps.values()),
     )
 
 

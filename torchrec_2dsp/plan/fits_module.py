@@ -41,7 +41,7 @@ from torchrec_2dsp._compat.feature_processors import (
     processors_in,
     trains_processors,
 )
-from torchrec_2dsp._compat.hashed_id_maps import unequal_on_ranks
+from torchrec_2dsp._compat.id_maps import unequal_on_ranks
 from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of, table_configs
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.access.table_access import HotSet

@@ -18,7 +18,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from torchrec_2dsp._compat.feature_processors import collection_in, processors_in, trains_processors
-from torchrec_2dsp._compat.hashed_id_maps import id_map_of
+from torchrec_2dsp._compat.id_maps import id_map_of
 from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import agreeing

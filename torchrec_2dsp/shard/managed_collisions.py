@@ -28,12 +28,9 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from torchrec_2dsp._compat.hashed_id_maps import IdMap, id_map_of
+from torchrec_2dsp._compat.id_maps import NO_HISTORY, History, IdMap, hour_now, id_map_of
 from torchrec_2dsp._compat.managed_collisions import (
     MAP_NAMES,
-    NO_HISTORY,
-    History,
-    hour_now,
     id_maps_of,
     returns_features,
     table_configs,

@@ -75,7 +75,7 @@ class HotIds:
     by_feature: Mapping[str, torch.Tensor]
     """The same row ids by feature that looks the table up."""
     hot_sets: Mapping[str, HotSet] = field(default_factory=dict)
-    """What the user has named: these rows, or ids that an id map gave them."""
+    """The sets as the user named them: these rows, or ids that an id map gave them."""
     _joined: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """All features' row ids in one list, by a batch's features; see `_join`."""
 

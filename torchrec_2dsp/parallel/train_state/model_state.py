@@ -15,7 +15,7 @@ from torchrec_2dsp._compat.fbgemm import (
     set_iteration,
     set_learning_rate,
 )
-from torchrec_2dsp._compat.managed_collisions import History
+from torchrec_2dsp._compat.id_maps import History
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import CheckpointError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D

@@ -311,6 +311,11 @@ class BenchConfig(Section):
     @model_validator(mode="after")
     def _check_kinds(self) -> "BenchConfig":
         check_pair(self.data, self.model)
+        if self.model.table_dtype == "bf16" and self.schedule.device == "cpu":
+            raise ValueError(
+                "model.table_dtype='bf16': TorchRec, with which all is compared, can't look up "
+                "tables in bf16 on a CPU; use 'fp16'"
+            )
         for name, own in self.planned.items():
             device = self.schedule.device
             check_balance(f"contestants.{name}", own.balance, own.dense, self.model, device)

@@ -28,19 +28,14 @@ class _DenseSection(Section):
     @property
     def text(self) -> str:
         """All differences from DDP in fp32, in words; empty if there are none."""
-        return self.kind_text
+        is_fp32 = getattr(self, "autocast", "fp32") == "fp32"
+        return ", ".join(filter(None, (self.kind_text, "" if is_fp32 else "computed in bf16")))
 
 
 class _AutocastSection(_DenseSection):
     autocast: Literal["fp32", "bf16"] = "fp32"
     """The type in which `torch.autocast` lets training multiply matrices. Weights, lookups,
     gradients between ranks and evaluations stay in fp32."""
-
-    @property
-    def text(self) -> str:
-        """All differences from DDP in fp32, in words; empty if there are none."""
-        computed = "" if self.autocast == "fp32" else f"computed in {self.autocast}"
-        return ", ".join(filter(None, (self.kind_text, computed)))
 
 
 class _WarmUp(_AutocastSection):

@@ -1,34 +1,251 @@
-"""TorchRec's map with a slot for each id near the id's hash, which a CPU can't train in TorchRec.
+"""Id maps: TorchRec's modules that give rows to ids, and the state that they don't save.
 
-FBGEMM has a kernel that finds ids' slots, and one that gives slots to new ids too. The second one
-runs on GPUs alone, where threads race for slots, so that copies of a map would differ. Here the
-first one finds hashes and slots, and `HashedIdMap.see` gives slots as the second one does if a
-single thread takes all ids in turn.
+TorchRec has two kinds. One keeps its ids sorted and gives rows at intervals
+(`MCHManagedCollisionModule`). The other has a slot for each id near the id's hash, and evicts ids
+that weren't seen for some hours (`HashZchManagedCollisionModule`). FBGEMM has a kernel that finds
+slots, and one that gives slots to new ids too. The second one runs on GPUs alone, where threads
+race for slots, so that copies of a map would differ. Here the first one finds hashes and slots, and
+`HashedIdMap.see` gives slots as the second one does if a single thread takes all ids in turn.
 """
 
+import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torchrec.modules.hash_mc_evictions import HashZchEvictionPolicyName as Policy
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule, TrainInputMapper
-from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
-
-from torchrec_2dsp._compat.managed_collisions import (
-    NO_HISTORY,
-    History,
-    IdMapBase,
-    SortedIdMap,
-    mixed,
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionModule,
+    MCHEvictionPolicy,
+    MCHManagedCollisionModule,
+    _mch_remap,
+    probabilistic_threshold_filter,
 )
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from torchrec_2dsp.errors import UnsupportedError
+
+_POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
+
 
 _IDS = HashZchManagedCollisionModule.IDENTITY_BUFFER
 _FREE = -1
-"""What TorchRec writes into a slot in place of an id."""
+"""The number in a slot without an id, as TorchRec writes it."""
 _FOREVER = 2**30
 """More hours than there were, and few enough for TorchRec's numbers."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The state of an id map beside its buffers, which are all that TorchRec saves."""
+
+    iteration: int
+    """The batches so far; -1 if the buffers tell."""
+    last_eviction: int
+    """The batch after which rows were last given to ids."""
+    size: int
+    """The number of ids remembered between two of these; -1 before the first batch decides."""
+    ids: torch.Tensor
+    """The ids since."""
+    metadata: Mapping[str, torch.Tensor]
+    """The policy's facts about each."""
+
+
+NO_HISTORY = History(-1, -1, -1, torch.empty(0, dtype=torch.int64), {})
+"""A map's history before its first batch, or after its buffers were loaded."""
+
+
+def hour_now() -> int:
+    """Return the hours since 1970, by which hashed maps evict."""
+    return int(time.time() / 3600)
+
+
+class IdMapBase:
+    """A module of TorchRec's, with the operations by which ranks keep copies of it equal."""
+
+    module: Any
+    """TorchRec's module."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids as the map sees them."""
+        return ids
+
+    def takes(self, ids: torch.Tensor) -> bool:
+        """Return whether the map can have all ids."""
+        return True
+
+    @property
+    def rows_per_batch(self) -> float:
+        """The rows that a batch goes through, in the mean: ranks compare all of them."""
+        return self.module.output_size()
+
+    def changing(self) -> Sequence[str]:
+        """Return the buffers that the next batch may change."""
+        return list(self.module.state_dict())
+
+    def described(self: Any) -> str:
+        """Return all that must be equal on all ranks, as a text."""
+        digest = hashlib.blake2b(digest_size=8)
+        state = dict(sorted(self.module.state_dict().items())) | {"ids": self.history().ids}
+        if not any(value.is_meta for value in state.values()):
+            for value in state.values():
+                digest.update(value.cpu().numpy().tobytes())
+        return f"{self.options()}, state {digest.hexdigest()}"
+
+    def copied_to(self: Any, device: torch.device) -> Any:
+        """Return a map with the same state on a device; one on the meta device has none."""
+        copied = type(self)(self.empty_on(device).train(self.module.training))
+        state = self.module.state_dict()
+        if not any(value.is_meta for value in state.values()):
+            copied.module.load_state_dict(state)
+            copied.set_history(self.history())
+        return copied
+
+
+class SortedIdMap(IdMapBase):
+    """A map by `MCHManagedCollisionModule`, which keeps its ids sorted."""
+
+    module: MCHManagedCollisionModule
+
+    def unequal(self, config: Any) -> str | None:
+        """Return why copies might differ: unknown policies, and filters that draw numbers."""
+        policy: MCHEvictionPolicy = self._policy
+        if type(policy) not in _POLICIES:
+            return f"evicts by {type(policy).__name__}, of which copies on all ranks may differ"
+        admit: Any = policy._threshold_filtering_func
+        if (admit.func if isinstance(admit, partial) else admit) is probabilistic_threshold_filter:
+            return "admits ids by numbers that each rank draws for itself (probabilistic_...)"
+        return None
+
+    @property
+    def _policy(self) -> MCHEvictionPolicy:
+        return self.module._eviction_policy
+
+    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids by the map's hash function."""
+        return self.module.preprocess({"": _jagged([ids])})[""].values()
+
+    def see(self, ids_by_feature: Sequence[torch.Tensor], hour: int) -> torch.Tensor | None:
+        """Let TorchRec remember the ids, and give rows to ids if an interval has ended."""
+        self.module.profile({"": _jagged(ids_by_feature)})
+        return self.module.evict()
+
+    def rows_of(self, ids: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the ids' rows; the last row has those that the map doesn't know."""
+        module = self.module
+        raw = buffers.get("_mch_sorted_raw_ids", module._mch_sorted_raw_ids)
+        rows = buffers.get("_mch_remapped_ids_mapping", module._mch_remapped_ids_mapping)
+        return _mch_remap({"": _jagged([ids])}, raw, rows, self._last_row)[""].values()
+
+    @property
+    def _last_row(self) -> int:
+        return self.module._output_global_offset + self.module.output_size() - 1
+
+    def owned_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows that belong to some ids, ascending; the last row belongs to none."""
+        rows = self.rows_of(ids, {}).unique()
+        return rows[rows != self._last_row]
+
+    @property
+    def rows_per_batch(self) -> float:
+        """The rows that a batch goes through, in the mean: all of them at intervals."""
+        return self.module.output_size() / self.module._eviction_interval
+
+    @property
+    def batches_seen(self) -> int:
+        """The number of batches, which is part of the saved state."""
+        return int(cast(Any, self.module._current_iter_tensor))
+
+    def changing(self) -> Sequence[str]:
+        """Return all buffers if an interval ends, and else the counter of batches."""
+        iteration, last = self.module._current_iter, self.module._last_eviction_iter
+        if iteration < 0:
+            iteration = last = self.batches_seen
+        ends = iteration + 1 - last == self.module._eviction_interval
+        return super().changing() if ends else ["_current_iter_tensor"]
+
+    def history(self) -> History:
+        """Copy the ids that were seen since the last interval."""
+        module = self.module
+        num_ids = module._current_history_buffer_offset
+        no_ids = torch.empty(0, dtype=torch.int64)
+        return History(
+            module._current_iter,
+            module._last_eviction_iter,
+            module._input_history_buffer_size,
+            module._history_accumulator[:num_ids].clone() if num_ids else no_ids,
+            {name: value[:num_ids].clone() for name, value in module._history_metadata.items()},
+        )
+
+    def set_history(self, history: History) -> None:
+        """Continue from another map's history."""
+        module = self.module
+        module._current_iter = history.iteration
+        module._last_eviction_iter = history.last_eviction
+        module._input_history_buffer_size = history.size
+        module._current_history_buffer_offset = num_ids = history.ids.numel()
+        if history.size < 0:
+            return
+        module._history_accumulator = _filled(history.ids, history.size, module.device)
+        for name in history.metadata:
+            values = _filled(history.metadata[name], history.size, module.device)
+            module.register_buffer(f"_history_{name}", values, persistent=False)
+            module._history_metadata[name] = values
+        assert num_ids <= history.size
+
+    def fingerprint(self) -> int:
+        """Return a number that depends on each id's row."""
+        rows = self.module._mch_remapped_ids_mapping
+        return _mixed(self.module._mch_sorted_raw_ids * 0x9E3779B1 ^ rows * 0x85EBCA6B)
+
+    def empty_on(self, device: torch.device) -> MCHManagedCollisionModule:
+        """Return a module of the same rows and options."""
+        module = self.module
+        first = module._output_global_offset
+        ends = [first, first + module.output_size()]
+        if not module._mch_sorted_raw_ids.is_meta:
+            ends = [end for end in module._output_segments_tensor.tolist() if end >= 0]
+        rows = (first, first + module.output_size())
+        return module.rebuild_with_output_id_range(rows, ends, device)
+
+    def options(self) -> str:
+        """Return policy, interval, sizes and hash function."""
+        hashed = self.module._input_hash_func
+        return (
+            f"{type(self._policy).__name__}, every {self.module._eviction_interval} batches, "
+            f"{self.module.output_size()} rows, ids below {self.module.input_size()}, "
+            f"{getattr(hashed, '__qualname__', type(hashed).__name__)}"
+        )
+
+
+def _jagged(ids_by_feature: Sequence[torch.Tensor]) -> JaggedTensor:
+    """Return a table's ids as TorchRec hands them to its map, which looks at values alone."""
+    lengths = [ids.numel() for ids in ids_by_feature]
+    values = torch.cat(list(ids_by_feature))
+    return JaggedTensor(values, lengths=torch.tensor(lengths, device=values.device))
+
+
+def _filled(values: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
+    filled = torch.zeros(size, dtype=torch.int64, device=device)
+    filled[: values.numel()] = values
+    return filled
+
+
+def _mixed(numbers: torch.Tensor) -> int:
+    """Sum up numbers, one for each id and its row."""
+    # Squared, since a plain sum wouldn't tell which id has which row.
+    return int((numbers * numbers).sum())
 
 
 class HashedIdMap(IdMapBase):
@@ -180,7 +397,7 @@ class HashedIdMap(IdMapBase):
         ids, ends = self.module._hash_zch_identities, self.module._hash_zch_metadata
         slots = torch.arange(len(ids), device=ids.device)[:, None]
         numbers = ids * 0x9E3779B1 ^ slots * 0x85EBCA6B
-        return mixed(numbers if ends is None else numbers ^ ends.long() * 0xC2B2AE35)
+        return _mixed(numbers if ends is None else numbers ^ ends.long() * 0xC2B2AE35)
 
     def empty_on(self, device: torch.device) -> HashZchManagedCollisionModule:
         """Return a module of the same rows and options."""
@@ -270,7 +487,9 @@ _KINDS: dict[type, type[IdMap]] = {
 
 
 def id_map_of(module: Any) -> IdMap:
-    """Return a managed collision module as an id map."""
+    """Return a managed collision module as an id map; `UnsupportedError` for an unknown one."""
+    if type(module) not in _KINDS:
+        raise UnsupportedError(f"{type(module).__name__} isn't an id map that is known here")
     return _KINDS[type(module)](module)
 
 

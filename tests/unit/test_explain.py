@@ -27,7 +27,6 @@ from torchrec_2dsp.planner.explanation import Explanation, pareto_front
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.placement import Tried
 from torchrec_2dsp.planner.search.space import Space
-from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.config.config_file import load_config
 from torchrec_2dsp.programs.config.machines import Slower
@@ -369,7 +368,6 @@ def test_unknown_stays_unknown_and_nothing_stays_as_it_is() -> None:
         (PlanConfig, "demo", "demo is a config for train, with [runs]; give one for plan"),
         (PlanConfig, "bench_criteo", "is a config for bench, with [contestants]; give one for"),
         (TrainConfig, "plan", "is a config for plan, with [machines]; give one for train, with"),
-        (BenchConfig, "bench_sync", "is a config for bench-sync, with [syncs]; give one for bench"),
     ],
 )
 def test_a_config_of_another_command_is_named_in_one_sentence(

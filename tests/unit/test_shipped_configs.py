@@ -10,7 +10,6 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.programs.bench.config import BenchConfig
-from torchrec_2dsp.programs.bench.syncs import SyncBenchConfig
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.config.config_file import find_config, load_config, shipped_configs
 from torchrec_2dsp.programs.plan import PlanConfig
@@ -45,7 +44,6 @@ def test_every_run_is_a_config_of_a_program() -> None:
         "bench_criteo": BenchConfig,
         "bench_dense": BenchConfig,
         "bench_sequences": BenchConfig,
-        "bench_sync": SyncBenchConfig,
         "criteo": TrainConfig,
         "demo": TrainConfig,
         "dense_async_quality": TrainConfig,
@@ -138,7 +136,7 @@ def test_an_unknown_calibration_names_its_key_and_those_that_ship() -> None:
         load_config(PlanConfig, "plan", ["machines.calibration=1gbit"])
 
 
-@pytest.mark.parametrize("command", ["train", "bench", "bench-sync", "plan", "simulate"])
+@pytest.mark.parametrize("command", ["train", "bench", "plan", "simulate"])
 def test_every_command_with_a_config_takes_names(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +147,7 @@ def test_every_command_with_a_config_takes_names(
     assert result.exit_code == 2
     assert "error: 'dmo' is no file, and no config of that name ships" in result.stderr
     assert (
-        "bench_criteo, bench_dense, bench_sequences, bench_sync, criteo, demo, "
+        "bench_criteo, bench_dense, bench_sequences, criteo, demo, "
         "dense_async_quality, dense_async_sequences, dense_quality, fewer_bits_quality, "
         "movielens, plan" in result.stderr
     )

@@ -225,7 +225,7 @@ class WeightSync:
 
     dense_above: float | None = None
     """The share of a shard's rows from which on the whole shard is averaged, 0 to 1; `None` for
-    one that is not too high on the fastest of links. `bench-sync` finds it for a network."""
+    one that is not too high on the fastest of links."""
 
     def __post_init__(self) -> None:
         _check_interval(self)

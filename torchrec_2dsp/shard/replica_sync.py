@@ -111,7 +111,7 @@ def _average(
     """Return the action for the shards' tensors that ``is_synced`` names."""
     num_peers, peers = groups.mesh.num_groups, groups.replica_peers
     by_kernel = [
-        [synced_shard(shard, is_synced, num_peers, sync) for shard in kernel.shards()]
+        [_synced_shard(shard, is_synced, num_peers, sync) for shard in kernel.shards()]
         for kernel in kernels
     ]
     shards = [shard for of_kernel in by_kernel for shard in of_kernel]
@@ -146,7 +146,7 @@ def copied_shards(
     ]
 
 
-def synced_shard(
+def _synced_shard(
     shard: TableShard, is_synced: Callable[[str], bool], num_peers: int, sync: WeightSync
 ) -> SyncedShard:
     """Describe a shard to an average."""

@@ -20,7 +20,7 @@ their processes, ``worker`` is one contestant on one rank, ``contestants`` build
 ``replay`` is a ceiling's backend, ``machine`` reads the operating system, ``tracing`` profiles
 steps, ``judge`` holds losses against the reference, ``results`` is the JSON. From that,
 ``statistics`` computes figures, ``tables`` and ``labels`` show them, and ``page`` and ``plots``
-write files. ``syncs`` is `bench-sync`, which times syncs without a model around them.
+write files.
 
 Traces are read by ``programs/traces``; training itself is in ``programs/train``, not here.
 """

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.results import BenchSetting
-from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.launch import recorded_versions
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 
@@ -189,22 +189,16 @@ class ComputeProbe:
 
 
 def describe_setting(
-    config: Section,
-    *,
-    title: str,
-    network: str,
-    place: Place,
-    speeds: LinkSpeeds,
-    started: datetime,
+    config: BenchConfig, place: Place, speeds: LinkSpeeds, started: datetime
 ) -> BenchSetting:
     """Describe a benchmark's place and circumstances."""
     return BenchSetting(
-        title=title,
+        title=config.title,
         when=started.strftime("%Y-%m-%d %H:%M"),
         command=_command(place),
         hosts=place.world_size // place.local_world_size,
         ranks_per_host=place.local_world_size,
-        network=network or "network as it is",
+        network=config.network.description or "network as it is",
         cluster=os.environ.get("EMULATED_CLUSTER", ""),
         machine=describe_machine(),
         versions=recorded_versions(),

@@ -153,14 +153,14 @@ def markdown_report(
         parts += ["## Predicted steps of all settings", together]
     if "predicted" in plots:
         parts.append(f"![Predicted against measured steps]({plots['predicted']})")
-    parts += ["## What and where", listed(common), "## Contestants", _contestants(results)]
+    parts += ["## What and where", _listed(common), "## Contestants", _contestants(results)]
     parts += ["## How to read the tables", _columns(summaries)]
     labels = setting_labels(results)
     for index, (result, summary) in enumerate(zip(results, summaries, strict=True)):
         own = {name: text for name, text in facts[index].items() if name not in common}
         if data:
             own["Data"] = f"[{data[index]}]({data[index]})"
-        parts += [f"## {escaped(labels[index])}", listed(own)]
+        parts += [f"## {escaped(labels[index])}", _listed(own)]
         parts += _section(result, summary, plots.get(f"phases_{index + 1}"))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -270,11 +270,11 @@ def _facts(result: BenchResult) -> dict[str, str]:
             f"at most {schedule.max_block_steps:,} steps, after {schedule.warmup_steps:,} to warm "
             f"up; on {schedule.device}; seed {schedule.seed}"
         ),
-        **setting_facts(result.setting),
+        **_setting_facts(result.setting),
     }
 
 
-def setting_facts(setting: BenchSetting) -> dict[str, str]:
+def _setting_facts(setting: BenchSetting) -> dict[str, str]:
     """Return a place and its circumstances by heading."""
     speeds = {
         name: "none" if speed is None else f"{speed / 1e6:,.1f} MB/s"
@@ -296,7 +296,7 @@ def _pairs(texts: Mapping[str, str]) -> str:
     return escaped("; ".join(f"{name} {text}" for name, text in texts.items()))
 
 
-def listed(facts: Mapping[str, str]) -> str:
+def _listed(facts: Mapping[str, str]) -> str:
     """List facts by heading; empty ones are left out."""
     return "\n".join(
         f"- {name}: {text}".replace(": \n", ":\n") for name, text in facts.items() if text

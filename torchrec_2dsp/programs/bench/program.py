@@ -261,14 +261,7 @@ class _Bench:
         ]
         return judged(
             BenchResult(
-                setting=describe_setting(
-                    self._config,
-                    title=self._config.title,
-                    network=self._config.network.description,
-                    place=self._place,
-                    speeds=place.speeds,
-                    started=started,
-                ),
+                setting=describe_setting(self._config, self._place, place.speeds, started),
                 reference=self._config.reference,
                 contestants=tuple(results),
                 dense_from=predicted.dense_from,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from torchrec_2dsp.programs.cli.access import access
-from torchrec_2dsp.programs.cli.bench import bench, bench_compare, bench_report, bench_sync
+from torchrec_2dsp.programs.cli.bench import bench, bench_compare, bench_report
 from torchrec_2dsp.programs.cli.calibrate import calibrate
 from torchrec_2dsp.programs.cli.cluster import cluster
 from torchrec_2dsp.programs.cli.doctor import doctor
@@ -26,7 +26,6 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     bench,
     bench_report,
     bench_compare,
-    bench_sync,
     calibrate,
     plan,
     simulate,

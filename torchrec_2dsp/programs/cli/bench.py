@@ -1,4 +1,4 @@
-"""`bench`, `bench-report`, `bench-compare` and `bench-sync`: compare ways to train, and show it."""
+"""`bench`, `bench-report` and `bench-compare`: compare ways to train, and show it."""
 
 import os
 from pathlib import Path
@@ -264,65 +264,3 @@ def bench_compare(
         text = f"The runs don't agree: medians more than {limit} apart, failures, or turned orders."
         console.print(Text(text, style="bold red"))
         raise typer.Exit(code=1)
-
-
-@shown_errors()
-def bench_sync(
-    config: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="What to compare: bench_sync, which ships, or a TOML file.",
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change a value, such as repeats=9. Can be repeated.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a report here, such as out.md, its plot to out.svg and its numbers to "
-            "out.json."
-        ),
-    ] = None,
-) -> None:
-    """Time ways to keep copies of a table shard equal, by how many of its rows have changed.
-
-    Start it with torchrun, which starts the ranks:
-
-    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench-sync --config bench_sync
-    """
-    from torchrec_2dsp.programs.bench.syncs import (
-        SyncBenchConfig,
-        run_sync_bench,
-        shards_of,
-        sync_plot,
-        sync_report,
-        table_of_shard,
-    )
-    from torchrec_2dsp.programs.config.config_file import load_config
-    from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
-
-    quiet_upstream()
-    comparison = load_config(SyncBenchConfig, config, overrides or [])
-    with launched_world("cpu", "bench-sync") as rank:
-        if rank:
-            run_sync_bench(comparison)
-            return
-        console = Console()
-        check_writable(output)
-        result = run_sync_bench(comparison, lambda line: console.print(line, soft_wrap=True))
-        for title, times in shards_of(result).items():
-            console.print(f"\n{title}")
-            console.print(table_of_shard(result, times))
-        if output is not None:
-            plot, data = output.with_suffix(".svg"), output.with_suffix(".json")
-            result.save(data)
-            sync_plot(result, plot)
-            output.write_text(sync_report(result, plot=plot.name, data=data.name))
-            console.print(f"wrote {output}, {plot} and {data}", soft_wrap=True)

@@ -68,7 +68,7 @@ def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "
 
 
 Config = TypeVar("Config", bound=BaseModel)
-_COMMANDS = {"runs": "train", "contestants": "bench", "machines": "plan", "syncs": "bench-sync"}
+_COMMANDS = {"runs": "train", "contestants": "bench", "machines": "plan"}
 """The commands that take configs, by a section that only that command's configs have."""
 _BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
 PathBesideConfig = Annotated[str, _BESIDE_CONFIG, AfterValidator(os.path.expanduser)]

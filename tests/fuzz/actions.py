@@ -57,6 +57,8 @@ class Action:
     """The number of the batch that it looks up."""
     hot: int = 0
     """How often the hot sets had been refreshed when that batch was distributed."""
+    distributed_again: int = -1
+    """The action in which a pipeline that is attached again distributes it for a second time."""
 
     @property
     def in_stream(self) -> bool:
@@ -121,7 +123,7 @@ def _distributed_ahead(actions: list[Action], loop: str) -> list[Action]:
     num_ahead = _NUM_AHEAD[loop]
     stream = [index for index, action in enumerate(actions) if action.in_stream]
     now = {index: actions[index].hot for index in range(len(actions))}
-    hot_of = {}
+    hot_of, again = {}, {}
     for place, index in enumerate(stream):
         # Before the first step there is nobody to refresh; later batches are distributed in the
         # step of a batch before them.
@@ -129,8 +131,9 @@ def _distributed_ahead(actions: list[Action], loop: str) -> list[Action]:
         # Attached again, it distributes its batch anew: at once after an evaluation, else then.
         for other in range(stream[place - 1] + 1, index) if place else ():
             if actions[other].kind in ("detach", "detach_eval"):
-                hot_of[index] = now[index if actions[other].kind == "detach" else other]
+                again[index] = index if actions[other].kind == "detach" else other
+                hot_of[index] = now[again[index]]
     return [
-        Action(action.kind, action.batch, hot_of.get(index, action.hot))
+        Action(action.kind, action.batch, hot_of.get(index, action.hot), again.get(index, -1))
         for index, action in enumerate(actions)
     ]

@@ -171,7 +171,7 @@ def make_plan(case: Case) -> tdsp.Plan2D:
             num_groups=1 if table.once else None,
         )
         if table.hot != "none":
-            plan = tdsp.pin(plan, name, hot_rows=table.hot_rows)
+            plan = tdsp.pin(plan, name, hot_rows=case.hot_ids(name))
     return plan
 
 

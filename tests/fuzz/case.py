@@ -338,6 +338,15 @@ class Case(Strict):
         """All tables of the model by their names."""
         return {name: table for tables in self.tables_by_module for name, table in tables.items()}
 
+    def hot_ids(self, table: str, num_refreshes: int = 0) -> tuple[int, ...]:
+        """Return a table's hot rows after so many refreshes, behind an id map their ids."""
+        of_table, module = self.tables[table], self.modules[self.module_of(table)]
+        rows = of_table.refreshed_hot_rows if num_refreshes % 2 else of_table.hot_rows
+        if not module.evicts or of_table.chosen_hot:
+            return rows
+        # As numbers of 64 bits, which wrap around.
+        return tuple(sorted((torch.tensor(rows) * module.id_step).tolist()))
+
     def module_of(self, table: str) -> int:
         """Return the number of a table's module."""
         return next(n for n, tables in enumerate(self.tables_by_module) if table in tables)

@@ -329,7 +329,7 @@ def _settled_table(
         "row_per_host": table.sharding == "row_wise",
     }
     exchange = table.exchange if allowed[table.exchange] else "pooled"
-    may_be_hot = table.sharding != "data_parallel" and not is_shared and not module.evicts
+    may_be_hot = table.sharding != "data_parallel" and not is_shared
     return replace(
         table,
         exchange=exchange,

@@ -20,6 +20,8 @@ from torchrec_2dsp.shard.initial_tables import drawn_rows
 Maps = dict[str, Any]
 IdMapState = dict[str, torch.Tensor]
 """The buffers of all maps, by table and name."""
+HotRows = dict[str, torch.Tensor]
+"""The hot rows of all tables."""
 Evicted = tuple[str, torch.Tensor, torch.Tensor]
 """A table, rows of it, and their new weights."""
 
@@ -48,6 +50,8 @@ class IdMaps:
         """Training batches that were distributed and not looked up, by action: the maps before, and
         what they evict."""
         self._mapped: dict[int, list[LocalBatch]] = {}
+        self._hot: dict[int, HotRows] = {}
+        """The hot rows of each action's batch: of hot ids, when it was distributed."""
 
     def _fresh(self) -> Maps:
         return {
@@ -79,20 +83,44 @@ class IdMaps:
             of_table.load_state_dict({name: state[f"{table}.{name}"] for name in names})
 
     def distribute(self, action: int) -> None:
-        """Map the batches that are distributed in an action, as its mode says."""
+        """Map the batches that are distributed in an action, as its mode says, and split them."""
+        for index, other in enumerate(self._actions):
+            if other.distributed_again == action:
+                self._hot[index] = self._hot_rows(index)
         is_training = self._actions[action].kind not in ("evaluate", "detach_eval", "reordered")
-        for index in self._distributed[action] if self._maps else ():
-            batches, maps = self._batches(self._actions[index].batch), self._maps
-            if is_training:
-                before = copy.deepcopy(maps)
-                self._waiting[index] = before, list(self._profiled(batches))
-            elif not self._actions[index].in_stream:
-                maps = self._trained
-            self._mapped[index] = [self._with_rows(batch, maps) for batch in batches]
+        for index in self._distributed[action]:
+            if self._maps:
+                self._map(index, is_training=is_training)
+            self._hot[index] = self._hot_rows(index)
+
+    def _map(self, index: int, *, is_training: bool) -> None:
+        """Map an action's batches."""
+        batches, maps = self._batches(self._actions[index].batch), self._maps
+        if is_training:
+            before = copy.deepcopy(maps)
+            self._waiting[index] = before, list(self._profiled(batches))
+        elif not self._actions[index].in_stream:
+            maps = self._trained
+        self._mapped[index] = [self._with_rows(batch, maps) for batch in batches]
 
     def mapped(self, action: int, batches: list[LocalBatch]) -> list[LocalBatch]:
         """Return the batches that an action looks up, with rows in place of mapped ids."""
         return self._mapped[action] if self._maps else batches
+
+    def hot_rows(self, action: int) -> HotRows:
+        """Return the hot rows of the batch that an action looks up."""
+        return self._hot[action]
+
+    def _hot_rows(self, action: int) -> HotRows:
+        """Return the rows that belong now to the ids that are hot in an action's batch."""
+        rows = {}
+        for table in self._case.tables:
+            ids = torch.tensor(
+                self._case.hot_ids(table, self._actions[action].hot), dtype=torch.int64
+            )
+            of_table = self._maps.get(table)
+            rows[table] = ids if of_table is None else _rows_with(of_table, ids)
+        return rows
 
     def evicted_until(self, action: int) -> Iterator[Evicted]:
         """Yield what to reset before an action's lookup."""
@@ -147,6 +175,15 @@ def _see(of_table: Any, ids: list[torch.Tensor]) -> int:
         of_table.remap({"": JaggedTensor(torch.cat(ids), lengths=sizes, weights=sizes)})
     of_table.num_batches += 1
     return of_table.num_batches
+
+
+def _rows_with(of_table: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows that a map has given to some ids, ascending."""
+    state = of_table.state_dict()
+    if isinstance(of_table, OneThreadHashZch):
+        return torch.isin(state["_hash_zch_identities"][:, 0], ids).nonzero().squeeze(1)
+    rows = state["_mch_remapped_ids_mapping"][torch.isin(state["_mch_sorted_raw_ids"], ids)]
+    return rows.sort().values
 
 
 def _jagged(ids: torch.Tensor, num_features: int = 1) -> JaggedTensor:

@@ -27,7 +27,7 @@ from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
 from tests.fuzz.dense_oracle import DenseNet, DenseState, NetPass, PositionWeights
-from tests.fuzz.id_maps import IdMaps, IdMapState
+from tests.fuzz.id_maps import HotRows, IdMaps, IdMapState
 from tests.fuzz.state import ADAMS, LR, Noise, TableState, initial_tables, parts_of_case
 
 _BY_HOST = ("table_row_wise", "grid_shard")
@@ -256,6 +256,7 @@ class _Simulation:
         self._columns = list(_columns(case))
         self._saved: tuple[dict[str, TableState], DenseState, IdMapState] | None = None
         self._id_maps = IdMaps(case, self._batches)
+        self._hot_rows: HotRows = {}
 
     def run(self) -> Expected:
         expected = Expected()
@@ -329,14 +330,15 @@ class _Simulation:
     def _look_up_all(
         self, index: int, action: Action, expected: Expected, number: int
     ) -> list[tuple[LocalBatch, NetPass, torch.Tensor]]:
+        self._hot_rows = self._id_maps.hot_rows(index)
         for part in self._parts:
-            part.hold(action.hot)
+            part.hold(action.hot, self._hot_rows)
         looked_up = []
         for table, rows, values in self._id_maps.evicted_until(index):
             self._states[table].reset(rows, values)
             expected.num_evicted += len(rows)
         for rank, batch in enumerate(self._id_maps.mapped(index, self._batches(number))):
-            bags = [self._pool(batch, column, rank, action.hot) for column in self._columns]
+            bags = [self._pool(batch, column, rank) for column in self._columns]
             inputs, values = torch.cat(bags, 1).tanh(), self._dense.values[rank]
             net_pass = self._net.forward(values, inputs, batch.uses_shortcut)
             errors = net_pass.scores - batch.targets.to(self._noise.dtype)
@@ -360,7 +362,7 @@ class _Simulation:
         numbers = batches_of(self._case, action)
         for number in numbers:
             looked_up = self._look_up_all(index, action, expected, number)
-            grads, dense_grads = self._gradients(action, looked_up, 1 / len(numbers))
+            grads, dense_grads = self._gradients(looked_up, 1 / len(numbers))
             for name, grad in grads.items():
                 totals[name] += grad
             dense += dense_grads
@@ -372,14 +374,12 @@ class _Simulation:
 
     def _gradients(
         self,
-        action: Action,
         looked_up: list[tuple[LocalBatch, NetPass, torch.Tensor]],
         share: float,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return each rank's row gradients by table, and its dense gradients, for one batch.
 
         Args:
-            action: the training action.
             looked_up: what `_look_up_all` returned.
             share: the batch's share in the loss.
         """
@@ -396,7 +396,7 @@ class _Simulation:
             for column in self._columns:
                 lookups = batch.features[column.module, column.feature]
                 bags = input_grads[:, column.start : column.start + column.width]
-                wire, hot = self._wires[column.table], self._is_hot(column.table, action.hot)
+                wire, hot = self._wires[column.table], self._is_hot(column.table)
                 shares = self._shares(column, lookups, rank)
                 rows = wire.row_gradients(bags, lookups, shares, hot)
                 grads[column.table][rank].index_add_(0, lookups.ids, rows)
@@ -409,13 +409,13 @@ class _Simulation:
                     ids = batch.sent[column.module, column.feature].ids
                     grads[column.table][rank][ids] += _LOOKED_UP
             for name, wire in self._wires.items():
-                hot = self._is_hot(name, action.hot)
+                hot = self._is_hot(name)
                 grads[name][rank] = wire.summed_gradients(grads[name][rank], hot)
         return grads, dense_grads
 
-    def _pool(self, batch: LocalBatch, column: _Column, rank: int, hot_number: int) -> torch.Tensor:
+    def _pool(self, batch: LocalBatch, column: _Column, rank: int) -> torch.Tensor:
         lookups = batch.features[column.module, column.feature]
-        is_hot = self._is_hot(column.table, hot_number)
+        is_hot = self._is_hot(column.table)
         shares = self._shares(column, lookups, rank)
         weights = self._weights(column, rank)
         return self._wires[column.table].bags(weights, lookups, shares, is_hot)
@@ -423,12 +423,10 @@ class _Simulation:
     def _weights(self, column: _Column, rank: int) -> torch.Tensor:
         return self._states[column.table].weights_of(self._case.mesh.group_of(rank))
 
-    def _is_hot(self, name: str, hot_number: int) -> torch.Tensor:
-        """For each row of a table, whether it is hot after so many refreshes."""
-        table = self._case.tables[name]
-        is_hot = torch.zeros(table.rows, dtype=torch.bool)
-        rows = table.refreshed_hot_rows if hot_number % 2 else table.hot_rows
-        is_hot[list(rows)] = True
+    def _is_hot(self, name: str) -> torch.Tensor:
+        """For each row of a table, whether it is hot in the last batch that was looked up."""
+        is_hot = torch.zeros(self._case.tables[name].rows, dtype=torch.bool)
+        is_hot[self._hot_rows[name]] = True
         return is_hot
 
     def _shares(self, column: _Column, lookups: Lookups, rank: int) -> torch.Tensor:

@@ -304,9 +304,8 @@ class _Run:
 
     def _refresh_hot(self) -> None:
         self._num_refreshes += 1
-        is_odd = self._num_refreshes % 2 == 1
         hot_sets = {
-            name: table.refreshed_hot_rows if is_odd else table.hot_rows
+            name: self._case.hot_ids(name, self._num_refreshes)
             for name, table in self._case.tables.items()
             if table.hot != "none"
         }

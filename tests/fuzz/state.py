@@ -351,6 +351,9 @@ class Part:
         is_repeated = case.groups > 1 and not any(table.once for table in tables.values())
         self._delays_cold = bool(self._delay) and is_repeated
         self._hot_number = 0
+        self._hot_rows = {
+            name: torch.tensor(table.hot_rows, dtype=torch.int64) for name, table in tables.items()
+        }
         self._num_steps = 0
         self._num_lookups = 0
         self._waiting: deque[list[tuple[str, torch.Tensor, torch.Tensor, float, int, bool]]]
@@ -382,11 +385,14 @@ class Part:
         while len(self._waiting) > self._delay:
             self._apply_oldest()
 
-    def hold(self, number: int) -> None:
-        """Apply all updates first if a batch was distributed after other hot set refreshes."""
-        if number != self._hot_number and any(table.hot_rows for table in self._tables.values()):
-            self.read()
-            self._hot_number = number
+    def hold(self, number: int, rows: Mapping[str, torch.Tensor]) -> None:
+        """Apply all updates first if other rows are hot in a batch, or were chosen anew."""
+        own = {name: rows[name] for name in self._tables}
+        is_same = all(torch.equal(own[name], held) for name, held in self._hot_rows.items())
+        if any(table.hot_rows for table in self._tables.values()):
+            if number != self._hot_number or not is_same:
+                self.read()
+            self._hot_number, self._hot_rows = number, own
 
     def read(self) -> None:
         """Make the state complete, and copies equal."""
@@ -400,7 +406,7 @@ class Part:
         """Apply the gradients of one backward, or keep them until they are due."""
         delayed, step = [], self._num_lookups
         for name, table in self._tables.items():
-            state, hot = self._states[name], self._hot_rows(table)
+            state, hot = self._states[name], self._hot_rows[name]
             if state.is_copied:
                 state.train_locally(grads[name], hot, lr, step)
                 state.train_merged(grads[name], hot, lr, step, is_hot=True)
@@ -428,10 +434,6 @@ class Part:
     def _apply_oldest(self) -> None:
         for name, grads, rows, lr, step, is_hot in self._waiting.popleft():
             self._states[name].train_merged(grads, rows, lr, step, is_hot=is_hot)
-
-    def _hot_rows(self, table: TableCase) -> torch.Tensor:
-        rows = table.refreshed_hot_rows if self._hot_number % 2 else table.hot_rows
-        return torch.tensor(rows, dtype=torch.int64)
 
 
 def parts_of_case(case: Case, states: Mapping[str, TableState]) -> list[Part]:

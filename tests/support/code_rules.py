@@ -298,7 +298,7 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 271
-MAX_LINES = {"the library": 41_811, "the programs": 23_230, "tests": 59_284}
+MAX_LINES = {"the library": 41_810, "the programs": 23_230, "tests": 59_334}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

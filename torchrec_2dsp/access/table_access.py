@@ -230,7 +230,7 @@ def _absent(counts: NDArray[np.float64], drawn: float, total: float) -> NDArray[
 
 @dataclass(frozen=True)
 class HotSet:
-    """One table's sorted, distinct row ids.
+    """One table's sorted, distinct row ids; behind an id map, ids of any sign.
 
     Example:
         >>> from torchrec_2dsp import HotSet
@@ -249,8 +249,6 @@ class HotSet:
             raise PlanError(f"HotSet row id {strange[0]!r} is not an integer")
         if any(b <= a for a, b in zip(self.row_ids, self.row_ids[1:], strict=False)):
             raise PlanError("HotSet row ids must be ascending and distinct; use HotSet.of(ids)")
-        if self.row_ids[0] < 0:
-            raise PlanError(f"HotSet row id {self.row_ids[0]} is negative")
 
     @classmethod
     def of(cls, ids: "Iterable[int] | torch.Tensor | HotSet") -> "HotSet":
@@ -295,9 +293,10 @@ class HotSet:
 
     def check_fits(self, table: str, num_rows: int) -> None:
         """Raise if an id lies outside a table with ``num_rows`` rows."""
-        if self.row_ids[-1] >= num_rows:
+        if self.row_ids[0] < 0 or self.row_ids[-1] >= num_rows:
+            outside = min(self.row_ids[0], 0) or self.row_ids[-1]
             raise PlanError(
-                f"hot row {self.row_ids[-1]} of table {table!r} is out of range: the table has "
+                f"hot row {outside} of table {table!r} is out of range: the table has "
                 f"{num_rows} rows (0..{num_rows - 1})"
             )
 

@@ -15,7 +15,7 @@ class TwoDError(Exception):
 
 
 class VersionError(TwoDError, ImportError):
-    """The installed torch, torchrec and fbgemm don't belong together, or lack a name we need."""
+    """The installed torch, torchrec and fbgemm don't belong together."""
 
 
 class UntriedVersionWarning(UserWarning):

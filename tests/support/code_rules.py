@@ -297,8 +297,8 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_FILES = 271
-MAX_LINES = {"the library": 41_810, "the programs": 23_230, "tests": 59_334}
+MAX_FILES = 270
+MAX_LINES = {"the library": 41_698, "the programs": 23_232, "tests": 59_272}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

@@ -69,7 +69,7 @@ def test_an_exception_without_text_is_reported_too() -> None:
 def test_nothing_heavy_runs_on_unsupported_versions() -> None:
     checks = {check.name: check for check in run_health_checks(BROKEN)}
     assert checks["fbgemm"].status is Status.FAILED
-    for name in ("fbgemm operators", "torchrec import", "upstream names", "gloo", "cuda"):
+    for name in ("fbgemm operators", "torchrec import", "gloo", "cuda"):
         assert checks[name].status is Status.SKIPPED
 
 
@@ -176,6 +176,22 @@ def test_an_untried_version_is_a_warning_and_works(tmp_path: Path) -> None:
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stderr.count("UntriedVersionWarning") == 1
     assert f"torchrec_2dsp is not tried with torchrec {UNKNOWN}. Tried are: " in loaded.stderr
+
+
+@pytest.mark.dealt_file
+def test_what_an_untried_version_lacks_is_named(tmp_path: Path) -> None:
+    folder = pretend(tmp_path, UNKNOWN)
+    lacking = "from torchrec.distributed import comm; del comm.get_local_size; "
+    error = "cannot import name 'get_local_size' from 'torchrec.distributed.comm'"
+
+    checks = "from torchrec_2dsp.programs.doctor import run_health_checks as run; print(*run())"
+    checked = run_python("-c", lacking + checks, first_on_path=folder)
+    assert f"ImportError: {error}" in checked.stdout, checked.stderr
+
+    loaded = run_python("-c", lacking + "from torchrec_2dsp import Planner2D", first_on_path=folder)
+    assert loaded.returncode == 1
+    assert "UntriedVersionWarning" in loaded.stderr
+    assert f"ImportError: {error}" in loaded.stderr
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--run",), marks=pytest.mark.dealt_suite)])

@@ -1,7 +1,7 @@
 """Private attributes that the plugin uses in TorchRec, FBGEMM and torch exist.
 
-An upgrade that renames one of these fails here, in one readable place; imported names are looked up
-in `test_versions`.
+An upgrade that renames one of these fails here, in one readable place. Names that are imported from
+there exist if all modules of the plugin can be imported.
 """
 
 import ast
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
+from pkgutil import walk_packages
 from types import ModuleType, UnionType
 from typing import Any
 
@@ -162,6 +163,14 @@ def test_a_private_attribute_exists(owner: object, name: str) -> None:
         "this test can't tell whose attribute this is: annotate the argument with its class"
     )
     assert has_attribute(owner, name)
+
+
+@pytest.mark.dealt_suite
+def test_all_modules_can_be_imported() -> None:
+    names = [module.name for module in walk_packages([str(PACKAGE)], f"{torchrec_2dsp.__name__}.")]
+    assert len(names) > 200
+    for name in names:
+        importlib.import_module(name)
 
 
 def subclasses_of_upstream() -> Iterator[type]:

@@ -280,11 +280,20 @@ def untried_versions(versions: FoundVersions) -> dict[str, str]:
     }
 
 
+@cache
+def require_upstream() -> None:
+    """Call `require_supported_versions` once for the installed versions.
+
+    Every room that needs TorchRec or FBGEMM calls it before anything of the room is imported: a
+    mismatched fbgemm ends in an undefined symbol, and a mismatched torchrec in other numbers.
+    """
+    require_supported_versions()
+
+
 def require_supported_versions(versions: FoundVersions | None = None) -> None:
     """Raise one `VersionError` that names every mismatch and the commands that fix it.
 
-    Untried versions that may belong together cause one `UntriedVersionWarning` in a process;
-    `require_upstream_names` checks whether they have all names that are needed.
+    Untried versions that may belong together cause one `UntriedVersionWarning` in a process.
     """
     versions = find_versions() if versions is None else versions
     checks = check_versions(versions)

@@ -7,6 +7,6 @@
 table's rows that every rank holds.
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

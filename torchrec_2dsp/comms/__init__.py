@@ -32,6 +32,6 @@ NCCL's collectives don't break when a rank fails; the `Watch` of `breaking` ends
 `shard` and `replicas` decide what travels and when; `codecs` encodes it.
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

@@ -28,6 +28,6 @@ file            content
 needs a process group, and nothing searches (`planner` does).
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

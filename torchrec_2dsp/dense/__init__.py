@@ -12,6 +12,6 @@ gradients, `local_dense` without any; `gradient_sums` adds up few elements from 
             +---- residual ----+   what wasn't sent is added to the next step's gradients
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

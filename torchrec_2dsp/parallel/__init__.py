@@ -8,6 +8,6 @@
 The sharded modules themselves are in `shard`, dense wrappers in `dense`.
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

@@ -8,6 +8,6 @@
 - `fits_mesh`, `fits_module`: checks that a mesh, or a module, can run a plan.
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

@@ -18,6 +18,6 @@ In the order in which data flows::
 A plan itself is data (`plan`), its cost is predicted in `cost`, and `shard` runs it.
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

@@ -4,8 +4,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from importlib import import_module
 
-from torchrec_2dsp._compat.upstream_names import check_upstream_names
 from torchrec_2dsp._compat.versions import (
     CheckResult,
     FoundVersions,
@@ -41,7 +41,6 @@ def run_health_checks(
     runtime: tuple[tuple[str, Callable[[], CheckResult], tuple[str, ...]], ...] = (
         ("fbgemm operators", check_fbgemm_operators, _FBGEMM_REMEDY),
         ("torchrec import", check_torchrec, install_torchrec),
-        ("upstream names", check_upstream_names, install_torchrec),
         ("gloo", check_gloo, _GLOO_REMEDY),
         ("cuda", check_cuda, _CUDA_REMEDY),
     )
@@ -112,13 +111,16 @@ def check_fbgemm_operators() -> CheckResult:
 
 
 def check_torchrec() -> CheckResult:
-    """Import TorchRec with all its dependencies."""
+    """Import TorchRec with all its dependencies, and this library with all its rooms."""
     import torchrec.distributed
 
+    library = import_module("torchrec_2dsp")
+    for name in library.__all__:
+        getattr(library, name)
     return CheckResult(
         name="torchrec import",
         status=Status.OK,
-        found=f"{torchrec.distributed.__name__} imports",
+        found=f"{torchrec.distributed.__name__} and {library.__name__} import",
         expected="imports",
     )
 

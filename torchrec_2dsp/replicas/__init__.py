@@ -20,6 +20,6 @@ and reports, and `drift` compares the copies afterwards. Tensor work without pee
 `torchrec_2dsp.rows`, process groups are in `torchrec_2dsp.comms`.
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

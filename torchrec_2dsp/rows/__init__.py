@@ -6,6 +6,6 @@
 No process groups: `replicas` merges these gradients over ranks.
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

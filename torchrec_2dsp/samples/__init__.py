@@ -9,6 +9,6 @@ the dense part lives in `dense`, which ranks hold which rows in `shard`.
     rank 1: samples 4 5 6 7  costs 2 2 8 1    ------>   1 3 4 6  costs 1 1 2 8
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

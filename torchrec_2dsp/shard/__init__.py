@@ -22,6 +22,6 @@ A table with 6 rows and two copies, on a mesh with two groups and two ranks in e
 `planner` searches for a plan, and `replicas` exchanges gradients between copies.
 """
 
-from torchrec_2dsp._compat.upstream_names import require_upstream
+from torchrec_2dsp._compat.versions import require_upstream
 
 require_upstream()

@@ -1,7 +1,7 @@
 """Figures from counted accesses, against brute force."""
 
-import contextlib
 import json
+from collections.abc import Callable
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,8 @@ def test_saved_stats_come_back(tmp_path: Path) -> None:
         for field, value in vars(table).items():
             assert np.array_equal(getattr(back[name], field), value), field
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["stats.parquet"]
+    tdsp.AccessStats({}).save(tmp_path / "none.parquet")
+    assert not tdsp.AccessStats.load(tmp_path / "none.parquet")
 
 
 def test_any_reader_sees_the_counts(tmp_path: Path) -> None:
@@ -257,109 +259,90 @@ def written(tmp_path: Path) -> Path:
     return path
 
 
-def rewritten(path: Path, columns: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-    """Rewrite the file with other columns or metadata, and without a checksum."""
+CHANGES: list[Callable[[dict[str, Any]], object]] = [
+    lambda header: header.pop("checksum"),
+    lambda header: header.update(checksum=None),
+    lambda header: header.update(version=True),
+    lambda header: header.update(tables=[]),
+    lambda header: header["tables"].append(header["tables"][0]),
+    lambda header: header["tables"].reverse(),
+    lambda header: header["tables"][1].update(name="a"),
+    lambda header: header["tables"][0].update(other=1),
+    lambda header: header["tables"][1].pop("max_error"),
+    *(
+        lambda header, field=field: header["tables"][1].update({field: 3})
+        for field in ("num_rows", "num_samples", "tail_rows", "tail_lookups", "max_error")
+    ),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_metadata_is_refused(
+    change: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    path = written(tmp_path)
     content = pq.read_table(path)
     header = json.loads(content.schema.metadata[KEY])
-    del header["checksum"]
-    header |= metadata or {}
-    for name, values in columns.items():
-        index = content.column_names.index(name)
-        content = content.set_column(index, name, pa.array(values))
-    content = content.replace_schema_metadata({KEY: json.dumps(header).encode()})
-    pq.write_table(content, path)
-
-
-def test_files_without_a_checksum_are_read(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    known = tdsp.AccessStats.load(path)
-    rewritten(path, {})
-    assert tdsp.AccessStats.load(path)["c"].rows.tolist() == known["c"].rows.tolist() == [2, 0]
+    change(header)
+    pq.write_table(content.replace_schema_metadata({KEY: json.dumps(header).encode()}), path)
+    with pytest.raises(tdsp.errors.ConfigError, match=r"stats\.parquet was changed.*count again"):
+        tdsp.AccessStats.load(path)
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("column", "values"),
     [
-        ({"row": [1, 3, 2, 2, 3]}, r"table 'c', column 'row': 3 isn't in a table with 3 rows"),
-        ({"row": [1, 3, -2, 2, 0]}, r"table 'a', column 'row': -2 isn't in a table with 4 rows"),
-        ({"row": [1, 3, 2, 2, 2]}, r"table 'c', column 'row': 2 is there more than once"),
-        ({"row": [1.0, 3, 2, 2, 0]}, r"column 'row' is double, but should be int64"),
-        ({"row": [1, 3, 2, 2, None]}, r"column 'row' has lines without a value"),
-        ({"count": [7.0, 2, np.nan, 9, 3]}, r"table 'a', column 'count': nan isn't a count"),
-        ({"count": [np.inf, 2, 1, 9, 3]}, r"table 'a', column 'count': inf isn't a count"),
-        ({"count": [7.0, 2, -1, 9, 3]}, r"table 'a', column 'count': -1.0 isn't a count"),
-        ({"count": [7.0, 2, 1, 3, 9]}, r"table 'c', column 'count': the most used rows aren't fi"),
-        ({"count": ["7", "2", "1", "9", "3"]}, r"column 'count' is string, but should be double"),
-        ({"table": ["a", "a", "a", "c", "c"]}, r"column 'table' is string, but should be dict"),
+        ("row", [1, 3, 2, 2, 1]),
+        ("row", [1.0, 3, 2, 2, 0]),
+        ("row", [1, 3, 2, 2, None]),
+        ("count", [7.0, 2, 1, 9, np.nan]),
+        ("count", ["7", "2", "1", "9", "3"]),
+        ("table", ["a", "a", "a", "c", "c"]),
+        ("table", pa.array(["a", "a", "c", "c", "c"]).dictionary_encode()),
+        ("table", pa.array(["a", "a", "a", "c", "d"]).dictionary_encode()),
     ],
 )
-def test_impossible_columns_are_named(
-    columns: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_changed_columns_are_refused(column: str, values: Any, tmp_path: Path) -> None:
     path = written(tmp_path)
-    rewritten(path, columns)
-    with pytest.raises(tdsp.errors.ConfigError, match=message) as error:
+    content = pq.read_table(path)
+    place = content.column_names.index(column)
+    pq.write_table(content.set_column(place, column, pa.array(values)), path)
+    with pytest.raises(tdsp.errors.ConfigError, match=r"stats\.parquet was changed.*count again"):
         tdsp.AccessStats.load(path)
-    assert str(path) in str(error.value)
-    assert "count again" in str(error.value)
-
-
-TABLE: dict[str, Any] = {
-    "name": "a",
-    "num_rows": 4,
-    "num_samples": 5.0,
-    "tail_rows": 0,
-    "tail_lookups": 0.0,
-    "max_error": 0.0,
-}
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"version": True}, "version: Input should be a valid integer"),
-        ({"version": None}, "version: Input should be a valid integer"),
-        ({"version": 3}, "of version 3, and this package reads version 1"),
-        ({"tables": []}, "column 'table' has 'a', which the metadata doesn't know"),
-        ({"tables": [TABLE]}, "column 'table' has '.', which the metadata doesn't know"),
-        ({"tables": [TABLE, TABLE]}, "table 'a' is there twice"),
-        ({"tables": [TABLE | {"num_rows": 4.5}]}, r"tables\.0\.num_rows: .*integer"),
-        ({"tables": [TABLE | {"num_samples": -1}]}, r"tables\.0\.num_samples: .*greater than or"),
-        ({"tables": [TABLE | {"tail_lookups": "x"}]}, r"tables\.0\.tail_lookups: .*number"),
-        ({"tables": [TABLE | {"max_error": float("nan")}]}, r"tables\.0\.max_error: .*finite"),
-        ({"tables": [TABLE | {"other": 1}]}, r"tables\.0\.other: Extra inputs"),
-        ({"checksum": "sha256:0"}, "was changed or damaged after writing: its checksum differs"),
-    ],
-)
-def test_impossible_metadata_is_named(
-    metadata: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path = written(tmp_path)
-    rewritten(path, {}, metadata)
-    with pytest.raises(tdsp.errors.ConfigError, match=message) as error:
-        tdsp.AccessStats.load(path)
-    assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"[1]", b"null", b"[" * 100_000])
 def test_metadata_that_is_none(text: bytes, tmp_path: Path) -> None:
     path = written(tmp_path)
     pq.write_table(pq.read_table(path).replace_schema_metadata({KEY: text}), path)
-    with pytest.raises(tdsp.errors.ConfigError, match=r"stats\.parquet, metadata"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"stats\.parquet was changed or damaged"):
         tdsp.AccessStats.load(path)
 
 
-@pytest.mark.parametrize("changed", [{"counts": np.array([np.nan])}, {"num_samples": -1.0}])
-def test_what_could_not_be_read_again_is_not_written(
-    changed: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_samples": -1.0}, r"num_samples=-1\.0 isn't a count"),
+        ({"max_error": np.nan}, "max_error=nan isn't a count"),
+        ({"tail_rows": 4.5}, r"tail_rows=4\.5 isn't a count"),
+        ({"rows": np.array([2, 4])}, "column 'row': 4 isn't in a table with 4 rows"),
+        ({"rows": np.array([-2, 2])}, "column 'row': -2 isn't in a table with 4 rows"),
+        ({"rows": np.array([2, 2])}, "column 'row': 2 is there more than once"),
+        ({"counts": np.array([np.inf, 1])}, "column 'count': inf isn't a count"),
+        ({"counts": np.array([1.0, -1])}, r"column 'count': -1\.0 isn't a count"),
+        ({"counts": np.array([1.0, 2])}, "column 'count': the most used rows aren't first"),
+    ],
+)
+def test_statistics_that_cannot_be_are_not_written(
+    changed: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     access: dict[str, Any] = {
         "num_rows": 4,
         "num_samples": 1.0,
-        "rows": np.array([2]),
-        "counts": np.array([1.0]),
+        "rows": np.array([2, 0]),
+        "counts": np.array([1.0, 1.0]),
     }
-    with pytest.raises(tdsp.errors.ConfigError, match="table 't' can't be written"):
+    with pytest.raises(tdsp.errors.ConfigError, match=f"table 't' can't be written.*{message}"):
         tdsp.AccessStats({"t": TableAccess(**access | changed)}).save(tmp_path / "t.parquet")
     assert not list(tmp_path.iterdir())
 
@@ -372,14 +355,3 @@ def test_many_row_groups_are_one_log(tmp_path: Path) -> None:
     for name in known:
         assert back[name].rows.tolist() == known[name].rows.tolist()
         assert back[name].counts.tolist() == known[name].counts.tolist()
-
-
-@pytest.mark.parametrize("value", [0x07, 0x81, 0xFF])
-def test_damage_that_parquet_does_not_notice_is_named(value: int, tmp_path: Path) -> None:
-    path = written(tmp_path)
-    pq.write_table(pq.read_table(path), path, compression="none", write_statistics=False)
-    intact = path.read_bytes()
-    for place in range(80):
-        path.write_bytes(intact[:place] + bytes([value]) + intact[place + 1 :])
-        with contextlib.suppress(tdsp.errors.ConfigError):
-            tdsp.AccessStats.load(path)

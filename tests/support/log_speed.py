@@ -1,13 +1,9 @@
-"""Measure the log reader's speed beside pyarrow alone, and its memory.
+"""A log like Criteo's, the seconds that it takes to read it beside pyarrow alone, and the memory.
 
-    python -m tests.support.log_speed --rows 400000
-
-makes a log like Criteo's, with as many distinct values as the real one's head has for its size, and
-reads it to batches. Both are timed in processor seconds of one thread, which other programs on the
-machine don't change much.
+The log has as many distinct values as the real one's head has for its size. Both are timed in
+processor seconds of one thread, which other programs on the machine don't change much.
 """
 
-import argparse
 import resource
 import sys
 import tempfile
@@ -80,41 +76,7 @@ def reader_seconds(path: Path, *, batch_size: int) -> tuple[float, float]:
         return converted - start, time.process_time() - converted
 
 
-def count_rows(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
-
-
 def peak_bytes() -> int:
     """Return the most memory that this process had until now."""
     factor = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * factor
-
-
-def main() -> None:
-    """Compare the two, and print what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=400_000)
-    parser.add_argument("--batch-size", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--file", type=Path, help="A log of Criteo's, in place of a made one.")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = arguments.file or Path(folder, "log.tsv")
-        if arguments.file is None:
-            write_criteo_like(path, arguments.rows)
-        num_rows = count_rows(path)
-        times = [
-            (pyarrow_seconds(path), *reader_seconds(path, batch_size=arguments.batch_size))
-            for _ in range(arguments.repeats)
-        ]
-        parsing, converting, reading = (min(column) for column in zip(*times, strict=True))
-        print(f"{num_rows:,} rows, {path.stat().st_size / 1e6:.0f} MB")
-        print(f"pyarrow alone {num_rows / parsing:,.0f} rows per processor second")
-        print(f"batches       {num_rows / reading:,.0f} ({parsing / reading:.0%} of pyarrow)")
-        print(f"converting    {num_rows / converting:,.0f}")
-        print(f"peak memory   {peak_bytes() / 1e6:.0f} MB")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Even loads: against all assignments, greedy, other methods and TorchRec's partitioner."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +14,11 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import Partitioner, PlannerError, ShardingOption
-from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import constrained, tables
-from torchrec_2dsp.cost.loads import Floats, Placed, Shards
-from torchrec_2dsp.cost.model import CostSetting
-from torchrec_2dsp.cost.workload import TableWork, Workload
+from torchrec_2dsp.cost.loads import Floats
 from torchrec_2dsp.planner.search.place import (
     Bins,
     Items,
@@ -146,143 +143,22 @@ def test_differencing_is_near_the_bound_of_the_integer_program(seed: int) -> Non
 
 
 def test_most_random_tables_are_dealt_more_evenly_than_by_greed() -> None:
-    """Raw, without exchanges."""
+    """Raw, without exchanges; with them, never less evenly."""
     wins = losses = 0
     for seed in range(100):
         generator = np.random.default_rng(seed)
         times = generator.lognormal(0, 0.8, 60)
         raw = np.bincount(largest_differencing(times, np.zeros(8)), times, minlength=8).max()
         greed = greedy_loads(times, 8).max()
+        items, bins = items_of(times), bins_of([0] * 8)
+        by_greed, best_way = greedy(items, bins), dealt(items, bins)
+        assert by_greed is not None
+        assert best_way is not None
+        assert bins.loads(items, by_greed).max() == pytest.approx(greed)
+        assert bins.loads(items, best_way).max() <= greed * (1 + 1e-9)
         wins += raw < greed * (1 - 1e-9)
         losses += raw > greed * (1 + 1e-9)
     assert wins >= 60 > 10 > losses
-
-
-CRITEO_ROWS = (
-    *(1_460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194),
-    *(27, 14_992, 5_461_306, 10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572),
-)
-MULTI_HOT_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-MLPERF_DIM = 128
-
-
-class Set(NamedTuple):
-    """Shards that are dealt to ranks, by how long each keeps its rank busy."""
-
-    name: str
-    times: Floats
-    num_ranks: int
-
-
-def random_sets() -> Iterator[Set]:
-    """Yield tables whose lookups differ by orders of magnitude, three to twelve per rank."""
-    for seed in range(100):
-        generator = np.random.default_rng(seed)
-        num_ranks = int(generator.choice([4, 8, 16, 32]))
-        num_tables = int(num_ranks * generator.integers(3, 13))
-        dims = generator.choice([16, 32, 64, 128, 256], num_tables)
-        ids = generator.lognormal(0.5, 1.0, num_tables)
-        yield Set(f"random {seed}", rated(ids, dims, num_ranks), num_ranks)
-
-
-def realistic_sets() -> Iterator[Set]:
-    """Yield sets as models have them."""
-    generator = np.random.default_rng(0)
-    one_hot, ids = np.ones(len(CRITEO_ROWS)), np.array(MULTI_HOT_IDS, np.float64)
-    yield Set("26 one-hot tables", rated(one_hot, np.full(26, 64), 4), 4)
-    yield Set("26 multi-hot tables", rated(ids, np.full(26, MLPERF_DIM), 8), 8)
-    in_parts = np.repeat(ids, 4)
-    yield Set("the same, columns in four", rated(in_parts, np.full(104, MLPERF_DIM // 4), 8), 8)
-    sequences = np.concatenate([generator.uniform(50, 200, 6), np.ones(90)])
-    yield Set("6 long lists, 90 one-hot", rated(sequences, np.full(96, 64), 16), 16)
-    many = generator.lognormal(1.0, 1.2, 1_000)
-    yield Set("1,000 tables", rated(many, generator.choice([32, 64, 128], 1_000), 128), 128)
-
-
-def rated(ids: Floats, dims: "np.ndarray", num_ranks: int) -> Floats:
-    """Seconds of table-wise shards: their lookups, and what they send, on emulated machines."""
-    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
-    rates = calibration.kernels.lookup, calibration.kernels.update
-    per_byte = calibration.collectives.all_to_all.link_s_per_byte
-    assert per_byte is not None
-    results: list[float] = []
-    for number, (per_sample, dim) in enumerate(zip(ids.tolist(), dims.tolist(), strict=True)):
-        work = TableWork(
-            name=f"t{number}", num_rows=1_000_000, dim=int(dim), ids_per_sample=per_sample
-        )
-        workload = Workload(batch_size=1_024, tables={work.name: work})
-        mesh = tdsp.Mesh2D(1, num_ranks)
-        setting = CostSetting(calibration, workload, mesh, tdsp.GradientSync(), 2)
-        placed = Placed(work, ShardingType.TABLE_WISE, Shards.of([(0, 1_000_000, int(dim))]))
-        loads = setting.loads([placed])
-        work = {"vector_bytes": loads.lookup_vector_bytes, "row_bytes": loads.lookup_row_bytes}
-        seconds = sum(
-            rate.of_bags(loads.lookup_ids, loads.lookup_bytes, **work)[0] for rate in rates
-        )
-        sent = float(loads.pooled_from[0] + loads.pooled_to.sum()) * (num_ranks - 1) / num_ranks
-        results.append(float(seconds) + sent * per_byte)
-    return np.array(results)
-
-
-class Dealt(NamedTuple):
-    """The busiest rank of each method, against what no method can be below."""
-
-    set: Set
-    greed: float
-    differencing: float
-    improved: float
-
-
-def split(entry: Set) -> Set:
-    """Tables that are more than half of a rank's share in equal parts, as column-wise shards are.
-
-    Otherwise the largest table decides, and all methods do equally well: in 69 of the 105 sets.
-    """
-    share = entry.times.sum() / entry.num_ranks
-    parts = np.maximum(1, np.ceil(2 * entry.times / share)).astype(int)
-    return entry._replace(times=np.repeat(entry.times / parts, parts))
-
-
-def deal(entry: Set) -> Dealt:
-    items = Items(entry.times, np.zeros((len(entry.times), 1)))
-    bins = Bins(np.zeros(entry.num_ranks), np.ones((entry.num_ranks, 1)))
-    lowest = max(entry.times.sum() / entry.num_ranks, entry.times.max())
-    if len(entry.times) * entry.num_ranks <= 300:
-        lowest = max(lowest, bound(entry.times, entry.num_ranks))
-    ways = (greedy(items, bins), largest_differencing(entry.times, bins.times), dealt(items, bins))
-    return Dealt(
-        entry, *(float(bins.loads(items, way).max()) / lowest for way in ways if way is not None)
-    )
-
-
-def text(values: list[float]) -> str:
-    """Return the distance to the bound in words."""
-    above = 100 * (np.array(values) - 1)
-    return f"{np.median(above):.2f} % (at most {above.max():.2f} %)"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_sets_of_tables_are_dealt_more_evenly_than_by_greed() -> None:
-    results = [deal(split(entry)) for entry in (*random_sets(), *realistic_sets())]
-    for entry in results[-5:]:
-        print(
-            f"\n{entry.set.name}, {entry.set.num_ranks} ranks: above the bound: greed "
-            f"{entry.greed - 1:.2%}, differencing {entry.differencing - 1:.2%}, improved "
-            f"{entry.improved - 1:.2%}",
-            end="",
-        )
-    raw = sum(entry.differencing < entry.greed * (1 - 1e-9) for entry in results)
-    worse = sum(entry.differencing > entry.greed * (1 + 1e-9) for entry in results)
-    better = sum(entry.improved < entry.greed * (1 - 1e-9) for entry in results)
-    print(f"\ndifferencing alone: {raw} of {len(results)} better than greed, {worse} worse")
-    print(f"with exchanges: {better} better, {sum(o.improved > o.greed for o in results)} worse")
-    for name in ("greed", "differencing", "improved"):
-        print(f"{name}: {text([getattr(entry, name) for entry in results])} above the bound")
-    assert raw >= 0.6 * len(results)
-    assert better >= raw
-    assert all(entry.improved <= entry.greed for entry in results)
-    assert np.mean([entry.improved <= 1.02 for entry in results]) >= 0.95
 
 
 pytestmark = pytest.mark.dealt_file

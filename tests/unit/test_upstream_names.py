@@ -7,13 +7,13 @@ there exist if all modules of the plugin can be imported.
 import ast
 import importlib
 import inspect
-import sys
 from collections.abc import Iterator
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
 from pkgutil import walk_packages
-from types import ModuleType, UnionType
+from textwrap import dedent
+from types import UnionType
 from typing import Any
 
 import pytest
@@ -58,8 +58,9 @@ def upstream_scope(path: Path) -> dict[str, object]:
 def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
     """``(text, owner, attribute)`` of every ``x._attribute`` where ``x`` is upstream's.
 
-    ``x`` is an imported module, or an argument annotated with an upstream class, or with a union of
-    such classes, or with a name that the file gives one.
+    ``x`` is an imported module, an object of a class with an upstream base, or an argument
+    annotated with an upstream class, or with a union of such classes, or with a name that the file
+    gives one.
     """
     scope = upstream_scope(path)
     names = {**vars(importlib.import_module(f"{torchrec_2dsp.__name__}._compat.{path.stem}"))}
@@ -74,10 +75,15 @@ def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
             elif all(kind.split(".")[0] in scope for kind in classes):
                 owners[argument.arg] = reduce(or_, (resolved(kind, scope) for kind in classes))
         owners |= held_modules(path, function, scope)
+        for kind in ast.walk(parsed(path)):
+            if not isinstance(kind, ast.ClassDef) or function not in kind.body:
+                continue
+            if any(map(is_upstream_class, names[kind.name].__mro__)):
+                owners["self"] = names[kind.name]
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute) and is_private(node.attr):
                 owner = ast.unparse(node.value)
-                if owner not in ("self", "cls"):
+                if owner in owners or owner not in ("self", "cls"):
                     yield ast.unparse(node), owners.get(owner), node.attr
 
 
@@ -128,11 +134,19 @@ def has_attribute(owner: object, name: str) -> bool:
         return True
     if not inspect.isclass(owner):
         return False
-    return any(
-        f"self.{name}" in inspect.getsource(base)
-        for base in owner.__mro__
-        if is_upstream_class(base)
-    )
+    return any(name in set_on_self(base) for base in owner.__mro__ if is_upstream_class(base))
+
+
+@cache
+def set_on_self(kind: type) -> set[str]:
+    """Return the attributes and buffers that a class's code gives its instances."""
+    names = set()
+    for node in ast.walk(ast.parse(dedent(inspect.getsource(kind)))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(ast.unparse(node).removeprefix("self."))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.register_buffer":
+            names.add(ast.unparse(node.args[0]).strip("'"))
+    return names
 
 
 def is_upstream_class(kind: type) -> bool:
@@ -171,57 +185,3 @@ def test_all_modules_can_be_imported() -> None:
     assert len(names) > 200
     for name in names:
         importlib.import_module(name)
-
-
-def subclasses_of_upstream() -> Iterator[type]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name in ("__main__.py",):
-            continue
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
-        yield from own_subclasses(module)
-
-
-def own_subclasses(module: ModuleType) -> Iterator[type]:
-    for kind in vars(module).values():
-        if inspect.isclass(kind) and kind.__module__ == module.__name__:
-            bases = [base for base in kind.__mro__ if is_upstream_class(base)]
-            if any(base.__module__.startswith(("torchrec", "fbgemm")) for base in bases):
-                yield kind
-
-
-@pytest.mark.dealt_suite
-def test_inherited_private_attributes_exist() -> None:
-    """A private attribute on ``self`` is set by the subclass or by its upstream class."""
-    missing = []
-    for kind in subclasses_of_upstream():
-        attributes = [list(attributes_of_self(definition(base))) for base in kind.__mro__]
-        stored = {node.attr for nodes in attributes for node in nodes if is_stored(node)}
-        missing += [
-            f"{kind.__module__}.{kind.__name__} uses self.{node.attr}"
-            for node in attributes[0]
-            if is_private(node.attr) and node.attr not in stored and not hasattr(kind, node.attr)
-        ]
-    assert not missing, "upstream no longer has: " + "; ".join(missing)
-
-
-def definition(kind: type) -> ast.AST:
-    file = getattr(sys.modules[kind.__module__], "__file__", None) or ""
-    actual = class_definitions(file) if file.endswith(".py") else {}
-    return actual.get(kind.__name__, ast.Module(body=[], type_ignores=[]))
-
-
-@cache
-def class_definitions(file: str) -> dict[str, ast.AST]:
-    tree = ast.parse(Path(file).read_text())
-    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-
-
-def attributes_of_self(tree: ast.AST) -> Iterator[ast.Attribute]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            yield node
-
-
-def is_stored(node: ast.Attribute) -> bool:
-    return isinstance(node.ctx, ast.Store)

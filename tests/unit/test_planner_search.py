@@ -43,10 +43,7 @@ from torchrec_2dsp.planner.topology import group_topology
 from torchrec_2dsp.planner.torchrec.adapters import Partitioner2D, Stats2D, searched_type
 from torchrec_2dsp.planner.torchrec.enumerator import (
     Enumerator2D,
-    expected_touched_rows,
-    row_sync_ms,
     search_as_torchrec,
-    weight_sync_ms,
 )
 
 MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
@@ -262,62 +259,6 @@ def test_the_name_in_a_search_is_stable(name: str) -> None:
 
 INTRA, INTER = 1_000.0, 10.0
 STRIDED, CONTIGUOUS = tdsp.RankLayout.STRIDED, tdsp.RankLayout.CONTIGUOUS
-
-positive = st.integers(1, 10_000)
-
-
-def costs_ms(num_groups: int, rows: int, dim: int) -> list[float]:
-    """Return the cost of each kind of sync for one shard."""
-    table_bytes = rows * dim * 4
-    return [
-        row_sync_ms(
-            num_groups=num_groups,
-            touched_rows=rows,
-            row_bytes=4 * dim,
-            bandwidth_bytes_per_ms=INTER,
-        ),
-        weight_sync_ms(
-            num_groups=num_groups, shard_bytes=table_bytes, bandwidth_bytes_per_ms=INTER
-        ),
-    ]
-
-
-@given(rows=positive, dim=positive)
-def test_one_group_has_nothing_to_sync(rows: int, dim: int) -> None:
-    assert costs_ms(1, rows, dim) == [0.0, 0.0]
-
-
-@given(num_groups=st.integers(1, 500), rows=positive, dim=positive)
-def test_more_groups_cost_more(num_groups: int, rows: int, dim: int) -> None:
-    fewer, more = costs_ms(num_groups, rows, dim), costs_ms(num_groups + 1, rows, dim)
-
-    assert all(low < high for low, high in zip(fewer, more, strict=True))
-
-
-@given(
-    cuts=st.lists(st.integers(0, 100), min_size=1, max_size=8),
-    lookups=st.floats(0, 1_000),
-    group_size=st.integers(1, 8),
-)
-def test_row_shards_share_the_touched_rows(
-    cuts: list[int], lookups: float, group_size: int
-) -> None:
-    table_rows = sum(cuts)
-    touched = [
-        expected_touched_rows(
-            shard_rows=rows, table_rows=table_rows, lookups_per_rank=lookups, group_size=group_size
-        )
-        for rows in cuts
-    ]
-
-    assert all(extra <= rows for extra, rows in zip(touched, cuts, strict=True))
-    whole = expected_touched_rows(
-        shard_rows=table_rows,
-        table_rows=table_rows,
-        lookups_per_rank=lookups,
-        group_size=group_size,
-    )
-    assert sum(touched) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(

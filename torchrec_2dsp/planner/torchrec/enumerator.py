@@ -96,15 +96,17 @@ class Enumerator2D(EmbeddingEnumerator):
             mesh: the ranks that repeat the plan.
             sync: keeps replicas equal.
         """
-        stock_constraints = base_constraints(constraints)
+        self._stock_constraints = base_constraints(constraints)
         super().__init__(
             topology=group_topology(topology, mesh),
             batch_size=batch_size,
-            constraints=stock_constraints,
+            constraints=self._stock_constraints,
             estimator=estimator,
             use_exact_enumerate_order=use_exact_enumerate_order,
         )
-        self._sync_estimator = ReplicaSyncEstimator(topology, stock_constraints, mesh, sync)
+        self._mesh = mesh
+        self._sync = sync
+        self._bandwidth = peer_bandwidth_bytes_per_ms(topology, mesh)
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -119,10 +121,82 @@ class Enumerator2D(EmbeddingEnumerator):
         return None if stored is None else _named_and_ordered(stored)
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Estimate each shard's storage and time, its replica sync included, in place."""
+        """Estimate each shard's storage and time, in place; its sync counts as communication."""
         with base_types(sharding_options):
             super().populate_estimates(sharding_options)
-            self._sync_estimator.estimate(sharding_options, sharder_data_of(self))
+            sharders = sharder_data_of(self)
+            for option in sharding_options:
+                for shard in option.shards:
+                    if shard.perf is not None:
+                        bwd_comms = shard.perf.bwd_comms + self._sync_ms(option, shard, sharders)
+                        shard.perf = replace(shard.perf, bwd_comms=bwd_comms)
+
+    def _sync_ms(self, option: ShardingOption, shard: Shard, sharders: SharderDataMap) -> float:
+        """Price one step's sync of a shard."""
+        rows, dim = shard.size
+        row_bytes = dim * option.tensor.element_size()
+        if base_type(option.sharding_type) == ShardingType.DATA_PARALLEL.value:
+            # The gradient's all-reduce over the world is one inside each group, and one between
+            # replica peers, in which a rank takes part with its share of the table.
+            return self._all_reduce_ms(rows * row_bytes / self._mesh.group_size)
+        if isinstance(self._sync, GradientSync):
+            return self._row_sync_ms(option, rows, 1, self._sync.transport.codec.num_bytes(dim))
+        data = sharders.get(option.module_type_key)
+        optimizer = optimizer_of(option.tensor, {} if data is None else data.fused_params)
+        state_bytes = state_bytes_per_row(optimizer, dim)
+        if self._sync.moments_policy is None:
+            return self._average_ms(option, rows, row_bytes + state_bytes, self._sync)
+        moments = replace(self._sync, policy=self._sync.moments_policy)
+        return self._average_ms(option, rows, row_bytes, self._sync) + self._average_ms(
+            option, rows, state_bytes, moments
+        )
+
+    def _average_ms(
+        self, option: ShardingOption, rows: int, row_bytes: int, sync: WeightSync
+    ) -> float:
+        """Price averaging ``row_bytes`` of each row in a shard, per step."""
+        num_steps = sync.policy.steps_per_sync
+        if math.isinf(num_steps) or not row_bytes:
+            return 0.0
+        whole_ms = self._all_reduce_ms(rows * row_bytes)
+        if sync.rows is SyncedRows.ALL:
+            return whole_ms / num_steps
+        wire_bytes = sync.transport.codec.num_bytes(row_bytes // 4)
+        return min(whole_ms, self._row_sync_ms(option, rows, num_steps, wire_bytes)) / num_steps
+
+    def _all_reduce_ms(self, shard_bytes: float) -> float:
+        """Price an all-reduce of a shard's weights and state between replica peers."""
+        num_groups = self._mesh.num_groups
+        return 2 * (num_groups - 1) / num_groups * shard_bytes / self._bandwidth
+
+    def _row_sync_ms(
+        self, option: ShardingOption, rows: int, num_steps: float, row_bytes: int
+    ) -> float:
+        """Price sending touched rows to each peer: gradients, or weights and state, and numbers.
+
+        A shard gets the lookups for its rows, all of them unless the table is sharded by rows.
+        """
+        table_rows = option.tensor.shape[0]
+        if not table_rows:
+            return 0.0
+        lookups_per_rank = num_steps * self._lookups_per_rank(option)
+        touched_rows = min(rows, lookups_per_rank * self._mesh.group_size * rows / table_rows)
+        sent_bytes = touched_rows * (row_bytes + _KEY_BYTES) * (self._mesh.num_groups - 1)
+        return sent_bytes / self._bandwidth
+
+    def _lookups_per_rank(self, option: ShardingOption) -> float:
+        """Return the ids per step and rank, over all features of the table."""
+        constraint = self._stock_constraints.get(option.name)
+        batch_sizes = (constraint.batch_sizes if constraint else None) or [
+            option.batch_size
+        ] * option.num_inputs
+        num_poolings = get_num_poolings(self._stock_constraints, option)
+        return sum(
+            batch_size * poolings * ids_per_bag
+            for batch_size, poolings, ids_per_bag in zip(
+                batch_sizes, num_poolings, option.input_lengths, strict=True
+            )
+        )
 
 
 def search_as_torchrec(
@@ -175,139 +249,3 @@ def _named_and_ordered(options: list[ShardingOption]) -> list[ShardingOption]:
         )
     )
     return options
-
-
-class ReplicaSyncEstimator(ShardEstimator):
-    """Adds the replica sync of one step to ``bwd_comms`` of shards that have an estimate.
-
-    It runs after a performance estimator, so that TorchRec's performance models, partitioners
-    and stats sum the sync like any other communication. With one sharding group it adds 0.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        constraints: dict[str, ParameterConstraints],
-        mesh: Mesh2D,
-        sync: SyncConfig,
-    ) -> None:
-        """Take the whole world's ``topology`` (see `peer_bandwidth_bytes_per_ms`)."""
-        self._constraints = constraints
-        self._mesh = mesh
-        self._sync = sync
-        self._bandwidth = peer_bandwidth_bytes_per_ms(topology, mesh)
-
-    def estimate(
-        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
-    ) -> None:
-        """Add the cost to every shard, in place."""
-        for option in sharding_options:
-            for shard in option.shards:
-                if shard.perf is None:
-                    continue
-                sync_ms = self._sync_ms(option, shard, sharder_data_map)
-                shard.perf = replace(shard.perf, bwd_comms=shard.perf.bwd_comms + sync_ms)
-
-    def _sync_ms(
-        self, option: ShardingOption, shard: Shard, sharder_data_map: SharderDataMap
-    ) -> float:
-        rows, dim = shard.size
-        row_bytes = dim * option.tensor.element_size()
-        if base_type(option.sharding_type) == ShardingType.DATA_PARALLEL.value:
-            # The gradient's all-reduce over the world is one inside each group, and one between
-            # replica peers, in which a rank takes part with its share of the table.
-            return weight_sync_ms(
-                num_groups=self._mesh.num_groups,
-                shard_bytes=rows * row_bytes / self._mesh.group_size,
-                bandwidth_bytes_per_ms=self._bandwidth,
-            )
-        if isinstance(self._sync, GradientSync):
-            return self._row_sync_ms(option, rows, 1, self._sync.transport.codec.num_bytes(dim))
-        data = sharder_data_map.get(option.module_type_key)
-        optimizer = optimizer_of(option.tensor, {} if data is None else data.fused_params)
-        state_bytes = state_bytes_per_row(optimizer, dim)
-        if self._sync.moments_policy is None:
-            return self._average_ms(option, rows, row_bytes + state_bytes, self._sync)
-        moments = replace(self._sync, policy=self._sync.moments_policy)
-        return self._average_ms(option, rows, row_bytes, self._sync) + self._average_ms(
-            option, rows, state_bytes, moments
-        )
-
-    def _average_ms(
-        self, option: ShardingOption, rows: int, row_bytes: int, sync: WeightSync
-    ) -> float:
-        """Price averaging ``row_bytes`` of each row in a shard, per step."""
-        num_steps = sync.policy.steps_per_sync
-        if math.isinf(num_steps) or not row_bytes:
-            return 0.0
-        whole_ms = weight_sync_ms(
-            num_groups=self._mesh.num_groups,
-            shard_bytes=rows * row_bytes,
-            bandwidth_bytes_per_ms=self._bandwidth,
-        )
-        if sync.rows is SyncedRows.ALL:
-            return whole_ms / num_steps
-        wire_bytes = sync.transport.codec.num_bytes(row_bytes // 4)
-        return min(whole_ms, self._row_sync_ms(option, rows, num_steps, wire_bytes)) / num_steps
-
-    def _row_sync_ms(
-        self, option: ShardingOption, rows: int, num_steps: float, row_bytes: int
-    ) -> float:
-        touched_rows = expected_touched_rows(
-            shard_rows=rows,
-            table_rows=option.tensor.shape[0],
-            lookups_per_rank=num_steps * self._lookups_per_rank(option),
-            group_size=self._mesh.group_size,
-        )
-        return row_sync_ms(
-            num_groups=self._mesh.num_groups,
-            touched_rows=touched_rows,
-            row_bytes=row_bytes,
-            bandwidth_bytes_per_ms=self._bandwidth,
-        )
-
-    def _lookups_per_rank(self, option: ShardingOption) -> float:
-        """Return the ids per step and rank, over all features of the table."""
-        constraint = self._constraints.get(option.name)
-        batch_sizes = (constraint.batch_sizes if constraint else None) or [
-            option.batch_size
-        ] * option.num_inputs
-        num_poolings = get_num_poolings(self._constraints, option)
-        return sum(
-            batch_size * poolings * ids_per_bag
-            for batch_size, poolings, ids_per_bag in zip(
-                batch_sizes, num_poolings, option.input_lengths, strict=True
-            )
-        )
-
-
-def row_sync_ms(
-    *, num_groups: int, touched_rows: float, row_bytes: int, bandwidth_bytes_per_ms: float
-) -> float:
-    """Price sending touched rows to each peer: gradients, or weights and state, and row numbers.
-
-    ``touched_rows * (row_bytes + 4) * (num_groups - 1) / bandwidth``
-    """
-    sent_bytes = touched_rows * (row_bytes + _KEY_BYTES) * (num_groups - 1)
-    return sent_bytes / bandwidth_bytes_per_ms
-
-
-def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_ms: float) -> float:
-    """Price a `WeightSync` of all rows: an all-reduce of the shard's weights and optimizer state.
-
-    ``2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth``
-    """
-    return 2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth_bytes_per_ms
-
-
-def expected_touched_rows(
-    *, shard_rows: int, table_rows: int, lookups_per_rank: float, group_size: int
-) -> float:
-    """Return the distinct shard rows that one group's batch touches: at most all of them.
-
-    ``min(shard_rows, lookups_per_rank * group_size * shard_rows / table_rows)``: a shard gets
-    the lookups for its rows, all of them unless the table is sharded by rows.
-    """
-    if not table_rows:
-        return 0
-    return min(shard_rows, lookups_per_rank * group_size * shard_rows / table_rows)

@@ -27,6 +27,7 @@ settings.load_profile("repeatable")
 
 LONGEST_FILES = (
     "tests/fuzz/test_fuzz.py",
+    "tests/fuzz/test_pinned.py",
     "tests/dist/test_parity.py",
     "tests/dist/test_bench.py",
     "tests/cluster/test_cluster.py",

@@ -9,7 +9,6 @@ import torch
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
-from tests.support.loop_oracles import ROUNDING, train_late
 from tests.support.models import HOT_ROWS, SEQUENCES
 from tests.support.parity import TOLERANCE, Cell, run_cell
 from tests.support.ranks import RankPool
@@ -200,10 +199,3 @@ def test_training_on_four_hosts_equals_the_unsharded_model(ranks8: RankPool, dea
     ]
     for cell in dealt(cells):
         assert max(gap.worst for gap in ranks8.run(run_cell, cell, 6)) <= TOLERANCE, cell
-
-
-def test_late_updates_over_hosts_equal_the_late_oracle(two_hosts: RankPool) -> None:
-    for cell in EXACT[1::6]:
-        late = replace(cell, sync=tdsp.GradientSync(delay=1))
-        for loss_gap, gap, change in two_hosts.run(train_late, late):
-            assert max(loss_gap, gap) < ROUNDING < change

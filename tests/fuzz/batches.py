@@ -1,6 +1,7 @@
 """The batches of a case, as plain tensors: for the oracle, and for TorchRec's jagged tensors."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -17,12 +18,12 @@ class Lookups:
     weights: torch.Tensor
     """The weight of each id, which only weighted modules use."""
 
-    @property
+    @cached_property
     def samples(self) -> torch.Tensor:
         """The sample of each id."""
         return torch.arange(self.lengths.numel()).repeat_interleave(self.lengths)
 
-    @property
+    @cached_property
     def positions(self) -> torch.Tensor:
         """The place of each id in its bag."""
         starts = (self.lengths.cumsum(0) - self.lengths).repeat_interleave(self.lengths)

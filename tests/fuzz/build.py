@@ -216,8 +216,9 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
         dense: runs what isn't in tables; `None` for TorchRec's own wrapper.
     """
     model = FuzzModel(case)
-    # An hour passes after each batch of a map.
-    HashedIdMap.see = _see_by_batches
+    if case.has_maps:
+        # An hour passes after each batch of a map.
+        HashedIdMap.see = _see_by_batches
     # Once the model is wrapped, a rank may have parts of them.
     model.over.load_state_dict(initial_layers(case))
     model.over.to(rank_device())

@@ -107,7 +107,7 @@ class TableCase(Strict):
     """The field before that is a constraint where the plan is searched: ``"sharding"``,
     ``"exchange"``, ``"transport"``, ``"hot"`` or ``"once"``."""
     chosen_hot: tuple[int, ...] = ()
-    """The hot rows of a searched plan."""
+    """The hot rows of a searched plan, or those of ``"some"`` that must be these."""
     chosen_blocks: int = 0
     """The column shards of a searched plan."""
 
@@ -289,6 +289,9 @@ class Case(Strict):
     """What happens after which step, as `tests.fuzz.actions` lists it."""
     seed: int = 0
     """What weights and batches are drawn by."""
+    bound: float = 0.0
+    """The largest gap to the oracle: of scores relative to 1 plus theirs, of moments to a shard's
+    largest one; 0 for as much as rounding explains."""
 
     @property
     def has_maps(self) -> bool:

@@ -18,7 +18,7 @@ from tests.fuzz.refusals import REFUSALS as REFUSALS_OF_KINDS
 from tests.fuzz.search import contradiction
 from tests.fuzz.seen import Piece, RankReport, Seen
 from tests.fuzz.state import initial_dense, initial_tables
-from tests.fuzz.tolerance import BASE, Applied, RoundedExactly, Tolerances
+from tests.fuzz.tolerance import Applied, RoundedExactly, Tolerances
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 
 
@@ -397,14 +397,14 @@ class _Comparison:
             return
         self.counts.rounded += is_rounded * values.numel()
         gaps = (values.double() - wanted).abs().nan_to_num(nan=torch.inf)
-        excess = gaps - BASE * (1 + wanted.abs())
+        excess = gaps - self._tolerances.base(kind, wanted)
         if not bool((excess <= noise).all()):
             place = int((excess - noise).argmax())
             raise Difference(
                 "wrong numbers",
                 f"{what}: {values.flatten()[place].item():.8g} in place of "
                 f"{wanted.flatten()[place].item():.8g}, off by {gaps.flatten()[place].item():.3g} "
-                f"and by {excess.flatten()[place].item():.3g} more than float32 is, where rounding "
+                f"and by {excess.flatten()[place].item():.3g} more than allowed, where rounding "
                 f"explains {noise.flatten()[place].item():.3g}",
             )
 

@@ -103,10 +103,11 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
         lookups = [local.sent[key] for key in features]
         names, sizes = [feature_name(*key) for key in features], dict[str, Any]()
         if local.shared:
-            bags = [local.shared[key] for key in features]
+            # They name features in an order of their own.
+            bags = [local.shared[key].of_samples for key in features[::-1]]
             sizes = {
                 "stride_per_key_per_rank": [[part.lengths.numel()] for part in lookups],
-                "inverse_indices": (names, torch.stack([part.of_samples for part in bags])),
+                "inverse_indices": (names[::-1], torch.stack(bags)),
             }
         is_weighted = case.stray_weights or any(
             case.modules[module].kind == "weighted" for module, _ in features

@@ -32,7 +32,7 @@ Applied = Mapping[int, torch.Tensor]
 
 
 class Tolerances:
-    """The most that rounding adds to `BASE`."""
+    """The most that numbers may differ: `BASE` and rounding, or the case's own bound."""
 
     def __init__(self, case: Case, exact: Expected, applied: Applied) -> None:
         """Measure how far rounding moves the oracle's results.
@@ -42,6 +42,12 @@ class Tolerances:
             exact: the expected results without rounding.
             applied: as in `expect`.
         """
+        self._bound = case.bound
+        self._noise: Mapping[tuple[str, str], float] = defaultdict(float)
+        self.is_blurred = False
+        """True if the tolerances are so large that they say little."""
+        if self._bound:
+            return
         precision = _precision(case)
         noises = [
             Noise(torch.float32, signs) for signs in ((None,) if precision == "fp32" else SIGNS)
@@ -60,11 +66,19 @@ class Tolerances:
             for (kind, name), noise in self._noise.items()
         ]
         self.is_blurred = not max(shares, default=0.0) <= BLURRED[precision]
-        """Whether the tolerances are so large that they say little."""
 
     def of(self, kind: str, table: str) -> float:
         """Return how much rounding may change a table's numbers, or the scores."""
         return self._noise[kind, table]
+
+    def base(self, kind: str, wanted: torch.Tensor) -> torch.Tensor:
+        """Return what may differ without rounding from the wanted numbers."""
+        if not self._bound:
+            return BASE * (1 + wanted.abs())
+        if kind == "moments":
+            return self._bound * wanted.abs().max().clamp(min=1e-12)
+        is_score = kind in ("scores", "losses")
+        return self._bound * (1 + wanted.abs() * is_score)
 
 
 class RoundedExactly:

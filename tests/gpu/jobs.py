@@ -49,7 +49,7 @@ SHARDINGS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_c
 SHARDINGS += ("grid_shard", "data_parallel")
 PARITY = ("planned_parity", "batch_form", "weight_sync", "optimizer", "row_prefetch")
 PARITY += ("model_parallel2d", "variable_batch_sizes", "data_parallel")
-PARITY += ("host_memory", "mixed_means", "one_group", "accumulate", "loops", "parallelize")
+PARITY += ("host_memory", "one_group", "accumulate", "loops", "parallelize")
 RESUMES = ("checkpoint", "train_state", "thresholded_data_parallel", "delayed_dense", "local_dense")
 
 NUM_CASES, CASES_OF_JOB = 500, 25
@@ -97,6 +97,7 @@ def _parity() -> Iterator[Job]:
     file = "tests/dist/test_exchanges.py"
     yield _tests("parity, exchanges and the unsharded model", file, "-k", "test_training_equals")
     yield _tests("parity, exchanges", file, "-k", "not test_training_equals")
+    yield _tests("parity, pinned cases", "tests/fuzz/test_pinned.py", budget_s=600)
     for name in PARITY:
         yield _tests(f"parity, {name.replace('_', ' ')}", f"tests/dist/test_{name}.py")
 

@@ -1,17 +1,16 @@
 """Oracles of loops and algorithms that aren't one exact update per step."""
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.support.loops import Stream, Tensors, make_stream, plain_loop
+from tests.support.loops import Stream, Tensors
 from tests.support.models import BagModel, tables_of
 from tests.support.oracle import Oracle, local_loss, row_wise_adagrad_
-from tests.support.parity import LR, Cell, compare, make_optimizer, relative_gap, shard
+from tests.support.parity import LR, Cell
 
 
 class LoopOracle(Oracle):
@@ -56,54 +55,6 @@ class LoopOracle(Oracle):
             super()._update_(name, grad)
         else:
             row_wise_adagrad_(*state, lr=self.lr, eps=self.eps, moment_scale=scale)
-
-
-class DelayedOracle(Oracle):
-    """The tables' update of each step is applied before the lookup of the second step after it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._waiting: deque[Tensors] = deque()
-        self._found: Tensors = {}
-
-    def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
-        if len(self._waiting) == 2:
-            self._apply_oldest()
-        losses = super().step(batches)
-        self._waiting.append(self._found)
-        self._found = {}
-        return losses
-
-    def finish(self) -> None:
-        """Apply what is left, as a read of the state does."""
-        while self._waiting:
-            self._apply_oldest()
-
-    def _update_(self, name: str, grad: torch.Tensor) -> None:
-        self._found[name] = grad.clone()
-
-    def _apply_oldest(self) -> None:
-        for name, grad in self._waiting.popleft().items():
-            super()._update_(name, grad)
-
-
-ROUNDING = 1e-6
-"""Ranks add gradients in another order than oracles: some float32 roundings of values below 1."""
-
-
-def train_late(rank: int, world_size: int, cell: Cell) -> tuple[float, float, float]:
-    """Gaps to the late oracle, of losses and at the end; and how far tables have moved."""
-    parallel, stream = shard(cell), make_stream(cell, 6)
-    late, at_first = (
-        DelayedOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps) for _ in range(2)
-    )
-    batches = [step[rank] for step in stream]
-    losses = plain_loop(parallel, make_optimizer(parallel), batches)
-    expected = [late.step(step)[rank] for step in stream]
-    late.finish()
-    moved = [(late.weights[name] - first).abs() for name, first in at_first.weights.items()]
-    change = max(of_table.max().item() for of_table in moved)
-    return relative_gap(losses, expected), compare(parallel, late).worst, change
 
 
 class Emulation:

@@ -1,4 +1,4 @@
-"""Position weights train as in the unsharded model, on every mesh and by every exchange."""
+"""Position weights move with checkpoints, in pipelines and in models that random cases lack."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,9 +20,7 @@ from tests.support.cells import Cell
 from tests.support.devices import KERNEL_ROUNDING
 from tests.support.loops import PIPELINES, by_pipelines, shard_tables
 from tests.support.models import (
-    ALL_ROWS,
     HOT_ROWS,
-    MIXED,
     NUM_POSITIONS,
     BagModel,
     ModelSpec,
@@ -30,7 +28,7 @@ from tests.support.models import (
     tables_of,
 )
 from tests.support.oracle import local_loss
-from tests.support.parity import FOUR, LR, ONE, STEPS, TOLERANCE, TWO, check_cells, make_optimizer
+from tests.support.parity import FOUR, LR, ONE, TOLERANCE, TWO, make_optimizer
 from tests.support.planning import group_plan_of
 from tests.support.ranks import RankPool, error_of
 from tests.support.trips import HOT, Trip, check_arrivals, stock
@@ -38,83 +36,7 @@ from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
 COLLECTION = ModelSpec(weighted=True, positions="collection")
 MODULES = replace(COLLECTION, positions="modules")
-SEVERAL_DIMS = replace(MIXED, weighted=True, positions="modules")
 AVERAGES = tdsp.WeightSync(policy=tdsp.every(1))
-meshes = pytest.mark.parametrize("mesh", [ONE, TWO, FOUR], ids=str)
-
-
-@meshes
-def test_sharding_types(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
-    types = ["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
-    check_cells([Cell(mesh, kind, COLLECTION) for kind in types], ranks4, STEPS)
-
-
-@meshes
-def test_exchanges(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
-    ways = [("row_wise", name) for name in ("row", "row_per_host", "nonempty")]
-    ways += [("table_wise", "nonempty"), ("column_wise", "nonempty")]
-    cells = [Cell(mesh, kind, COLLECTION, exchange=exchange) for kind, exchange in ways]
-    check_cells(cells, ranks4, STEPS)
-
-
-@meshes
-def test_averaged_copies(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
-    """Averages after each step equal the unsharded model's steps with SGD."""
-    known = {"optimizer": "sgd", "sync": AVERAGES}
-    ways = [("table_wise", "pooled"), ("row_wise", "row"), ("row_wise", "nonempty")]
-    cells = [Cell(mesh, kind, MODULES, exchange=exchange, **known) for kind, exchange in ways]
-    check_cells(cells, ranks4, STEPS)
-
-
-@meshes
-def test_hot_rows(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
-    ways = [("table_wise", "nonempty"), ("row_wise", "row"), ("column_wise", "pooled")]
-    cells = [
-        Cell(mesh, kind, MODULES, exchange=exchange, hot_rows=rows)
-        for kind, exchange in ways
-        for rows in (HOT_ROWS, ALL_ROWS)
-    ]
-    check_cells(cells, ranks4, STEPS)
-
-
-@meshes
-def test_wrappers(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
-    cells = [
-        Cell(mesh, spec=COLLECTION, parallelized=True),
-        Cell(mesh, spec=COLLECTION, optimizer="adam"),
-        Cell(mesh, "table_wise", COLLECTION, stock_wrapper=True),
-        Cell(mesh, "row_wise", MODULES, exchange="row", stock_wrapper=True),
-    ]
-    check_cells(cells, ranks4, STEPS)
-
-
-def test_several_dims_and_copies(ranks4: RankPool) -> None:
-    """Kernels with tables of several dimensions, and tables that no mesh repeats."""
-    cells = [
-        Cell(TWO, "row_wise", SEVERAL_DIMS),
-        Cell(TWO, "row_wise", SEVERAL_DIMS, in_world=("t0",)),
-        Cell(TWO, "row_wise", SEVERAL_DIMS, in_world=("t0",), exchange="row"),
-    ]
-    check_cells(cells, ranks4, STEPS)
-
-
-def test_batches_of_all_sizes(ranks4: RankPool) -> None:
-    sizes = (3, 0, 7, 5)
-    cells = [
-        Cell(TWO, kind, COLLECTION, exchange=exchange, batch_sizes=sizes, variable=variable)
-        for kind, exchange in (("table_wise", "pooled"), ("row_wise", "row"))
-        for variable in (False, True)
-    ]
-    cells += [
-        Cell(TWO, kind, spec, batch_sizes=batch_sizes, hot_rows=hot)
-        for kind, spec, hot in (
-            ("data_parallel", SEVERAL_DIMS, ()),
-            ("table_wise", SEVERAL_DIMS, ()),
-            ("table_wise", COLLECTION, HOT_ROWS),
-        )
-        for batch_sizes in (sizes, (0, 0, 7, 5))
-    ]
-    check_cells(cells, ranks4, STEPS)
 
 
 TRIPS = [

@@ -1,8 +1,6 @@
-"""Batches with a size per feature (TorchRec's VBE) train like the same batches written out."""
+"""Batches with a size per feature (TorchRec's VBE) in pipelines, their bytes, and their errors."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import cycle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,104 +21,18 @@ from tests.support.loops import (
     sharded_tables,
     snapshot,
 )
-from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, ModelSpec, TableSpec, make_batch
+from tests.support.models import HOT_ROWS, SEQUENCES, ModelSpec, TableSpec, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import TOLERANCE, Cell, check_cells, make_optimizer, make_sharder
+from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.ranks import RankPool, error_of, error_text
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.shard.batch import BadIds
 
 pytestmark = pytest.mark.dealt_file
 
-SUM, MEAN, WEIGHTED = ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True)
-MESHES = (tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1))
-TWO = MESHES[0]
-GRADIENTS: dict[str, Any] = {"optimizer": "rowwise_adagrad", "sync": tdsp.GradientSync()}
-WEIGHTS: dict[str, Any] = {"optimizer": "sgd", "sync": tdsp.WeightSync()}
-BAGS = ((SUM, (0, 6, 3, 1)), (MEAN, (0, 6, 3, 1)), (WEIGHTED, (5, 1, 0, 0)))
-"""Models, and how many samples each rank has."""
+SUM, MEAN = ModelSpec(), ModelSpec(pooling="mean")
+ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 STEPS = 3
-
-
-def check(cells: Sequence[Cell], ranks: RankPool, tolerance: float = TOLERANCE) -> None:
-    cells = [replace(cell, variable=True) for cell in cells]
-    check_cells(cells, ranks, STEPS, tolerance=tolerance)
-
-
-def test_torchrecs_own_exchange(two_hosts: RankPool) -> None:
-    """Every sharding type with both syncs, as sums, averages and weighted sums."""
-    bags, meshes = cycle(BAGS), cycle(MESHES[:2])
-    kinds = ("table_wise", "column_wise", "row_wise", "data_parallel", "grid_shard")
-    kinds += ("table_row_wise",)
-    cells = [
-        Cell(next(meshes), kind, spec, batch_sizes=sizes, **method)
-        for method in (GRADIENTS, WEIGHTS)
-        for kind in (kinds if method is GRADIENTS else kinds[2:])
-        for spec, sizes in [next(bags)]
-    ]
-    # TorchRec adds 1e-6 to the divisor of row-wise means.
-    check(cells, two_hosts)
-
-
-def test_other_exchanges(two_hosts: RankPool) -> None:
-    """With hot rows and without."""
-    bags, meshes = cycle(BAGS), cycle(MESHES)
-    ways = (
-        ("row_wise", "row"),
-        ("row_wise", "nonempty"),
-        ("table_wise", "nonempty"),
-        ("column_wise", "nonempty"),
-        ("row_wise", "row_per_host"),
-    )
-    cells = [
-        Cell(mesh, kind, spec, exchange=exchange, batch_sizes=sizes, hot_rows=hot, **method)
-        for kind, exchange in ways
-        for hot, method in ((HOT_ROWS, GRADIENTS), ((), WEIGHTS))
-        for mesh, (spec, sizes) in [(next(meshes), next(bags))]
-    ]
-    cells.append(Cell(TWO, spec=MIXED, exchange="row", owners="hash", **GRADIENTS))
-    cells.append(Cell(TWO, "row_wise", MIXED, in_world=("t1",), **WEIGHTS))
-    check(cells, two_hosts)
-
-
-def test_hot_rows_beside_torchrecs_exchange(ranks4: RankPool) -> None:
-    bags, meshes = cycle(BAGS), cycle(MESHES)
-    cells = [
-        Cell(next(meshes), kind, spec, hot_rows=HOT_ROWS, batch_sizes=sizes, **method)
-        for method in (GRADIENTS, WEIGHTS)
-        for kind in ("table_wise", "row_wise", "column_wise")
-        for spec, sizes in [next(bags)]
-    ]
-    # TorchRec adds 1e-6 to the divisor of row-wise means.
-    check(cells, ranks4)
-
-
-def test_sequences(two_hosts: RankPool) -> None:
-    """TorchRec's own sequences can't be trained with such batches."""
-    sizes, meshes = cycle(((6, 6, 6, 6), (1, 6, 3, 2))), cycle(MESHES)
-    ways = (
-        ("table_wise", "pooled"),
-        ("column_wise", "pooled"),
-        ("row_wise", "pooled"),
-        ("row_wise", "row"),
-        ("row_wise", "row_per_host"),
-    )
-    check(
-        [
-            Cell(
-                next(meshes),
-                kind,
-                SEQUENCES,
-                exchange=exchange,
-                batch_sizes=next(sizes),
-                hot_rows=hot,
-                **method,
-            )
-            for kind, exchange in ways
-            for hot, method in ((HOT_ROWS, GRADIENTS), ((), WEIGHTS))
-        ],
-        two_hosts,
-    )
 
 
 def with_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[float], float]:
@@ -131,7 +43,7 @@ def with_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[float],
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(MESHES[1], exchange="row", hot_rows=HOT_ROWS, variable=True),
+        Cell(ONE, exchange="row", hot_rows=HOT_ROWS, variable=True),
         Cell(TWO, "table_wise", MEAN, variable=True),
     ],
     ids=str,
@@ -158,8 +70,8 @@ def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(MESHES[1], "table_wise"),
-        Cell(MESHES[1], "table_wise", exchange="nonempty"),
+        Cell(ONE, "table_wise"),
+        Cell(ONE, "table_wise", exchange="nonempty"),
     ],
     ids=str,
 )

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,21 +14,18 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 import torchrec_2dsp as tdsp
 from tests.support.cells import EPS
 from tests.support.loops import plain_loop, shard
-from tests.support.models import BAGS, SEQUENCES, ModelSpec, TableSpec, build, make_batch, tables_of
+from tests.support.models import ModelSpec, TableSpec, build, make_batch, tables_of
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import (
     LR,
-    MESHES,
     TOLERANCE,
     Cell,
-    check_cells,
     compare,
     make_optimizer,
     make_oracle,
     shards_of,
 )
 from tests.support.ranks import RankPool, error_text
-from tests.support.slices import Deal
 from tests.support.trips import full_state
 from torchrec_2dsp.comms.counting import count_collectives
 
@@ -37,40 +33,6 @@ pytestmark = pytest.mark.dealt_file
 
 COPIED = Cell(tdsp.Mesh2D(2, 2), "data_parallel")
 STEPS = 4
-
-
-def only(*types: str, **options: Any) -> tdsp.ParameterConstraints2D:
-    return tdsp.ParameterConstraints2D(sharding_types=list(types), **options)
-
-
-def test_stock_wrapper(ranks4: RankPool, dealt: Deal) -> None:
-    cells = [
-        replace(COPIED, mesh=mesh, spec=spec, optimizer=optimizer, stock_wrapper=True)
-        for mesh, spec, optimizer in product(
-            MESHES, (*BAGS, SEQUENCES), ("sgd", "adagrad", "rowwise_adagrad")
-        )
-    ]
-    check_cells(dealt(cells), ranks4, STEPS)
-
-
-def test_beside_sharded_tables(ranks4: RankPool, dealt: Deal) -> None:
-    """Some tables are on every rank, others on some, by one plan and on one or two meshes."""
-    copied = only("data_parallel")
-    demands = (
-        {"t0": copied, "t1": only("row_wise"), "t2": only("table_wise")},
-        {"t0": copied, "t1": only("row_wise", exchange=["row"], hot_rows=3), "t2": copied},
-        {"t0": copied, "t1": only("row_wise", num_groups=1), "t2": only("row_wise")},
-    )
-    cells = [
-        Cell(mesh, sync=sync, optimizer=optimizer, demands=tuple(demand.items()))
-        for mesh, demand, (sync, optimizer) in product(
-            MESHES[:2],
-            demands,
-            ((tdsp.GradientSync(), "rowwise_adagrad"), (tdsp.WeightSync(), "sgd")),
-        )
-    ]
-    check_cells(dealt(cells), ranks4, STEPS)
-
 
 Loop = Callable[[Any, Any, int, int], None]
 """Trains a model by an optimizer for one step of a rank."""

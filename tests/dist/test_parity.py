@@ -224,49 +224,10 @@ def test_the_matrix_notices_a_method_that_is_not_exact(ranks4: RankPool) -> None
     assert max(gap.weight for gap in ranks4.run(run_cell, cell)) > 1e-3
 
 
-PARTED_MESHES = (
-    tdsp.Mesh2D(2, 2),
-    tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS),
-    tdsp.Mesh2D(4, 1),
-)
-SUM, MEAN, WEIGHTED = BAGS
-EXACT = {"optimizer": "rowwise_adagrad", "sync": tdsp.GradientSync()}
-AVERAGED = {"optimizer": "sgd", "sync": tdsp.WeightSync(dense_above=1.0)}
-
-
-def test_bags(ranks4: RankPool, dealt: Deal) -> None:
-    """Every pair of exchange, mesh, and pooling with a sync; not all three with all."""
-    kinds = ((SUM, HOT_ROWS, EXACT), (MEAN, (), AVERAGED), (WEIGHTED, HOT_ROWS, EXACT))
-    cells = []
-    for (column, mesh), (row, exchange) in product(
-        enumerate(PARTED_MESHES), enumerate(("pooled", "row", "nonempty"))
-    ):
-        spec, hot_rows, method = kinds[(column + row) % len(kinds)]
-        cells.append(
-            Cell(mesh, spec=spec, exchange=exchange, hot_rows=hot_rows, in_world=("t1",), **method)
-        )
-    cells += [
-        Cell(PARTED_MESHES[0], in_world=("t0", "t2")),
-        Cell(PARTED_MESHES[0], in_world=("t1",), owners="hash", exchange="row", hot_rows=HOT_ROWS),
-    ]
-    cells = dealt(cells)
-    check_cells(cells, ranks4, 4, must_sync=True)
-
-
-def test_sequences(ranks4: RankPool, dealt: Deal) -> None:
-    cells = [
-        Cell(mesh, spec=SEQUENCES, exchange=exchange, in_world=("t1",), **method)
-        for mesh in PARTED_MESHES
-        for exchange, method in (("pooled", EXACT), ("row", EXACT), ("row", AVERAGED))
-    ]
-    cells = dealt(cells)
-    check_cells(cells, ranks4, 4, must_sync=True)
-
-
 @pytest.mark.dealt_file
 def test_rows_of_a_host_travel_together(ranks8: RankPool) -> None:
     """Groups span two hosts of two ranks, beside a table on four hosts."""
-    mesh = tdsp.Mesh2D(2, 4)
+    mesh = Mesh2D(2, 4)
     cells = [Cell(mesh, exchange=kind, in_world=("t1",)) for kind in ("row_per_host", "pooled")]
     check_cells(cells, ranks8, 4, tolerance=TOLERANCE, must_sync=True)
 
@@ -278,7 +239,7 @@ def modes_of(rank: int, world_size: int, cell: Cell) -> list[bool]:
 
 @pytest.mark.dealt_file
 def test_all_parts_are_told_of_evaluation(ranks4: RankPool) -> None:
-    assert ranks4.run(modes_of, Cell(PARTED_MESHES[0], in_world=("t1",))) == [[False, False]] * 4
+    assert ranks4.run(modes_of, Cell(Mesh2D(2, 2), in_world=("t1",))) == [[False, False]] * 4
 
 
 def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
@@ -296,7 +257,7 @@ def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
 
 @pytest.mark.dealt_file
 def test_bad_ids_of_all_parts_are_told_on_every_rank(ranks4: RankPool) -> None:
-    first, *others = ranks4.run(bad_ids, Cell(PARTED_MESHES[0], in_world=("t1",)), timeout_s=60)
+    first, *others = ranks4.run(bad_ids, Cell(Mesh2D(2, 2), in_world=("t1",)), timeout_s=60)
     assert all(other == first for other in others)
     assert ["'t0'" in first[0], "'t1'" in first[1]] == [True, True]
 
@@ -317,7 +278,7 @@ def shared_features(rank: int, world_size: int, kind: type) -> float:
     )
     plan = group_plan_of(
         module,
-        PARTED_MESHES[0],
+        Mesh2D(2, 2),
         sharders=[sharder],
         constraints=constrained("row_wise", num_tables=3),
     )

@@ -54,6 +54,19 @@ def test_a_wrong_number_is_found(kind: str) -> None:
     assert "m0t0 at row 8, column 0 on rank 1 in action 2 (final)" in verdict.text
 
 
+@pytest.mark.parametrize("kind", ["weights", "moments", "scores"])
+def test_a_bound_holds_whatever_rounding_explains(kind: str) -> None:
+    """Moments are compared with their shard's largest one, scores and weights with one."""
+    reports, bounded = right_reports(), replace(CASE, bound=1e-6)
+    assert judge(bounded, reports).outcome == "ok"
+    assert reports[1].seen is not None
+    final, scores = reports[1].seen.states[FINAL], reports[1].seen.scores[1]
+    (values,) = [scores] if kind == "scores" else [piece.values for piece in getattr(final, kind)]
+    values[(0,) * values.dim()] += 2e-6 * (values.max() if kind == "moments" else 1)
+    assert judge(CASE, reports).outcome == "ok"
+    assert judge(bounded, reports).kind == "wrong numbers"
+
+
 def test_a_wrong_score_is_found() -> None:
     reports = right_reports()
     assert reports[0].seen is not None

@@ -5,16 +5,11 @@ Ten steps, or four; the loss of every step, every weight and every moment at the
 
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
-import torch
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
-from tests.support.devices import rank_device
 from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, ModelSpec, TableSpec, make_batch
 from tests.support.oracle import WITH_AVERAGE, local_loss
 from tests.support.parity import (
@@ -26,7 +21,6 @@ from tests.support.parity import (
     run_cell,
     shard,
 )
-from tests.support.planning import constrained, group_plan_of
 from tests.support.ranks import RankPool, error_text
 from tests.support.slices import Deal
 from torchrec_2dsp import GradientSync, Mesh2D, RankLayout, WeightSync
@@ -260,51 +254,3 @@ def test_bad_ids_of_all_parts_are_told_on_every_rank(ranks4: RankPool) -> None:
     first, *others = ranks4.run(bad_ids, Cell(Mesh2D(2, 2), in_world=("t1",)), timeout_s=60)
     assert all(other == first for other in others)
     assert ["'t0'" in first[0], "'t1'" in first[1]] == [True, True]
-
-
-def shared_features(rank: int, world_size: int, kind: type) -> float:
-    """Return the gap between the sharded and the unsharded module's outputs, by name."""
-    torch.manual_seed(0)
-    is_bag = kind is EmbeddingBagCollection
-    config = EmbeddingBagConfig if is_bag else EmbeddingConfig
-    tables = [
-        config(name=name, num_embeddings=20, embedding_dim=4, feature_names=features)
-        for name, features in (("t0", ["f0", "f1"]), ("t1", ["f1", "f2"]), ("t2", ["f3"]))
-    ]
-    module = kind(tables=tables, device=rank_device())
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
-    sharder: Any = (
-        tdsp.EmbeddingBagCollectionSharder2D() if is_bag else tdsp.EmbeddingCollectionSharder2D()
-    )
-    plan = group_plan_of(
-        module,
-        Mesh2D(2, 2),
-        sharders=[sharder],
-        constraints=constrained("row_wise", num_tables=3),
-    )
-    plan = tdsp.pin(plan, "t1", num_groups=1)
-    sharded = sharder.shard(module, plan.plan[""], None, rank_device())
-    sharded.load_state_dict(weights)
-    features = KeyedJaggedTensor.from_lengths_sync(
-        keys=["f3", "f0", "f2", "f1"],
-        values=torch.randint(0, 20, (16,)),
-        lengths=torch.full((16,), 1),
-    ).to(rank_device())
-    with torch.no_grad():
-        expected, actual = module(features), sharded(features).wait()
-    values = dict(_by_name(expected))
-    gaps = [(entry - values.pop(name)).abs().max().item() for name, entry in _by_name(actual)]
-    assert not values, f"{sorted(values)} are missing"
-    return max(gaps)
-
-
-def _by_name(output: KeyedTensor | dict[str, JaggedTensor]) -> list[tuple[str, torch.Tensor]]:
-    if isinstance(output, KeyedTensor):
-        return list(output.to_dict().items())
-    return [(name, entry.values()) for name, entry in output.items()]
-
-
-@pytest.mark.dealt_file
-@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
-def test_features_may_look_up_tables_of_both_kinds(ranks4: RankPool, kind: type) -> None:
-    assert max(ranks4.run(shared_features, kind)) < 1e-6

@@ -34,7 +34,7 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "at_random": (False, True),
     "wrapper": ("2d", "2d", "2d", "stock"),
     "refused": ("",) * (12 * len(REFUSALS)) + tuple(REFUSALS),
-    "form": ("plain",) * 5 + ("column", "cut", "offsets", "expanded", "int32"),
+    "form": ("plain",) * 5 + ("column", "cut", "offsets", "expanded", "int32", "rotated"),
     "stray_weights": (False, False, False, False, True),
     "zero_grad": ("before", "before", "after", "zeros"),
     "loop": ("plain", "plain", "sparse_dist", "row_prefetch", "row_prefetch"),

@@ -78,9 +78,10 @@ def input_of(case: Case, module: int) -> str:
     return "weighted_ids" if case.modules[module].kind == "weighted" else "ids"
 
 
-FORMS = ("plain", "column", "cut", "offsets", "expanded", "int32")
+FORMS = ("plain", "column", "cut", "offsets", "expanded", "int32", "rotated")
 """How a batch's tensors lie in memory: whole, a column of a matrix, a part of a longer tensor, with
-offsets in place of lengths, with weights expanded from one number, or with int32 lengths."""
+offsets in place of lengths, with weights expanded from one number, with int32 lengths, or with the
+last feature first."""
 
 
 def formed(values: torch.Tensor, form: str) -> torch.Tensor:
@@ -99,7 +100,8 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
         parts.setdefault(input_of(case, module), []).append((module, feature))
     inputs = {}
     for name, in_order in parts.items():
-        features = in_order[::-1] if is_reversed else in_order
+        features = in_order[-1:] + in_order[:-1] if case.form == "rotated" else in_order
+        features = features[::-1] if is_reversed else features
         lookups = [local.sent[key] for key in features]
         names, sizes = [feature_name(*key) for key in features], dict[str, Any]()
         if local.shared:

@@ -29,7 +29,7 @@ from tests.support.slices import Deal
 from torchrec_2dsp import Mesh2D, WeightSync
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.full_duplex import FullDuplexGroup, full_duplex_backend
-from torchrec_2dsp.comms.groups import MeshGroups
+from torchrec_2dsp.comms.groups import MeshGroups, release_groups
 
 DTYPES = [
     torch.int64,
@@ -319,7 +319,8 @@ def make_and_destroy_groups(rank: int, world_size: int, folder: Path) -> dict[st
     groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
     assert MeshGroups.for_mesh(Mesh2D(2, 1), "cpu", full_duplex=True) is groups
     assert isinstance(groups.replica_peers, FullDuplexGroup)
-    groups.close()
+    del groups
+    release_groups()
 
     before = resources()
     created: list[weakref.ref[dist.ProcessGroup]] = []

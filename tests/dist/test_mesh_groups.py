@@ -18,7 +18,6 @@ from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
-from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 from torchrec_2dsp.comms.groups import (
     MeshGroups,
@@ -26,6 +25,7 @@ from torchrec_2dsp.comms.groups import (
     WorldGroups,
     leave_world,
     own_group,
+    release_groups,
     world_group,
 )
 from torchrec_2dsp.errors import MeshError
@@ -66,8 +66,7 @@ def use_meshes(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[st
     actual = [ranks_and_sums(rank, groups) for groups in opened]
     backends = [dist.get_backend(groups.sharding_group) for groups in opened]
     assert backends == ["gloo", full_duplex_backend()] * len(meshes)
-    for groups in opened:
-        groups.close()
+    release_groups()
     return actual
 
 
@@ -77,46 +76,17 @@ def test_groups_have_the_ranks_of_the_mesh(ranks4: RankPool) -> None:
         assert (actual[::2], actual[1::2]) == (expected, expected)
 
 
-def close_one_of_two(rank: int, world_size: int) -> list[dict[str, Any]]:
-    first = MeshGroups.for_mesh(MESHES[0], "cpu")
-    before = ranks_and_sums(rank, first)
-    second = MeshGroups.for_mesh(MESHES[1], "cpu")
-    first.close()
-    first.close()
-    after = ranks_and_sums(rank, second)
-    again = MeshGroups.for_mesh(MESHES[0], "cpu")
-    assert again is not first
-    assert MeshGroups.for_mesh(MESHES[1], "cpu") is second
-    reopened = ranks_and_sums(rank, again)
-    again.close()
-    second.close()
-    return [before, after, reopened]
-
-
-def test_closing_one_mesh_leaves_the_other_open(ranks4: RankPool) -> None:
-    for rank, actual in enumerate(ranks4.run(close_one_of_two)):
-        meshes = (MESHES[0], MESHES[1], MESHES[0])
-        assert actual == [expected_ranks_and_sums(rank, mesh) for mesh in meshes]
-
-
-def open_twice(rank: int, world_size: int) -> tuple[bool, bool, dict[str, int]]:
+def open_twice(rank: int, world_size: int) -> tuple[bool, bool]:
     first = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu")
     again = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu")
     other = MeshGroups.for_mesh(MESHES[1], "cpu")
     duplex = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu", full_duplex=True)
-    with count_collectives() as closing:
-        first.close()
-        first.close()
-    assert MeshGroups.for_mesh(Mesh2D(2, 2), "cpu", full_duplex=True) is duplex
-    duplex.close()
-    other.close()
-    return first is again, first in (other, duplex), closing.counts()
+    release_groups()
+    return first is again, first in (other, duplex)
 
 
 def test_equal_meshes_share_groups(ranks4: RankPool) -> None:
-    for same, other, closing in ranks4.run(open_twice):
-        assert (same, other) == (True, False)
-        assert closing == {"barrier": 1}
+    assert ranks4.run(open_twice) == [(True, False)] * 4
 
 
 def environments(rank: int, world_size: int) -> list[tuple[object, ...]]:
@@ -137,7 +107,7 @@ def environments(rank: int, world_size: int) -> list[tuple[object, ...]]:
                 groups.device_mesh.mesh_dim_names,
             )
         )
-        groups.close()
+    release_groups()
     return actual
 
 
@@ -155,10 +125,11 @@ def settle(rank: int, world_size: int) -> list[bool]:
     others = [dist.all_reduce(torch.ones(2), group=beside, async_op=True)] if rank == 0 else []
     WorldGroups.current().settle()
     is_over = [each is not None and each.is_completed() for each in (work, *others)]
+    # Rank 0 has looked.
+    dist.barrier()
     if rank:
         dist.all_reduce(torch.ones(2), group=beside)
-    dist.barrier()
-    WorldGroups.current().destroy([own, beside])
+    release_groups()
     return is_over
 
 
@@ -187,7 +158,7 @@ def node_group_sizes(rank: int, world_size: int) -> list[int]:
     for layout in RankLayout:
         groups = MeshGroups.for_mesh(Mesh2D(2, 4, layout), "cpu")
         sizes.append(groups.sharding_env().node_group_size)
-        groups.close()
+    release_groups()
     return sizes
 
 
@@ -207,7 +178,7 @@ def peers_by_host(rank: int, world_size: int, mesh: Mesh2D) -> list[list[list[in
         ]
         for peers in (groups.replica_rows, groups.hot_rows)
     ]
-    groups.close()
+    release_groups()
     return members
 
 
@@ -248,7 +219,7 @@ def timeouts(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str,
                 for name, group in named.items()
             }
         )
-        groups.close()
+    release_groups()
     return of_meshes
 
 
@@ -277,24 +248,19 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
         MeshGroups.for_mesh(Mesh2D(1, 1), "cpu")
 
 
-def remake_the_world(
-    rank: int, world_size: int, folder: Path, close_old: bool
-) -> dict[str, tuple[list[int], int]]:
-    old = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
+def remake_the_world(rank: int, world_size: int, folder: Path) -> dict[str, tuple[list[int], int]]:
+    MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     new = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
-    if close_old:
-        old.close()
     return ranks_and_sums(rank, new)
 
 
-@pytest.mark.parametrize("close_old", [False, True])
-def test_a_new_world_gets_new_groups(tmp_path: Path, close_old: bool) -> None:
-    """Groups of a world that is gone are gone with it: closing them does nothing."""
+def test_a_new_world_gets_new_groups(tmp_path: Path) -> None:
+    """Groups of a world that is gone are gone with it."""
     with RankPool(2) as pool:
-        for rank, actual in enumerate(pool.run(remake_the_world, tmp_path, close_old)):
+        for rank, actual in enumerate(pool.run(remake_the_world, tmp_path)):
             assert actual == expected_ranks_and_sums(rank, Mesh2D(2, 1))
 
 
@@ -304,7 +270,6 @@ def leave(rank: int, world_size: int) -> list[int]:
     actual = ranks_and_sums(rank, groups)
     assert len(actual) == len(AXES)
     before = count_threads("gloo")
-    groups.close()
     del groups
     leave_world()
     return [before, count_threads("gloo")]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_products import FORMS
-from tests.support.parity import Gap, compare, local_shards, relative_gap
+from tests.support.parity import Gap, compare, relative_gap
 from tests.support.pipelining import (
     TABLES,
     TWO_RANKS,
@@ -162,53 +162,6 @@ def evaluate(rank: int, world_size: int) -> tuple[float, ...]:
 def test_without_gradients_ranks_get_their_own_outputs(ranks4: RankPool) -> None:
     for gaps in ranks4.run(evaluate):
         assert max(gaps, default=0.0) < ROUNDING
-
-
-def one_update_or_several(rank: int, world_size: int) -> tuple[float, float]:
-    """Return the gaps between one step with five micro-batches and one on the whole batch.
-
-    First as `PipelinedDense` trains, then with a table update after each micro-batch.
-    """
-    tables = replace(TABLES["row-wise"], always_capture=False)
-    cell = PipelineCell(TWO_RANKS[0], tables)
-    oracle = StackOracle(tables)
-    oracle.step_on(batches_for(cell, 0))
-    expected = oracle.weights["t0"]
-    parts = StackOracle(tables)
-    for sample in range(cell.sizes[0]):
-        parts.step_on([[single(batch, sample)] for (batch,) in batches_for(cell, 0)])
-    with pipelined(tables, cell.wrapper()) as (model, params):
-        step_of(model, dense_sgd(params.values()), cell, 0, rank)
-        (name,) = [name for name in model.state_dict() if "t0" in name]
-        gap = 0.0
-        for rows, (row, _) in local_shards(model.state_dict()[name]):
-            if rows.numel():
-                wanted = expected[row : row + rows.shape[0]]
-                gap = max(gap, (rows - wanted).abs().max().item())
-    return gap, (parts.weights["t0"] - expected).abs().max().item()
-
-
-def single(batch: Any, sample: int) -> Any:
-    """Return one sample of a batch."""
-    num_samples = batch.stride()
-    lengths = batch.lengths().view(-1, num_samples)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths().cumsum(0)])
-    values = []
-    for feature in range(lengths.shape[0]):
-        bag = feature * num_samples + sample
-        values.append(batch.values()[starts[bag] : starts[bag + 1]])
-    return type(batch)(
-        keys=batch.keys(), values=torch.cat(values), lengths=lengths[:, sample].contiguous()
-    )
-
-
-def test_updates_by_micro_batch_are_another_training(ranks4: RankPool) -> None:
-    """A pipeline whose tables update in each micro-batch's backward isn't exact."""
-    gaps = ranks4.run(one_update_or_several)
-    ours, by_micro_batch = max(gap for gap, _ in gaps), gaps[0][1]
-    print(f"one update: {ours:.1e}; an update for each micro-batch: {by_micro_batch:.1e}")
-    assert ours < ROUNDING
-    assert by_micro_batch > 1e-2
 
 
 def step_collectives(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, int]:

@@ -110,7 +110,7 @@ def exchange_rows(
             )
         ]
         answers.append((all(is_sum) and pending.learning_rate == 0.5, sent))
-    groups.close()
+    tdsp.release_groups()
     return answers
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import (
@@ -238,62 +237,6 @@ def test_dense_steps_of_updates_are_those_of_the_optimizer(
         for name, value in stock[0].weights[-1].items():
             # Updates that gradients near zero turn into noise.
             torch.testing.assert_close(dense[0].weights[-1][name], value, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("density", [0.02, 0.3])
-def test_owners_lose_nothing_and_keep_ranks_equal(ranks4: RankPool, density: float) -> None:
-    """Keep all ranks' weights equal, and leave no residuals after the final flush."""
-    wrapper = thresholded(density=density, route="owners", values="fp32")
-    trained = ranks4.run(train, cell_of(4), wrapper, NUM_STEPS, 4)
-    assert len({rank.digest for rank in trained}) == 1
-    assert [rank.residual_norm for rank in trained] == [0.0] * 4
-    assert trained[0].reports[-1].num_thresholded_steps == 4
-
-
-def conserve(rank: int, world_size: int, route: str, values: str, num_steps: int) -> list[float]:
-    """Return how far what was applied and what is left are from the sum of all gradients.
-
-    The loss is linear in the weights, so that gradients don't depend on them.
-    """
-    wrapper = tdsp.ThresholdedDataParallel(0.03, route=route, values=values, dense_below=100)
-    cell = cell_of(world_size)
-    model = model_of(cell, wrapper)
-    layer = dict(model.named_parameters())["tower.2.weight"]
-    bias = dict(model.named_parameters())["tower.2.bias"]
-    before, total = layer.detach().clone(), torch.zeros_like(layer)
-    optimizer = torch.optim.SGD([layer, bias], lr=1.0)
-    for step in range(num_steps):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        gradient = torch.randn(layer.shape, generator=generator).to(layer.device)
-        optimizer.zero_grad()
-        # Backward through all of DDP, with the gradient of this layer replaced by another one.
-        handle = layer.register_hook(lambda _, given=gradient: given.clone())
-        model(batch_of(cell, step, rank)).backward()
-        handle.remove()
-        optimizer.step()
-        total += gradient
-    name = "tower.2.weight"
-    residual = wrapper.state_dict()["residuals"][name].view_as(layer)
-    both = torch.stack([total, residual])
-    dist.all_reduce(both)
-    applied = (before - layer.detach()) * world_size
-    return [
-        float((applied + both[1] - both[0]).abs().max()),
-        float(both[1].abs().max()),
-        float(applied.abs().max()),
-    ]
-
-
-@pytest.mark.parametrize("route", ["gather", "owners"])
-@pytest.mark.parametrize("values", ["fp32", "bf16", "int4"])
-def test_what_was_applied_and_what_is_left_are_the_sum_of_all_gradients(
-    ranks4: RankPool, route: str, values: str
-) -> None:
-    for gap, left, applied in ranks4.run(conserve, route, values, 6):
-        assert left > 0.5
-        assert applied > 0.5
-        # Six steps of four numbers below 5, added in float32.
-        assert gap < 3e-5
 
 
 def test_a_step_has_the_collectives_that_are_documented(ranks4: RankPool) -> None:

@@ -89,10 +89,6 @@ def way_program(way: str, store: str) -> Callable[[int], None]:
     return run
 
 
-def close(groups: MeshGroups) -> None:
-    groups.close()
-
-
 def destroy(groups: MeshGroups) -> None:
     dist.destroy_process_group()
 
@@ -107,7 +103,7 @@ def forget_and_end(groups: MeshGroups) -> None:
 
 
 WAYS: dict[str, Callable[[MeshGroups], None]] = {
-    way.__name__: way for way in (close, destroy, just_end, forget_and_end)
+    way.__name__: way for way in (destroy, just_end, forget_and_end)
 }
 
 

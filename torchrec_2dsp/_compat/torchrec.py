@@ -112,10 +112,6 @@ class NodeGroupCache:
         """Return the groups that TorchRec has created so far, newest first."""
         return [group for group in (self.cross, self.intra) if group is not None]
 
-    def clear(self) -> None:
-        """Forget the groups, once they are destroyed."""
-        self.intra = self.cross = self.node_group_size = None
-
 
 @contextmanager
 def node_group_cache(cache: NodeGroupCache) -> Iterator[None]:

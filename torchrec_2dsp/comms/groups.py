@@ -7,7 +7,7 @@ group of their own prevents both.
 
 import atexit
 import gc
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -97,17 +97,12 @@ class WorldGroups:
         """Return whether a group was added and isn't destroyed yet, here or by the user."""
         return exists(group) and group in self._groups
 
-    def destroy(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Destroy the given groups that were added, newest first, without waiting for ranks."""
-        chosen = {group for group in groups if group in self}
-        for group in [group for group in reversed(self._groups) if group in chosen]:
-            dist.destroy_process_group(group)
-            del self._groups[group]
-
     def forget(self) -> None:
         """Destroy all groups and forget shared objects, without waiting for other ranks."""
         self.shared.clear()
-        self.destroy(self._groups)
+        for group in reversed(self._groups):
+            if exists(group):
+                dist.destroy_process_group(group)
         self._groups.clear()
 
 
@@ -327,7 +322,6 @@ class MeshGroups:
         """This host's number of ranks (LOCAL_WORLD_SIZE)."""
         # Rows travel while the training thread goes on to other collectives. Groups of their own
         # keep the two from interleaving differently on two ranks.
-        self._own_groups = [self.sharding_group, self.replica_peers]
         self.hot_rows = self._new_peers("hot_rows", [list(range(mesh.world_size))])
         """All ranks, in groups for hot rows alone."""
         self.replica_rows = Peers(self.replica_peers)
@@ -335,7 +329,7 @@ class MeshGroups:
         if mesh.num_groups > 1:
             holders = [list(ranks) for ranks in zip(*mesh.rank_matrix(), strict=True)]
             self.replica_rows = self._new_peers("replica_rows", holders)
-        everyone = self._new_group("alarm", [list(range(mesh.world_size))], backend=None)
+        everyone = own_subgroup([list(range(mesh.world_size))], device_type, "alarm", None)
         self.alarm = Alarm(everyone, torch.device(device_type), self.board)
         """Raises an error of one rank on all ranks."""
         self._node_groups = NodeGroupCache()
@@ -343,7 +337,8 @@ class MeshGroups:
     def _new_peers(self, name: str, sets: list[list[int]]) -> Peers:
         """Create groups for the exchange of rows."""
         backend = self._row_backend
-        everyone = self._new_group(name, sets, backend)
+        device_type = self.device_mesh.device_type
+        everyone = own_subgroup(sets, device_type, name, backend)
         set_hosts = [by_host(ranks, self.local_world_size) for ranks in sets]
         layered = [hosts for hosts in set_hosts if hosts is not None]
         if len(layered) < len(set_hosts):
@@ -352,16 +347,9 @@ class MeshGroups:
         across = [list(ranks) for hosts in layered for ranks in zip(*hosts, strict=True)]
         return Peers(
             everyone,
-            self._new_group(f"{name}_in_host", in_host, backend),
-            self._new_group(f"{name}_across", across, backend),
+            own_subgroup(in_host, device_type, f"{name}_in_host", backend),
+            own_subgroup(across, device_type, f"{name}_across", backend),
         )
-
-    def _new_group(
-        self, name: str, sets: list[list[int]], backend: str | None
-    ) -> dist.ProcessGroup:
-        """Create a group for each set, and return this rank's."""
-        self._own_groups.append(own_subgroup(sets, self._device_type, name, backend))
-        return self._own_groups[-1]
 
     @classmethod
     def for_mesh(cls, mesh: Mesh2D, device_type: str, *, full_duplex: bool = False) -> "MeshGroups":
@@ -394,19 +382,3 @@ class MeshGroups:
             # TorchRec creates them without it.
             set_timeout(group, timeout)
             self._created.add(group)
-
-    def close(self) -> None:
-        """Destroy the groups, newest first, on all ranks together.
-
-        Collectives:
-            One barrier on the world. Ranks that leave while peers still use a gloo group abort
-            at interpreter exit.
-        """
-        if self.alarm.group not in self._created:
-            # They were destroyed before, maybe with their world.
-            return
-        dist.barrier(self.world)
-        self._created.destroy([*self._own_groups, *self._node_groups.groups()])
-        self._node_groups.clear()
-        for key in [key for key, value in self._created.shared.items() if value is self]:
-            del self._created.shared[key]

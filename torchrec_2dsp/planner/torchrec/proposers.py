@@ -1,6 +1,5 @@
 """Proposers for TorchRec's planner: exchanges, group sizes and hot rows, by predicted cost."""
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -45,64 +44,12 @@ class Loaded(NamedTuple):
     options: KnownOptions
 
 
-class CostProposer(Proposer):
-    """Drafts plans by predicted cost, and learns from feedback how much memory there is.
-
-    Each draft is rated with its predicted step, so the planner compares drafts rightly with each
-    other, but not with stock proposals, which the enumerator rates.
-    """
-
-    def __init__(self, topology: Topology, max_proposals: int = _MAX_PROPOSALS) -> None:
-        self.topology = topology
-        """The whole world's topology."""
-        self.max_proposals = max_proposals
-        """The most drafts that are proposed."""
-        self._loaded: Loaded | None = None
-        self._is_room_known = False
-        self._drafts: Iterator[Draft] = iter(())
-
-    @abstractmethod
-    def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
-        """Translate the enumerated tables, meshes and options into the search's words."""
-
-    @abstractmethod
-    def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
-        """Yield plans within ``room`` bytes per rank, the most promising first."""
-
-    def load(
-        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
-    ) -> None:
-        """Load the search space; the enumerator knows the optimizers."""
-        self._loaded = self.loaded(search_space, enumerator)
-        self._is_room_known = False
-        self._draft(_UNLIMITED)
-
-    def propose(self) -> list[ShardingOption] | None:
-        """Return the next plan, without ranks; `None` if there is no other."""
-        draft = next(self._drafts, None)
-        if draft is None or self._loaded is None:
-            return None
-        return draft.options(self._loaded.options, self.topology.compute_device)
-
-    def feedback(
-        self,
-        partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
-    ) -> None:
-        """Draft again for the memory that the first feedback reports."""
-        if storage_constraint is not None and not self._is_room_known:
-            self._is_room_known = True
-            self._draft(room_of(storage_constraint))
-
-    def _draft(self, room: float) -> None:
-        assert self._loaded is not None
-        self._drafts = islice(self.drafts(self._loaded, room), self.max_proposals)
-
-
-class ExchangeProposer(CostProposer):
+class ExchangeProposer(Proposer):
     """Proposes a sharding type and an exchange for each table, on one mesh.
+
+    It drafts plans by predicted cost, and learns from feedback how much memory there is. Each draft
+    is rated with its predicted step, so the planner compares drafts rightly with each other, but
+    not with stock proposals, which the enumerator rates.
 
     Example:
         >>> from torchrec.distributed.planner import EmbeddingShardingPlanner
@@ -117,6 +64,10 @@ class ExchangeProposer(CostProposer):
         ...     stats=Stats2D(),
         ... )
     """
+
+    _loaded: Loaded | None = None
+    _is_room_known = False
+    _drafts: Iterator[Draft] = iter(())
 
     def __init__(
         self,
@@ -142,7 +93,10 @@ class ExchangeProposer(CostProposer):
             workload: a step's work, in place of what options, constraints and ``access`` say.
             max_proposals: the most plans that are drafted.
         """
-        super().__init__(topology, max_proposals)
+        self.topology = topology
+        """The whole world's topology."""
+        self.max_proposals = max_proposals
+        """The most drafts that are proposed."""
         mesh = mesh or Mesh2D(1, topology.world_size)
         mesh.check_world(topology.world_size)
         self._search = CostSearch(
@@ -193,6 +147,37 @@ class ExchangeProposer(CostProposer):
             for placement, _ in placements(space, selected, room, effort):
                 yield Draft(space, placement)
 
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Load the search space; the enumerator knows the optimizers."""
+        self._loaded = self.loaded(search_space, enumerator)
+        self._is_room_known = False
+        self._draft(_UNLIMITED)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Return the next plan, without ranks; `None` if there is no other."""
+        draft = next(self._drafts, None)
+        if draft is None or self._loaded is None:
+            return None
+        return draft.options(self._loaded.options, self.topology.compute_device)
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Draft again for the memory that the first feedback reports."""
+        if storage_constraint is not None and not self._is_room_known:
+            self._is_room_known = True
+            self._draft(room_of(storage_constraint))
+
+    def _draft(self, room: float) -> None:
+        assert self._loaded is not None
+        self._drafts = islice(self.drafts(self._loaded, room), self.max_proposals)
+
 
 class GroupSizeProposer(ExchangeProposer):
     """Proposes what `ExchangeProposer` does, on every mesh with groups up to 128 ranks.
@@ -231,7 +216,7 @@ class GroupSizeProposer(ExchangeProposer):
         self._search = replace(self._search, mesh=None)
 
 
-class HotRowProposer(CostProposer):
+class HotRowProposer(ExchangeProposer):
     """Adds the hot rows that pay to another proposer's plans.
 
     Example:
@@ -248,13 +233,10 @@ class HotRowProposer(CostProposer):
             raise ConfigError(
                 "nothing says which rows are hot: give the inner proposer access=AccessStats(...)"
             )
-        super().__init__(inner.topology, inner.max_proposals)
+        self.topology, self.max_proposals = inner.topology, inner.max_proposals
+        self._search = inner._search
         self.inner = inner
         """The proposer behind this one."""
-
-    def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
-        """Translate the enumerated tables as the inner proposer does."""
-        return self.inner.loaded(search_space, enumerator)
 
     def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
         """Yield the inner proposer's drafts, with hot rows where they pay."""

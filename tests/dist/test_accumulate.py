@@ -2,12 +2,13 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
-from tests.support.models import HOT_ROWS, SEQUENCES
+from tests.support.models import HOT_ROWS, SEQUENCES, build, tables_of
 from tests.support.oracle import batch_of, local_loss, trained_oracle
 from tests.support.parity import (
     FOUR,
@@ -18,6 +19,7 @@ from tests.support.parity import (
     Gap,
     compare,
     make_optimizer,
+    make_oracle,
     make_sharder,
     oracle_of,
     shard,
@@ -49,11 +51,11 @@ CELLS = [
 ]
 
 
-def make_model(cell: Cell) -> DistributedModelParallel:
+def make_model(cell: Cell, model: Any = None) -> DistributedModelParallel:
     """Shard a model that may accumulate."""
     sharder = make_sharder(cell)
     sharder.accumulates = True
-    return shard(cell, sharder)
+    return shard(cell, sharder, model)
 
 
 def train(rank: int, world_size: int, cell: Cell, num_batches: int) -> tuple[Gap, dict[str, int]]:
@@ -99,6 +101,31 @@ def test_the_weights_are_those_of_one_large_batch(
         assert counts["all_reduce"] >= dense
         if cell.exchange == "pooled" and cell.sync == tdsp.GradientSync():
             assert counts["all_reduce"] < 2 * dense + num_batches
+
+
+def gap_beside_frozen(rank: int, world_size: int) -> Gap:
+    """Accumulate two batches while a table is frozen; return the gap to the oracle."""
+    cell = Cell(ONE, optimizer="sgd")
+    model: Any = build(cell.spec, seed=0)
+    tables_of(model)["t1"].requires_grad_(False)
+    parallel, oracle = make_model(cell, model), make_oracle(cell)
+    optimizer, sizes = make_optimizer(parallel), (6,) * world_size
+    batches = [
+        [batch_of(cell.spec, 0, sizes, 4, step, rank=place) for step in range(2)]
+        for place in range(world_size)
+    ]
+    for batch in tdsp.accumulate(parallel, batches[rank]):
+        (local_loss(parallel(batch)) / 2).backward()
+    optimizer.step()
+    oracle.frozen = {"t1"}
+    oracle.step([batch for pair in batches for batch in pair])
+    return compare(parallel, oracle)
+
+
+def test_batches_accumulate_beside_frozen_tables(ranks4: RankPool) -> None:
+    for gap in ranks4.run(gap_beside_frozen):
+        assert gap.num_values > 0
+        assert gap.worst < TOLERANCE
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Tables with one copy in the world, in plans for several groups: what plans and costs say."""
+"""Tables with one copy in the world, and frozen ones: what plans and costs say."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,9 +11,11 @@ from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 
 import torchrec_2dsp as tdsp
+from tests.support import planning
 from tests.support.planning import calibration, skewed, tables
 from tests.support.plans import layouts, meshes, sharding
 from torchrec_2dsp import Mesh2D, RankLayout, TwoDError
+from torchrec_2dsp.cost.loads import Placed
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.errors import MeshError
@@ -298,3 +300,29 @@ def test_node_groups_tile_a_sharding_group(mesh: Mesh2D, local_world_size: int) 
 def test_node_group_size_needs_a_host() -> None:
     with pytest.raises(MeshError, match="local_world_size=0 is not a positive integer"):
         Mesh2D(2, 2).node_group_size(0)
+
+
+ROW_IN_GROUP = planning.table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
+
+
+def frozen_of(trained: Placed) -> Placed:
+    return replace(trained, work=replace(trained.work, is_frozen=True))
+
+
+@pytest.mark.parametrize("trained", [planning.TABLE_WISE, planning.ROW], ids=["vectors", "rows"])
+def test_frozen_tables_send_nothing_back(trained: Placed) -> None:
+    alone, both, predicted = (
+        planning.cost(trained),
+        planning.cost(trained, frozen_of(trained)),
+        planning.cost(frozen_of(trained)),
+    )
+    assert predicted.forward_exchange_s == alone.forward_exchange_s > 0.0
+    assert predicted.backward_exchange_s == 0.0 < alone.backward_exchange_s
+    assert both.forward_exchange_s == pytest.approx(2 * alone.forward_exchange_s)
+    assert both.backward_exchange_s == alone.backward_exchange_s
+
+
+def test_copies_of_frozen_tables_have_nothing_to_sync() -> None:
+    for sync in (planning.EXACT, tdsp.WeightSync(policy=tdsp.every(4))):
+        assert planning.cost(ROW_IN_GROUP, mesh=planning.TWO, sync=sync).sync_s > 0.0
+        assert planning.cost(frozen_of(ROW_IN_GROUP), mesh=planning.TWO, sync=sync).sync_s == 0.0

@@ -21,7 +21,7 @@ from tests.support.bench_results import (
 )
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.labels import setting_labels
-from torchrec_2dsp.programs.bench.plots import phase_plot, predicted_plot, scaling_plot
+from torchrec_2dsp.programs.bench.plots import predicted_plot, scaling_plot
 from torchrec_2dsp.programs.bench.results import BenchResult
 from torchrec_2dsp.programs.cli.bench import bench_compare, bench_report, show_bench
 
@@ -84,19 +84,15 @@ def test_plots_name_everyone_and_are_the_same_twice(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     for number in (1, 2):
         scaling_plot(results, tmp_path / f"scaling_{number}.svg")
-        phase_plot(results[2], tmp_path / f"phases_{number}.svg")
         with_some_predictions = [results[0], *map(with_predictions, results[1:3])]
         predicted_plot(with_some_predictions, tmp_path / f"predicted_{number}.svg")
 
     assert dict(matplotlib.rcParams) == before
-    for name in ("scaling", "phases", "predicted"):
+    for name in ("scaling", "predicted"):
         first, second = ((tmp_path / f"{name}_{n}.svg").read_bytes() for n in (1, 2))
         assert first == second
-    scaling, phases, predicted = (
-        text_of(tmp_path / f"{name}_1.svg") for name in ("scaling", "phases", "predicted")
-    )
+    scaling, predicted = (text_of(tmp_path / f"{name}_1.svg") for name in ("scaling", "predicted"))
     assert {*CONTESTANTS, "1 Gbit/s", "for $5 to $9", "2x2", "4x2", "4", "8"} <= scaling
-    assert {*CONTESTANTS, "crashed", "hung", "pooled rows (waits)", "forward"} <= phases
     shown = {label for label in predicted if "Gbit/s" in label or "$" in label}
     assert shown == set(setting_labels(with_some_predictions)[1:])
 
@@ -106,7 +102,7 @@ def test_without_matplotlib_a_plot_says_what_it_needs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'torchrec-2dsp\[report\]'"):
-        phase_plot(bench_result(), tmp_path / "x.svg")
+        scaling_plot([bench_result()], tmp_path / "x.svg")
     assert not list(tmp_path.iterdir())
 
 
@@ -121,7 +117,7 @@ def test_a_report_comes_with_its_data_and_plots(tmp_path: Path, with_plots: bool
     result = CliRunner().invoke(app, ["bench-report", *sources, "--output", str(page), flag])
 
     assert result.exit_code == 0, result.output
-    names = ["phases_1", "phases_2", "predicted", "scaling"]
+    names = ["predicted", "scaling"]
     plots = [f"demo_{name}.svg" for name in names] if with_plots else []
     expected = sorted(["demo.md", "demo_1.json", "demo_2.json", *plots])
     assert sorted(path.name for path in page.parent.iterdir()) == expected

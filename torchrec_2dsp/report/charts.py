@@ -1,4 +1,4 @@
-"""`LineChart` and `BarChart`: plots as plain data, and as SVG files in the project's style.
+"""`LineChart` and `BarChart`: plots as plain data; line charts also as SVG files in this style.
 
 Equal numbers give equal files, byte for byte.
 """
@@ -152,8 +152,8 @@ class BarChart:
         >>> forward = Bars(name="forward", values={"left": 2.0, "right": 3.0})
         >>> backward = Bars(name="backward", values={"right": 4.0})
         >>> chart = BarChart([forward, backward], places=["left", "right"], title="ms")
-        >>> chart.styled()[1].starts, chart.end("right")
-        ({'right': 3.0}, 7.0)
+        >>> chart.styled()[1].starts
+        {'right': 3.0}
     """
 
     bars: Sequence[Bars] = field(kw_only=False)
@@ -163,9 +163,6 @@ class BarChart:
 
     title: str
     """The quantity, with its unit."""
-
-    notes: Mapping[str, str] = field(default_factory=dict)
-    """Texts at the end of each place's bars, in a file."""
 
     def styled(self) -> list[Bars]:
         """Return the bars with their colours and all starts."""
@@ -180,17 +177,6 @@ class BarChart:
             styled_bars.append(replace(bars, starts=starts, colour=colour))
         return styled_bars
 
-    def end(self, place: str) -> float:
-        """Return the end of a place's bars; zero without any."""
-        return max(
-            (
-                bars.starts[place] + bars.values[place]
-                for bars in self.styled()
-                if place in bars.values
-            ),
-            default=0.0,
-        )
-
 
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -201,7 +187,6 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "grid.color": "#dddddd",
-    "hatch.linewidth": 1.2,
     "legend.frameon": False,
     # A dollar in a name is no formula.
     "text.parse_math": False,
@@ -211,7 +196,7 @@ _STYLE: dict[Any, Any] = {
 }
 _LETTERS_PER_INCH = 11
 _MAX_NAMES_PER_COLUMN = 20
-_HEIGHT_INCHES, _BARS_INCHES = 3.6, 5.2
+_HEIGHT_INCHES = 3.6
 
 
 def draw_lines(charts: Sequence[LineChart], path: str | Path) -> None:
@@ -222,16 +207,6 @@ def draw_lines(charts: Sequence[LineChart], path: str | Path) -> None:
     """
     with _plotting():
         _save(_lines_figure(charts), path)
-
-
-def draw_bars(chart: BarChart, path: str | Path) -> None:
-    """Write an SVG of horizontal bars, the first place at the top.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
-    with _plotting():
-        _save(_bars_figure(chart), path)
 
 
 def _lines_figure(charts: Sequence[LineChart]) -> "Figure":
@@ -308,45 +283,6 @@ def _show_axis(panel: "Axes", letter: str, axis: Axis) -> None:
         )
         ruler.set_minor_locator(NullLocator())
         ruler.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-
-
-def _bars_figure(chart: BarChart) -> "Figure":
-    from matplotlib.figure import Figure
-
-    names = [bars.name for bars in chart.bars]
-    figure = Figure(
-        figsize=(
-            _BARS_INCHES + _legend_inches(names),
-            max(0.9 + 0.36 * len(chart.places), 0.8 + 0.22 * len(names)),
-        ),
-        layout="constrained",
-    )
-    panel = figure.subplots()
-    heights = {place: height for height, place in enumerate(chart.places)}
-    for bars in chart.styled():
-        panel.barh(
-            [heights[place] for place in bars.values],
-            list(bars.values.values()),
-            left=list(bars.starts.values()),
-            label=bars.name,
-            height=0.7,
-            facecolor=bars.colour,
-            hatch="////" if bars.is_hatched else "",
-            edgecolor="white",
-            linewidth=0.6,
-        )
-    for place, note in chart.notes.items():
-        end = (chart.end(place), heights[place])
-        panel.annotate(note, end, (4, 0), textcoords="offset points", va="center")
-    panel.set_yticks(list(heights.values()), list(heights))
-    panel.tick_params(axis="y", length=0)
-    # Room for places without bars, too.
-    panel.set_ylim(len(heights) - 0.5, -0.5)
-    panel.margins(x=0.12)
-    panel.grid(axis="x")
-    panel.set_xlabel(chart.title)
-    figure.legend(loc="outside right center")
-    return figure
 
 
 def _legend_inches(names: "Sequence[str] | set[str]") -> float:

@@ -134,8 +134,7 @@ def markdown_report(
 
     Args:
         results: such as one model on several clusters.
-        plots: the plots' paths as seen from the page: "scaling", "predicted", and "phases_1" for
-            the first result.
+        plots: the plots' paths as seen from the page: "scaling" and "predicted".
         data: each result's JSON path as seen from the page.
     """
     summaries = [summarize(result) for result in results]
@@ -161,11 +160,11 @@ def markdown_report(
         if data:
             own["Data"] = f"[{data[index]}]({data[index]})"
         parts += [f"## {escaped(labels[index])}", _listed(own)]
-        parts += _section(result, summary, plots.get(f"phases_{index + 1}"))
+        parts += _section(result, summary)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[str]:
+def _section(result: BenchResult, summary: Summary) -> list[str]:
     shares, phases = _part(_SHARES, shares_table(result)), _part("", phase_table(result))
     failed = _failures(result)
     return [
@@ -173,8 +172,7 @@ def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[st
         _who_is_best(result, summary),
         step_table(result, summary).markdown(),
         f"Without figures:\n\n{failed}" if failed else "",
-        "### Where the time goes" if phases or plot or shares else "",
-        f"![Traced step by phase]({plot})" if plot else "",
+        "### Where the time goes" if phases or shares else "",
         phases,
         shares,
         _part(_TRAVEL, travel_table(result)),

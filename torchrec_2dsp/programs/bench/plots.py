@@ -10,26 +10,8 @@ import numpy as np
 from torchrec_2dsp.programs.bench.labels import places, setting_labels
 from torchrec_2dsp.programs.bench.results import BenchResult, Outcome
 from torchrec_2dsp.programs.bench.statistics import median_s
-from torchrec_2dsp.programs.bench.tables import (
-    ms,
-    names_in,
-    phase_label,
-    phases_in,
-    predicted_cost,
-    predicted_in,
-)
-from torchrec_2dsp.report.charts import (
-    MARKERS,
-    PALETTE,
-    Axis,
-    BarChart,
-    Bars,
-    Dash,
-    Line,
-    LineChart,
-    draw_bars,
-    draw_lines,
-)
+from torchrec_2dsp.programs.bench.tables import names_in, predicted_cost, predicted_in
+from torchrec_2dsp.report.charts import MARKERS, PALETTE, Axis, Dash, Line, LineChart, draw_lines
 
 _GREY = "#888888"
 _CEILING_MARKERS = "v^<>"
@@ -52,9 +34,6 @@ def draw_plots(results: Sequence[BenchResult], page: Path) -> dict[str, Path]:
         scaling_plot(results, beside("scaling"))
     if sum(bool(predicted_in(result)) for result in results) > 1:
         predicted_plot(results, beside("predicted"))
-    for number, result in enumerate(results, 1):
-        if any(contestant.phases for contestant in result.measured()):
-            phase_plot(result, beside(f"phases_{number}"))
     return drawn
 
 
@@ -128,41 +107,6 @@ def _lines(
         x=failed, y=[above for _ in failed], way="points", marker="x", colour=look.colour
     )
     return [line, crosses]
-
-
-def phase_plot(result: BenchResult, path: str | Path) -> None:
-    """Write an SVG with each contestant's traced step: first computing, then waiting, hatched."""
-    traced = [contestant for contestant in result.measured() if contestant.phases]
-    shown = [
-        contestant
-        for contestant in result.contestants
-        if contestant in traced or contestant not in result.measured()
-    ]
-    parts_ms = {
-        part: {
-            contestant.name: sum(
-                phase.seconds * 1e3
-                for phase in contestant.phases
-                if part == (phase.name, phase.waiting)
-            )
-            for contestant in traced
-        }
-        for part in phases_in(traced)
-    }
-    notes = {contestant.name: str(contestant.outcome) for contestant in shown}
-    for contestant in traced:
-        step_ms = sum(by_name[contestant.name] for by_name in parts_ms.values())
-        notes[contestant.name] = ms(step_ms / 1e3)
-    chart = BarChart(
-        [
-            Bars(name=phase_label(*part), values=by_name, is_hatched=part[1])
-            for part, by_name in parts_ms.items()
-        ],
-        places=[contestant.name for contestant in shown],
-        title="ms per step, traced; hatched: waits for a collective",
-        notes=notes,
-    )
-    draw_bars(chart, path)
 
 
 def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, Line]:

@@ -194,7 +194,9 @@ def bench_report(
     output: Annotated[
         Path, typer.Option(help="The page to write, such as docs/benchmarks/demo.md.")
     ],
-    plots: Annotated[bool, typer.Option(help="Also draw plots, which needs matplotlib.")] = True,
+    plots: Annotated[
+        bool, typer.Option(help="Also draw plots over several results, which needs matplotlib.")
+    ] = True,
 ) -> None:
     """Write a Markdown page on benchmark results, with its plots and data beside it.
 

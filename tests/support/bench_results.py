@@ -60,7 +60,7 @@ def bench_result(
     overrides: Mapping[str, Any] = {},
     foreign_load: Mapping[str, Sequence[float]] = {},
     is_counted: bool = True,
-    probe_ms: float | None = None,
+    probe_ms: float = 1.5,
     **setting: Any,
 ) -> BenchResult:
     """Return a result of contestants that all behaved alike.
@@ -138,7 +138,7 @@ def with_figures(result: BenchResult, figures: Mapping[str, Mapping[str, Any]]) 
 
 
 def _blocks(
-    steps_ms: Sequence[float], loads: Sequence[float], is_counted: bool, probe_ms: float | None
+    steps_ms: Sequence[float], loads: Sequence[float], is_counted: bool, probe_ms: float
 ) -> tuple[ContestantBlock, ...]:
     return tuple(
         ContestantBlock(
@@ -148,7 +148,7 @@ def _blocks(
             link_bytes=1.2e6 if is_counted else None,
             loopback_bytes=0.8e6 if is_counted else None,
             foreign_load=load,
-            probe_s=None if probe_ms is None else probe_ms / 1e3,
+            probe_s=probe_ms / 1e3,
         )
         for index, (step_ms, load) in enumerate(zip(steps_ms, loads, strict=True))
     )

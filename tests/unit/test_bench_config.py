@@ -241,12 +241,6 @@ def test_planners_know_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert default.intra_host_bw > default.inter_host_bw > 1e6
 
 
-def test_older_files_list_the_defaults_of_all_dense_kinds() -> None:
-    listed = {"kind": "ddp", "density": 0.005, "layout": "contiguous", "local_steps": 16}
-    contestant = make_config(StockContestant, {"dense": listed})
-    assert contestant == StockContestant()
-
-
 def test_the_mean_ranks_phases_add_up_to_its_step_and_ranks_may_lack_one() -> None:
     split = RankSplit.of_trace(0, RankTrace.of_events(step_events()))
 

@@ -159,7 +159,7 @@ def test_predictions_of_several_settings_stand_together() -> None:
 def test_noise_is_shown() -> None:
     # 0.25 itself is not above the limit.
     loads = [0.1, 0.5, 0.25, 0.1, 0.1, 0.2, 0.3]
-    result = bench_result(foreign_load={"stock": loads}, probe_ms=1.5)
+    result = bench_result(foreign_load={"stock": loads})
     _, stock, other, *_ = rows_of(markdown_report([result]), "### Noise")
 
     assert stock[4:] == ["10.1%", "0.20", "0.50", "1, 6", "1.50 / 1.50 / 1.50"]

@@ -26,7 +26,7 @@ ONE_MORE: dict[str, Any] = {**CONTESTANTS, "second_floor": {"kind": "ceiling", "
 
 def contestant(*steps_s: float, first_round: int = 0) -> ContestantResult:
     blocks = tuple(
-        ContestantBlock(round=index, num_steps=3, step_s=step_s, foreign_load=0.0)
+        ContestantBlock(round=index, num_steps=3, step_s=step_s, foreign_load=0.0, probe_s=1e-3)
         for index, step_s in enumerate(steps_s, first_round)
     )
     return ContestantResult(

@@ -44,9 +44,8 @@ class ContestantBlock(Section):
     foreign_load: float
     """Cores that other processes or other virtual machines took, on the busiest machine."""
 
-    probe_s: float | None = None
-    """Processor seconds for a fixed piece of work just before, mean over ranks; None in older
-    files."""
+    probe_s: float = Field(gt=0)
+    """Processor seconds for a fixed piece of work just before, mean over ranks."""
 
 
 class DealtSamples(Section):
@@ -193,10 +192,10 @@ class ContestantResult(Section):
     """The travel of a `GradientSync`'s row gradients; None for other syncs."""
 
     dealt: DealtSamples | None = None
-    """The samples that were dealt by cost; None if none were, and in older files."""
+    """The samples that were dealt by cost; None if none were."""
 
     compute: ComputeTimes | None = None
-    """The processor time of all blocks' steps; None on accelerators, and in older files."""
+    """The processor time of all blocks' steps; None on accelerators."""
 
     peak_memory_bytes: int | None = None
     """The peak memory of a process on any rank, beyond what it started with."""

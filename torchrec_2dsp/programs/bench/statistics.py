@@ -251,7 +251,7 @@ class Agreement:
     """The largest relative distance at which medians agree."""
 
     probes_s: tuple[float, ...]
-    """Each run's median seconds for a fixed piece of work; empty unless all runs timed it. Where
+    """Each run's median seconds for a fixed piece of work; empty if a run measured nobody. Where
     they differ, the machine was not equally fast."""
 
     def difference(self, name: str) -> float:
@@ -294,7 +294,10 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
     ]
     names = [contestant.name for contestant in results[0].contestants]
     steps = {name: [run.get(name) for run in runs] for name in names}
-    probes_s = tuple(float(np.median(probes)) for result in results if (probes := _probes(result)))
+    probes_s = [
+        [block.probe_s for contestant in result.measured() for block in contestant.blocks]
+        for result in results
+    ]
     return Agreement(
         medians_s={name: tuple(step and step.median_s for step in steps[name]) for name in names},
         swapped=tuple(
@@ -303,18 +306,8 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
             if (pair := _swapped(first, second, steps[first], steps[second]))
         ),
         tolerance=tolerance,
-        probes_s=probes_s if len(probes_s) == len(results) else (),
+        probes_s=tuple(float(np.median(of_run)) for of_run in probes_s) if all(probes_s) else (),
     )
-
-
-def _probes(result: BenchResult) -> list[float]:
-    """Return the fixed piece of work's seconds; none in files that don't time it."""
-    return [
-        block.probe_s
-        for contestant in result.measured()
-        for block in contestant.blocks
-        if block.probe_s
-    ]
 
 
 def _swapped(

@@ -172,8 +172,7 @@ def noise_table(summary: Summary) -> Table:
         step, blocks = figures.step, figures.result.blocks
         loads = {block.round: block.foreign_load for block in blocks}
         loaded = [str(number) for number in loads if loads[number] > FOREIGN_LOAD_LIMIT_CORES]
-        probes_s = [block.probe_s for block in blocks if block.probe_s]
-        of_probes = (min, statistics.median, max) if probes_s else ()
+        probes_s = [block.probe_s for block in blocks]
         rows.append(
             [
                 name,
@@ -184,7 +183,7 @@ def noise_table(summary: Summary) -> Table:
                 f"{statistics.median(loads.values()):.2f}",
                 f"{max(loads.values()):.2f}",
                 ", ".join(loaded) or "none",
-                " / ".join(f"{of(probes_s) * 1e3:.2f}" for of in of_probes) or MISSING,
+                " / ".join(f"{of(probes_s) * 1e3:.2f}" for of in (min, statistics.median, max)),
             ]
         )
     return Table([_NAME, *headings, "loaded rounds", "probe ms"], rows, words={_NAME})

@@ -228,7 +228,7 @@ DenseKinds = (
 )
 """Any kind of dense part."""
 
-DensePartConfig = Annotated[DenseKinds, Kinds(may_list_all=True)]
+DensePartConfig = Annotated[DenseKinds, Kinds()]
 """A section ``dense``, with DDP as the default kind."""
 
 

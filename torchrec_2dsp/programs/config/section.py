@@ -6,7 +6,6 @@ This module needs neither torch nor TorchRec, so that results can be read quickl
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
 
@@ -35,15 +34,11 @@ class Section(BaseModel):
                 raise ValueError(f"{key}{name}={getattr(value, 'value', value)!r} {why}")
 
 
-@dataclass(frozen=True)
 class Kinds:
     """Annotates a union of sections, which are told apart by their field ``kind``.
 
     The first class's kind is the default. Keys of other kinds are refused by name.
     """
-
-    may_list_all: bool = False
-    """Allow other kinds' keys at their defaults, as in older files."""
 
     def __get_pydantic_core_schema__(
         self, union: Any, handler: GetCoreSchemaHandler
@@ -61,19 +56,14 @@ class Kinds:
         own = next((kind for kind in kinds if tree["kind"] in _names(kind)), None)
         if own is None:
             return tree  # pydantic's error lists the kinds.
-        for name, value in tuple(tree.items()):
+        for name, value in tree.items():
             readers = [kind for kind in kinds if name in kind.model_fields]
-            if name in own.model_fields or not readers:
-                continue
-            defaults = [kind.model_fields[name].get_default() for kind in readers]
-            defaults += [getattr(default, "value", default) for default in defaults]
-            if not self.may_list_all or value not in defaults:
+            if readers and name not in own.model_fields:
                 texts = " or ".join(repr(text) for kind in readers for text in _names(kind))
                 raise ValueError(
                     f"{name}={value!r} is for kind={texts}, and kind is {tree['kind']!r}; set "
                     f"kind, or leave {name} out"
                 )
-            del tree[name]
         return tree
 
 

@@ -298,16 +298,6 @@ class ReplicationConfig(Section):
     moment_rho: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """The squared mean of a lookup's gradient over its variance, for "expected"."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed(cls, tree: Any) -> Any:
-        """Drop removed keys, so that files from older versions, which list all keys, still load."""
-        if not isinstance(tree, dict) or "delayed_moment" not in tree:
-            return tree
-        if tree["delayed_moment"]:
-            raise ValueError("delayed_moment is no longer there; leave it out, or use moment_scale")
-        return {name: value for name, value in tree.items() if name != "delayed_moment"}
-
     @field_validator("sync")
     @classmethod
     def _check_sync(cls, name: str) -> str:

@@ -14,10 +14,9 @@ from pydantic import ConfigDict
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.programs.bench.results import BenchResult
-from torchrec_2dsp.programs.config.section import JsonFile, Section, reading
+from torchrec_2dsp.programs.config.section import JsonFile, Section
 from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.programs.train.record import (
-    TRAIN_RECORD_FORMAT,
     Evaluation,
     RunRecord,
     StepsTrained,
@@ -245,7 +244,7 @@ class RunContents:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}; {_REMEDY}")
         text, config = _read_config(folder / _CONFIG)
-        record = _read_record(folder / _RECORD)
+        record = TrainRecord.load(folder / _RECORD) if (folder / _RECORD).exists() else None
         parts = tuple(
             _read_run(folder / name, section, None if record is None else record.find(name))
             for name, section in config["runs"].items()
@@ -302,20 +301,6 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
         if not isinstance(config.get(name), dict):
             raise ConfigError(f"{path} isn't a train config: it has no section {name}; {_REMEDY}")
     return text, config
-
-
-def _read_record(path: Path) -> TrainRecord | None:
-    if not path.exists():
-        return None
-    with reading(path, "JSON"):
-        content = json.loads(path.read_text())
-    written = content.get("format") if isinstance(content, dict) else None
-    if written not in range(1, TRAIN_RECORD_FORMAT + 1):
-        raise ConfigError(
-            f"{path} has format={written!r}, and this version reads 1 to {TRAIN_RECORD_FORMAT}; "
-            "use the version of torchrec-2dsp that wrote it"
-        )
-    return TrainRecord.load(path)
 
 
 def _read_benches(folder: Path) -> Iterator[BenchResult]:

@@ -189,14 +189,6 @@ class RunHistory:
         self.evaluations = [Evaluation.model_validate(plain) for plain in state["evaluations"]]
 
 
-_LATER = {
-    "model.table_dtype": '"fp32"',
-    "optimizer.stochastic_rounding": "false",
-    "optimizer.rounding_seed": "0",
-}
-"""Keys that older checkpoints lack, and the values that they stand for; saved only otherwise."""
-
-
 class RunSettings:
     """Config values that must not change between a run's restarts; part of the train state.
 
@@ -214,8 +206,7 @@ class RunSettings:
         }
         if any(schedule.depends_on_length for schedule in optimizer.schedules):
             settings["loop"]["steps"] = loop.steps
-        values = _flat("", settings)
-        self._values = {key: value for key, value in values if _LATER.get(key) != value}
+        self._values = dict(_flat("", settings))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings by config key, each as JSON."""
@@ -231,8 +222,7 @@ class RunSettings:
             ConfigError: they differ; it names the first key that does.
         """
         for key in sorted(state.keys() | self._values.keys()):
-            unsaved = _LATER.get(key, "nothing")
-            saved, now = (values.get(key, unsaved) for values in (state, self._values))
+            saved, now = (values.get(key, "nothing") for values in (state, self._values))
             if saved != now:
                 raise ConfigError(
                     f"{key} was {saved} when the checkpoint was saved, and is {now} now, which "

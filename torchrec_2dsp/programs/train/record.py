@@ -11,9 +11,9 @@ This module needs neither torch nor TorchRec, so reports start quickly.
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.section import JsonFile, Section, reading, writing
@@ -24,7 +24,7 @@ LESS_IS_BETTER = ("loss", "ne")
 is better."""
 
 TRAIN_RECORD_FORMAT = 4
-"""The record format that this version writes; it also reads older ones."""
+"""The record format that this version writes; older ones, which it reads, have fewer figures."""
 
 PROGRESS_FILE = "progress.jsonl"
 """The progress file's name, in a run's folder."""
@@ -65,10 +65,8 @@ class StepsTrained(_Figures):
     samples_per_s: float | None = None
     """Samples per second, over all ranks."""
 
-    memory_bytes: Annotated[
-        tuple[int, ...], BeforeValidator(lambda most: (most,) if isinstance(most, int) else most)
-    ] = ()
-    """Each rank's peak memory so far; before format 4 only the largest."""
+    memory_bytes: tuple[int, ...] = ()
+    """Each rank's peak memory so far."""
 
     dense_density: float | None = None
     """The share of dense gradient elements that rank 0 sent, 0 if all steps were dense; `None`
@@ -215,7 +213,7 @@ class TrainRecord(JsonFile):
 
     what_it_is: ClassVar[str] = "what train --output writes"
 
-    format: int = TRAIN_RECORD_FORMAT
+    format: int = Field(default=TRAIN_RECORD_FORMAT, ge=1, le=TRAIN_RECORD_FORMAT)
     """This file's format."""
 
     config: dict[str, Any]

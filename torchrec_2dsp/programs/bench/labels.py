@@ -11,8 +11,6 @@ from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
-_NUM_ROWS_PART = 1
-
 
 def setting_labels(results: Sequence[BenchResult]) -> list[str]:
     """Label each setting by its ranks and its place; only repeated runs are numbered."""
@@ -32,7 +30,7 @@ def places(results: Sequence[BenchResult]) -> list[str]:
     """Return each result's network, and its workload if that isn't always the same.
 
     Titles distinguish workloads where they differ. Where different workloads would still share a
-    name, every name says how its workload differs from the others.
+    name, they are numbered.
     """
     titles = {result.setting.title for result in results}
     titled_places = [
@@ -43,22 +41,10 @@ def places(results: Sequence[BenchResult]) -> list[str]:
     workloads = [_workload_id(config) for config in configs]
     if not _are_shared(titled_places, workloads):
         return titled_places
-    parts = [_workload_parts(config) for config in configs]
-    differing = [index for index, texts in enumerate(zip(*parts, strict=True)) if len({*texts}) > 1]
-    # Row counts are long, so they come last.
-    without_num_rows = [index for index in differing if index != _NUM_ROWS_PART]
-    named_places: list[str] = titled_places
-    for shown in (without_num_rows, differing):
-        named_places = [
-            ", ".join([place, *(texts[index] for index in shown)])
-            for place, texts in zip(titled_places, parts, strict=True)
-        ]
-        if not _are_shared(named_places, workloads):
-            return named_places
     numbers = {workload: index + 1 for index, workload in enumerate(dict.fromkeys(workloads))}
     return [
         f"{place}, workload {numbers[workload]}"
-        for place, workload in zip(named_places, workloads, strict=True)
+        for place, workload in zip(titled_places, workloads, strict=True)
     ]
 
 
@@ -66,32 +52,6 @@ def _workload_id(config: BenchConfig) -> str:
     """Return a text that two configs share if they train the same model on the same data."""
     model = f"{config.model.model_dump_json(exclude={'seed'})}, {config.schedule.batch_size}"
     return f"{config.data.model_dump_json(exclude={'seed'})}, {model}"
-
-
-def _workload_parts(config: BenchConfig) -> tuple[str, ...]:
-    """Return the properties that tell workloads apart, in words."""
-    data = config.data
-    if isinstance(data, SyntheticSequencesConfig):
-        own = (
-            "sequences",
-            f"{data.num_items:,} items",
-            f"Zipf {data.skew:g}",
-            f"{_span((data.min_length, data.max_length))} items per sequence",
-        )
-    else:
-        ids = _span([n for feature in data.features for n in (feature.min_ids, feature.max_ids)])
-        own = (
-            f"{len(data.features):,} tables",
-            f"{sum(feature.num_rows for feature in data.features):,} rows",
-            f"Zipf {_span([feature.skew for feature in data.features])}",
-            f"{ids} {'id' if ids == '1' else 'ids'} per bag",
-        )
-    return (
-        *own,
-        "sorted ids" if data.sorted_ids else "unsorted ids",
-        f"dimension {config.model.dim}",
-        f"{config.schedule.batch_size:,} samples per rank",
-    )
 
 
 def _are_shared(names: Sequence[str], workloads: Sequence[str]) -> bool:

@@ -146,7 +146,6 @@ def _blocks(
             num_steps=12,
             step_s=step_ms / 1e3,
             link_bytes=1.2e6 if is_counted else None,
-            loopback_bytes=0.8e6 if is_counted else None,
             foreign_load=load,
             probe_s=probe_ms / 1e3,
         )

@@ -79,7 +79,7 @@ def test_an_area_without_pairs_is_no_number() -> None:
 
 def evaluations(*values: float, metric: str = "ne") -> list[Evaluation]:
     return [
-        Evaluation(step=step, losses=(0.5,), click_rate=0.2, metrics={metric: value})
+        Evaluation(step=step, losses=(0.5,), metrics={metric: value})
         for step, value in enumerate(values, 1)
     ]
 

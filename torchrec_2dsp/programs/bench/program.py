@@ -310,13 +310,11 @@ class _Bench:
         # A ceiling's ranks don't wait for each other, so no single rank's time is the step's.
         waits = not isinstance(self._config.contestants[runner.name], CeilingContestant)
         runner.step_s = max(answers) if waits else sum(answers) / len(answers)
-        link, loopback = self._bytes_per_step(before, after, num_steps)
         block = ContestantBlock(
             round=number,
             num_steps=num_steps,
             step_s=runner.step_s,
-            link_bytes=link,
-            loopback_bytes=loopback,
+            link_bytes=self._bytes_per_step(before, after, num_steps),
             foreign_load=foreign_load(
                 [counters[0] for counters in before], [counters[0] for counters in after], seconds
             ),
@@ -334,17 +332,14 @@ class _Bench:
 
     def _bytes_per_step(
         self, before: Sequence[Any], after: Sequence[Any], num_steps: int
-    ) -> tuple[float | None, float | None]:
-        """Sum the bytes that all hosts sent, per rank and step."""
+    ) -> float | None:
+        """Sum the bytes that all hosts sent on the counted interface, per rank and step."""
         pairs = [(a[1], b[1]) for a, b in zip(before, after, strict=True) if a[1] and b[1]]
         if not pairs:
-            return None, None
-        steps = (LEAD_IN_STEPS + num_steps) * self._place.world_size
-        link, loopback = (
-            sum(end.get(name, 0) - start.get(name, 0) for start, end in pairs) / steps
-            for name in (self._config.network.interface, "lo")
-        )
-        return link, loopback
+            return None
+        name, steps = self._config.network.interface, LEAD_IN_STEPS + num_steps
+        sent = sum(end.get(name, 0) - start.get(name, 0) for start, end in pairs)
+        return sent / (steps * self._place.world_size)
 
     def _trace(self, runner: _Runner) -> None:
         losses = self._ask(runner, "losses")

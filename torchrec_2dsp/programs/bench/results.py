@@ -38,9 +38,6 @@ class ContestantBlock(Section):
     link_bytes: float | None = None
     """Bytes sent on the counted interface, per rank and step; None if none is counted."""
 
-    loopback_bytes: float | None = None
-    """The same for traffic that stayed inside a host."""
-
     foreign_load: float
     """Cores that other processes or other virtual machines took, on the busiest machine."""
 

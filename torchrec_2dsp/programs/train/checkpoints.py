@@ -171,7 +171,6 @@ class RunHistory:
             ],
             "evaluations": [
                 {**evaluation.model_dump(), "losses": evaluation.losses}
-                | {"click_rate": evaluation.click_rate}
                 for evaluation in self.evaluations
             ],
         }

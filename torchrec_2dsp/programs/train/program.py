@@ -262,7 +262,6 @@ class RunTrainer:
             {
                 "sync_bytes_per_step": synced.num_bytes,
                 "sync_fp32_bytes_per_step": synced.num_bytes + synced.saved_bytes,
-                "synced_rows_per_step": synced.num_rows,
                 "rows_bytes_per_step": encoded.after,
                 "rows_fp32_bytes_per_step": encoded.before,
             },

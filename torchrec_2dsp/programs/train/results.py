@@ -63,9 +63,6 @@ class RunResult(RunRecord):
     train_loss: float = Field(exclude=True)
     """The mean of the last losses (`LoopConfig.final_steps`)."""
 
-    synced_rows_per_step: float = Field(exclude=True)
-    """Rows that a rank's syncs wrote per step, averaged over the ranks."""
-
     balance: BalanceReport | None = Field(default=None, exclude=True)
     """The balance report since the last start, prefetched batches included; `None` unless
     samples are balanced."""

@@ -286,26 +286,6 @@ def test_training_is_that_of_the_global_batch(ranks4: RankPool) -> None:
             assert cases[1][4][0] > cases[3][4][0] > 0
 
 
-def lose_weights(rank: int, world_size: int) -> float:
-    """Return the gap without loss weights, with unequal counts."""
-    cell = CELLS[0]
-    oracle = MeanOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
-    streams = [stream_of(owner, cell.spec) for owner in range(world_size)]
-    oracle.mean_step([stream[0] for stream in streams])
-    parallel = shard(cell)
-    optimizer = make_optimizer(parallel)
-    balanced = tdsp.BalancedBatches(streams[rank][:1], rank_speeds=[1.0, 2.0, 1.0, 0.5])
-    for batch in balanced:
-        (parallel(batch) - 1.0).pow(2).mean().backward()
-        optimizer.step()
-    return compare(parallel, oracle).weight
-
-
-@pytest.mark.dealt_file
-def test_without_loss_weights_it_is_not(ranks4: RankPool) -> None:
-    assert max(ranks4.run(lose_weights)) > 100 * TOLERANCE
-
-
 def pipe(rank: int, world_size: int) -> float:
     """Return the gap between TorchRec's pipeline and a plain loop over balanced batches."""
     cell = Cell(tdsp.Mesh2D(1, world_size))

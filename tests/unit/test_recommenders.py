@@ -159,12 +159,15 @@ def test_in_evaluation_the_score_is_the_place_among_the_negatives() -> None:
 
 
 @pytest.mark.parametrize("excludes", [False, True])
-def test_all_items_are_ranked_for_the_last_position(excludes: bool) -> None:
+@pytest.mark.parametrize("chunk_size", [1, 6, 20, 100])
+def test_all_items_are_ranked_for_the_last_position(chunk_size: int, excludes: bool) -> None:
     model = model_of().eval()
     table = table_of(model)
     with torch.no_grad():
         table.mul_(30)
-        places = rank_all_items(model, [BATCH], chunk_size=6, exclude_seen=excludes)
+        twice = rank_all_items(model, [BATCH] * 2, chunk_size=chunk_size, exclude_seen=excludes)
+        places = twice[: len(SEQUENCES)]
+        assert torch.equal(twice, places.repeat(2))
         for place, tokens, items in zip(places.tolist(), tokens_of(model), SEQUENCES, strict=True):
             if not tokens:
                 assert place == 0
@@ -175,6 +178,7 @@ def test_all_items_are_ranked_for_the_last_position(excludes: bool) -> None:
                 (output @ table[item] >= output @ table[true]).item() for item in rivals
             )
     assert places.max() > 1
+    assert rank_all_items(model, []).numel() == 0
 
 
 def test_no_position_sees_what_comes_after_it() -> None:

@@ -1,7 +1,6 @@
 """Requests that a served file refuses by name, as TorchScript raises it."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesCo
 from torchrec_2dsp.programs.export.served import RequestCheck, ServedFeature
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for
 from torchrec_2dsp.programs.models.ranking import (
-    ItemChunk,
-    Queries,
     RankingConfig,
     RankingQuality,
     places_of,
@@ -117,51 +114,6 @@ def test_wrong_places_are_refused() -> None:
     for k in (0, 6):
         with pytest.raises(ConfigError, match=rf"k={k} is not in 1\.\.5"):
             quality.recall(k)
-
-
-class Ranker:
-    """Items and samples with vectors of their own."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.items = torch.rand(30, 4, generator=generator)
-        self.samples = torch.rand(12, 4, generator=generator)
-        self.targets = torch.randint(0, 30, (12,), generator=generator)
-        self.targets[5] = -1
-        self.seen = torch.randint(-1, 30, (12, 6), generator=generator)
-        # A target that the sample has had before still counts as itself.
-        self.seen[0, 0] = self.targets[0]
-
-    def queries(self, batch: torch.Tensor) -> Queries:
-        vectors, targets = self.samples[batch], self.targets[batch]
-        return Queries.of(vectors, self.items[targets], targets, self.seen[batch])
-
-    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
-        for first in range(0, 30, chunk_size):
-            yield ItemChunk(first, self.items[first : first + chunk_size])
-
-
-@pytest.mark.parametrize("excludes", [False, True])
-@pytest.mark.parametrize("chunk_size", [1, 7, 30, 100])
-def test_all_items_are_ranked_in_chunks_of_any_size(chunk_size: int, excludes: bool) -> None:
-    ranker = Ranker()
-    batches = torch.arange(12).split(5)
-    places = rank_all_items(
-        ranker,  # pyright: ignore[reportArgumentType]
-        batches,  # pyright: ignore[reportArgumentType]
-        chunk_size=chunk_size,
-        exclude_seen=excludes,
-    )
-    for sample, place in enumerate(places.tolist()):
-        target = int(ranker.targets[sample])
-        if target < 0:
-            assert place == 0
-            continue
-        scores = (ranker.items @ ranker.samples[sample]).tolist()
-        seen = ranker.seen[sample].tolist() if excludes else []
-        rivals = [item for item in range(30) if item != target and item not in seen]
-        assert place == 1 + sum(scores[item] >= scores[target] for item in rivals)
-    assert rank_all_items(ranker, []).numel() == 0  # pyright: ignore[reportArgumentType]
 
 
 CONFIG = SequenceModelConfig(dim=8, max_length=6, num_negatives=4, eval_negatives=12)

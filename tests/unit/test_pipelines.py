@@ -253,8 +253,7 @@ def make(asked: dict[str, Any], kind: str, mesh: DenseMesh, **options: Any) -> N
         plan = DensePlan(kind=DenseKind(kind), mesh=mesh, cuts=cuts, **options)
         dense.wrapper_of(plan, LAYERED)
     else:
-        # At its default, a config may have the keys of other kinds.
-        tree = {"kind": kind, "tp": mesh.tp} | options
+        tree = {"kind": kind} | ({"tp": mesh.tp} if mesh.tp > 1 else {}) | options
         dense.dense_wrapper(TypeAdapter(DensePartConfig).validate_python(tree), LAYERED)
 
 

@@ -171,6 +171,7 @@ class RunHistory:
             ],
             "evaluations": [
                 {**evaluation.model_dump(), "losses": evaluation.losses}
+                | {"click_rate": evaluation.click_rate}
                 for evaluation in self.evaluations
             ],
         }
@@ -186,6 +187,14 @@ class RunHistory:
                 StepsTrained.of_losses(losses[start:end], plain["click_rate"], **figures)
             )
         self.evaluations = [Evaluation.model_validate(plain) for plain in state["evaluations"]]
+
+
+_LATER = {
+    "model.table_dtype": '"fp32"',
+    "optimizer.stochastic_rounding": "false",
+    "optimizer.rounding_seed": "0",
+}
+"""Keys that older checkpoints lack, and the values that they stand for; saved only otherwise."""
 
 
 class RunSettings:
@@ -205,7 +214,8 @@ class RunSettings:
         }
         if any(schedule.depends_on_length for schedule in optimizer.schedules):
             settings["loop"]["steps"] = loop.steps
-        self._values = dict(_flat("", settings))
+        values = _flat("", settings)
+        self._values = {key: value for key, value in values if _LATER.get(key) != value}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings by config key, each as JSON."""
@@ -221,7 +231,8 @@ class RunSettings:
             ConfigError: they differ; it names the first key that does.
         """
         for key in sorted(state.keys() | self._values.keys()):
-            saved, now = (values.get(key, "nothing") for values in (state, self._values))
+            unsaved = _LATER.get(key, "nothing")
+            saved, now = (values.get(key, unsaved) for values in (state, self._values))
             if saved != now:
                 raise ConfigError(
                     f"{key} was {saved} when the checkpoint was saved, and is {now} now, which "

@@ -189,6 +189,7 @@ class ClickMetrics:
         return Evaluation(
             step=step,
             losses=tuple((by_batch[:, 0] / by_batch[:, 1]).tolist()),
+            click_rate=click_rate,
             metrics={
                 "loss": loss,
                 "ne": normalized_entropy(loss, click_rate),

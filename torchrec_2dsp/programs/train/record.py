@@ -98,6 +98,9 @@ class Evaluation(_Figures):
     losses: tuple[float, ...] = Field(default=(), exclude=True)
     """Each held-out batch's mean loss, over all ranks; never written to files."""
 
+    click_rate: float | None = Field(default=None, exclude=True)
+    """The positive labels' share; never written to files."""
+
     metrics: dict[str, float]
     """The metrics by name: loss, ne, auc and calibration for clicks; loss, recall and NDCG for
     rankings."""

@@ -230,6 +230,7 @@ def test_endless_epochs(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"global_batch_size": 6, "world_size": 4}, "global_batch_size=6 must be a positive mult"),
+        ({"global_batch_size": 0}, "global_batch_size=0 must be a positive multiple"),
         ({"rank": 4}, r"rank=4 is not in 0\.\.3"),
         ({"start": -1}, "start=-1 is not the number of a batch"),
         ({"global_batch_size": 40}, "the 30 training rows make no batch of 40; use a smaller"),

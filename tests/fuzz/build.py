@@ -102,7 +102,10 @@ def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
             layout=tdsp.RankLayout(dense.layout),
             fully_shard=dense.fully_shard,
         ),
-        "delayed": lambda: tdsp.DelayedDense(warm_up=dense.warm_up, **in_ddp),
+        # Buckets of one parameter, which DDP rearranges after the first step.
+        "delayed": lambda: tdsp.DelayedDense(
+            warm_up=dense.warm_up, **in_ddp | {"bucket_cap_mb": 1e-4}
+        ),
         "local": lambda: NotedLocalDense(
             density=dense.density, values=dense.values, residual_decay=dense.residual_decay
         ),

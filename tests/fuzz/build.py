@@ -79,6 +79,8 @@ def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
     in_ddp: dict[str, Any] = (
         {"static_graph": False, "find_unused_parameters": True} if dense.has_shortcut else {}
     )
+    # Of one parameter each, which DDP rearranges after the first step.
+    small_buckets: dict[str, Any] = {**in_ddp, "bucket_cap_mb": 1e-4}
     makers: dict[str, Callable[[], DataParallelWrapper | None]] = {
         "ddp": lambda: DefaultDataParallelWrapper(**in_ddp) if in_ddp else None,
         "fp16": lambda: tdsp.HookedDataParallel("fp16", **in_ddp),
@@ -102,10 +104,7 @@ def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
             layout=tdsp.RankLayout(dense.layout),
             fully_shard=dense.fully_shard,
         ),
-        # Buckets of one parameter, which DDP rearranges after the first step.
-        "delayed": lambda: tdsp.DelayedDense(
-            warm_up=dense.warm_up, **in_ddp | {"bucket_cap_mb": 1e-4}
-        ),
+        "delayed": lambda: tdsp.DelayedDense(warm_up=dense.warm_up, **small_buckets),
         "local": lambda: NotedLocalDense(
             density=dense.density, values=dense.values, residual_decay=dense.residual_decay
         ),

@@ -1,7 +1,7 @@
 """`accumulate`: several batches of each rank train what one large batch trains."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from tests.support.parity import (
     compare,
     make_optimizer,
     make_oracle,
-    make_sharder,
     oracle_of,
     shard,
 )
@@ -53,9 +52,7 @@ CELLS = [
 
 def make_model(cell: Cell, model: Any = None) -> DistributedModelParallel:
     """Shard a model that may accumulate."""
-    sharder = make_sharder(cell)
-    sharder.accumulates = True
-    return shard(cell, sharder, model)
+    return shard(replace(cell, accumulates=True), model=model)
 
 
 def train(rank: int, world_size: int, cell: Cell, num_batches: int) -> tuple[Gap, dict[str, int]]:

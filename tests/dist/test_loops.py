@@ -231,7 +231,7 @@ def fused_clipped(rank: int, world_size: int, cell: Cell) -> tuple[float, float]
     params = {"gradient_clipping": True, "max_gradient": MAX_GRADIENT}
     params |= {"learning_rate": LR, "eps": cell.eps}
     sharder = tdsp.EmbeddingBagCollectionSharder2D(FUSED[cell.optimizer], fused_params=params)
-    sharder.always_capture = cell.always_capture
+    sharder.accumulates = cell.accumulates
     parallel, stream = shard(cell, sharder), make_stream(cell, STEPS)
     plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
     torch.manual_seed(0)
@@ -249,7 +249,7 @@ ONE_GROUP = replace(EXACT, mesh=tdsp.Mesh2D(1, 4))
     "cell",
     [
         ONE_GROUP,
-        replace(ONE_GROUP, always_capture=True),
+        replace(ONE_GROUP, accumulates=True),
         EXACT,
         HOT,
         replace(HOT, mesh=tdsp.Mesh2D(1, 4)),

@@ -4,8 +4,6 @@ Averages of row-wise bags aren't among these: TorchRec divides them by their len
 package by their length, as the unsharded model does.
 """
 
-from dataclasses import replace
-
 from torchrec.distributed.types import ShardingPlan
 
 from tests.support.devices import are_equal, rounded
@@ -71,20 +69,3 @@ def check(ranks: RankPool, cells: list[Cell]) -> None:
 
 def test_one_group_with_the_fused_backward(ranks4: RankPool, dealt: Deal) -> None:
     check(ranks4, dealt(CELLS))
-
-
-def test_one_group_with_captured_rows(ranks4: RankPool, dealt: Deal) -> None:
-    """Match the fused update bit by bit where TorchRec defines its order of additions.
-
-    These are one feature per table, unweighted sums, and sequences.
-    """
-    one_feature = tuple(replace(table, features=table.features[:1]) for table in ModelSpec().tables)
-    cells = [
-        replace(
-            cell,
-            always_capture=True,
-            spec=cell.spec if cell.spec.sequence else replace(cell.spec, tables=one_feature),
-        )
-        for cell in CELLS
-    ]
-    check(ranks4, dealt(cells))

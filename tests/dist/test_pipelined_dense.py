@@ -307,7 +307,7 @@ def stock(rank: int, world_size: int, form: str) -> list[float]:
     """Return two steps' losses under TorchRec's own wrapper, then under ours."""
     losses = []
     for is_stock in (True, False):
-        cell = replace(TABLES["row-wise"], stock_wrapper=is_stock, always_capture=False)
+        cell = replace(TABLES["row-wise"], stock_wrapper=is_stock, accumulates=False)
         with pipelined(cell, FORMS[form]()) as (model, params):
             optimizer = dense_sgd(params.values())
             work = PipelineCell({}, cell)

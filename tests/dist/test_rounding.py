@@ -210,7 +210,7 @@ def test_other_ways_to_shard_and_to_be_late(ranks4: RankPool, mesh: tdsp.Mesh2D)
         {"sharding": "column_wise", "optimizer": "adagrad"},
         {"sharding": "table_row_wise", "optimizer": "adagrad"},
         {"exchange": "nonempty", "hot_rows": HOT_ROWS},
-        {"exchange": "row", "owners": "hash", "always_capture": True},
+        {"exchange": "row", "owners": "hash", "accumulates": True},
         {"sync": late, "exchange": "row_per_host", "hot_rows": HOT_ROWS},
         {"in_world": ("t1",), "sync": late} if mesh.num_groups > 1 else {},
         {"rounding_seed": 0, "optimizer": "partial_adam"},

@@ -101,7 +101,7 @@ def test_tables_of_one_copy_send_rows_early_beside_replicas(ranks4: RankPool) ->
 def test_where_others_change_rows_none_come_early(ranks4: RankPool) -> None:
     cells = [
         replace(ROWS, mesh=tdsp.Mesh2D(2, 2)),
-        replace(ROWS, always_capture=True),
+        replace(ROWS, accumulates=True),
         Cell(ONE, "table_wise"),
         replace(ROWS, spec=replace(ModelSpec(), tables=(TableSpec("t0", 1, 8, ("f0",)),))),
     ]

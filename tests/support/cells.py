@@ -31,7 +31,7 @@ class Cell:
     optimizer: str = "rowwise_adagrad"
     sync: tdsp.GradientSync | tdsp.WeightSync = field(default_factory=tdsp.GradientSync)
     hot_rows: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    always_capture: bool = False
+    accumulates: bool = False
     stock_wrapper: bool = False
     batch_sizes: tuple[int, ...] = ()
     eps: float = EPS
@@ -73,7 +73,7 @@ class Cell:
         parts += ["parallelized"] * self.parallelized
         parts += ["proposed"] * self.proposed + [f"{name} once" for name in self.in_world]
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
-        return " ".join(parts + ["VBE"] * self.variable + ["captured"] * self.always_capture)
+        return " ".join(parts + ["VBE"] * self.variable + ["accumulates"] * self.accumulates)
 
     @property
     def num_values(self) -> int:

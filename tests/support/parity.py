@@ -87,7 +87,7 @@ def make_sharder(cell: Cell, qcomms: CommType | None = None) -> Any:
     if cell.optimizer in DECAY:
         fused_params["weight_decay"] = DECAY[cell.optimizer]
     sharder: Any = kind(FUSED[cell.optimizer], fused_params=fused_params)
-    sharder.always_capture = cell.always_capture
+    sharder.accumulates = cell.accumulates
     if cell.spec.positions:
         return tdsp.FeatureProcessedEmbeddingBagCollectionSharder2D(sharder)
     if qcomms is not None:

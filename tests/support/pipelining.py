@@ -27,9 +27,9 @@ BATCH_SIZES = (7, 7, 7, 7)
 """No number of micro-batches divides a pipeline's samples."""
 
 TABLES = {
-    "table-wise": Cell(tdsp.Mesh2D(1, 4), sharding="table_wise", always_capture=True),
-    "row-wise": Cell(tdsp.Mesh2D(1, 4), always_capture=True),
-    "row exchange": Cell(tdsp.Mesh2D(1, 4), exchange="row", owners="hash", always_capture=True),
+    "table-wise": Cell(tdsp.Mesh2D(1, 4), sharding="table_wise", accumulates=True),
+    "row-wise": Cell(tdsp.Mesh2D(1, 4), accumulates=True),
+    "row exchange": Cell(tdsp.Mesh2D(1, 4), exchange="row", owners="hash", accumulates=True),
     "2D": Cell(tdsp.Mesh2D(2, 2)),
 }
 """Tables sharded in different ways, whose gradients wait until an update."""

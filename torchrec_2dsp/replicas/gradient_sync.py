@@ -9,21 +9,15 @@ from itertools import chain
 import torch
 from torch.profiler import record_function
 
-from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen, updates_by_rule
 from torchrec_2dsp.comms.alarm import Alarm, Check, as_ours
 from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.exchange import PendingGradients
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason, SyncReport
-from torchrec_2dsp.rows.update import RowUpdater, Updater, quickest_updater
+from torchrec_2dsp.rows.update import Updater, quickest_updater
 
 _LABEL = "## apply rows ##"
-
-
-def fused_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
-    """Return the updater that runs the fused kernel, where the optimizer has one."""
-    return quickest_updater(tbe) if updates_by_rule(tbe) else RowUpdater(tbe)
 
 
 @dataclass
@@ -58,12 +52,11 @@ class GradientSyncAction(SyncAction):
         *,
         delay: int = 0,
         is_layered: bool = False,
-        make_updater: Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater] = quickest_updater,
         on_update: Callable[[], None] = lambda: None,
         precedes_average: bool = False,
     ) -> None:
         self._captures = list(captures)
-        self._updaters = [make_updater(capture.tbe) for capture in captures]
+        self._updaters = [quickest_updater(capture.tbe) for capture in captures]
         self._alarm = alarm
         self._drift = drift
         self._delay = delay

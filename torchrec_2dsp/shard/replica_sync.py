@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec, Transport
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
@@ -17,7 +16,7 @@ from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, SyncPolicy, WeightSync
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck, fingerprint
-from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction, fused_updater
+from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.row_average import RowAverage
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason
 from torchrec_2dsp.replicas.sync_point import SyncPoint, WeightSyncAction
@@ -30,7 +29,6 @@ from torchrec_2dsp.replicas.synced_shard import (
     state_rule_for,
 )
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
-from torchrec_2dsp.rows.update import Updater, quickest_updater
 from torchrec_2dsp.shard.batch import BadIds
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.optimizers import is_data_parallel
@@ -43,8 +41,6 @@ class Replication:
 
     groups: MeshGroups
     sync: SyncConfig
-    always_capture: bool = False
-    """Capture and apply rows even with one group, with the fused backward's bits."""
     bad_ids: BadIds = BadIds.RAISE
     tables_beside: tuple[Any, ...] = ()
     """All the unsharded module's table configs, if this module runs only some: a feature that looks
@@ -55,31 +51,16 @@ class Replication:
     """True if the tables aren't trained: copies stay as they are, and nothing is captured."""
 
     @property
-    def captures(self) -> bool:
-        """True if rows are captured even without replicas."""
-        return self.always_capture or self.accumulates
-
-    @property
     def updates_at_once(self) -> bool:
         """True if each backward updates its rows, and no replica changes them."""
-        return self.groups.mesh.num_groups == 1 and not (self.captures or self.are_frozen)
-
-    @property
-    def may_delay(self) -> bool:
-        """True if updates may be late; not if only accumulation captures rows."""
-        return self.groups.mesh.num_groups > 1 or self.always_capture
+        return self.groups.mesh.num_groups == 1 and not (self.accumulates or self.are_frozen)
 
     @property
     def can_accumulate(self) -> bool:
         """True if updates wait for a sync, which can merge several backwards, or never come."""
         has_replicas = self.groups.mesh.num_groups > 1
         merges = has_replicas and isinstance(self.sync, GradientSync)
-        return self.are_frozen or self.captures or merges
-
-    @property
-    def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
-        """The class that applies captured rows."""
-        return fused_updater if self.always_capture else quickest_updater
+        return self.are_frozen or self.accumulates or merges
 
 
 def averages(
@@ -261,7 +242,7 @@ def replica_actions(
         return []
     groups, sync = replication.groups, replication.sync
     if isinstance(sync, GradientSync):
-        if groups.mesh.num_groups == 1 and not replication.captures:
+        if groups.mesh.num_groups == 1 and not replication.accumulates:
             return []
         peers, codec = groups.replica_rows, sync.transport.codec
         copied = copied_shards(kernels)
@@ -271,9 +252,9 @@ def replica_actions(
             captures,
             groups.alarm,
             DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every),
-            delay=sync.delay if replication.may_delay else 0,
+            # Without replicas no update is late.
+            delay=sync.delay if groups.mesh.num_groups > 1 else 0,
             is_layered=peers.is_layered,
-            make_updater=replication.make_updater,
         )
         return [action]
     actions: list[SyncAction] = []
@@ -281,7 +262,6 @@ def replica_actions(
         updates = GradientSyncAction(
             [kernel.capture_rows(None, EXACT) for kernel in kernels],
             groups.alarm,
-            make_updater=replication.make_updater,
             precedes_average=True,
         )
         actions.append(updates)

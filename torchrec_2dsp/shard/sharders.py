@@ -71,9 +71,6 @@ class _Part(NamedTuple):
 class Sharder2D(BaseEmbeddingSharder[Any]):
     """The base class for sharders: agrees over the ranks, then shards for this rank's group."""
 
-    always_capture = False
-    """Take the exact path even where one group needs none; for tests and measurements."""
-
     def _init_2d(
         self,
         optimizer: Optimizer | None,
@@ -180,7 +177,6 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         replication = Replication(
             groups=groups,
             sync=part.plan.sync,
-            always_capture=self.always_capture,
             bad_ids=self.bad_ids,
             tables_beside=tables_beside,
             accumulates=self.accumulates,

@@ -10,7 +10,15 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.logs import NUM_TAGS, NUM_USERS, hashed_row, make_rows, table_config, write_log
+from tests.support.logs import (
+    NUM_TAGS,
+    NUM_USERS,
+    hashed_row,
+    make_rows,
+    table_config,
+    write_interactions,
+    write_log,
+)
 from tests.support.programs import forked
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.access.stats import AccessStats
@@ -89,10 +97,9 @@ def test_ranks_count_together(ranks2: RankPool, tmp_path: Path) -> None:
 
 
 def test_sequences(ranks2: RankPool, tmp_path: Path) -> None:
-    lines = [f"u{user}\ti{item}\t{item}" for user in range(5) for item in range(4)]
-    log = tmp_path / "a.inter"
-    log.write_text("\n".join(["user_id:token\titem_id:token\ttimestamp:float", *lines]))
-    config = AccessConfig(data=InteractionsConfig(files=(str(log),)))
+    log = [(f"u{user}", f"i{item}", item) for user in range(5) for item in range(4)]
+    file = write_interactions(tmp_path / "a.inter", log)
+    config = AccessConfig(data=InteractionsConfig(files=(str(file),)))
     # The last item of each user is held out.
     assert ranks2.run(sequences_are_counted, config) == [15.0, 15.0]
 

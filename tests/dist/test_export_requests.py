@@ -19,7 +19,7 @@ from tests.support.exporting import (
     stock_model,
     train_config,
 )
-from tests.support.logs import Row, hashed_row, make_rows, write_log
+from tests.support.logs import Row, hashed_row, make_rows, write_interactions, write_log
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
@@ -131,7 +131,7 @@ def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_pa
 MAX_LENGTH = 5
 
 
-def write_interactions(path: Path) -> tuple[dict[str, list[str]], list[str]]:
+def write_histories(path: Path) -> tuple[dict[str, list[str]], list[str]]:
     """Write a log with numeric item names and one non-ASCII name.
 
     Returns:
@@ -142,9 +142,7 @@ def write_interactions(path: Path) -> tuple[dict[str, list[str]], list[str]]:
         (f"u{random.integers(20)}", ["né", "1193", "12", "7"][min(random.zipf(1.7), 4) - 1], time)
         for time in range(150)
     ]
-    lines = ["user_id:token\titem_id:token\ttimestamp:float"]
-    lines += [f"{user}\t{item}\t{time}" for user, item, time in rows]
-    path.write_text("\n".join(lines))
+    write_interactions(path, rows)
     items: dict[str, list[str]] = {}
     for user, item, _ in rows:
         items.setdefault(user, []).append(item)
@@ -156,7 +154,7 @@ def write_interactions(path: Path) -> tuple[dict[str, list[str]], list[str]]:
 def test_names_of_items_get_the_scores_of_the_trained_model(
     ranks2: RankPool, tmp_path: Path
 ) -> None:
-    by_user, by_frequency = write_interactions(tmp_path / "log.inter")
+    by_user, by_frequency = write_histories(tmp_path / "log.inter")
     data = {
         "kind": "interactions",
         "files": [str(tmp_path / "log.inter")],

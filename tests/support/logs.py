@@ -84,6 +84,31 @@ def write_log(path: Path, rows: Sequence[Row], *, row_group: int = 7) -> Path:
     return path
 
 
+Interaction = tuple[str, str, int]
+"""A user, an item, and when."""
+
+
+def make_interactions(num_rows: int, seed: int = 0, num_users: int = 12) -> list[Interaction]:
+    """Return interactions in any order, some of them at the same time."""
+    random = np.random.default_rng(seed)
+    return [
+        (f"u{random.integers(num_users)}", f"i{random.zipf(1.5) % 30}", int(random.integers(50)))
+        for _ in range(num_rows)
+    ]
+
+
+def write_interactions(path: Path, log: Sequence[Interaction]) -> Path:
+    """Write interactions as what the name of the file says."""
+    if path.suffix == ".parquet":
+        users, items, times = zip(*log, strict=True)
+        table = {"user_id:token": users, "item_id:token": items, "timestamp:float": times}
+        pq.write_table(pa.table(table), path, row_group_size=9)
+        return path
+    lines = [f"{item}\t{at}\t{user}" for user, item, at in log]
+    path.write_text("\n".join(["item_id:token\ttimestamp:float\tuser_id:token", *lines]))
+    return path
+
+
 def table_config(*files: Path, **keys: Any) -> TableConfig:
     """Return the section of a log of such files, in small blocks and without a thread."""
     is_parquet = files[0].suffix == ".parquet"

@@ -1,4 +1,4 @@
-"""Digests of batches that logs of every kind gave before text files were converted to Parquet.
+"""Digests of batches that logs gave before text files were converted to Parquet.
 
 Samples of trained models depend on them: which rows a batch holds, their ids, and what stands in
 for a line that can't be read.
@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.logs import make_interactions, write_interactions
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 from torchrec_2dsp.programs.data.logs.sections import (
@@ -75,8 +76,7 @@ def write(folder: Path, name: str, seed: int = 0, *, is_damaged: bool = False) -
         }
         pq.write_table(pa.table(columns), path, row_group_size=37)
         return path
-    delimiter = "\t" if ".tsv" in name else ","
-    lines = [delimiter.join(COLUMNS), *(delimiter.join(row) for row in table)]
+    lines = [",".join(COLUMNS), *map(",".join, table)]
     for number, line in BAD_LINES.items() if is_damaged else ():
         lines[number] = line
     content = "\n".join(lines).encode()
@@ -128,22 +128,12 @@ def known(folder: Path, kind: type[CriteoConfig] | type[AvazuConfig], **keys: An
     return make_config(kind, tree | keys).dataset()
 
 
-def interactions(folder: Path, ending: str, **keys: Any) -> Dataset:
-    random = np.random.default_rng(4)
-    uses = [
-        (f"u{random.integers(20)}", f"i{random.zipf(1.5) % 30}", int(random.integers(50)))
-        for _ in range(300)
-    ]
-    users, items, times = zip(*uses, strict=True)
-    names = ("user_id:token", "item_id:token", "timestamp:float")
-    file = folder / f"log.{ending}"
-    if ending == "parquet":
-        pq.write_table(pa.table([users, items, times], names=names), file, row_group_size=9)
-    else:
-        lines = ["\t".join(names), "u1\ti2", *("\t".join(map(str, use)) for use in uses)]
-        file.write_text("\n".join(lines))
-    tree = {"files": [str(file)], "num_ahead": 0, "malformed_limit": 1, "max_length": 7}
-    return make_config(InteractionsConfig, tree | keys).dataset()
+def interactions(folder: Path) -> Dataset:
+    file = write_interactions(folder / "log.inter", make_interactions(300, seed=4, num_users=20))
+    names, *lines = file.read_text().split("\n")
+    file.write_text("\n".join([names, "u1\ti2", *lines]))
+    tree = {"files": [str(file)], "num_ahead": 0, "malformed_limit": 1}
+    return make_config(InteractionsConfig, tree | {"max_length": 7, "epochs": 2}).dataset()
 
 
 def digest(data: Dataset, *, world_size: int = 2, start: int = 0) -> str:
@@ -173,16 +163,7 @@ def digest(data: Dataset, *, world_size: int = 2, start: int = 0) -> str:
 HASHED = {"by": "hash", "column": "user", "share": 0.4}
 CASES: dict[str, Any] = {
     "csv": lambda folder: table(folder, "a.csv", "b.csv"),
-    "tsv": lambda folder: table(folder, "a.tsv", delimiter="\t", quote=""),
-    "gz": lambda folder: table(folder, "a.csv.gz", "b.csv.gz"),
-    "parquet": lambda folder: table(folder, "a.parquet", "b.parquet"),
-    "mixed": lambda folder: table(folder, "a.csv", "b.parquet", "c.csv.gz"),
     "vocabulary": lambda folder: table(folder, "a.csv", features=VOCABULARIES, dense=MEASURED),
-    "vocabulary_parquet": lambda folder: table(
-        folder, "a.parquet", features=VOCABULARIES, dense=MEASURED
-    ),
-    "padded": lambda folder: table(folder, "a.csv", rest="pad", epochs=2),
-    "shuffled_csv": lambda folder: table(folder, "a.csv", "b.csv", shuffled_blocks=3, epochs=2),
     "shuffled_gz": lambda folder: table(
         folder, "a.csv.gz", "b.csv.gz", "c.csv.gz", shuffled_blocks=3, epochs=3, rest="pad"
     ),
@@ -190,50 +171,25 @@ CASES: dict[str, Any] = {
         folder, "a.parquet", "b.parquet", shuffled_blocks=2, epochs=2, seed=5
     ),
     "hash_split": lambda folder: table(folder, "a.csv", "b.csv", held_out=HASHED),
-    "hash_split_parquet": lambda folder: table(
-        folder, "a.parquet", held_out=HASHED, shuffled_blocks=2
-    ),
-    "file_split": lambda folder: table(
-        folder, "a.csv", held_out={"by": "files", "files": [str(write(folder, "b.csv.gz", 9))]}
-    ),
-    "malformed": lambda folder: damaged(folder, "a.csv"),
     "malformed_gz": lambda folder: damaged(folder, "a.csv.gz", "b.csv", shuffled_blocks=2),
-    "malformed_hash_split": lambda folder: damaged(folder, "a.csv", held_out=HASHED),
     "malformed_vocabulary": lambda folder: damaged(folder, "a.csv", features=VOCABULARIES),
-    "large_blocks": lambda folder: damaged(folder, "a.csv", block_bytes=10**6, shuffled_blocks=1),
-    "criteo": lambda folder: known(folder, CriteoConfig, held_out={"share": 0.3}),
     "criteo_vocabulary": lambda folder: known(
         folder, CriteoConfig, encoding="vocabulary", min_count=2, held_out={"share": 0.3}
     ),
     "avazu": lambda folder: known(folder, AvazuConfig, shuffled_blocks=2, epochs=2),
-    "interactions": lambda folder: interactions(folder, "inter", epochs=2),
-    "interactions_parquet": lambda folder: interactions(folder, "parquet", rest="pad"),
+    "interactions": interactions,
 }
 DIGESTS = {
     "csv": ["247577707e993d65", "e5d5cc00e3a9a978"],
-    "tsv": ["b9004512a3533d4a", "7fb0999357fabd76"],
-    "gz": ["247577707e993d65", "e5d5cc00e3a9a978"],
-    "parquet": ["247577707e993d65", "e5d5cc00e3a9a978"],
-    "mixed": ["8795f56984429877", "baadfed1ed0ac9a8"],
     "vocabulary": ["e5b35c24596d7bcf", "2507a20d1887573e"],
-    "vocabulary_parquet": ["e5b35c24596d7bcf", "2507a20d1887573e"],
-    "padded": ["5ca8e8b6415f353a", "8085227023f50526"],
-    "shuffled_csv": ["5f24ffec1abd3ed0", "7a1b899e7681cc06"],
     "shuffled_gz": ["796f6ba072616a65", "58ef29239f20107c"],
     "shuffled_parquet": ["d8b0805c25c8a58e", "d5eca5ad7754ede3"],
     "hash_split": ["a2b5377c2f018b4e", "9375ba9965392955"],
-    "hash_split_parquet": ["d3f551e7f62bb9c2", "0b7c5e6a511da3a6"],
-    "file_split": ["57a5560803e1cd49", "916b5aa72c5595ff"],
-    "malformed": ["8ef982e56107fec9", "a87c249c3427b234"],
     "malformed_gz": ["0396245b8089e878", "1a1882fb4743eca4"],
-    "malformed_hash_split": ["4794e58cc0a5ee5d", "f4865d98d791df90"],
     "malformed_vocabulary": ["e23e6e231197611b", "97ecf89701ae7f80"],
-    "large_blocks": ["f6b6bfc78bc7fe1e", "235d372d12515c9d"],
-    "criteo": ["28083249623ecc75", "7be6131d311fb8de"],
     "criteo_vocabulary": ["95c72efaec5b0d76", "f7af7d5c164a53b6"],
     "avazu": ["487cba84746c8bb9", "716b5f0436768453"],
     "interactions": ["30313d1e2ec4ba55", "ca9604e4714cd60a"],
-    "interactions_parquet": ["46419520a60b9117", "d80d1fded6934fc3"],
 }
 
 

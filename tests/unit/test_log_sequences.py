@@ -4,61 +4,34 @@ import gc
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.support.logs import (
-    REAL_LOGS,
+    Interaction,
     global_batches,
+    make_interactions,
     make_rows,
     numbers_of,
     table_config,
+    write_interactions,
     write_log,
 )
 from tests.support.slices import patient
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.batches import BatchStream
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
-from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for
-from torchrec_2dsp.programs.models.ranking import RankingQuality, places_of, rank_all_items
-from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
-
-MOVIES = REAL_LOGS / "movielens100k/ml-100k.inter"
-Interaction = tuple[str, str, int]
-
-
-def make_log(num_rows: int, seed: int = 0) -> list[Interaction]:
-    random = np.random.default_rng(seed)
-    return [
-        (f"u{random.integers(12)}", f"i{random.zipf(1.5) % 30}", int(random.integers(50)))
-        for _ in range(num_rows)
-    ]
-
-
-def write_interactions(path: Path, log: list[Interaction]) -> Path:
-    if path.suffix == ".parquet":
-        users, items, times = zip(*log, strict=True)
-        table = {"user_id:token": users, "item_id:token": items, "timestamp:float": times}
-        pq.write_table(pa.table(table), path, row_group_size=9)
-        return path
-    lines = [f"{item}\t{at}\t{user}" for user, item, at in log]
-    path.write_text("\n".join(["item_id:token\ttimestamp:float\tuser_id:token", *lines]))
-    return path
 
 
 def interactions(*files: Path, **keys: Any) -> SequenceData:
@@ -94,7 +67,7 @@ def sequences(data: SequenceData, split: Split, size: int, **keys: int) -> list[
 def test_sequences_are_the_last_items_in_order(
     tmp_path: Path, ending: str, max_length: int
 ) -> None:
-    log = make_log(150)
+    log = make_interactions(150)
     files = [
         write_interactions(tmp_path / f"{number}.{ending}", part)
         for number, part in enumerate((log[:70], log[70:]))
@@ -124,7 +97,7 @@ def test_sequences_are_the_last_items_in_order(
 
 
 def test_epochs_are_shuffled_alike_on_all_ranks_and_go_on_from_any_batch(tmp_path: Path) -> None:
-    file = write_interactions(tmp_path / "a.inter", make_log(150))
+    file = write_interactions(tmp_path / "a.inter", make_interactions(150))
     data = interactions(file, epochs=3)
     whole = sequences(data, Split.TRAIN, 4, world_size=1)
     assert len(whole) == 9
@@ -139,7 +112,7 @@ def test_epochs_are_shuffled_alike_on_all_ranks_and_go_on_from_any_batch(tmp_pat
 
 
 def test_every_user_once(tmp_path: Path) -> None:
-    data = interactions(write_interactions(tmp_path / "a.inter", make_log(150)))
+    data = interactions(write_interactions(tmp_path / "a.inter", make_interactions(150)))
     numbers = [
         sum(
             batch.labels.numel()
@@ -168,67 +141,6 @@ def test_rows_that_lack_a_value(tmp_path: Path) -> None:
         interactions(file)
     data = interactions(file, malformed_limit=1)
     assert sequences(data, Split.EVAL, 1, world_size=1) == [[["x", "y", "z"]]]
-
-
-@pytest.mark.skipif(not MOVIES.exists(), reason="the log isn't here")
-def test_movielens() -> None:
-    data = interactions(MOVIES, rest="pad")
-    lines = [line.split("\t") for line in MOVIES.read_text().splitlines()[1:]]
-    log = [(user, item, int(at)) for user, item, _, at in lines]
-    expected = expected_sequences(log)
-    assert data.log.num_users == len(expected) == 943
-    held_out = list(chain(*sequences(data, Split.EVAL, 200, world_size=2)))
-    assert held_out[: len(expected)] == [row[-50:] for row in expected]
-
-
-def popularity_quality(sequences: Sequence[NDArray[np.int64]], num_items: int) -> RankingQuality:
-    counts = np.bincount(np.concatenate([items[:-1] for items in sequences]), minlength=num_items)
-    scores = torch.from_numpy(counts).expand(len(sequences), -1)
-    targets = torch.tensor([int(items[-1]) for items in sequences])
-    others = torch.arange(num_items) != targets.unsqueeze(1)
-    places = places_of(scores.gather(1, targets.unsqueeze(1)).squeeze(1), scores, others)
-    return RankingQuality.of(places, up_to=10)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not MOVIES.exists(), reason="the log isn't here")
-def test_the_sequence_model_beats_popularity() -> None:
-    config = SequenceModelConfig(
-        dim=32, max_length=32, num_negatives=100, hidden_factor=2, dropout=0.1
-    )
-    log = interactions(MOVIES, max_length=32, epochs=0)
-    data = dataset_for(config, log)
-    torch.manual_seed(0)
-    model: Any = build_any_model(data, config)
-    named = dict(model.named_parameters())
-    tables = [value for name, value in named.items() if name.startswith("embeddings")]
-    others = [value for name, value in named.items() if not name.startswith("embeddings")]
-    optimizers = [
-        MomentScaledRowWiseAdaGradOptimizer(tables, lr=0.1, moment_scale=1.0),
-        torch.optim.Adam(others, lr=2e-3),
-    ]
-    # 23 batches have all 943 users.
-    batches = data.batches(Split.TRAIN, global_batch_size=41, rank=0, world_size=1)
-    for _ in range(250):
-        loss, _ = model(next(batches))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    model.eval()
-    held_out = data.batches(Split.EVAL, global_batch_size=41, rank=0, world_size=1)
-    ours = RankingQuality.of(rank_all_items(model, held_out), up_to=10)
-    users = np.split(log.log.items, log.log.starts[1:])
-    popular = popularity_quality(users, data.features[0].num_rows)
-    print(
-        f"recall@10 {ours.recall(10):.4f} NDCG@10 {ours.ndcg(10):.4f}, of popularity "
-        f"{popular.recall(10):.4f} and {popular.ndcg(10):.4f}"
-    )
-    assert ours.num_targets == popular.num_targets == 943
-    # With 943 users a recall of 0.1 has a standard error of 0.01.
-    assert ours.recall(10) > 1.5 * popular.recall(10) > 0.05
-    assert ours.ndcg(10) > 1.5 * popular.ndcg(10)
 
 
 def batch(number: int) -> Batch:

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from torchrec_2dsp.programs.cli.console import ReadingProgress, check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import (
+    ReadingProgress,
+    check_writable,
+    set_option,
+    shown_errors,
+)
 from torchrec_2dsp.report.table import MISSING, Table
 
 if TYPE_CHECKING:
@@ -15,6 +20,7 @@ if TYPE_CHECKING:
 _FILE = "access.parquet"
 
 
+@shown_errors()
 def access(
     config: Annotated[
         str,
@@ -25,14 +31,7 @@ def access(
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Write the statistics here, as access.parquet.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY.SUB=VALUE",
-            help="Change a value of the file, such as data.num_rows=100000. Can be repeated.",
-        ),
-    ] = None,
+    overrides: Annotated[list[str] | None, set_option("data.num_rows=100000")] = None,
 ) -> None:
     """Count how often the training rows of a log use each row of a table, in one pass.
 
@@ -40,27 +39,22 @@ def access(
 
     torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp access --config FILE --output stats/
     """
-    with shown_errors():
-        _access(config, output, overrides or [])
-
-
-def _access(name: str, output: Path, overrides: list[str]) -> None:
     from torchrec_2dsp.comms.groups import world_group
     from torchrec_2dsp.programs.access import AccessConfig, count_access
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import launched_world_or_one, quiet_upstream
 
     quiet_upstream()
-    config = load_config(AccessConfig, name, overrides)
+    log = load_config(AccessConfig, config, overrides or [])
     with launched_world_or_one() as rank:
         if rank:
-            count_access(config, world_group())
+            count_access(log, world_group())
             return
         path = output / _FILE
         check_writable(path)
         console = Console()
         with ReadingProgress(console) as progress:
-            result = count_access(config, world_group(), progress.show)
+            result = count_access(log, world_group(), progress.show)
         result.stats.save(path)
         show_access(result, console)
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)

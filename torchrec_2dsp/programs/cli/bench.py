@@ -9,7 +9,12 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.console import ProgressBars, check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import (
+    ProgressBars,
+    check_writable,
+    set_option,
+    shown_errors,
+)
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.bench.config import BenchConfig
@@ -37,14 +42,7 @@ def bench(
             "criteo_one_hot or another workload that ships, or a TOML file.",
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY.SUB=VALUE",
-            help="Change a value, such as schedule.rounds=9. Can be repeated.",
-        ),
-    ] = None,
+    overrides: Annotated[list[str] | None, set_option("schedule.rounds=9")] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(

@@ -1,4 +1,4 @@
-"""Elements that all commands share: errors, progress bars, outputs that can be written."""
+"""Elements that commands share: errors, progress bars, ``--set``, outputs that can be written."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from rich.progress import (
     TextColumn,
 )
 from rich.text import Text
+from typer.models import OptionInfo
 
 from torchrec_2dsp.errors import ConfigError, TwoDError
 
@@ -58,6 +59,12 @@ def _tell_torchrun(text: str) -> None:
     # The folder is gone where the launcher has ended.
     with suppress(OSError):
         Path(path).write_text(json.dumps(content))
+
+
+def set_option(examples: str) -> OptionInfo:
+    """Return the option ``--set`` of a command that takes a config; its help has the examples."""
+    text = f"Change a value of the config, such as {examples}. Can be repeated."
+    return typer.Option("--set", metavar="KEY.SUB=VALUE", help=text)
 
 
 def check_writable(output: Path | None) -> None:

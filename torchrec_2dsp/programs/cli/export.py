@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.programs.export.export import ExportRecord
 
 
+@shown_errors()
 def export(
     source: Annotated[
         Path,
@@ -47,20 +48,15 @@ def export(
 
     It is compared with the trained model on the held-out batches of the config.
     """
-    with shown_errors():
-        _export(source, output, config, only, max_loss)
-
-
-def _export(path: Path, output: Path, config: str, only: str, max_loss: float) -> None:
     from torchrec_2dsp.programs.export.export import check_output, export_model
     from torchrec_2dsp.programs.export.source import ExportSource
     from torchrec_2dsp.programs.launch import only_rank, quiet_upstream
 
     quiet_upstream()
     check_output(output)
-    source = ExportSource.find(path, config=config, run=only)
+    trained = ExportSource.find(source, config=config, run=only)
     with only_rank("export"):
-        record = export_model(source, output, max_loss=max_loss)
+        record = export_model(trained, output, max_loss=max_loss)
     show_export(record, Console())
     Console().print(f"wrote {output}", soft_wrap=True, highlight=False)
 

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from torchrec_2dsp.programs.cli.console import ReadingProgress, check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import (
+    ReadingProgress,
+    check_writable,
+    set_option,
+    shown_errors,
+)
 from torchrec_2dsp.report.table import MISSING, Table
 
 if TYPE_CHECKING:
@@ -42,15 +47,7 @@ _Calibration = Annotated[
 _RanksPerHost = Annotated[
     int | None, typer.Option(min=1, help="Ranks that share a host; by default as calibrated.")
 ]
-_Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY.SUB=VALUE",
-        help="Change a value of the file, or of the machines, such as machines.slower.link=2. Can "
-        "be repeated.",
-    ),
-]
+_Overrides = Annotated[list[str] | None, set_option("batch_size=512 or machines.slower.link=2")]
 
 
 @shown_errors()

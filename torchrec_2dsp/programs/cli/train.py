@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from torchrec_2dsp.programs.cli.console import ReadingProgress, check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import (
+    ReadingProgress,
+    check_writable,
+    set_option,
+    shown_errors,
+)
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.train.config import TrainConfig
@@ -25,13 +30,7 @@ def train(
         ),
     ],
     overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY.SUB=VALUE",
-            help="Change a value of the file, such as loop.steps=50 or "
-            "runs.exact.num_groups=4. Can be repeated.",
-        ),
+        list[str] | None, set_option("loop.steps=50 or runs.exact.num_groups=4")
     ] = None,
     # Not "--run": torchrun would read that as its own --run-path.
     only: Annotated[

@@ -8,6 +8,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.bench_results import DEALT
 from torchrec_2dsp.programs.bench.config import BenchConfig, StockContestant, is_reference, is_stock
 from torchrec_2dsp.programs.cli.train_display import balance_text
 from torchrec_2dsp.programs.config.config_file import make_config, overridden
@@ -15,7 +16,6 @@ from torchrec_2dsp.programs.config.sections import BalanceConfig, ModelConfig
 from torchrec_2dsp.programs.models.balance import sample_lengths
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.samples.dealer import BalanceReport
 
 CLICKS = {"data": {"features": [{"name": "user", "num_rows": 10}]}, "runs": {"dealt": {}}}
 SEQUENCES = {
@@ -145,19 +145,8 @@ def test_who_deals_samples_is_not_stock() -> None:
     assert not is_reference(contestant)
 
 
-STEP = BalanceReport(
-    num_batches=2,
-    num_samples=100,
-    num_moved=40,
-    num_bytes=2_000_000,
-    mean_time=10.0,
-    time_before=15.0,
-    time_after=11.0,
-)
-
-
 def test_a_run_says_how_even_its_work_was() -> None:
-    assert balance_text(STEP) == (
+    assert balance_text(DEALT) == (
         "slowest rank by the mean, by the samples' costs:  1.500 as read, 1.100 as dealt  40% of "
         "the samples moved"
     )

@@ -193,14 +193,17 @@ def test_the_speed_of_the_machine_is_shown(tmp_path: Path) -> None:
 
 def test_a_turned_order_and_failures_are_shown(tmp_path: Path) -> None:
     turned = {**STEPS_MS, "exact_2d": [step * 1.6 for step in STEPS_MS["exact_2d"]]}
-    failed = bench_result(steps_ms=turned, failed={"floor": FAILED["floor"]})
-    sources = save(tmp_path, bench_result(), failed)
+    failed = bench_result(failed={"floor": FAILED["floor"]})
+    sources = save(tmp_path, bench_result(), bench_result(), bench_result(steps_ms=turned), failed)
 
-    result = CliRunner().invoke(app, ["bench-compare", *sources, "--tolerance", "1"])
+    tolerant = ["bench-compare", "--tolerance", "1"]
+    in_turn = CliRunner().invoke(app, [*tolerant, *sources[:3]])
+    incomplete = CliRunner().invoke(app, [*tolerant, sources[0], sources[3]])
 
-    assert result.exit_code == 1
-    assert "stock is faster than exact_2d in run 2 and slower in run 1" in result.output
-    assert re.search(r"floor\s+107.0\s+failed", result.output)
+    assert [result.exit_code for result in (in_turn, incomplete)] == [1, 1]
+    pairs = re.findall(r"(\w+) is faster than (\w+) in run 3 and slower in run 1", in_turn.output)
+    assert pairs == [("stock", "exact_2d"), ("stock_duplex", "exact_2d")]
+    assert re.search(r"floor\s+107.0\s+failed", incomplete.output)
 
 
 def test_runs_of_something_else_are_an_error(tmp_path: Path) -> None:
@@ -209,4 +212,5 @@ def test_runs_of_something_else_are_an_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench-compare", *sources])
 
     assert result.exit_code == 2
-    assert "hosts is 4 instead of 2" in result.stderr
+    problem = "run 2 is not a repetition of run 1: hosts is 4 instead of 2. Compare"
+    assert problem in result.stderr

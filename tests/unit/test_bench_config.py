@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
 from tests.support.bench_results import NO_LINKS, config_of
@@ -28,12 +27,7 @@ from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.program import calibration_warning, predicted_steps
 from torchrec_2dsp.programs.bench.tracing import phases_of, profiled
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
-from torchrec_2dsp.programs.link_speeds import (
-    SECONDS_PER_REPEAT,
-    LinkSpeeds,
-    bytes_per_s,
-    payload_bytes,
-)
+from torchrec_2dsp.programs.link_speeds import LinkSpeeds, bytes_per_s
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, StepPhase, step_mark
 
@@ -268,10 +262,6 @@ def test_a_profile_has_the_steps_and_their_operators() -> None:
     assert trace.steps[-1].end_us <= products[-1].start_us, "settling ends inside the profile"
 
 
-seconds = st.floats(1e-6, 1e3)
-sizes = st.integers(1, 2**40)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "num_passes", "expected"),
     # Each rank keeps its own part of an all-to-all, and passes each part but one on, twice over.
@@ -282,25 +272,6 @@ def test_the_bytes_are_those_on_the_wire(num_ranks: int, num_passes: int, expect
         [1.0, 2.0, 0.0], num_bytes=1000, num_ranks=num_ranks, num_passes=num_passes
     )
     assert actual == expected
-
-
-@given(st.lists(seconds, min_size=1), sizes)
-def test_twice_the_time_is_half_the_speed(times: list[float], num_bytes: int) -> None:
-    speed = bytes_per_s(times, num_bytes=num_bytes, num_ranks=2, num_passes=1)
-    doubled = [2 * time for time in times]
-    slower = bytes_per_s(doubled, num_bytes=num_bytes, num_ranks=2, num_passes=1)
-    assert slower == pytest.approx(speed / 2)
-
-
-@given(sizes, seconds, sizes)
-def test_a_payload_takes_its_time_or_is_the_largest(
-    probe_bytes: int, probe_seconds: float, max_bytes: int
-) -> None:
-    actual = payload_bytes(probe_bytes, probe_seconds, max_bytes)
-    assert 1 <= actual <= max_bytes
-    if actual < max_bytes:
-        wanted = probe_bytes / probe_seconds * SECONDS_PER_REPEAT
-        assert wanted <= actual * (1 + 1e-9) <= (wanted + 1) * (1 + 2e-9)
 
 
 def test_a_host_sends_what_its_ranks_send() -> None:

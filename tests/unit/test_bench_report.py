@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from markdown_it import MarkdownIt
 
 from tests.support.bench_results import (
     CONTESTANTS,
+    DEALT,
     FAILED,
     STEPS_MS,
     bench_result,
@@ -27,7 +29,6 @@ from torchrec_2dsp.programs.bench.tracing import (
     mean_encoded,
     mean_known,
 )
-from torchrec_2dsp.samples.dealer import BalanceReport
 
 
 def rows_of(page: str, heading: str) -> list[list[str]]:
@@ -309,20 +310,9 @@ def test_what_thresholds_save_is_shown() -> None:
     assert mean_known(ranks[2:]) is None
 
 
-STEP = BalanceReport(
-    num_batches=2,
-    num_samples=100,
-    num_moved=40,
-    num_bytes=2_000_000,
-    mean_time=10.0,
-    time_before=15.0,
-    time_after=11.0,
-)
-
-
 def test_reports_of_ranks_become_one() -> None:
-    other = BalanceReport(**{**vars(STEP), "num_bytes": 4_000_000})
-    assert dealt_samples([STEP, other]) == DealtSamples(
+    other = replace(DEALT, num_bytes=4_000_000)
+    assert dealt_samples([DEALT, other]) == DealtSamples(
         imbalance_before=1.5, imbalance_after=1.1, moved_share=0.4, sent_bytes=1.5e6
     )
     assert dealt_samples([None, None]) is None
@@ -338,7 +328,7 @@ def test_a_page_shows_how_even_the_work_was() -> None:
         "stock": {"compute": compute_times([[0.1], [0.2]])},
         "stock_duplex": {
             "compute": compute_times([[0.15]]),
-            "dealt": dealt_samples([STEP, STEP]),
+            "dealt": dealt_samples([DEALT, DEALT]),
         },
     }
     table = balance_table(with_figures(result, figures))

@@ -318,11 +318,3 @@ def test_a_folder_of_something_else_is_refused(
         RunContents.read(folder)
     result = CliRunner().invoke(app, ["report", str(folder)])
     assert result.exit_code == 2
-
-
-def test_without_plotly_the_command_says_what_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(ConfigError, match=r"pip install 'torchrec-2dsp\[report\]'"):
-        run_page(RunContents.read(write_run(tmp_path / "run", [run_record("main")])))

@@ -129,6 +129,8 @@ def payload_bytes(probe_bytes: int, probe_seconds: float, max_bytes: int) -> int
         >>> from torchrec_2dsp.programs.link_speeds import payload_bytes
         >>> payload_bytes(1_000_000, 0.1, max_bytes=10_000_000)
         2000000
+        >>> [payload_bytes(1, seconds, max_bytes=8) for seconds in (0.01, 10.0)]
+        [8, 1]
     """
     return min(max_bytes, math.ceil(probe_bytes * SECONDS_PER_REPEAT / probe_seconds))
 

@@ -57,6 +57,16 @@ def test_results_survive_json(tmp_path: Path) -> None:
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
+def test_earlier_results_have_a_figure_more(tmp_path: Path) -> None:
+    path, result = tmp_path / "earlier.json", bench_result()
+    result.save(path)
+    path.write_text(
+        path.read_text().replace('"link_bytes":', '"loopback_bytes": 5.0, "link_bytes":')
+    )
+    assert '"loopback_bytes"' in path.read_text()
+    assert BenchResult.load(path).contestants == result.contestants
+
+
 def test_every_contestant_has_a_row_with_its_figures() -> None:
     headings, *rows = rows_of(markdown_report([bench_result()]), "### Step times")
 

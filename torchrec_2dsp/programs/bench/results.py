@@ -29,6 +29,9 @@ class Outcome(enum.StrEnum):
 class ContestantBlock(Section):
     """Some steps of one contestant in one round, timed together."""
 
+    # Earlier results also have the bytes that stayed inside hosts.
+    model_config = ConfigDict(extra="ignore")
+
     round: int
     num_steps: int
     step_s: float = Field(gt=0)

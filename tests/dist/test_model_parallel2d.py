@@ -5,6 +5,7 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
 
@@ -122,10 +123,26 @@ def copied(model: tdsp.ModelParallel2D, batch: Any) -> None:
     copy.deepcopy(model)
 
 
+def trained_in_eval_mode(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    by_adam = shard(replace(ROWS, optimizer="adam")).eval()
+    local_loss(by_adam(batch)).backward()
+
+
+def sharded_again(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    tdsp.ModelParallel2D(model.module)
+
+
+def wrapped_again(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    tdsp.parallelize(model, batch_size=1, optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
+
+
 REFUSED = {
     compiled: "torch.compile can't trace sharded tables; compile dense modules before you shard",
     compiled_in_place: "torch.compile can't trace sharded tables; compile dense modules before",
     copied: "a sharded model can't be copied, because it holds process groups; copy it before you",
+    trained_in_eval_mode: "Adam and LAMB don't count a lookup in eval mode as a step, so",
+    sharded_again: "module 'ebc' is sharded already, perhaps by a try that failed, and would stay",
+    wrapped_again: "module '_dmp_wrapped_module.module.ebc' is sharded already, perhaps by a try",
 }
 
 

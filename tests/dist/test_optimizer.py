@@ -264,14 +264,22 @@ def test_a_running_kernel_takes_the_users_eps(ranks4: RankPool) -> None:
 def rates_after_an_update(rank: int, world_size: int, cell: Cell) -> list[float]:
     parallel = shard(cell, sharder_of(cell, moment_scaled()))
     parallel.fused_optimizer.update_hyper_parameters({"lr": 0.3})
-    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in make_stream(cell, 2)])
+    batches = [step[rank] for step in make_stream(cell, 2)]
+    plain_loop(parallel, make_optimizer(parallel), batches)
     kernels = [kernel for part in sharded_tables(parallel) for kernel in part.kernels()]
-    return [kernel.user_learning_rate for kernel in kernels]
+    rates = [kernel.user_learning_rate for kernel in kernels]
+    for group in parallel.fused_optimizer.param_groups:
+        group["lr"] = 0.2  # type: ignore[index]
+    parallel.eval()(batches[0])
+    return rates + [kernel.user_learning_rate for kernel in kernels]
 
 
-def test_an_updated_rate_stays(ranks4: RankPool) -> None:
+def test_an_updated_rate_stays_and_one_that_is_set_reaches_a_backward_in_eval_mode(
+    ranks4: RankPool,
+) -> None:
     for rates in ranks4.run(rates_after_an_update, AVERAGED):
-        assert rates == [pytest.approx(0.3)] * len(rates)
+        num_kernels = len(rates) // 2
+        assert rates == pytest.approx([0.3] * num_kernels + [0.2] * num_kernels)
         assert rates
 
 

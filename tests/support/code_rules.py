@@ -298,7 +298,7 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 270
-MAX_LINES = {"the library": 41_424, "the programs": 23_074, "tests": 57_421}
+MAX_LINES = {"the library": 41_448, "the programs": 23_074, "tests": 57_446}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

@@ -38,7 +38,7 @@ from torchrec_2dsp.shard.default_sharders import (
     ManagedCollisionEmbeddingCollectionSharder2D,
     get_default_sharders,
 )
-from torchrec_2dsp.shard.parted import groups_of, prepared_unfreeze, sharded_tables
+from torchrec_2dsp.shard.parted import check_unsharded, groups_of, prepared_unfreeze, sharded_tables
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
@@ -134,8 +134,7 @@ class ModelParallel2D(DMPCollection):
                 `Plan2D.from_stock`. Without one it is searched as in `parallelize`, which takes
                 what you know.
             sharders: this package's sharders, by default `get_default_sharders()`.
-            init_data_parallel: as in `DistributedModelParallel`.
-            init_parameters: as in `DistributedModelParallel`.
+            init_data_parallel, init_parameters: as in `DistributedModelParallel`.
             data_parallel_wrapper: as in `DistributedModelParallel`.
 
         Collectives:
@@ -145,6 +144,7 @@ class ModelParallel2D(DMPCollection):
         device = torch.device("cpu") if device is None else device
         sharders = get_default_sharders() if sharders is None else list(sharders)
         with agreeing(world_group()) as facts:
+            check_unsharded(module)
             facts["whether there is a plan"] = str(plan is not None)
         explanation: Explanation | None = None
         if plan is None:

@@ -274,6 +274,16 @@ def sharded_tables(model: nn.Module) -> list[Tables2D]:
     return [part.tables for module in model.modules() for part in parts_of(module)]
 
 
+def check_unsharded(model: nn.Module) -> None:
+    """Refuse a model with sharded modules, which would stay as they are."""
+    for path, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            raise UnsupportedError(
+                f"module {path!r} is sharded already, perhaps by a try that failed, and would stay "
+                "as it is; build the model anew, and shard it once"
+            )
+
+
 def frozen_names(model: nn.Module) -> list[str]:
     """Return the names of a model's tables that aren't trained."""
     all_tables = sharded_tables(model)

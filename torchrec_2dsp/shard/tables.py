@@ -11,7 +11,11 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen, set_rounding
+from torchrec_2dsp._compat.fbgemm import (
+    HAS_ROW_WISE_MOMENT,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    set_rounding,
+)
 from torchrec_2dsp._compat.shardings import (
     fused_params_of,
     lookups_of,
@@ -220,7 +224,7 @@ class Tables2D:
         for stage in self.stages:
             arrived = stage.on_arrival(notes, arrived)
         self._before_use()
-        if notes.is_training:
+        if torch.is_grad_enabled():
             for kernel in self.kernels():
                 # Hands over the learning rate, which may be set after the optimizer's own calls.
                 kernel.fused_optimizer.zero_grad()
@@ -282,6 +286,14 @@ class Tables2D:
 
     def _backward_begins(self, notes: BatchNotes) -> None:
         self.groups.board.activity.begin("the backward")
+        if not notes.is_training and any(
+            params.get("optimizer") in HAS_ROW_WISE_MOMENT
+            for params in fused_params_of(self.module).values()
+        ):
+            raise UnsupportedError(
+                "Adam and LAMB don't count a lookup in eval mode as a step, so its backward can't "
+                "update tables; call model.train(), then eval() of what is to stay as it is"
+            )
         for stage in self.stages:
             stage.before_backward(notes)
         self._before_use()

@@ -50,8 +50,13 @@ class Beside:
     def turn_s(self) -> float:
         """Return the extra seconds of a short all-to-all between two computations."""
         compute, exchange = self._computing(_COMPUTED_S), self._exchanging(1)
-        alone = self._seconds(compute) + self._seconds(exchange)
-        return max(0.0, self._seconds(compute, exchange) - alone)
+
+        def both() -> None:
+            compute()
+            exchange()
+
+        rounds = self._rounds(compute, exchange, both)
+        return max(0.0, statistics.median(both_s - sum(alone) for *alone, both_s in rounds))
 
     def hidden_share(self) -> float:
         """Return a long all-to-all's share that computing hides."""
@@ -61,12 +66,10 @@ class Beside:
         while self._seconds(exchange) < _COMPUTED_S and 2 * num_elements <= most:
             num_elements *= 2
             exchange = self._exchanging(num_elements)
-        exchange_s = self._seconds(exchange)
-        compute = self._computing(exchange_s)
-        compute_s = self._seconds(compute)
-        both_s = self._seconds(self._exchanging(num_elements, compute))
-        saved_s = (exchange_s + compute_s - both_s) / min(exchange_s, compute_s)
-        return min(max(saved_s, 0.0), 1.0)
+        compute = self._computing(self._seconds(exchange))
+        rounds = self._rounds(exchange, compute, self._exchanging(num_elements, compute))
+        saved = statistics.median((sum(alone) - both_s) / min(alone) for *alone, both_s in rounds)
+        return min(max(saved, 0.0), 1.0)
 
     def _multiply(self) -> None:
         torch.mm(self._matrix, self._matrix)
@@ -94,14 +97,21 @@ class Beside:
 
         return exchange
 
-    def _seconds(self, *parts: Callable[[], None]) -> float:
-        def turns() -> None:
-            for _ in range(_TURNS):
-                for part in parts:
-                    part()
+    def _seconds(self, run: Callable[[], None]) -> float:
+        return statistics.median(seconds for (seconds,) in self._rounds(run))
+
+    def _rounds(self, *runs: Callable[[], None]) -> list[list[float]]:
+        """Return the seconds of each run, in rounds: what slows machines for a while slows all."""
+
+        def seconds(run: Callable[[], None]) -> float:
+            def turns() -> None:
+                for _ in range(_TURNS):
+                    run()
+
+            return self._clock.seconds(turns, 1)[0] / _TURNS
 
         repeats = 1 if self._clock.is_late(1.0) else self._clock.sampling.beside_repeats
-        return statistics.median(self._clock.seconds(turns, repeats)) / _TURNS
+        return [[seconds(run) for run in runs] for _ in range(repeats)]
 
 
 def calibrate(

@@ -46,6 +46,7 @@ PUBLIC_NAMES = [
     "RankLayout",
     "RowCounter",
     "RowOwners",
+    "RowStorage",
     "SampleCost",
     "SyncReport",
     "SyncedRows",

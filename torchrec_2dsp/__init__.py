@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         ParameterSharding2D as ParameterSharding2D,
         Pipeline as Pipeline,
         RowOwners as RowOwners,
+        RowStorage as RowStorage,
     )
     from torchrec_2dsp.plan.plan2d import Plan2D as Plan2D, pin as pin
     from torchrec_2dsp.plan.sync import (
@@ -139,6 +140,7 @@ _MODULE_OF = {
     "ParameterSharding2D": "torchrec_2dsp.plan.parameter_sharding",
     "Pipeline": "torchrec_2dsp.plan.parameter_sharding",
     "RowOwners": "torchrec_2dsp.plan.parameter_sharding",
+    "RowStorage": "torchrec_2dsp.plan.parameter_sharding",
     "Plan2D": "torchrec_2dsp.plan.plan2d",
     "pin": "torchrec_2dsp.plan.plan2d",
     "GradientSync": "torchrec_2dsp.plan.sync",

@@ -298,6 +298,21 @@ UNSUPPORTED: dict[str, Case] = {
             sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD, fused_params=AT_RANDOM),
         ),
     ),
+    "rows in 8 bits of a table in 16": (
+        "is stored_as='int8', which isn't possible with data_type=",
+        lambda rank: construct(Cell(TWO, spec=FP16, stored_as="int8")),
+    ),
+    "averages of rows in 8 bits": (
+        "is stored_as='int8', which isn't possible with WeightSync",
+        lambda rank: construct(Cell(TWO, stored_as="int8", sync=tdsp.WeightSync())),
+    ),
+    "rows in 8 bits by an optimizer without a rule": (
+        "which isn't possible with EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD; change one",
+        lambda rank: construct(
+            Cell(tdsp.Mesh2D(1, 4), stored_as="int8"),
+            sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD),
+        ),
+    ),
     "a short transport of short tables": (
         "table 't0' has torch.float16 values, which transport='bf16' wouldn't make smaller",
         lambda rank: construct(Cell(TWO, spec=FP16, sync=SHORT)),

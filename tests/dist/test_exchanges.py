@@ -338,10 +338,22 @@ def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
             {"exchange": "row", "owners": "rows"},
             "owners='rows' is unknown; use one of 'block', 'hash'",
         ),
+        (
+            "row_wise",
+            {"exchange": "row", "owners": "hash", "stored_as": "int8"},
+            "is owners='hash', where rows can't be stored_as='int8'",
+        ),
+        ("column_wise", {"stored_as": "int8"}, "2d_column_wise, where rows can't be"),
+        ("data_parallel", {"stored_as": "int8"}, "2d_data_parallel, where rows can't be"),
+        (
+            "row_wise",
+            {"stored_as": "int8", "compute_kernel": "fused_uvm"},
+            "fused_uvm, where rows can't be",
+        ),
     ],
 )
 def test_a_plan_says_what_it_needs(sharding: str, pinned: dict[str, Any], text: str) -> None:
     cell = Cell(ONE, sharding)
     plan = group_plan(cell, build(cell.spec), make_sharder(cell))
-    with pytest.raises(tdsp.errors.PlanError, match=text):
+    with pytest.raises((tdsp.errors.PlanError, tdsp.errors.UnsupportedError), match=text):
         tdsp.pin(plan, "t0", **pinned)

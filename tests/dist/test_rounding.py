@@ -1,4 +1,4 @@
-"""Tables in 16 bits that are rounded at random: the unsharded model's bits, wherever rows are.
+"""Tables in 16 and 8 bits, rounded at random: the unsharded model's bits, wherever rows are.
 
 The gradients here are small integers, whose sums are exact in any order. So nothing but an update
 rounds, and every shard, copy and hot row must have the bits of a plain oracle.
@@ -33,15 +33,19 @@ from tests.support.parity import (
 )
 from tests.support.prefetching import counting_rows
 from tests.support.ranks import RankPool
-from tests.support.rounding import rounded_rows
+from tests.support.rounding import draw, rounded_rows
 from torchrec_2dsp.optim import RuleArguments
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
+from torchrec_2dsp.rows.eight_bits import decoded, encoded, plain
 from torchrec_2dsp.rows.update import RULES, RULES_WITHOUT_KERNEL
 
-SPEC, IN_BF16 = (ModelSpec(data_type=kind) for kind in (DataType.FP16, DataType.BF16))
-DTYPES = {SPEC: torch.float16, IN_BF16: torch.bfloat16}
+SPEC, IN_BF16, IN_INT8 = (
+    ModelSpec(data_type=kind) for kind in (DataType.FP16, DataType.BF16, DataType.FP32)
+)
+DTYPES = {SPEC: torch.float16, IN_BF16: torch.bfloat16, IN_INT8: torch.float32}
 STEPS, SIZES, MAX_LENGTH, SEED = 4, (6, 5, 3, 6), 4, 17
 ROUNDED = Cell(ONE, spec=SPEC, rounding_seed=SEED)
+EIGHT_BITS = replace(ROUNDED, spec=IN_INT8, stored_as="int8")
 RATE = LR / 16
 """So small that most updates are less than float16's rounding."""
 
@@ -73,8 +77,14 @@ class Twin:
     """The unsharded tables, trained on whole batches and rounded number by number."""
 
     def __init__(
-        self, optimizer: str, eps: float, seed: int | None, spec: ModelSpec = SPEC
+        self,
+        optimizer: str,
+        eps: float,
+        seed: int | None,
+        spec: ModelSpec = SPEC,
+        hot_rows: tuple[tuple[str, tuple[int, ...]], ...] = (),
     ) -> None:
+        """Keep tables of float32 in 8 bits, but for their hot rows."""
         kind = FUSED[optimizer]
         self._rule, self._seed = (RULES | RULES_WITHOUT_KERNEL)[kind], seed
         self._eps, self._num_steps = float32(eps), 0
@@ -83,6 +93,12 @@ class Twin:
             table.name: model.state_dict()[f"ebc.embedding_bags.{table.name}.weight"].to(self.dtype)
             for table in SPEC.tables
         }
+        self._hot_rows = {name: torch.tensor(rows) for name, rows in hot_rows}
+        if self.dtype is torch.float32:
+            self.weights = {
+                name: self._in_8_bits(name, list(range(len(rows))), rows, seed=None)
+                for name, rows in self.weights.items()
+            }
         has_average = optimizer in ("adam", "partial_adam")
         row_wise = optimizer in ("rowwise_adagrad", "partial_adam")
         self.states = {
@@ -118,14 +134,42 @@ class Twin:
                 state[rows] = of_rows
             key = {"seed": self._seed, "step": self._num_steps, "table": name, "rows": rows}
             new = old - change
-            weight[rows] = (
-                new.to(self.dtype) if self._seed is None else rounded_rows(new, self.dtype, **key)
-            )
+            if self.dtype is torch.float32:
+                weight[rows] = self._in_8_bits(name, rows, new, seed=self._seed)
+            elif self._seed is None:
+                weight[rows] = new.to(self.dtype)
+            else:
+                weight[rows] = rounded_rows(new, self.dtype, **key)
+
+    def make_hot(self, hot_rows: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+        """Round the rows that were hot, and keep others exactly."""
+        self._hot_rows = {name: torch.tensor(rows) for name, rows in hot_rows}
+        for name, rows in self.weights.items():
+            rows.copy_(self._in_8_bits(name, list(range(len(rows))), rows, seed=None))
+
+    def _in_8_bits(
+        self, table: str, rows: list[int], values: torch.Tensor, *, seed: int | None
+    ) -> torch.Tensor:
+        draws = None
+        if seed is not None:
+            key = seed, self._num_steps, table
+            columns = range(values.shape[1])
+            drawn = [[draw(*key, row, column) for column in columns] for row in rows]
+            draws = torch.tensor(drawn).to(torch.int16)
+        hot = self._hot_rows.get(table, torch.empty(0))
+        is_hot = torch.isin(torch.tensor(rows), hot)[:, None]
+        return torch.where(is_hot, values, decoded(encoded(values, draws)))
+
+
+def trained_twin(cell: Cell) -> Twin:
+    """Return the unsharded tables after all steps."""
+    hot_rows = cell.hot_rows if cell.spec == IN_INT8 else ()
+    return _trained_twin(cell.optimizer, cell.eps, cell.rounding_seed, cell.spec, hot_rows)
 
 
 @lru_cache
-def trained_twin(optimizer: str, eps: float, seed: int | None, spec: ModelSpec = SPEC) -> Twin:
-    twin = Twin(optimizer, eps, seed, spec)
+def _trained_twin(*key: Any) -> Twin:
+    twin = Twin(*key)
     for _ in range(STEPS):
         twin.step(range(4))
     return twin
@@ -154,8 +198,8 @@ def check(parallel: Any, twin: Twin) -> int:
         for weight, (row, column) in local_shards(value):
             place = slice(row, row + weight.shape[0]), slice(column, column + weight.shape[1])
             assert weight.dtype is twin.dtype
-            assert torch.equal(weight.cpu(), twin.weights[table][place]), name
-            num_moved += int((weight.cpu() != start[table][place]).sum())
+            assert torch.equal(plain(weight).cpu(), twin.weights[table][place]), name
+            num_moved += int((plain(weight).cpu() != start[table][place]).sum())
     for of_table in shards_of(parallel):
         states = [state for name, state in of_table.tensors.items() if name != "weight"]
         for state, wanted in zip(states, twin.states[of_table.table], strict=True):
@@ -169,7 +213,7 @@ def check(parallel: Any, twin: Twin) -> int:
 def bits_after_training(rank: int, world_size: int, cell: Cell) -> int:
     parallel = sharded(cell)
     train(parallel, rank, range(STEPS))
-    return check(parallel, trained_twin(cell.optimizer, cell.eps, cell.rounding_seed, cell.spec))
+    return check(parallel, trained_twin(cell))
 
 
 WAYS: tuple[dict[str, Any], ...] = (
@@ -201,6 +245,27 @@ def test_tables_in_bf16_have_the_bits_of_the_unsharded_model(
     ):
         cell = replace(ROUNDED, spec=IN_BF16, rounding_seed=seed, mesh=mesh, optimizer=optimizer)
         assert sum(ranks4.run(bits_after_training, replace(cell, **way))) > 0, way
+
+
+IN_8_BITS: tuple[dict[str, Any], ...] = (
+    {"sharding": "table_wise", "optimizer": "sgd"},
+    {"hot_rows": HOT_ROWS},
+    {"exchange": "row", "optimizer": "adagrad"},
+    {"exchange": "row", "hot_rows": HOT_ROWS, "optimizer": "sgd"},
+    {"exchange": "row_per_host", "hot_rows": HOT_ROWS, "sync": tdsp.GradientSync(delay=1)},
+    {"exchange": "nonempty", "optimizer": "adam"},
+    {"sharding": "table_row_wise", "accumulates": True},
+)
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO, FOUR], ids=str)
+@pytest.mark.parametrize("seed", [None, SEED])
+def test_tables_in_8_bits_have_the_bits_of_the_unsharded_model(
+    ranks4: RankPool, mesh: tdsp.Mesh2D, seed: int | None
+) -> None:
+    for way in IN_8_BITS:
+        cell = replace(EIGHT_BITS, rounding_seed=seed, mesh=mesh, **way)
+        assert sum(ranks4.run(bits_after_training, cell)) > 0, cell
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
@@ -266,13 +331,14 @@ def bits_after_a_pipeline(rank: int, world_size: int, cell: Cell) -> int:
         stream = iter(batches)
         for _ in batches:
             pipeline.progress(stream)
-    assert check(parallel, trained_twin(cell.optimizer, cell.eps, cell.rounding_seed)) > 0
+    assert check(parallel, trained_twin(cell)) > 0
     return sum(counts.lagging for counts in seen)
 
 
 def test_lagging_gradients_are_rounded_as_of_their_step(ranks4: RankPool) -> None:
-    cell = replace(ROUNDED, exchange="row", pipeline=Pipeline.ROW_PREFETCH)
-    assert sum(ranks4.run(bits_after_a_pipeline, cell)) > 0
+    for tables in (ROUNDED, EIGHT_BITS):
+        cell = replace(tables, exchange="row", pipeline=Pipeline.ROW_PREFETCH)
+        assert sum(ranks4.run(bits_after_a_pipeline, cell)) > 0
 
 
 def bits_after_a_resume(
@@ -289,7 +355,7 @@ def bits_after_a_resume(
         folder, parallel, parallel.fused_optimizer, train_state=tdsp.TrainState(parallel, None)
     )
     train(parallel, rank, range(2, STEPS))
-    return check(parallel, trained_twin(saved.optimizer, saved.eps, saved.rounding_seed))
+    return check(parallel, trained_twin(resumed))
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits_on_any_mesh(
@@ -301,12 +367,39 @@ def test_a_resumed_run_goes_on_with_the_same_bits_on_any_mesh(
         replace(ROUNDED, mesh=TWO, sharding="table_wise"),
         replace(ROUNDED, mesh=FOUR, exchange="row", owners="hash", hot_rows=HOT_ROWS),
     ]
-    for number, (saved, resumed) in enumerate(product(cells, cells)):
+    in_8_bits = [
+        replace(EIGHT_BITS, mesh=TWO, hot_rows=HOT_ROWS),
+        replace(EIGHT_BITS, exchange="row", hot_rows=HOT_ROWS),
+    ]
+    pairs = [*product(cells, cells), *product(in_8_bits, in_8_bits)]
+    for number, (saved, resumed) in enumerate(pairs):
         ends = ranks4.run(bits_after_a_resume, saved, resumed, tmp_path / str(number))
         assert sum(ends) > 0, (saved, resumed)
 
 
+OTHERS = (("t0", (1, 7)), ("t1", (3,)))
+
+
+def bits_after_a_refresh(rank: int, world_size: int, cell: Cell) -> int:
+    parallel = sharded(cell)
+    train(parallel, rank, range(2))
+    parallel.refresh_hot_sets({name: tdsp.HotSet(rows) for name, rows in OTHERS})
+    train(parallel, rank, range(2, STEPS))
+    twin = Twin(cell.optimizer, cell.eps, cell.rounding_seed, cell.spec, cell.hot_rows)
+    for step in range(STEPS):
+        if step == 2:
+            twin.make_hot(OTHERS)
+        twin.step(range(4))
+    return check(parallel, twin)
+
+
+def test_rows_that_cease_to_be_hot_are_rounded(ranks4: RankPool) -> None:
+    cell = replace(EIGHT_BITS, mesh=TWO, exchange="row", hot_rows=HOT_ROWS)
+    assert sum(ranks4.run(bits_after_a_refresh, cell)) > 0
+
+
 def test_another_seed_or_none_gives_other_bits() -> None:
-    twins = [trained_twin("sgd", 0.0, seed).weights for seed in (0, 1, None)]
+    cells = [replace(ROUNDED, optimizer="sgd", eps=0.0, rounding_seed=n) for n in (0, 1, None)]
+    twins = [trained_twin(cell).weights for cell in cells]
     for first, second in ((0, 1), (1, 2), (0, 2)):
         assert not torch.equal(twins[first]["t1"], twins[second]["t1"])

@@ -170,6 +170,7 @@ def make_plan(case: Case) -> tdsp.Plan2D:
             exchange=table.exchange,
             transport=table.transport,
             owners=table.owners,
+            stored_as="int8" if table.dtype == "int8" else None,
             num_groups=1 if table.once else None,
         )
         if table.hot != "none":

@@ -375,4 +375,9 @@ def feature_name(module: int, feature: int) -> str:
     return f"m{module}f{feature}"
 
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.float32,
+}

@@ -107,7 +107,7 @@ TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
     "rows": (1, 1, 2, 3, 5, 8, 16, 40, 97, 400),
     "dim": (4, 8, 12, 16),
     "pooling": ("sum", "mean"),
-    "dtype": ("fp32",) * 6 + ("fp16", "bf16"),
+    "dtype": ("fp32",) * 6 + ("fp16", "bf16", "int8"),
     "sharding": (
         ("row_wise",) * 5
         + ("table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")
@@ -329,12 +329,20 @@ def _settled_table(
         "row_per_host": table.sharding == "row_wise",
     }
     exchange = table.exchange if allowed[table.exchange] else "pooled"
+    if table.dtype == "int8":
+        # Rows in 8 bits are whole, aren't averaged, and lie where state dicts show them.
+        by_rows = table.sharding in ("row_wise", "table_wise", "table_row_wise")
+        is_averaged = case.sync.kind == "weight" and case.groups > 1
+        can_be = by_rows and not is_averaged and case.search is None
+        table = replace(table, dtype="int8" if can_be else "fp32")
     may_be_hot = table.sharding != "data_parallel" and not is_shared
     return replace(
         table,
         exchange=exchange,
         transport="fp32" if table.sharding == "data_parallel" else table.transport,
-        owners=table.owners if exchange in ("row", "row_per_host") else "block",
+        owners=table.owners
+        if exchange in ("row", "row_per_host") and table.dtype != "int8"
+        else "block",
         hot=table.hot if may_be_hot else "none",
         once=table.once and table.sharding == "row_wise",
         # Gradients of position weights need a trained table's lookup.

@@ -35,7 +35,12 @@ from tests.fuzz.state import (
 )
 from tests.support.managed_collisions import behind_maps
 
-_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
+_TYPES = {
+    "fp32": DataType.FP32,
+    "fp16": DataType.FP16,
+    "bf16": DataType.BF16,
+    "int8": DataType.FP32,
+}
 
 
 @dataclass

@@ -241,12 +241,18 @@ class _Simulation:
         self._dense, self._net = DenseState(case, noise), DenseNet(case)
         self._positions = PositionWeights(case)
         averaged = case.sync.kind == "weight" and case.groups > 1
+        mapped = [
+            name
+            for module, tables in zip(case.modules, case.tables_by_module, strict=True)
+            for name in (tables if module.evicts else ())
+        ]
         self._states = {
             name: TableState(
                 case,
                 case.tables[name],
                 weight.to(noise.dtype),
                 is_copied=averaged and _has_copies(case.tables[name]),
+                is_mapped=name in mapped,
                 noise=noise,
             )
             for name, weight in initial_tables(case).items()

@@ -12,6 +12,7 @@ import torchrec_2dsp as tdsp
 from tests.fuzz.case import DTYPES, Case, TableCase, feature_name
 from torchrec_2dsp.codecs.rows import FloatRows
 from torchrec_2dsp.plan.sync import parse_policy
+from torchrec_2dsp.rows.eight_bits import decoded, encoded
 
 LR, EPS = 0.05, 1e-2
 """``EPS`` is large enough that a gradient which cancels to rounding is no full AdaGrad step."""
@@ -103,6 +104,17 @@ class Noise:
             return values
         return values * (1 + share * self._signs_of(values, self.signs))
 
+    def in_8_bits(self, rows: torch.Tensor, is_exact: torch.Tensor) -> torch.Tensor:
+        """Return rows as they are kept in 8 bits, some of them exactly."""
+        low, high = rows.aminmax(dim=1, keepdim=True) if rows.numel() else (rows, rows)
+        if self.rounds:
+            nudged = rows + self.nudge * low.abs().maximum(high.abs())
+            return torch.where(is_exact, rows, decoded(encoded(nudged.float())).to(rows))
+        if self.signs is None:
+            return rows
+        # Others may become hot, and those that are hot may cease to be.
+        return rows + (high - low) / 254 * self._signs_of(rows, self.signs)
+
     def sent(
         self, values: torch.Tensor, transport: tdsp.Transport, width: int | None = None
     ) -> torch.Tensor:
@@ -154,7 +166,14 @@ class TableState:
     """A table's state in training."""
 
     def __init__(
-        self, case: Case, table: TableCase, weight: torch.Tensor, *, is_copied: bool, noise: Noise
+        self,
+        case: Case,
+        table: TableCase,
+        weight: torch.Tensor,
+        *,
+        is_copied: bool,
+        is_mapped: bool,
+        noise: Noise,
     ) -> None:
         """Start every copy from the same weights.
 
@@ -163,6 +182,7 @@ class TableState:
             table: the table's options.
             weight: the initial weights.
             is_copied: whether each group trains its own copy.
+            is_mapped: whether hot rows are named by ids that have no rows yet.
             noise: the rounding noise of the transport and the table's type.
         """
         self._table, self._noise = table, noise
@@ -174,6 +194,11 @@ class TableState:
         self._groups = [case.mesh.group_of(rank) for rank in range(case.world_size)]
         self.is_copied = is_copied
         """Whether each group has a copy that it trains by itself."""
+        self._is_hot = torch.zeros(table.rows, 1, dtype=torch.bool)
+        if not is_mapped:
+            self._is_hot[list(table.hot_rows)] = True
+        if table.dtype == "int8":
+            weight = self._noise.in_8_bits(weight, self._is_hot)
         self.weights = weight.expand(case.groups if is_copied else 1, -1, -1).clone()
         """The weights of each copy: ``[copies, rows, dim]``."""
         is_averaged = case.sync.kind == "weight" and is_copied
@@ -225,7 +250,10 @@ class TableState:
 
     def reset(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Begin rows anew on all copies."""
-        self.weights[:, rows] = values.to(DTYPES[self._table.dtype]).to(self.weights)
+        values = values.to(DTYPES[self._table.dtype]).to(self.weights)
+        if self._table.dtype == "int8":
+            values = self._noise.in_8_bits(values, self._is_hot[rows])
+        self.weights[:, rows] = values
         self._moments[:, rows] = 0
 
     def train_locally(self, grads: torch.Tensor, hot: torch.Tensor, lr: float, step: int) -> None:
@@ -290,6 +318,7 @@ class TableState:
         weight, moment = self.weights[number], self._moments[number]
         if self._rule == "frozen":
             return
+        before = weight.clone()
         if self._rule == "sgd":
             weight -= lr * grad
         elif self._rule == "adagrad":
@@ -302,7 +331,11 @@ class TableState:
             moment += grad.reshape(grad.shape[0], blocks, -1).square().mean(dim=2)
             roots = (moment / scale).sqrt().repeat_interleave(grad.shape[1] // blocks, dim=1)
             weight -= lr * grad / (roots + EPS)
-        self.weights[number] = self._in_type(weight)
+        weight = self._in_type(weight)
+        if self._table.dtype == "int8":
+            # Other rows aren't written.
+            weight = torch.where(grad.any(dim=1, keepdim=True), weight, before)
+        self.weights[number] = weight
 
     def _apply_adam(
         self, weight: torch.Tensor, moment: torch.Tensor, grad: torch.Tensor, lr: float, step: int
@@ -322,6 +355,8 @@ class TableState:
         # At random a number becomes either neighbour, which is twice as far off.
         for _ in range(1 + self._at_random):
             weights = self._noise.rounded(weights, DTYPES[self._table.dtype])
+            if self._table.dtype == "int8":
+                weights = self._noise.in_8_bits(weights, self._is_hot)
         return weights
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.fuzz.actions import actions_of
-from tests.fuzz.case import Case
+from tests.fuzz.case import Case, TableCase
 from tests.fuzz.oracle import BY_OWNER, Expected, expect
 from tests.fuzz.state import SIGNS, Noise
 
@@ -92,7 +92,8 @@ class RoundedExactly:
             applied: as in `expect`.
         """
         transports = {table.transport for table in case.tables.values()} | {case.sync.transport}
-        self.is_known = transports != {"fp32"} and _knows_bags(case)
+        is_in_8_bits = any(table.dtype == "int8" for table in case.tables.values())
+        self.is_known = (transports != {"fp32"} or is_in_8_bits) and _knows_bags(case)
         """Whether something is rounded, and it is known where."""
         if not self.is_known:
             return
@@ -124,7 +125,7 @@ class RoundedExactly:
 def _precision(case: Case) -> str:
     tables = case.tables.values()
     transports = {case.sync.transport, case.qcomms, *(table.transport for table in tables)}
-    if transports & {"int8", "int4"}:
+    if (transports | {table.dtype for table in tables}) & {"int8", "int4"}:
         return "integers"
     types = transports | {table.dtype for table in tables} | {case.dense.kind}
     return "half" if types & {"fp16", "bf16"} else "fp32"
@@ -149,13 +150,18 @@ def _knows_gradients(case: Case) -> bool:
         and case.qcomms == "none"
         and case.dense.kind != "fp16"
         and not case.variable
-        and all(table.dtype == "fp32" for table in tables)
+        and all(table.dtype == "fp32" or _rounds_as_known(case, table) for table in tables)
         # Gradients of rows are added on hosts before they travel between them.
         and (
             case.local_world_size in (1, case.world_size)
             or all(table.exchange != "row_per_host" for table in tables)
         )
     )
+
+
+def _rounds_as_known(case: Case, table: TableCase) -> bool:
+    """Tell whether the oracle rounds a table's rows as ranks do."""
+    return table.dtype == "int8" and not case.at_random and table.hot == "none"
 
 
 def _knows_sync(case: Case) -> bool:

@@ -45,6 +45,8 @@ class Cell:
     """How rows or bags travel."""
     compute_kernel: str = "fused"
     """In which memory tables lie."""
+    stored_as: str = "plain"
+    """The format of rows in memory."""
     demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
     """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
     in_world: tuple[str, ...] = ()
@@ -68,6 +70,7 @@ class Cell:
         parts += [self.transport] * (self.transport != "fp32")
         parts += [self.compute_kernel] * (self.compute_kernel != "fused")
         parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
+        parts += [self.stored_as] * (self.stored_as != "plain")
         parts += ["full-duplex"] * self.full_duplex
         parts += ["rounded"] * (self.rounding_seed is not None)
         parts += ["parallelized"] * self.parallelized
@@ -119,6 +122,7 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object) -> tdsp.Plan2D:
             exchange=cell.exchange,
             owners=cell.owners,
             transport=cell.transport,
+            stored_as=cell.stored_as,
             compute_kernel=None if cell.compute_kernel == "fused" else cell.compute_kernel,
         )
     for name in cell.in_world:

@@ -27,6 +27,7 @@ from torchrec_2dsp.programs.models.planned import true_access
 from torchrec_2dsp.programs.study import Gap
 from torchrec_2dsp.programs.train.record import normalized_entropy
 from torchrec_2dsp.report.table import Table
+from torchrec_2dsp.rows.eight_bits import decoded, encoded
 from torchrec_2dsp.rows.rounding import RoundedTable, rounded
 
 BATCH_SIZE, EVAL_STEPS, LR, DENSE_LR, EPS = 1024, 100, 0.05, 0.02, 1e-8
@@ -46,15 +47,8 @@ def as_half(dtype: torch.dtype) -> Store:
 
 
 def as_int8(rows: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Store rows as FBGEMM's fused 8-bit rows do: 255 steps from the smallest to the largest."""
-    low, high = rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)
-    scale = (high - low) / 255
-    # FBGEMM adds this to the range, so that rows of equal numbers can be divided by it.
-    steps = (rows - low) * (255 / (high - low + 1e-8))
-    if draws is None:
-        return steps.round() * scale + low
-    uniform = (draws.int() & 0xFFFF) / 65536
-    return (steps + uniform).floor().clamp(max=255) * scale + low
+    """Store rows in 8 bits."""
+    return decoded(encoded(rows, draws))
 
 
 @dataclass(frozen=True)

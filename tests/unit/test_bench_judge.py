@@ -82,9 +82,9 @@ def test_an_exact_contestant_that_drifts_later_is_disqualified(drift: float, mes
     assert "at most 0.1 % would be the same quality" in measured.reason
 
 
-@pytest.mark.parametrize("arithmetic", ["qcomms", "transport", "row_transport"])
+@pytest.mark.parametrize("arithmetic", ["qcomms", "transport", "row_transport", "stored_as"])
 def test_contestants_that_round_are_judged_by_quality(arithmetic: str) -> None:
-    contestant = {"kind": "two_d", arithmetic: "bf16"}
+    contestant = {"kind": "two_d", arithmetic: "int8" if arithmetic == "stored_as" else "bf16"}
     noise = 5e-3 * SIGNS
 
     passed, drifted = (other(FALLING + noise + drift, contestant) for drift in (0.0, 3e-3))

@@ -37,6 +37,7 @@ from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.plan.parameter_sharding import IN_8_BITS
 from torchrec_2dsp.planner.search.best_placements import placements, search
 from torchrec_2dsp.planner.search.choices import Choice, candidates_of
 from torchrec_2dsp.planner.search.cost_search import meshes_of
@@ -171,6 +172,29 @@ def test_hot_rows_that_are_asked_for_are_the_hottest() -> None:
     assert tables_in(plan)["t0"].hot_set == tdsp.HotSet((4_990, 4_991, 4_992))
 
 
+def test_rows_in_8_bits_fit_where_float32_does_not() -> None:
+    asked = {
+        "t0": tdsp.ParameterConstraints2D(
+            sharding_types=["row_wise"], stored_as="int8", exchange=["row"]
+        )
+    }
+    whole, in_8_bits = (
+        planner(constraints=constraints, mesh=tdsp.Mesh2D(1, 4)).search(
+            tables((200_000,)), SHARDERS
+        )
+        for constraints in (constrained("row_wise", num_tables=1), asked)
+    )
+    bytes_of = [found.placements[0].bytes_by_rank.max() for found in (whole, in_8_bits)]
+    # A row of 32 numbers, and its moment.
+    assert bytes_of[0] - bytes_of[1] == pytest.approx(50_000 * (32 * 4 - 40), rel=0.02)
+    (table,) = tables_in(plan_of(tables((200_000,)), constraints=asked)).values()
+    assert (table.stored_as, table.owners) == (tdsp.RowStorage.INT8, tdsp.RowOwners.BLOCK)
+    everything = {"t0": tdsp.ParameterConstraints2D(stored_as="int8")}
+    workload = Workload.of_model(tables((3,)), batch_size=512, constraints=everything)
+    (candidate,) = candidates_of(tables((3,)), SHARDERS, everything, workload, "cpu")
+    assert {choice.kind for choice in candidate.choices} == set(IN_8_BITS)
+
+
 def test_rows_that_nothing_looked_up_are_never_hot() -> None:
     asked = tdsp.ParameterConstraints2D(hot_rows=100)
     access = tdsp.AccessStats({"t0": TableAccess.of_counts([1.0, 0.0, 2.0], num_samples=5)})
@@ -267,6 +291,7 @@ def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -
     [
         ({"exchange": ["rows"]}, r"exchange=\['rows'\]: use some of 'pooled', 'nonempty', 'row'"),
         ({"hot_rows": -1}, "hot_rows=-1 is no number of rows; use 0 or more"),
+        ({"stored_as": "int4"}, "stored_as='int4': use one of 'plain', 'int8'"),
         ({"skew": -0.1}, "skew=-0.1 is no exponent; use 0 or more"),
         ({"skew": float("nan")}, "skew=nan is no exponent; use 0 or more"),
     ],

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.support.rounding import draw, neighbours, rounded_one
-from tests.support.table_bits import as_int8
 from tests.support.tbe import MEAN, SEQUENCE, SUM, Case, make_ids, make_tbe
 from torchrec_2dsp._compat.fbgemm import (
     PoolingMode,
@@ -152,16 +151,3 @@ def test_rows_in_bf16_are_summed_in_float32(pooling: PoolingMode, weighted: bool
         for offsets in (torch.zeros(1, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)):
             no_ids = torch.zeros(0, dtype=torch.int64)
             assert in_bf16(no_ids, offsets).abs().sum() == 0
-
-
-def test_the_studys_int8_rows_are_those_of_fbgemm() -> None:
-    rows = torch.randn(200, 32, generator=torch.Generator().manual_seed(3))
-    fused = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
-    expected = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(fused)
-    torch.testing.assert_close(as_int8(rows, None), expected, rtol=1e-6, atol=1e-6)
-    draws = torch.randint(-(2**15), 2**15, (64, *rows.shape)).to(torch.int16)
-    means = torch.stack([as_int8(rows, of_rows) for of_rows in draws]).mean(dim=0)
-    scales = (rows.amax(dim=1) - rows.amin(dim=1)) / 255
-    # The standard deviation of a mean of 64 is at most a sixteenth of a step.
-    assert ((means - rows).abs() < scales[:, None] * 6 / 16).all()
-    assert ((means - rows).mean(dim=1).abs() < scales / 16).all()

@@ -126,7 +126,7 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
         ),
         (
             "runs.one.groups=3",
-            "runs.one.groups is unknown; use one of exchange, owners, row_transport, hot_rows",
+            "runs.one.groups is unknown; use one of exchange, owners, row_transport, stored_as",
         ),
         ("data.kind=tabel", "data.kind='tabel': use one of 'synthetic'"),
         ("data.features.0.rows=3", "data.features.0.rows is unknown; use one of name, num_rows"),
@@ -241,7 +241,7 @@ RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
         ("optimizer.rounding_seed=3", "rounding_seed=3 is for stochastic_rounding=true; set it"),
         (
             "optimizer.stochastic_rounding=true",
-            "optimizer.stochastic_rounding=True is for tables in 16 bits; set model.table_dtype",
+            "optimizer.stochastic_rounding=True is for tables in 16 or 8 bits; set",
         ),
         (
             "model={kind='module:factory', factory='a:b', table_dtype='fp16'}",

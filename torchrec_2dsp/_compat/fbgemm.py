@@ -1,6 +1,6 @@
 """Adapters to FBGEMM's table-batched embedding (TBE): what the plugin reads and sets there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
 from dataclasses import dataclass
@@ -209,7 +209,28 @@ def updates_by_rule(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 
 def _needs_lookup(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     """Return whether FBGEMM has no lookup of such tables on a kernel's device."""
-    return tbe.weights_precision is SparseType.BF16 and not is_on_gpu(tbe)
+    is_bf16 = tbe.weights_precision is SparseType.BF16
+    return has_own_rows(tbe) or (is_bf16 and not is_on_gpu(tbe))
+
+
+_WEIGHTS = "split_embedding_weights"
+
+
+def has_own_rows(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    """Return whether `replace_weights` has replaced a kernel's weights."""
+    return _WEIGHTS in vars(tbe)
+
+
+def replace_weights(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen, tables: Sequence[torch.Tensor]
+) -> None:
+    """Let a kernel keep its tables in these tensors, which only rules update."""
+    for place in ("host", "dev", "uvm"):
+        weights = getattr(tbe, f"weights_{place}")
+        if weights.numel():
+            # Never written, so that its memory was only promised.
+            weights.data = weights.new_empty(0)
+    vars(tbe)[_WEIGHTS] = lambda: list(tables)
 
 
 def adopt_lookup(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:

@@ -385,7 +385,10 @@ def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
     ranks, rows, columns = table.shards
     weights += sum_by_rank(ranks, rows * columns * work.element_bytes, num_ranks)
     state += sum_by_rank(ranks, rows * _state_bytes(table, columns), num_ranks)
-    hot_rows += table.num_hot * (table.row_bytes + _state_bytes(table, work.dim))
+    # Hot rows of tables in 8 bits are in float32.
+    is_in_8_bits = work.element_bytes not in (FLOAT_BYTES, FLOAT_BYTES / 2)
+    hot_bytes = work.dim * (FLOAT_BYTES if is_in_8_bits else work.element_bytes)
+    hot_rows += table.num_hot * (hot_bytes + _state_bytes(table, work.dim))
     return kept_bytes
 
 

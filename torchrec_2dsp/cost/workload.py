@@ -29,6 +29,7 @@ from torchrec_2dsp.cost.calibration import Kernels
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.plan.fits_module import is_left_whole
+from torchrec_2dsp.plan.parameter_sharding import RowStorage
 
 STATE_BYTES = 4
 """Bytes of a number in the optimizer state, which is fp32."""
@@ -98,8 +99,8 @@ class TableWork:
     num_features: int = 1
     """Bags for each sample, or sequences."""
 
-    element_bytes: int = 4
-    """Bytes of a number in the table."""
+    element_bytes: float = 4.0
+    """Bytes of a number in the table, with its share of a row's scale."""
 
     state_bytes_per_row: float = 4.0
     """Bytes of optimizer state for each row; 4 is row-wise AdaGrad's."""
@@ -444,6 +445,8 @@ def _table_work(
 ) -> TableWork:
     counted = None if access is None else access.get(config.name)
     num_features = len(config.feature_names)
+    storage = getattr(constraint, "stored_as", RowStorage.PLAIN)
+    dtype = data_type_to_dtype(config.data_type)
     if constraint is not None and constraint.pooling_factors != [1.0]:
         factors = _per_feature(config, "pooling_factors", constraint.pooling_factors)
         poolings = _per_feature(config, "num_poolings", constraint.num_poolings or [1.0])
@@ -456,7 +459,7 @@ def _table_work(
         dim=config.embedding_dim,
         ids_per_sample=ids,
         num_features=num_features,
-        element_bytes=data_type_to_dtype(config.data_type).itemsize,
+        element_bytes=storage.bytes_per_number(config.embedding_dim, dtype.itemsize),
         access=counted,
     )
 

@@ -7,13 +7,16 @@ from typing import cast
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import (
+    IN_8_BITS,
     ROW_EXCHANGES,
     ParameterSharding2D,
     RowOwners,
+    RowStorage,
     ShardingType2D,
     kinds_of,
     num_rows,
@@ -130,6 +133,7 @@ def check_fits_mesh(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> Non
             f"table {where} has owners='hash', which is for row exchange: pin it with "
             "exchange='row', or with owners='block'"
         )
+    _check_storage(where, table, kind)
     if table.num_groups not in (None, 1):
         raise PlanError(
             f"table {where} has num_groups={table.num_groups}: a table has one copy in the world, "
@@ -139,6 +143,21 @@ def check_fits_mesh(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> Non
         _check_data_parallel(where, table, mesh)
     else:
         _check_sharded(where, table, mesh, kind)
+
+
+def _check_storage(where: str, table: ParameterSharding2D, kind: ShardingType2D) -> None:
+    """Raise if rows can't be kept in 8 bits."""
+    if table.stored_as is RowStorage.PLAIN:
+        return
+    for is_there, what in (
+        (table.owners is RowOwners.HASH, "owners='hash'"),
+        (kind.base not in IN_8_BITS, kind.value),
+        (table.compute_kernel != EmbeddingComputeKernel.FUSED.value, table.compute_kernel),
+    ):
+        if is_there:
+            raise UnsupportedError(
+                f"table {where} is {what}, where rows can't be stored_as='int8': change one of them"
+            )
 
 
 def _check_data_parallel(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:

@@ -18,6 +18,7 @@ from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.plan.sync import SyncConfig
+from torchrec_2dsp.rows.eight_bits import NUM_EXTRA_BYTES
 
 MAX_ROWS = math.isqrt(2**63 - 1)
 """More rows would overflow 64-bit products."""
@@ -32,6 +33,21 @@ class RowOwners(enum.Enum):
     HASH = "hash"
     """Neighbours have different owners, so that the rows that are used most are spread evenly
     wherever in the table they are. Checkpoints don't show it."""
+
+
+class RowStorage(enum.Enum):
+    """Formats in which ranks keep a table's rows."""
+
+    PLAIN = "plain"
+    """The table's own data type."""
+
+    INT8 = "int8"
+    """Eight bits for each number and eight bytes for each row: a third of float32's memory. Hot
+    rows stay in float32. Training rounds every row that it changes."""
+
+    def bytes_per_number(self, dim: int, of_type: float) -> float:
+        """Return a number's bytes in a row of ``dim``, ``of_type`` in the table's own type."""
+        return of_type if self is RowStorage.PLAIN else 1 + NUM_EXTRA_BYTES / dim
 
 
 def golden_step(num_rows: int) -> int:
@@ -174,6 +190,9 @@ class Pipeline(enum.Enum):
     """`TrainPipelineRowPrefetch`: the next batch's rows travel as well."""
 
 
+IN_8_BITS = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
+"""The sharding types of tables in 8 bits: a part of a row would have a scale of its own."""
+
 ROW_EXCHANGES = (Exchange.ROW, Exchange.ROW_PER_HOST)
 """The exchanges in which each distinct row travels once."""
 
@@ -267,6 +286,7 @@ class ProposedType(str):
     owners: RowOwners
     hot_set: HotSet | None
     transport: Transport
+    stored_as: RowStorage
 
     @classmethod
     def of(
@@ -278,6 +298,7 @@ class ProposedType(str):
         owners: RowOwners = RowOwners.BLOCK,
         hot_set: HotSet | None = None,
         transport: Transport = Transport.FP32,
+        stored_as: RowStorage = RowStorage.PLAIN,
     ) -> "ProposedType":
         """Choose a type inside a mesh's groups, and what goes with it."""
         choices = [
@@ -286,6 +307,7 @@ class ProposedType(str):
             "" if owners is RowOwners.BLOCK else f"{owners.value} owners",
             "" if hot_set is None else f"{len(hot_set.row_ids)} hot rows",
             "" if transport is Transport.FP32 else transport.value,
+            "" if stored_as is RowStorage.PLAIN else f"stored as {stored_as.value}",
             f"{mesh.num_groups} groups of {mesh.group_size} {mesh.layout.value}",
         ]
         # TorchRec accepts a dense kernel for its own name of data parallel alone.
@@ -295,7 +317,7 @@ class ProposedType(str):
         )
         proposed.mesh, proposed.sync = mesh, sync
         proposed.exchange, proposed.owners, proposed.hot_set = exchange, owners, hot_set
-        proposed.transport = transport
+        proposed.transport, proposed.stored_as = transport, stored_as
         return proposed
 
 
@@ -314,6 +336,9 @@ class ParameterSharding2D(ParameterSharding):
 
     transport: Transport = Transport.FP32
     """The wire format of rows or pooled vectors, and of their gradients."""
+
+    stored_as: RowStorage = RowStorage.PLAIN
+    """The format of the rows in memory."""
 
     num_groups: int | None = None
     """The number of copies: `None` for one in each sharding group, or 1, whose
@@ -344,6 +369,7 @@ class ParameterSharding2D(ParameterSharding):
                 "owners": kind.owners,
                 "hot_set": kind.hot_set,
                 "transport": kind.transport,
+                "stored_as": kind.stored_as,
             }
             kind = base_type(kind)
         values["sharding_type"] = type_2d(kind)

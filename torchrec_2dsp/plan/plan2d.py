@@ -29,6 +29,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     Pipeline,
     ProposedType,
     RowOwners,
+    RowStorage,
     ShardingType2D,
     TableType,
     num_rows,
@@ -238,6 +239,7 @@ def pin(
     exchange: Exchange | str | None = None,
     owners: RowOwners | str | None = None,
     transport: Transport | str | None = None,
+    stored_as: RowStorage | str | None = None,
     num_groups: int | None = None,
     compute_kernel: EmbeddingComputeKernel | str | None = None,
 ) -> Plan2D:
@@ -255,6 +257,8 @@ def pin(
         transport: how the table's rows or pooled vectors, and their gradients, look on the wire, as
             a member of `Transport` or its value: fewer bytes, for numbers that are rounded. By
             default it stays.
+        stored_as: the format of the table's rows in memory, as a member of `RowStorage` or its
+            value. By default it stays.
         num_groups: 1 for one copy of a row-wise table, which lies on all ranks of the world, or as
             many as the plan's mesh has for one copy in each. By default they stay.
         compute_kernel: where the table's shards lie, as a member of TorchRec's
@@ -279,6 +283,7 @@ def pin(
         ("exchange", Exchange, exchange),
         ("owners", RowOwners, owners),
         ("transport", Transport, transport),
+        ("stored_as", RowStorage, stored_as),
     ):
         if value is not None:
             changes[name] = _member(kind, name, value)

@@ -22,6 +22,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     ParameterSharding2D,
     Pipeline,
     RowOwners,
+    RowStorage,
     ShardingType2D,
 )
 from torchrec_2dsp.plan.plan2d import Plan2D
@@ -86,6 +87,7 @@ class TableRecord(_Record):
     owners: Annotated[RowOwners, _ByValue] = RowOwners.BLOCK
     hot_rows: Annotated[list[int], Field(min_length=1)] | None
     transport: Annotated[Transport, _ByValue] = Transport.FP32
+    stored_as: Annotated[RowStorage, _ByValue] = RowStorage.PLAIN
     num_groups: _One | None = None
 
 
@@ -324,6 +326,7 @@ def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:
         "owners": table.owners.value,
         "hot_rows": None if table.hot_set is None else list(table.hot_set.row_ids),
         "transport": table.transport.value,
+        "stored_as": table.stored_as.value,
         "num_groups": table.num_groups,
     }
 
@@ -345,6 +348,7 @@ def _table_of(where: str, record: TableRecord) -> ParameterSharding2D:
             owners=record.owners,
             hot_set=None if record.hot_rows is None else HotSet(tuple(record.hot_rows)),
             transport=record.transport,
+            stored_as=record.stored_as,
             num_groups=record.num_groups,
         )
     except _MALFORMED as error:

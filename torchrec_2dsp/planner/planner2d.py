@@ -34,7 +34,7 @@ from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.fits_module import check_model, check_tables
-from torchrec_2dsp.plan.parameter_sharding import Exchange
+from torchrec_2dsp.plan.parameter_sharding import Exchange, RowStorage
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.explanation import Explanation, explain
@@ -78,7 +78,7 @@ def _members(
 
 @dataclass
 class ParameterConstraints2D(ParameterConstraints):
-    """A `ParameterConstraints` that also has exchange, transport, hot rows, copies and skew.
+    """A `ParameterConstraints` that also has exchange, formats, hot rows, copies and skew.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -94,6 +94,9 @@ class ParameterConstraints2D(ParameterConstraints):
 
     transport: Sequence[Transport | str] | None = None
     """The wire formats allowed for its rows or vectors; `None` for those of the planner."""
+
+    stored_as: RowStorage | str = RowStorage.PLAIN
+    """The format of its rows in memory."""
 
     hot_rows: int | None = None
     """The number of its hottest rows on every rank, at most those that `access` counted lookups of;
@@ -111,6 +114,11 @@ class ParameterConstraints2D(ParameterConstraints):
     def __post_init__(self) -> None:
         self.exchange = _members(Exchange, "exchange", self.exchange)
         self.transport = _members(Transport, "transport", self.transport)
+        try:
+            self.stored_as = RowStorage(self.stored_as)
+        except ValueError as error:
+            choices = ", ".join(repr(member.value) for member in RowStorage)
+            raise ConfigError(f"stored_as={self.stored_as!r}: use one of {choices}") from error
         is_count = isinstance(self.num_groups, int) and self.num_groups >= 1
         if not is_count and self.num_groups not in (None, "each"):
             raise ConfigError(

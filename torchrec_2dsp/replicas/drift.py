@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchrec_2dsp.comms.alarm import Alarm, as_ours
 from torchrec_2dsp.errors import SyncError, TwoDError
+from torchrec_2dsp.rows.eight_bits import plain
 
 _ROWS_AT_A_TIME = 2**13
 _ROWS_PER_RANGE = 1024
@@ -102,7 +103,7 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     if not tensor.numel():
         return torch.empty(0, dtype=torch.int64, device=tensor.device)
-    rows = tensor.reshape(tensor.shape[0], -1).contiguous().view(bits)
+    rows = plain(tensor).reshape(tensor.shape[0], -1).contiguous().view(bits)
     sums = []
     for part in rows.split(_ROWS_PER_RANGE):
         values = part.reshape(-1).long()

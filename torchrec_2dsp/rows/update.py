@@ -37,6 +37,7 @@ from torchrec_2dsp.optim import (
     row_wise_adagrad_step,
     sgd_step,
 )
+from torchrec_2dsp.rows.eight_bits import EightBitRows
 from torchrec_2dsp.rows.gradients import (
     Block,
     BlockGradients,
@@ -391,6 +392,9 @@ def _subtract(
     weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor, draws: torch.Tensor | None
 ) -> None:
     """Subtract ``step`` from these rows in ``weights``; no row may occur twice."""
+    if isinstance(weights, EightBitRows):
+        weights.store.write(rows, weights.store.read(rows) - step, draws)
+        return
     if weights.dtype == step.dtype:
         # With ``alpha=-1`` and a positive step, torch takes three times as long.
         weights.index_add_(0, rows, step.neg_())
@@ -437,6 +441,8 @@ def read_rows(runs: Sequence[TableRun], keys: torch.Tensor) -> torch.Tensor:
 
 
 def _is_followed_by(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if isinstance(first, EightBitRows) or isinstance(second, EightBitRows):
+        return False
     return (
         first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
         and first.storage_offset() + first.numel() == second.storage_offset()

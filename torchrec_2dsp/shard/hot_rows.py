@@ -42,6 +42,7 @@ from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
+from torchrec_2dsp.rows.eight_bits import EightBitRows
 from torchrec_2dsp.shard.kernels import OWN_PARAMS, Kernel, TableShard
 from torchrec_2dsp.shard.stages import (
     BatchNotes,
@@ -323,6 +324,7 @@ class HotRows(Stage):
         # Until they are read from home, the replicas hold nothing.
         self._stale = True
         self._dirty = False
+        self._keep_homes_exactly()
 
     def action(self) -> GradientSyncAction:
         """Return the sync action that merges the replicas' gradients over all ranks."""
@@ -440,6 +442,14 @@ class HotRows(Stage):
         for tensor in tensors:
             dist.all_reduce(tensor, group=self._groups.sharding_group)
         self._stale = self._dirty = False
+        self._keep_homes_exactly()
+
+    def _keep_homes_exactly(self) -> None:
+        """Let no hot row be rounded where it is written home."""
+        for _, home, _, rows in self._homes():
+            weight = home["weight"]
+            if isinstance(weight, EightBitRows):
+                weight.store.keep_exactly(rows)
 
     def _homes(self) -> Iterator[tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]]:
         """Yield each local hot slice's replica, home, slots and rows."""

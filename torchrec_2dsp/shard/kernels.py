@@ -19,9 +19,11 @@ from torchrec_2dsp._compat.fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
     adopt_lookup,
     adopt_optimizer,
+    has_own_rows,
     last_lookup,
     learning_rate_of,
     params_to_build,
+    replace_weights,
     set_learning_rate,
     table_tensors,
     tbe_shape,
@@ -45,7 +47,9 @@ from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.optim import to_kernel_units
+from torchrec_2dsp.plan.parameter_sharding import RowStorage
 from torchrec_2dsp.replicas.capture import RowCapture
+from torchrec_2dsp.rows.eight_bits import EightBitRows, RowStore
 from torchrec_2dsp.rows.update import (
     DirectLookup,
     rule_for,
@@ -53,8 +57,11 @@ from torchrec_2dsp.rows.update import (
 
 MOMENT_SCALE = "moment_scale"
 ROUNDING_SEED = "rounding_seed"
-OWN_PARAMS = (MOMENT_SCALE, ROUNDING_SEED)
+STORED_AS = "stored_as"
+OWN_PARAMS = (MOMENT_SCALE, ROUNDING_SEED, STORED_AS)
 """The fused parameters that the kernels take besides FBGEMM's own."""
+_DRAWN_TOGETHER = 2**14
+"""Rows of a table in 8 bits that are drawn at a time."""
 _IN_HOST_MEMORY = EmbeddingComputeKernel.FUSED_UVM
 
 
@@ -122,6 +129,33 @@ class TableShard:
 class _CapturingKernel:
     """Adds to both kernels the moment scale, and a lookup whose backward is captured."""
 
+    _stored_as = RowStorage.PLAIN
+
+    @torch.no_grad()
+    def init_parameters(self) -> None:
+        """Draw the tables, as TorchRec does; those in 8 bits some rows at a time."""
+        if self._stored_as is RowStorage.PLAIN:
+            super().init_parameters()  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        shape, device = self.tbe.embedding_specs, torch.device(self.tbe.current_device)
+        stores = [RowStore.zeros(num_rows, dim, device) for num_rows, dim, *_ in shape]
+        replace_weights(self.tbe, [EightBitRows(store) for store in stores])
+        for table, store in zip(self.table_configs, stores, strict=True):
+            assert table.init_fn is not None
+            for numbers in torch.arange(len(store.packed), device=device).split(_DRAWN_TOGETHER):
+                rows = torch.empty(numbers.numel(), store.exact.shape[1], device=device)
+                table.init_fn(rows)
+                store.write(numbers, rows)
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
+        """Yield each table's weight, as TorchRec does."""
+        if self._stored_as is RowStorage.PLAIN:
+            yield from super().named_parameters_by_table()  # pyright: ignore
+            return
+        named = cast("Kernel", self).named_parameters()
+        for (_, weight), table in zip(named, self.table_configs, strict=True):
+            yield table.name, weight
+
     def _init_capture(self, pg: dist.ProcessGroup | None, user_params: dict[str, Any]) -> None:
         self.moment_scale = float(user_params.get(MOMENT_SCALE, 1.0))
         self._capture: RowCapture | None = None
@@ -134,7 +168,7 @@ class _CapturingKernel:
         adopt_lookup(self.tbe)
         has_new_states = adopt_optimizer(self.tbe, user_params)
         config = _with_grids_of_one_row(kernel.config)
-        if has_new_states or config is not kernel.config:
+        if has_new_states or has_own_rows(self.tbe) or config is not kernel.config:
             replace_optimizer(kernel, EmbeddingFusedOptimizer(config, self.tbe, pg))
         if self.moment_scale != 1.0:
             scale, lr = self.moment_scale, user_params["learning_rate"]
@@ -262,6 +296,7 @@ class EmbeddingBagKernel(_CapturingKernel, BatchedFusedEmbeddingBag):
         sharding_type: ShardingType | None = None,
         env: ShardingEnv | None = None,
     ) -> None:
+        vars(self)["_stored_as"] = _storage_of(config)
         BatchedFusedEmbeddingBag.__init__(
             self, _kernel_config(config, device), pg, device, sharding_type, env
         )
@@ -283,6 +318,7 @@ class EmbeddingKernel(_CapturingKernel, BatchedFusedEmbedding):
         pg: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
+        vars(self)["_stored_as"] = _storage_of(config)
         BatchedFusedEmbedding.__init__(self, _kernel_config(config, device), pg, device)
         self._init_capture(pg, config.fused_params or {})
 
@@ -299,7 +335,8 @@ def _kernel_config(
 ) -> GroupedEmbeddingConfig:
     """Return ``config`` with fused parameters that FBGEMM knows, in FBGEMM's units."""
     params = params_to_build(dict(config.fused_params or {}), device)
-    scale, _ = params.pop(MOMENT_SCALE, 1.0), params.pop(ROUNDING_SEED, None)
+    scale = params.get(MOMENT_SCALE, 1.0)
+    params = {name: value for name, value in params.items() if name not in OWN_PARAMS}
     if scale != 1.0:
         for name in ("learning_rate", "eps"):
             params[name] = to_kernel_units(params[name], scale)
@@ -307,6 +344,10 @@ def _kernel_config(
         # Managed memory is moved by the driver, and may ask for more than a GPU can bring back.
         params.setdefault("uvm_host_mapped", True)
     return replace(config, fused_params=params)
+
+
+def _storage_of(config: GroupedEmbeddingConfig) -> RowStorage:
+    return RowStorage((config.fused_params or {}).get(STORED_AS, RowStorage.PLAIN.value))
 
 
 def _with_grids_of_one_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:

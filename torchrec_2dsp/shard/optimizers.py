@@ -22,9 +22,14 @@ from torchrec_2dsp.optim import (
     MomentScaledRowWiseAdaGrad,
     MomentScaledRowWiseAdaGradOptimizer,
 )
-from torchrec_2dsp.plan.parameter_sharding import FROM_ROW_GRADIENTS, base_type, fused_type_of
+from torchrec_2dsp.plan.parameter_sharding import (
+    FROM_ROW_GRADIENTS,
+    RowStorage,
+    base_type,
+    fused_type_of,
+)
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.plan.sync import GradientSync
+from torchrec_2dsp.plan.sync import GradientSync, WeightSync
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE, OWN_PARAMS, ROUNDING_SEED
 
 Optimizer = MomentScaledRowWiseAdaGrad | EmbOptimType
@@ -158,6 +163,8 @@ def check_optimizers(
         _check_arguments(optimizer, arguments, device_type)
         _check_single_rows(table, optimizer, plan)
         _check_rounding(module, table, optimizer, {**params, **arguments}, plan)
+        if getattr(plan.get(table), "stored_as", RowStorage.PLAIN) is RowStorage.INT8:
+            _check_eight_bits(module, table, optimizer, {**params, **arguments}, plan)
         if needs_rule(optimizer, device_type):
             _check_rule(module, table, optimizer, {**params, **arguments})
         elif device_type == "cpu" and optimizer not in ON_CPU:
@@ -172,6 +179,29 @@ def check_optimizers(
                 "hot rows and data-parallel tables need; use WeightSync without hot rows and "
                 f"other sharding types, or one of {_names(FROM_ROW_GRADIENTS)}"
             )
+
+
+def _check_eight_bits(
+    module: nn.Module,
+    table: str,
+    optimizer: EmbOptimType,
+    arguments: Mapping[str, Any],
+    plan: ModulePlan2D,
+) -> None:
+    """Refuse what can't train rows in 8 bits, which rules on tensors update."""
+    unknown = _ONLY_ON_CUDA if optimizer in _ADAMS else (*_ONLY_ON_CUDA, *_IGNORED_ON_CPU)
+    given = [f"{name}={arguments[name]!r}" for name in unknown if arguments.get(name)]
+    if optimizer not in FROM_ROW_GRADIENTS:
+        given.append(_name(optimizer))
+    if _data_type(module, table) is not DataType.FP32:
+        given.append(f"data_type={_data_type(module, table)!r}")
+    if isinstance(plan.sync, WeightSync) and plan.mesh.num_groups > 1:
+        given.append("WeightSync")
+    if given:
+        raise UnsupportedError(
+            f"table {table!r} is stored_as='int8', which isn't possible with "
+            f"{' and '.join(given)}; change one of them"
+        )
 
 
 def _check_single_rows(table: str, optimizer: EmbOptimType, plan: ModulePlan2D) -> None:

@@ -29,6 +29,7 @@ from torchrec_2dsp.replicas.synced_shard import (
     state_rule_for,
 )
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
+from torchrec_2dsp.rows.eight_bits import parts_of
 from torchrec_2dsp.shard.batch import BadIds
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.optimizers import is_data_parallel
@@ -211,7 +212,8 @@ class ReplicaSync(Stage):
             One broadcast per table shard and state tensor on the "replicate" axis.
         """
         for tensor in self._tensors():
-            dist.broadcast(tensor, group_src=0, group=self._groups.replica_peers)
+            for part in parts_of(tensor):
+                dist.broadcast(part, group_src=0, group=self._groups.replica_peers)
 
     @torch.no_grad()
     def _replicas_differ(self) -> bool:

@@ -22,9 +22,15 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_2dsp._compat.torchrec import ColumnWiseSequences, CwPooledEmbeddingSharding
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, TableType
+from torchrec_2dsp.plan.parameter_sharding import (
+    Exchange,
+    ParameterSharding2D,
+    RowStorage,
+    TableType,
+)
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.codecs import codecs_registry
+from torchrec_2dsp.shard.kernels import STORED_AS
 from torchrec_2dsp.shard.optimizers import table_of
 from torchrec_2dsp.shard.replica_sync import Replication
 from torchrec_2dsp.shard.shardings import sharding_class
@@ -111,6 +117,7 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
     ) -> Any:
         """Make a sharding with the plugin's kernels."""
         kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
+        _store_as_planned(sharding_infos)
         sharding = sharding_class(kind, is_sequence=False)
         if kind.base is ShardingType.DATA_PARALLEL:
             return sharding(sharding_infos, env, device)
@@ -123,6 +130,14 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
     def create_context(self) -> BagContext:
         """Make a batch's context."""
         return BagContext()
+
+
+def _store_as_planned(sharding_infos: Iterable[Any]) -> None:
+    """Tell the tables' kernels how rows are stored; TorchRec makes a kernel for each way."""
+    for info in sharding_infos:
+        storage = info.param_sharding.stored_as
+        if storage is not RowStorage.PLAIN:
+            info.fused_params = {**(info.fused_params or {}), STORED_AS: storage.value}
 
 
 def _averaged_here(configs: Iterable[EmbeddingBagConfig], plan: ModulePlan2D) -> set[str]:
@@ -237,6 +252,7 @@ class ShardedEmbeddingCollection2D(RunsPlan2D, ColumnWiseSequences):  # pyright:
     ) -> Any:
         """Make a sharding with the plugin's kernels."""
         kind = TableType.of_name(sharding_type)
+        _store_as_planned(sharding_infos)
         sharding = sharding_class(kind, is_sequence=True)
         if kind.base is ShardingType.DATA_PARALLEL:
             return sharding(sharding_infos, env, device)

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_2dsp._compat.fbgemm import (
     HAS_ROW_WISE_MOMENT,
     SplitTableBatchedEmbeddingBagsCodegen,
+    has_own_rows,
     set_rounding,
 )
 from torchrec_2dsp._compat.shardings import (
@@ -443,7 +444,8 @@ def _round(
 ) -> None:
     # Tables of one kernel have equal parameters.
     params = fused_params[tables[0].name]
-    if params.get("stochastic_rounding") and tbe.weights_precision.as_dtype() in HALF_TYPES:
+    is_half = tbe.weights_precision.as_dtype() in HALF_TYPES
+    if params.get("stochastic_rounding") and (is_half or has_own_rows(tbe)):
         set_rounding(tbe, StochasticRounding(int(params.get(ROUNDING_SEED, 0)), tuple(tables)))
 
 

@@ -30,9 +30,11 @@ from torchrec_2dsp.cost.workload import TableWork, Workload, optimizer_of, state
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.plan.fits_module import is_left_whole
 from torchrec_2dsp.plan.parameter_sharding import (
+    IN_8_BITS,
     ROW_EXCHANGES,
     Exchange,
     RowOwners,
+    RowStorage,
     base_type,
     can_be_data_parallel,
     kinds_of,
@@ -154,6 +156,11 @@ class Candidate:
         """The demanded number of copies, as `ParameterConstraints2D` has it."""
         return getattr(self.constraint, "num_groups", None)
 
+    @property
+    def stored_as(self) -> RowStorage:
+        """The demanded format of rows in memory."""
+        return getattr(self.constraint, "stored_as", RowStorage.PLAIN)
+
     def placed(self, choice: Choice, ranks: Sequence[int], group: Span) -> Placed:
         """Return the table as a choice shards it.
 
@@ -222,7 +229,7 @@ class Candidate:
     def owners(self, choice: Choice, group: Span) -> RowOwners:
         """Return the row owners: hashed where blocks of rows are used unevenly."""
         access = self.work.access
-        if choice.exchange not in ROW_EXCHANGES:
+        if choice.exchange not in ROW_EXCHANGES or self.stored_as is RowStorage.INT8:
             return RowOwners.BLOCK
         if access is None or not access.num_lookups:
             # Tables are often sorted by use; nobody knows whether this one is.
@@ -329,6 +336,7 @@ class _Tables:
                 "the search tells tables apart by their names: rename one"
             )
         constraint = self.constraints.get(name)
+        is_in_8_bits = getattr(constraint, "stored_as", None) is RowStorage.INT8
         optimizer = optimizer_of(weight, fused_params)
         work = self.workload.table(name)
         state = 0 if work.is_frozen else state_bytes_per_row(optimizer, weight.shape[1])
@@ -338,6 +346,7 @@ class _Tables:
             for kind, kernel in _allowed_kernels(constraint).items()
             if (kind.value, kernel) in available
             and (kind is not ShardingType.DATA_PARALLEL or can_be_data_parallel(optimizer))
+            and (kind in IN_8_BITS or not is_in_8_bits)
         }
         choices = _choices_of(kernels, constraint, work, self.transports, self.exchanges)
         if not choices:

@@ -452,6 +452,7 @@ class MeshPlacement:
             owners=candidate.owners(choice, group),
             hot_set=candidate.hot_set(choice),
             transport=choice.transport,
+            stored_as=candidate.stored_as,
         )
 
 

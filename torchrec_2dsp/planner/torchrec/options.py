@@ -130,6 +130,7 @@ class Draft:
             candidate.owners(choice, group),
             candidate.hot_set(choice),
             choice.transport,
+            candidate.stored_as,
         )
         option.partition_by = get_partition_by_type(choice.kind.value)
         sizes, offsets = candidate.shapes(choice, group)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.parameter_sharding import RowStorage
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,
     PlannedContestant,
@@ -114,6 +115,7 @@ def loss_bounds(
     is_other_algorithm = has_moments_by_column or contestant.dense.is_other_algorithm
     if not isinstance(contestant, StockContestant):
         rounded |= {contestant.transport.value, contestant.row_transport.value}
+        rounded |= {"int8"} if contestant.stored_as is RowStorage.INT8 else set()
         rounded |= set() if contestant.precision == "exact" else {"int4"}
         is_other_algorithm |= contestant.sync == "WeightSync" or contestant.delay > 0
     is_exact = rounded == {"fp32"} and not is_other_algorithm

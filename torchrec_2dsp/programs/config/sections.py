@@ -8,7 +8,12 @@ from torchrec.modules.embedding_configs import DataType
 
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.dense.thresholded import ThresholdKind
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, RowOwners
+from torchrec_2dsp.plan.parameter_sharding import (
+    ROW_EXCHANGES,
+    Exchange,
+    RowOwners,
+    RowStorage,
+)
 from torchrec_2dsp.plan.sync import (
     GradientSync,
     SyncConfig,
@@ -238,6 +243,9 @@ class ExchangeConfig(Section):
     """The wire format for rows, or pooled vectors, and their gradients: fp32, bf16, fp16, int8 or
     int4."""
 
+    stored_as: RowStorage = RowStorage.PLAIN
+    """The format of rows in memory: plain, or int8 where the sharding type keeps rows whole."""
+
     hot_rows: int = Field(default=0, ge=0)
     """The number of each table's most frequent rows to replicate on every rank."""
 
@@ -260,6 +268,8 @@ class ExchangeConfig(Section):
             parts.append("rows spread over owners")
         if self.row_transport is not Transport.FP32:
             parts.append(f"rows in {self.row_transport.value}")
+        if self.stored_as is not RowStorage.PLAIN:
+            parts.append(f"rows stored as {self.stored_as.value}")
         if self.hot_rows:
             parts.append(f"{self.hot_rows:,} hot rows per table")
         return ", ".join(parts)

@@ -16,7 +16,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_2dsp.access.stats import AccessStats
@@ -27,9 +27,11 @@ from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.pipelines import AnyPipeline
 from torchrec_2dsp.plan.parameter_sharding import (
+    IN_8_BITS,
     ROW_EXCHANGES,
     Exchange,
     Pipeline,
+    RowStorage,
     ShardingType2D,
     base_type,
     kinds_of,
@@ -128,6 +130,9 @@ def pinned(
             owners=config.owners,
             transport=config.row_transport if travels else None,
         )
+    for name in types if config.stored_as is not RowStorage.PLAIN else ():
+        if ShardingType(types[name]) in IN_8_BITS:
+            plan = pin(plan, name, stored_as=config.stored_as)
     for feature in data.features if config.hot_rows else ():
         name = table_name(feature.name)
         if types.get(name, _DATA_PARALLEL) == _DATA_PARALLEL:

@@ -54,6 +54,7 @@ class PlannedTable(_Part):
     exchange: str = "pooled"
     owners: str = "block"
     transport: str = "fp32"
+    stored_as: str = "plain"
     hot_rows: tuple[int, ...] | None = None
     num_groups: int | None = None
 
@@ -74,7 +75,8 @@ class PlannedTable(_Part):
         """The way rows travel, with their owners and wire format where these aren't TorchRec's."""
         owners = "" if self.owners == "block" else f", {self.owners} owners"
         transport = "" if self.transport == "fp32" else f", in {self.transport}"
-        return f"{self.exchange}{owners}{transport}"
+        stored_as = "" if self.stored_as == "plain" else f", stored as {self.stored_as}"
+        return f"{self.exchange}{owners}{transport}{stored_as}"
 
     @property
     def num_hot(self) -> int:

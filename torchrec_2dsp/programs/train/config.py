@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
+from torchrec_2dsp.plan.parameter_sharding import RowStorage
 from torchrec_2dsp.programs.config.config_file import CalibrationPath, OutputPath, PathBesideConfig
 from torchrec_2dsp.programs.config.dense import (
     DDPConfig,
@@ -42,7 +43,7 @@ from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
 
-_EXCHANGE = ("exchange", "owners", "row_transport", "hot_rows")
+_EXCHANGE = ("exchange", "owners", "row_transport", "stored_as", "hot_rows")
 """Run keys that say how rows travel."""
 _COPIES = (
     *("sync", "sync_policy", "synced_rows", "transport", "delay", "drift_every", "dense_above"),
@@ -362,10 +363,11 @@ class TrainConfig(Section):
                 "is for loop.eval_every; set it, or leave keep_best out",
                 key="checkpoint.",
             )
-        if getattr(self.model, "table_dtype", "") == "fp32":
+        in_8_bits = any(run.stored_as is RowStorage.INT8 for run in self.runs.values())
+        if getattr(self.model, "table_dtype", "") == "fp32" and not in_8_bits:
             self.optimizer.refuse_unread(
                 ["stochastic_rounding"],
-                "is for tables in 16 bits; set model.table_dtype, or leave it out",
+                "is for tables in 16 or 8 bits; set model.table_dtype, or leave it out",
                 key="optimizer.",
             )
         for name, run in self.runs.items():

@@ -77,6 +77,7 @@ def planner_by_cost(
             pooling_factors=getattr(by_features.get(table.name), "pooling_factors", [1.0]),
             exchange=[run.exchange] if run.exchange is not Exchange.POOLED else None,
             transport=[run.row_transport] if run.row_transport is not Transport.FP32 else None,
+            stored_as=run.stored_as,
             hot_rows=run.hot_rows or None,
         )
         for table in tables_of(model)

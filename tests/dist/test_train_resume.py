@@ -11,11 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.support.logs import make_rows, table_config, write_log
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.train_runs import TREE, config_with, refusal
-from torchrec_2dsp.errors import OutputError, TwoDError
+from torchrec_2dsp.errors import InputError, OutputError, TwoDError
 from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
+from torchrec_2dsp.programs.train import program
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
@@ -220,6 +222,32 @@ def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: 
     assert first.keys() == texts.keys()
     for name, text in texts.items():
         assert text in first[name], name
+
+
+def without_evaluation(
+    rank: int, world_size: int, config: TrainConfig, log: TrainConfig
+) -> tuple[str, str, Path | None]:
+    """Return the errors of runs whose last evaluation can't be, and what the first run leaves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "evaluated", Mock(side_effect=InputError("no such row")))
+        failed = refusal(rank, world_size, config)
+    newest = latest_checkpoint(Path(config.checkpoint.folder) / "main" / "last")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "train_run", None)
+        return failed, refusal(rank, world_size, log), newest
+
+
+def test_a_last_evaluation_that_fails_loses_no_step(ranks2: RankPool, tmp_path: Path) -> None:
+    checkpoint = {"keep_best": 0}
+    config = config_in(
+        tmp_path, runs={"main": {}}, loop={"eval_every": 0}, checkpoint=checkpoint
+    )
+    data = table_config(write_log(tmp_path / "log.parquet", make_rows(64)))
+    log = config.model_copy(update={"data": data})
+    refused = "there are no held-out rows; name more files, or hold out another share"
+    for failed, text, newest in ranks2.run(without_evaluation, config, log):
+        assert (failed, text) == ("no such row", refused)
+        assert newest == tmp_path / "main" / "last" / "10"
 
 
 def slow_to_save(rank: int, world_size: int, config: TrainConfig) -> tuple[int, int]:

@@ -37,6 +37,7 @@ from torchrec_2dsp.programs.data.dataset import (
     closing_batches,
     open_together,
 )
+from torchrec_2dsp.programs.data.logs.batches import LogDataset
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, click_probability
 from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
@@ -103,6 +104,8 @@ def train(
     if profiled and not config.output.folder:
         raise ConfigError("--profile writes to the output folder; set output.folder")
     opened: Dataset = open_together(config.data, world_group(), reading)
+    if isinstance(opened, LogDataset):
+        opened.check(config.loop.batch_size)
     if text := splits_of(opened):
         with agreeing(world_group()):
             for watcher in watchers:
@@ -250,10 +253,12 @@ class RunTrainer:
             if own is not None:
                 own.sync_now()
             evaluations = self._history.evaluations
-            if not evaluations or evaluations[-1].step != self.step:
-                self._evaluate()
+            # First, so that no step is lost where the evaluation fails.
             self._checkpoints.save()
             self._checkpoints.finish()
+            if not evaluations or evaluations[-1].step != self.step:
+                self._evaluate()
+                self._checkpoints.finish()
         synced = SyncReport() if own is None else own.sync_total
         per_step = mean_per_step(
             self._world,

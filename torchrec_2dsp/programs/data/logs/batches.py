@@ -288,6 +288,11 @@ class LogDataset(ABC):
         plan.check(self._row_words[split])
         return self._stream(lambda: self._read(split, plan, start))
 
+    def check(self, global_batch_size: int) -> None:
+        """Raise `ConfigError` if a split has no batch."""
+        for split in Split:
+            self._plan(split, global_batch_size).check(self._row_words[split])
+
     def samples_once(self, split: Split, *, rank: int, world_size: int) -> BatchStream:
         """Read every sample of a split once, dealt to ranks, in batches of any size."""
         return self._stream(lambda: self._read_once(split, rank, world_size))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.batches import Sessions, check_samples, count_dealing_threads, sessions
@@ -325,6 +325,9 @@ def fail(rank: int, world_size: int) -> dict[str, str]:
     def run(batches: Any, **options: Any) -> Any:
         return lambda: list(tdsp.BalancedBatches(batches, **options))
 
+    def ones(batch: Any) -> torch.Tensor:
+        return torch.ones(2)
+
     good = sessions(0, [1, 2])
     balanced = tdsp.BalancedBatches(failing_loader(rank))
     assert [len(next(balanced).numbers) for _ in range(2)] == [2, 2]
@@ -340,6 +343,13 @@ def fail(rank: int, world_size: int) -> dict[str, str]:
     )
     cases = {
         "forms": run([good if rank else other]),
+        "order": run([{key: torch.ones(2) for key in ("ab", "ba")[rank]}], lengths=ones),
+        "keys": run(
+            [KeyedTensor([*"ab", *"ba"][2 * rank :][:2], [1, 1], torch.ones(2, 2))], lengths=ones
+        ),
+        "columns": run(
+            [KeyedTensor(["a", "b"], [1 + rank, 2 - rank], torch.ones(2, 3))], lengths=ones
+        ),
         "never": run([good] if rank else []),
         "sizes": run([two_sizes]),
         "object": run([good if rank else {"a": torch.ones(2), "b": object()}]),
@@ -376,6 +386,9 @@ def test_errors_are_the_same_on_all_ranks_or_name_the_rank(ranks2: RankPool) -> 
     assert "a batch holds a value of type object" in first["object"]
     assert "failed as it took its next batch: UnsupportedError" in second["object"]
     expected = {
+        "order": ("Config", "of BalancedBatches differs between ranks: rank 0 has ['a']: torch.f"),
+        "keys": ("Config", "rank 0 has batch: KeyedTensor with ['a', 'b'] of [1, 1] columns: torch.f"),
+        "columns": ("Config", "with ['a', 'b'] of [1, 2] columns: torch.float32"),
         "forms": ("Config", "the form of the batches of BalancedBatches differs between ranks"),
         "never": ("Config", "had no batch at all"),
         "sizes": ("Input", "the tensors of a batch have 3, 2, 2 samples"),

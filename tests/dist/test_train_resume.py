@@ -239,9 +239,7 @@ def without_evaluation(
 
 def test_a_last_evaluation_that_fails_loses_no_step(ranks2: RankPool, tmp_path: Path) -> None:
     checkpoint = {"keep_best": 0}
-    config = config_in(
-        tmp_path, runs={"main": {}}, loop={"eval_every": 0}, checkpoint=checkpoint
-    )
+    config = config_in(tmp_path, runs={"main": {}}, loop={"eval_every": 0}, checkpoint=checkpoint)
     data = table_config(write_log(tmp_path / "log.parquet", make_rows(64)))
     log = config.model_copy(update={"data": data})
     refused = "there are no held-out rows; name more files, or hold out another share"

@@ -58,7 +58,7 @@ class SampleRows:
             UnsupportedError: it contains something other than samples.
             InputError: tensors disagree on the number of samples.
         """
-        leaves = _leaves(batch)
+        leaves = list(_leaves(batch).values())
         for leaf in leaves:
             _check_leaf(leaf)
         fixed = tuple(_rows_of(leaf) for leaf in leaves if not isinstance(leaf, _JAGGED))
@@ -86,15 +86,20 @@ class SampleRows:
     @property
     def form(self) -> str:
         """The text that must be equal on all ranks."""
-        parts = [f"{rows.dtype} of shape {tuple(rows.shape[1:])}" for rows in self.fixed]
-        parts += [
-            f"{', '.join(part.keys) or 'values'}: {part.lengths.dtype} lengths of "
-            + " and ".join(
-                f"{content.dtype} of shape {tuple(content.shape[1:])}" for content in part.contents
-            )
-            for part in self.jagged
-        ]
-        return "\n".join(parts)
+        rows, parts, lines = iter(self.fixed), iter(self.jagged), []
+        for path, leaf in _leaves(self.template).items():
+            contents: Sequence[torch.Tensor]
+            if isinstance(leaf, _JAGGED):
+                part = next(parts)
+                contents = part.contents
+                what = f"{', '.join(part.keys) or 'values'}: {part.lengths.dtype} lengths of "
+            else:
+                contents, what = [next(rows)], ""
+                if isinstance(leaf, KeyedTensor):
+                    what = f"KeyedTensor with {leaf.keys()} of {leaf.length_per_key()} columns: "
+            texts = [f"{content.dtype} of shape {tuple(content.shape[1:])}" for content in contents]
+            lines.append(f"{path or 'batch'}: {what}{' and '.join(texts)}")
+        return "\n".join(lines)
 
     def lengths(self, features: Sequence[str]) -> torch.Tensor:
         """Return each sample's number of elements in these features, or in all.
@@ -121,7 +126,7 @@ class SampleRows:
         """Rebuild the batch with other samples."""
         rows, parts = iter(fixed), iter(jagged)
 
-        def replaced(leaf: Any) -> Any:
+        def replaced(path: str, leaf: Any) -> Any:
             if isinstance(leaf, _JAGGED):
                 return _jagged_like(leaf, next(parts))
             new = next(rows)
@@ -164,33 +169,34 @@ def _is_leaf(given: Any) -> bool:
     return isinstance(given, KeyedTensor | KeyedJaggedTensor | JaggedTensor)
 
 
-def _leaves(given: Any) -> list[Any]:
-    leaves: list[Any] = []
+def _leaves(given: Any) -> dict[str, Any]:
+    """Return the tensors by path, in order."""
+    leaves: dict[str, Any] = {}
 
-    def note(leaf: Any) -> Any:
-        leaves.append(leaf)
+    def note(path: str, leaf: Any) -> Any:
+        leaves[path] = leaf
         return leaf
 
     _mapped(given, note)
     return leaves
 
 
-def _mapped(given: Any, function: Callable[[Any], Any]) -> Any:
-    """Copy nested containers with other leaves."""
+def _mapped(given: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Copy nested containers with other leaves, by a function of a leaf and its path."""
     if _is_leaf(given):
-        return function(given)
+        return function(path, given)
     if isinstance(given, (*_CONSTANTS, torch.Tensor)):
         return given
     if isinstance(given, dict):
-        return {name: _mapped(part, function) for name, part in given.items()}
+        return {name: _mapped(part, function, f"{path}[{name!r}]") for name, part in given.items()}
     if isinstance(given, list | tuple):
-        parts = [_mapped(part, function) for part in given]
+        parts = [_mapped(part, function, f"{path}[{n}]") for n, part in enumerate(given)]
         return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
     if dataclasses.is_dataclass(given) and not isinstance(given, type):
         copied = copy.copy(given)
         for field in dataclasses.fields(given):
             # Also of frozen dataclasses, of which this is a copy that nobody has yet.
-            part = _mapped(getattr(given, field.name), function)
+            part = _mapped(getattr(given, field.name), function, f"{path}.{field.name}")
             object.__setattr__(copied, field.name, part)
         return copied
     raise UnsupportedError(

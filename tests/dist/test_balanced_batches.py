@@ -341,7 +341,12 @@ def fail(rank: int, world_size: int) -> dict[str, str]:
         stride_per_key_per_rank=[[1], [2]],
         inverse_indices=(["a", "b"], torch.zeros(2, 2, dtype=torch.int64)),
     )
+    beside = Batch(torch.ones(2, 3), good.history, torch.ones(2))
+    vars(beside)["clicks"] = {"weights": torch.ones(2)}
     cases = {
+        "beside": run([beside]),
+        "list": run([{"x": torch.ones(2), "users": ["ann", "bob"]}]),
+        "lists": run([(torch.ones(2), {"tags": [[1], [2, 3, 4]]})]),
         "forms": run([good if rank else other]),
         "order": run([{key: torch.ones(2) for key in ("ab", "ba")[rank]}], lengths=ones),
         "keys": run(
@@ -386,8 +391,14 @@ def test_errors_are_the_same_on_all_ranks_or_name_the_rank(ranks2: RankPool) -> 
     assert "a batch holds a value of type object" in first["object"]
     assert "failed as it took its next batch: UnsupportedError" in second["object"]
     expected = {
+        "beside": ("Unsupported", "type Batch has 'clicks' beside its fields"),
+        "list": ("Unsupported", "a batch holds a value for each of its 2 samples in ['users'],"),
+        "lists": ("Unsupported", "a batch holds a value for each of its 2 samples in [1]['tags'],"),
         "order": ("Config", "of BalancedBatches differs between ranks: rank 0 has ['a']: torch.f"),
-        "keys": ("Config", "rank 0 has batch: KeyedTensor with ['a', 'b'] of [1, 1] columns: torch.f"),
+        "keys": (
+            "Config",
+            "rank 0 has batch: KeyedTensor with ['a', 'b'] of [1, 1] columns: torch.f",
+        ),
         "columns": ("Config", "with ['a', 'b'] of [1, 2] columns: torch.float32"),
         "forms": ("Config", "the form of the batches of BalancedBatches differs between ranks"),
         "never": ("Config", "had no batch at all"),

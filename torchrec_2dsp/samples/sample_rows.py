@@ -58,7 +58,7 @@ class SampleRows:
             UnsupportedError: it contains something other than samples.
             InputError: tensors disagree on the number of samples.
         """
-        leaves = list(_leaves(batch).values())
+        leaves = list(_tensors(batch).values())
         for leaf in leaves:
             _check_leaf(leaf)
         fixed = tuple(_rows_of(leaf) for leaf in leaves if not isinstance(leaf, _JAGGED))
@@ -73,6 +73,12 @@ class SampleRows:
                 f"the tensors of a batch have {', '.join(map(str, sizes))} samples; give each "
                 "tensor a row for each sample"
             )
+        for path, values in _leaves(batch).items():
+            if not _is_tensor(values) and len(values) == sizes[0] > 0:
+                raise UnsupportedError(
+                    f"a batch holds a value for each of its {sizes[0]} samples in {path}, a "
+                    f"{type(values).__name__}, which can't follow samples; make it a tensor"
+                )
         return cls(batch, sizes[0], fixed, jagged)
 
     def none(self) -> "SampleRows":
@@ -87,7 +93,7 @@ class SampleRows:
     def form(self) -> str:
         """The text that must be equal on all ranks."""
         rows, parts, lines = iter(self.fixed), iter(self.jagged), []
-        for path, leaf in _leaves(self.template).items():
+        for path, leaf in _tensors(self.template).items():
             contents: Sequence[torch.Tensor]
             if isinstance(leaf, _JAGGED):
                 part = next(parts)
@@ -127,6 +133,8 @@ class SampleRows:
         rows, parts = iter(fixed), iter(jagged)
 
         def replaced(path: str, leaf: Any) -> Any:
+            if not _is_tensor(leaf):
+                return leaf
             if isinstance(leaf, _JAGGED):
                 return _jagged_like(leaf, next(parts))
             new = next(rows)
@@ -163,14 +171,14 @@ def starts_of(lengths: torch.Tensor) -> torch.Tensor:
     return lengths.cumsum(0) - lengths
 
 
-def _is_leaf(given: Any) -> bool:
+def _is_tensor(given: Any) -> bool:
     if isinstance(given, torch.Tensor):
         return given.dim() > 0
     return isinstance(given, KeyedTensor | KeyedJaggedTensor | JaggedTensor)
 
 
 def _leaves(given: Any) -> dict[str, Any]:
-    """Return the tensors by path, in order."""
+    """Return the tensors, and the lists without any, by path and in order."""
     leaves: dict[str, Any] = {}
 
     def note(path: str, leaf: Any) -> Any:
@@ -181,23 +189,36 @@ def _leaves(given: Any) -> dict[str, Any]:
     return leaves
 
 
+def _tensors(given: Any) -> dict[str, Any]:
+    return {path: leaf for path, leaf in _leaves(given).items() if _is_tensor(leaf)}
+
+
 def _mapped(given: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
     """Copy nested containers with other leaves, by a function of a leaf and its path."""
-    if _is_leaf(given):
+    if _is_tensor(given):
         return function(path, given)
     if isinstance(given, (*_CONSTANTS, torch.Tensor)):
         return given
     if isinstance(given, dict):
         return {name: _mapped(part, function, f"{path}[{name!r}]") for name, part in given.items()}
     if isinstance(given, list | tuple):
+        if not hasattr(given, "_fields") and not any(map(_tensors, given)):
+            return function(path, given)
         parts = [_mapped(part, function, f"{path}[{n}]") for n, part in enumerate(given)]
         return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
     if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        names = [field.name for field in dataclasses.fields(given)]
+        for name, value in getattr(given, "__dict__", {}).items():
+            if name not in names and _leaves(value):
+                raise UnsupportedError(
+                    f"a batch of type {type(given).__name__} has {name!r} beside its fields, whose "
+                    "samples would stay behind; make it a field"
+                )
         copied = copy.copy(given)
-        for field in dataclasses.fields(given):
+        for name in names:
             # Also of frozen dataclasses, of which this is a copy that nobody has yet.
-            part = _mapped(getattr(given, field.name), function, f"{path}.{field.name}")
-            object.__setattr__(copied, field.name, part)
+            part = _mapped(getattr(given, name), function, f"{path}.{name}")
+            object.__setattr__(copied, name, part)
         return copied
     raise UnsupportedError(
         f"a batch holds a value of type {type(given).__name__}, whose samples can't be told apart; "

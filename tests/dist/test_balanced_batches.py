@@ -446,9 +446,20 @@ def test_a_call_ahead_waits_for_the_one_before_and_hands_over_errors() -> None:
 def alone(rank: int, world_size: int) -> None:
     group = dist.new_group([rank], use_local_synchronization=True)
     batches = [sessions(0, [1, 2]), sessions(2, [3])]
-    balanced = tdsp.BalancedBatches(batches, group=cast(Any, group))
-    assert [check_samples(batch) for batch in balanced] == [[0, 1], [2]]
-    assert balanced.loss_weight == 1.0
+    balanced = tdsp.BalancedBatches(
+        batches,
+        group=cast(Any, group),
+        add_weight=lambda batch, weight: replace(batch, weight=weight),
+    )
+    given = list(balanced)
+    assert [check_samples(batch) for batch in given] == [[0, 1], [2]]
+    assert [batch.weight for batch in given] == [balanced.loss_weight] * 2 == [1.0] * 2
+    closed = tdsp.BalancedBatches(batches, group=cast(Any, group))
+    assert check_samples(next(closed)) == [0, 1]
+    closed.close()
+    assert next(closed, None) is None
+    odd = tdsp.BalancedBatches([{"x": [object()]}], group=cast(Any, group))
+    assert "a batch holds a value of type object" in error_of(lambda: next(odd))
 
 
 def test_a_rank_that_is_alone_gets_its_own_batches(ranks2: RankPool) -> None:

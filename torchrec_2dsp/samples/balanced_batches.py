@@ -114,7 +114,7 @@ class BalancedBatches(Iterator[T], Generic[T]):
             they matter; two all-to-alls of samples.
         """
         if self._samples is None:
-            return next(self._batches)
+            return self._weighted(self._alone(), 1.0)
         while True:
             if self._error is not None:
                 raise self._error
@@ -132,9 +132,19 @@ class BalancedBatches(Iterator[T], Generic[T]):
                 break
         self._pending = self._begin(self._samples)
         self.loss_weight, self._given_cost = dealt.loss_weight, dealt.cost
-        if self._add_weight is not None:
-            return self._add_weight(dealt.batch, dealt.loss_weight)
-        return dealt.batch
+        return self._weighted(dealt.batch, dealt.loss_weight)
+
+    def _weighted(self, batch: T, loss_weight: float) -> T:
+        return batch if self._add_weight is None else self._add_weight(batch, loss_weight)
+
+    def _alone(self) -> T:
+        """Return the only rank's next batch; what several ranks couldn't deal is refused."""
+        offer = Offer() if self._has_ended else self._offer()
+        if offer.error is not None:
+            raise offer.error
+        if offer.rows is None:
+            raise StopIteration
+        return offer.rows.template
 
     def note_seconds(self, seconds: float) -> None:
         """Report this rank's computing time for the last batch.

@@ -91,6 +91,7 @@ def rows_of(values: torch.Tensor) -> EightBitRows:
 
 CHANGES: dict[str, Any] = {
     "copy_": lambda rows: rows.copy_(torch.ones(6, 4)),
+    "uniform_": lambda rows: rows.uniform_(-1, 1, generator=torch.Generator().manual_seed(1)),
     "fill_": lambda rows: rows.fill_(2.5),
     "mul_": lambda rows: rows.mul_(2.0),
     "zero_ a part": lambda rows: rows[2:4].zero_(),

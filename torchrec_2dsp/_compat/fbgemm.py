@@ -228,7 +228,6 @@ def replace_weights(
     for place in ("host", "dev", "uvm"):
         weights = getattr(tbe, f"weights_{place}")
         if weights.numel():
-            # Never written, so that its memory was only promised.
             weights.data = weights.new_empty(0)
     vars(tbe)[_WEIGHTS] = lambda: list(tables)
 

@@ -20,6 +20,8 @@ NUM_EXTRA_BYTES = 8
 
 _LARGEST_CODE = 254
 """The steps between a row's extremes: one less than fit, as the smallest may be put down a step."""
+_WRITTEN_TOGETHER = 2**16
+"""Rows that are rounded at a time, which takes several times their memory."""
 _BITS = 24
 """The bits of a float32 number's digits."""
 
@@ -103,11 +105,13 @@ class RowStore:
         self, numbers: torch.Tensor, rows: torch.Tensor, draws: torch.Tensor | None = None
     ) -> None:
         """Write these rows; none may occur twice."""
-        rows = rows.float()
-        self.packed.index_copy_(0, numbers, encoded(rows, draws))
+        for first in range(0, numbers.numel(), _WRITTEN_TOGETHER):
+            part = slice(first, first + _WRITTEN_TOGETHER)
+            of_part = encoded(rows[part].float(), None if draws is None else draws[part])
+            self.packed.index_copy_(0, numbers[part], of_part)
         if self.exact_numbers.numel():
             places, slots = self._exact_among(numbers)
-            self.exact.index_copy_(0, slots, rows.index_select(0, places))
+            self.exact.index_copy_(0, slots, rows.index_select(0, places).float())
 
     def keep_exactly(self, numbers: torch.Tensor) -> None:
         """Keep these rows exactly from now on, and no others."""
@@ -254,6 +258,18 @@ def _all_copied(rows: EightBitRows, values: torch.Tensor, non_blocking: bool = F
     return rows
 
 
+def _filling(func: Any) -> Callable[..., Any]:
+    """Return an operator that draws or sets all numbers, some rows at a time."""
+
+    def fill(rows: EightBitRows, *args: Any, **kwargs: Any) -> EightBitRows:
+        for numbers in rows.numbers().split(_WRITTEN_TOGETHER):
+            values = rows.store.exact.new_empty(numbers.numel(), rows.shape[1])
+            rows.store.write(numbers, func(values, *args, **kwargs))
+        return rows
+
+    return fill
+
+
 def _viewed(rows: EightBitRows, shape: Sequence[int]) -> Any:
     num_rows, dim = rows.shape
     is_whole = len(shape) == 2 and shape[1] == dim and shape[0] in (-1, num_rows)
@@ -275,6 +291,15 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     _aten.index_put_.default: _put,
     _aten.index_copy_.default: _copied,
     _aten.copy_.default: _all_copied,
+    **{
+        func: _filling(func)
+        for func in (
+            _aten.uniform_.default,
+            _aten.normal_.default,
+            _aten.fill_.Scalar,
+            _aten.zero_.default,
+        )
+    },
     _aten.is_pinned.default: lambda rows, *_: False,
     _aten.new_empty.default: lambda rows, *args, **options: rows.store.exact.new_empty(
         *args, **options

@@ -4,6 +4,7 @@ They are TorchRec's kernels: storage, state names and the fused update are stock
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar, cast
@@ -33,6 +34,7 @@ from torchrec_2dsp._compat.fbgemm import (
     write_counts,
 )
 from torchrec_2dsp._compat.shardings import ShardingFacts, replace_optimizer
+from torchrec_2dsp._compat.tensors import Unwritten
 from torchrec_2dsp._compat.torchrec import (
     BaseEmbedding,
     BatchedFusedEmbedding,
@@ -60,8 +62,6 @@ ROUNDING_SEED = "rounding_seed"
 STORED_AS = "stored_as"
 OWN_PARAMS = (MOMENT_SCALE, ROUNDING_SEED, STORED_AS)
 """The fused parameters that the kernels take besides FBGEMM's own."""
-_DRAWN_TOGETHER = 2**14
-"""Rows of a table in 8 bits that are drawn at a time."""
 _IN_HOST_MEMORY = EmbeddingComputeKernel.FUSED_UVM
 
 
@@ -131,21 +131,21 @@ class _CapturingKernel:
 
     _stored_as = RowStorage.PLAIN
 
+    def _storing(self, config: GroupedEmbeddingConfig) -> AbstractContextManager[object]:
+        """Return the context for TorchRec's own part, which makes weights that may be replaced."""
+        named = (config.fused_params or {}).get(STORED_AS, RowStorage.PLAIN.value)
+        vars(self)["_stored_as"] = storage = RowStorage(named)
+        sizes = [table.local_rows * table.local_cols for table in config.embedding_tables]
+        return nullcontext() if storage is RowStorage.PLAIN else Unwritten(sum(sizes))
+
     @torch.no_grad()
     def init_parameters(self) -> None:
-        """Draw the tables, as TorchRec does; those in 8 bits some rows at a time."""
-        if self._stored_as is RowStorage.PLAIN:
-            super().init_parameters()  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        shape, device = self.tbe.embedding_specs, torch.device(self.tbe.current_device)
-        stores = [RowStore.zeros(num_rows, dim, device) for num_rows, dim, *_ in shape]
-        replace_weights(self.tbe, [EightBitRows(store) for store in stores])
-        for table, store in zip(self.table_configs, stores, strict=True):
-            assert table.init_fn is not None
-            for numbers in torch.arange(len(store.packed), device=device).split(_DRAWN_TOGETHER):
-                rows = torch.empty(numbers.numel(), store.exact.shape[1], device=device)
-                table.init_fn(rows)
-                store.write(numbers, rows)
+        """Draw the tables, as TorchRec does, where they are kept."""
+        if self._stored_as is RowStorage.INT8:
+            specs, device = self.tbe.embedding_specs, torch.device(self.tbe.current_device)
+            stores = [RowStore.zeros(num_rows, dim, device) for num_rows, dim, *_ in specs]
+            replace_weights(self.tbe, [EightBitRows(store) for store in stores])
+        super().init_parameters()  # pyright: ignore[reportAttributeAccessIssue]
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
         """Yield each table's weight, as TorchRec does."""
@@ -296,10 +296,10 @@ class EmbeddingBagKernel(_CapturingKernel, BatchedFusedEmbeddingBag):
         sharding_type: ShardingType | None = None,
         env: ShardingEnv | None = None,
     ) -> None:
-        vars(self)["_stored_as"] = _storage_of(config)
-        BatchedFusedEmbeddingBag.__init__(
-            self, _kernel_config(config, device), pg, device, sharding_type, env
-        )
+        with self._storing(config):
+            BatchedFusedEmbeddingBag.__init__(
+                self, _kernel_config(config, device), pg, device, sharding_type, env
+            )
         self._init_capture(pg, config.fused_params or {})
 
     def forward(self, features: KeyedJaggedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -318,8 +318,8 @@ class EmbeddingKernel(_CapturingKernel, BatchedFusedEmbedding):
         pg: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
-        vars(self)["_stored_as"] = _storage_of(config)
-        BatchedFusedEmbedding.__init__(self, _kernel_config(config, device), pg, device)
+        with self._storing(config):
+            BatchedFusedEmbedding.__init__(self, _kernel_config(config, device), pg, device)
         self._init_capture(pg, config.fused_params or {})
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -344,10 +344,6 @@ def _kernel_config(
         # Managed memory is moved by the driver, and may ask for more than a GPU can bring back.
         params.setdefault("uvm_host_mapped", True)
     return replace(config, fused_params=params)
-
-
-def _storage_of(config: GroupedEmbeddingConfig) -> RowStorage:
-    return RowStorage((config.fused_params or {}).get(STORED_AS, RowStorage.PLAIN.value))
 
 
 def _with_grids_of_one_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:

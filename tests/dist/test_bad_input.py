@@ -200,6 +200,10 @@ CONFIG_ERRORS |= {
         "rounding_seed=3 does nothing without stochastic_rounding=True",
         lambda rank: construct(sharder=sharder_of(fused_params={"rounding_seed": 3})),
     ),
+    "a bound without clipping": (
+        "max_gradient=0.5 does nothing without gradient_clipping=True",
+        lambda rank: construct(sharder=sharder_of(fused_params={"max_gradient": 0.5})),
+    ),
     "a seed that is no number": (
         "rounding_seed='x' is no seed",
         lambda rank: construct(sharder=sharder_of(fused_params=AT_RANDOM | {"rounding_seed": "x"})),

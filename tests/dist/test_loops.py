@@ -26,7 +26,7 @@ from tests.support.loops import (
     snapshot,
     train,
 )
-from tests.support.models import HOT_ROWS, BagModel
+from tests.support.models import HOT_ROWS, BagModel, ModelSpec
 from tests.support.parity import FUSED, LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool, error_of
 from tests.support.slices import Deal
@@ -243,6 +243,7 @@ def fused_clipped(rank: int, world_size: int, cell: Cell) -> tuple[float, float]
 
 
 ONE_GROUP = replace(EXACT, mesh=tdsp.Mesh2D(1, 4))
+MEANS = ModelSpec(pooling="mean")
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,10 @@ ONE_GROUP = replace(EXACT, mesh=tdsp.Mesh2D(1, 4))
         EXACT,
         HOT,
         replace(HOT, mesh=tdsp.Mesh2D(1, 4)),
+        replace(ONE_GROUP, exchange="row"),
+        replace(EXACT, exchange="row", hot_rows=HOT_ROWS, spec=MEANS),
+        replace(ONE_GROUP, spec=MEANS),
+        replace(HOT, spec=MEANS),
     ],
     ids=str,
 )

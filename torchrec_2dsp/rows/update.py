@@ -225,10 +225,9 @@ class DirectLookup:
         self._updater.apply(RowGradients(tuple(gradients), step))
 
     def update_rows(self, keys: torch.Tensor, grads: torch.Tensor, step: OptimizerStep) -> None:
-        """Update rows in a kernel with one block."""
-        bound, grads = max_gradient(self._tbe), grads.float()
+        """Update rows in a kernel with one block; gradients have been clipped in the output."""
         rows = RowSum(keys)
-        summed = rows.of(grads if bound is None else grads.clamp(-bound, bound))
+        summed = rows.of(grads.float())
         self._updater.apply(RowGradients((BlockGradients(rows.keys, summed),), step))
 
 

@@ -161,6 +161,12 @@ def check_optimizers(
                 f"update on a CPU; use FP32 or FP16, or one of {_names(FROM_ROW_GRADIENTS)}"
             )
         _check_arguments(optimizer, arguments, device_type)
+        bound = {**params, **arguments}
+        if "max_gradient" in bound and not bound.get("gradient_clipping"):
+            raise ConfigError(
+                f"max_gradient={bound['max_gradient']} does nothing without "
+                "gradient_clipping=True; give both or none"
+            )
         _check_single_rows(table, optimizer, plan)
         _check_rounding(module, table, optimizer, {**params, **arguments}, plan)
         if getattr(plan.get(table), "stored_as", RowStorage.PLAIN) is RowStorage.INT8:

@@ -16,6 +16,7 @@ Tables are in either of two states, where training or a state reader finds its r
     before_read          backwards    all updates are done, and rows are where state dicts show them
     after_write          in order     weights were written otherwise than by training"""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -340,3 +341,37 @@ class Stage:
 
     def after_write(self) -> None:
         """Note that weights or optimizer state were written by hand, or from a checkpoint."""
+
+
+class ClipGradients(Stage):
+    """Clips the gradient of each bag or id, as FBGEMM's kernels do, before anything is summed.
+
+    Kernels alone would see the gradients of averaged bags after the division, and those of
+    exchanged rows after their sum.
+    """
+
+    def __init__(self, bounds: Mapping[str, float]) -> None:
+        self._bounds = dict(bounds)
+        """The largest gradient, by output name."""
+
+    def on_output(self, notes: BatchNotes, output: Output) -> Output:
+        """Return the output, whose gradient will be clipped."""
+        if not self._bounds:
+            return output
+        if isinstance(output, KeyedTensor):
+            columns = zip(output.keys(), output.length_per_key(), strict=True)
+            bounds = [bound for name, dim in columns for bound in [self._bound(name)] * dim]
+            _clip_gradient(output.values(), bounds)
+            return output
+        for name, rows in output.items():
+            _clip_gradient(rows.values(), [self._bound(name)])
+        return output
+
+    def _bound(self, name: str) -> float:
+        return self._bounds.get(name, math.inf)
+
+
+def _clip_gradient(output: torch.Tensor, bounds: Sequence[float]) -> None:
+    if output.requires_grad:
+        largest = output.new_tensor(bounds)
+        output.register_hook(lambda grad: grad.clamp(-largest, largest))

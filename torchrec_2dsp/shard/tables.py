@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -36,6 +37,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     num_rows,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason
 from torchrec_2dsp.replicas.sync_point import SyncPoint
 from torchrec_2dsp.rows.rounding import HALF_TYPES, RoundedTable, StochasticRounding
@@ -45,12 +47,20 @@ from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_acti
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
 from torchrec_2dsp.shard.kernels import ROUNDING_SEED, Kernel, TableShard
+from torchrec_2dsp.shard.optimizers import is_data_parallel
 from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
 from torchrec_2dsp.shard.shardings import widen_contexts
-from torchrec_2dsp.shard.stages import BagContext, BatchNotes, Output, SequenceContext, Stage
+from torchrec_2dsp.shard.stages import (
+    BagContext,
+    BatchNotes,
+    ClipGradients,
+    Output,
+    SequenceContext,
+    Stage,
+)
 
 Module = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 Context = TypeVar("Context", BagContext, SequenceContext)
@@ -100,6 +110,7 @@ class Tables2D:
         self.stages: list[Stage] = [
             OneBatchSize(all_configs, _pack_size(module, plan)),
             self._batch_check,
+            ClipGradients(self._bounds(configs, plan)),
             outputs,
             *([] if self.hot_rows is None else [self.hot_rows]),
             *([] if arrangement is None else [arrangement]),
@@ -110,6 +121,21 @@ class Tables2D:
         self._configs, self._arrangement = configs, arrangement
         self._needs_keyed_jagged = any(stage.needs_keyed_jagged for stage in self.stages)
         self._watch_state()
+
+    def _bounds(self, configs: list[Any], plan: ModulePlan2D) -> dict[str, float]:
+        """Return the bounds of outputs' gradients that are clipped, by output name.
+
+        A group clips after dividing by the number of ranks over which it averages.
+        """
+        num_groups = plan.mesh.num_groups if isinstance(plan.sync, GradientSync) else 1
+        num_ranks, fused_params = plan.mesh.group_size * num_groups, fused_params_of(self.module)
+        return {
+            output: fused_params[config.name].get("max_gradient", 1.0) * num_ranks
+            for config, outputs in zip(configs, get_embedding_names_by_table(configs), strict=True)
+            for output in outputs
+            if fused_params.get(config.name, {}).get("gradient_clipping")
+            and not is_data_parallel(plan, config.name)
+        }
 
     def _make_hot_rows(
         self, configs: list[Any], plan: ModulePlan2D, replication: Replication, device: torch.device

@@ -159,9 +159,13 @@ class RowLookup(SequenceLookup):
 
 
 def config_by_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
-    """Return a kernel's config for looking up rows: unweighted, one feature per table."""
+    """Return a kernel's config for looking up rows: unweighted, one feature per table.
+
+    A row's gradient is the sum of those of its bags, which `ClipGradients` has clipped.
+    """
     tables = [
         replace(table, feature_names=[table.name], embedding_names=[table.name], is_weighted=False)
         for table in config.embedding_tables
     ]
-    return replace(config, embedding_tables=tables, is_weighted=False)
+    params = {**(config.fused_params or {}), "gradient_clipping": False}
+    return replace(config, embedding_tables=tables, is_weighted=False, fused_params=params)

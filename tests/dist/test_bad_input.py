@@ -67,6 +67,12 @@ def with_cached_kernel(plan: Any) -> tdsp.Plan2D:
     return plan
 
 
+def with_a_half_output(plan: Any) -> tdsp.Plan2D:
+    tables = plan.plan["ebc"]
+    tables["t0"] = replace(tables["t0"], output_dtype=DataType.FP16)
+    return plan
+
+
 def with_triton_on_some(rank: int) -> None:
     """Shard where Triton runs on rank 0 alone, such as the host with a compiler."""
     with pytest.MonkeyPatch.context() as patch:
@@ -264,6 +270,10 @@ UNSUPPORTED: dict[str, Case] = {
     "a cached kernel": (
         "compute_kernel='fused_uvm_caching'",
         lambda rank: construct(change=with_cached_kernel),
+    ),
+    "output types that differ": (
+        "have output_dtype FP16 and FP32, but are sharded alike; give them one",
+        lambda rank: construct(change=with_a_half_output),
     ),
     "an optimizer without a CPU kernel": (
         "no CPU kernel for EmbOptimType.LARS_SGD",

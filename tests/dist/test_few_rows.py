@@ -11,6 +11,7 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import Tensors, largest_gap, make_stream, train
 from tests.support.models import ModelSpec, TableSpec, build
 from tests.support.parity import (
+    LR,
     Cell,
     local_shards,
     make_sharder,
@@ -104,3 +105,46 @@ def compared(rank: int, world_size: int, cell: Cell) -> int:
 def test_tables_start_equal_everywhere(two_hosts: RankPool) -> None:
     for cell in CELLS:
         assert sum(two_hosts.run(compared, cell)) == cell.num_values, str(cell)
+
+
+FEW = ModelSpec((TableSpec("t0", 3, 8, ("f0",)),))
+HALF_OUTPUTS = [
+    Cell(MESHES[0], "table_wise", FEW),
+    Cell(MESHES[0], "row_wise", FEW),
+    Cell(MESHES[0], "table_wise", FEW, exchange="nonempty"),
+    Cell(MESHES[0], "table_wise", replace(FEW, sequence=True)),
+    Cell(MESHES[0], "row_wise", replace(FEW, sequence=True)),
+    Cell(MESHES[0], "row_wise", replace(FEW, pooling="mean"), exchange="row"),
+    Cell(MESHES[0], "row_wise", replace(FEW, weighted=True), exchange="row"),
+]
+
+
+def half_outputs(rank: int, world_size: int, cell: Cell) -> float:
+    """Return the largest gap to the unsharded outputs, before and after a step."""
+    sharder: Any = make_sharder(replace(cell, optimizer="sgd"))
+    sharder.fused_params["output_dtype"] = DataType.FP16
+    parallel, whole, batches = shard(cell, sharder), build(cell.spec), make_stream(cell, 1)[0]
+
+    def output(model: Any, batch: Any) -> torch.Tensor:
+        module = model.ec if cell.spec.sequence else model.ebc
+        rows = module(batch)["f0"]
+        return rows.values() if cell.spec.sequence else rows
+
+    gaps = []
+    for _ in range(2):
+        rows = output(parallel.module, batches[rank])
+        assert rows.dtype == torch.float16
+        gaps.append((rows.float() - output(whole, batches[rank])).abs().max().item())
+        rows.float().sum().backward()
+        parallel.sync_now()
+        torch.stack([output(whole, batch).sum() for batch in batches]).mean().backward()
+        table = next(iter(whole.parameters()))
+        table.data -= LR * table.grad
+        table.grad = None
+    return max(gaps)
+
+
+@pytest.mark.parametrize("cell", HALF_OUTPUTS, ids=str)
+def test_ranks_without_rows_return_the_type_of_the_others(ranks4: RankPool, cell: Cell) -> None:
+    """Outputs and their gradients are rounded to 11 bits."""
+    assert max(ranks4.run(half_outputs, cell)) < 2e-3

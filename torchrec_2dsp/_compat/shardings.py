@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torch.profiler import record_function
 from torchrec.distributed.batched_embedding_kernel import (
@@ -18,7 +19,10 @@ from torchrec.distributed.batched_embedding_kernel import (
 )
 from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsReduceScatter
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
+from torchrec.distributed.embedding_lookup import (
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -96,6 +100,16 @@ def parts_of_reduce_scatter(
 def parts_of_lookup(lookup: GroupedEmbeddingsLookup) -> tuple[list[nn.Module], list[int]]:
     """Return a lookup's kernels, and how many features each looks up."""
     return list(lookup._emb_modules), lookup._feature_splits
+
+
+def return_type_of_others(
+    lookup: GroupedEmbeddingsLookup | GroupedPooledEmbeddingsLookup, facts: "ShardingFacts"
+) -> None:
+    """Let the lookup of a rank without tables return numbers of the other ranks' type."""
+    config = next(config for configs in facts.configs_per_rank for config in configs)
+    dtype = (config.fused_params or {}).get("output_dtype", SparseType.FP32).as_dtype()
+    nothing = lookup._dummy_embs_tensor
+    lookup._dummy_embs_tensor = nothing.detach().to(dtype).requires_grad_(nothing.requires_grad)
 
 
 def replace_optimizer(

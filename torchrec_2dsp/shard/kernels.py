@@ -23,6 +23,7 @@ from torchrec_2dsp._compat.fbgemm import (
     has_own_rows,
     last_lookup,
     learning_rate_of,
+    output_dtype,
     params_to_build,
     replace_weights,
     set_learning_rate,
@@ -33,7 +34,7 @@ from torchrec_2dsp._compat.fbgemm import (
     without_update,
     write_counts,
 )
-from torchrec_2dsp._compat.shardings import ShardingFacts, replace_optimizer
+from torchrec_2dsp._compat.shardings import ShardingFacts, replace_optimizer, return_type_of_others
 from torchrec_2dsp._compat.tensors import Unwritten
 from torchrec_2dsp._compat.torchrec import (
     BaseEmbedding,
@@ -255,7 +256,8 @@ class _CapturingKernel:
         shape = tbe_shape(self.tbe)
         dims = [shape.table_dims[table] for table in shape.feature_tables]
         size = (0, dims[0]) if shape.is_sequence else (features.stride(), sum(dims))
-        return torch.zeros(size, device=features.device(), requires_grad=torch.is_grad_enabled())
+        where = {"device": features.device(), "dtype": output_dtype(self.tbe)}
+        return torch.zeros(size, requires_grad=torch.is_grad_enabled(), **where)
 
     def tell_updates(self, watcher: Callable[[Callable[[], list[torch.Tensor]]], None]) -> None:
         """Call ``watcher`` before each immediate update, with a function that returns its rows."""
@@ -400,7 +402,7 @@ def pooled_lookup(
     TorchRec divides bags' gradients by the number of ranks on their way to the tables. That holds
     for the gradients of per-sample weights, too, unless ``scale_weight_gradients`` undoes it.
     """
-    return kind(
+    lookup = kind(
         grouped_configs=facts.configs,
         pg=facts.group,
         device=facts.device if device is None else device,
@@ -409,6 +411,8 @@ def pooled_lookup(
         env=facts.env,
         scale_weight_gradients=scale_weight_gradients,
     )
+    return_type_of_others(lookup, facts)
+    return lookup
 
 
 def sequence_lookup(
@@ -417,12 +421,14 @@ def sequence_lookup(
     kind: type[SequenceLookup] = SequenceLookup,
 ) -> SequenceLookup:
     """Make a sharding's sequence lookup on this rank."""
-    return kind(
+    lookup = kind(
         grouped_configs=facts.configs,
         pg=facts.group,
         device=facts.device if device is None else device,
         env=facts.env,
     )
+    return_type_of_others(lookup, facts)
+    return lookup
 
 
 def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[Kernel]:

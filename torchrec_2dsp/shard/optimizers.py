@@ -153,6 +153,7 @@ def check_optimizers(
     module: nn.Module, params: dict[str, Any], plan: ModulePlan2D, device_type: str
 ) -> None:
     """Raise if a table's optimizer can't run on this device, or not from row gradients."""
+    _check_output_types(module, params, plan)
     for table, optimizer, arguments in _optimizers(module, params):
         is_by_rule = device_type == "cpu" and _data_type(module, table) is DataType.BF16
         if is_by_rule and optimizer not in FROM_ROW_GRADIENTS:
@@ -184,6 +185,22 @@ def check_optimizers(
                 f"{_name(optimizer)} can't be updated from row gradients, which GradientSync, "
                 "hot rows and data-parallel tables need; use WeightSync without hot rows and "
                 f"other sharding types, or one of {_names(FROM_ROW_GRADIENTS)}"
+            )
+
+
+def _check_output_types(module: nn.Module, params: dict[str, Any], plan: ModulePlan2D) -> None:
+    """Refuse several output types in one exchange, which would read one for the other."""
+    firsts: dict[str, tuple[str, str]] = {}
+    for table, _, arguments in _optimizers(module, params):
+        if table not in plan or is_data_parallel(plan, table):
+            continue
+        default = {**params, **arguments}.get("output_dtype", DataType.FP32)
+        own = table, (plan[table].output_dtype or default).name
+        first = firsts.setdefault(plan[table].sharding_type, own)
+        if first[1] != own[1]:
+            raise UnsupportedError(
+                f"tables {first[0]!r} and {table!r} have output_dtype {first[1]} and {own[1]}, but "
+                "are sharded alike; give them one"
             )
 
 

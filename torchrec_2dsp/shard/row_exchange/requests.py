@@ -254,7 +254,9 @@ class _Pooled(torch.autograd.Function):
             return rows.index_select(0, needed.places)
         if ctx.needs_input_grad[2]:
             ctx.save_for_backward(rows, needed.places, needed.bags.lengths)
-        return sum_bags(rows, needed.places, starts_of(needed.bags.lengths), weights)
+        # Rows may have come in 16 bits, in which sums would be rounded at each addition.
+        starts = starts_of(needed.bags.lengths)
+        return sum_bags(rows.float(), needed.places, starts, weights).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
@@ -265,7 +267,7 @@ class _Pooled(torch.autograd.Function):
             bags = torch.arange(len(lengths), device=places.device)
             per_id = repeated(bags, lengths, len(places))
             of_weights = (rows.index_select(0, places) * grad.index_select(0, per_id)).sum(dim=1)
-        return ctx.sums.of(grad), None, of_weights
+        return ctx.sums.of(grad.float()).to(grad.dtype), None, of_weights
 
 
 @dataclass(frozen=True)

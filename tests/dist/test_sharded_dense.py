@@ -27,6 +27,37 @@ class WithParameter(BagModel):
         self.scale = nn.Parameter(torch.ones(1))
 
 
+class Tied(BagModel):
+    """A model of which two parts share a parameter, beside a stack of layers."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__(spec)
+        self.again = nn.Linear(self.over.in_features, 1)
+        self.again.weight = self.over.weight
+        self.stack = tdsp.LayerStack([nn.Linear(2, 2)], nn.MSELoss(reduction="none"))
+
+
+WRAPPERS = {
+    "FullyShardedDense": tdsp.FullyShardedDense,
+    "TensorParallelDense": lambda: tdsp.TensorParallelDense({"over": ColwiseParallel()}, tp=2),
+    "PipelinedDense": lambda: tdsp.PipelinedDense(2, num_micro_batches=2),
+}
+
+
+def with_tied_parts(rank: int, world_size: int, wrapper: str) -> str:
+    cell = cell_of(world_size)
+    dense = WRAPPERS[wrapper]()
+    return error_text(
+        lambda: shard(cell, model=Tied(cell.spec), data_parallel_wrapper=dense), ConfigError
+    )
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_parts_that_share_a_parameter_are_refused(ranks4: RankPool, wrapper: str) -> None:
+    for text in ranks4.run(with_tied_parts, wrapper):
+        assert text.startswith(f"'over' and 'again' share a parameter, which {wrapper} would shard")
+
+
 def misuse_fully_sharded(rank: int, world_size: int) -> tuple[str, ...]:
     cell = cell_of(world_size)
 

@@ -49,6 +49,18 @@ def dense_parts(
         yield from dense_parts(child, wrapper, child_path, apart=apart)
 
 
+def check_untied(parts: Mapping[str, nn.Module], wrapper: str) -> None:
+    """Refuse a parameter in two parts, which would be sharded as two."""
+    owners: dict[nn.Parameter, str] = {}
+    for name, part in parts.items():
+        for param in part.parameters():
+            if owners.setdefault(param, name) != name:
+                raise ConfigError(
+                    f"{owners[param]!r} and {name!r} share a parameter, which {wrapper} would "
+                    "shard as two; put them into one module that holds no tables, or untie them"
+                )
+
+
 def group_of(env: ShardingEnv) -> dist.ProcessGroup:
     """Return the ranks over which a wrapper runs the dense part."""
     if env.process_group is None:

@@ -31,6 +31,7 @@ from torchrec_2dsp.dense.dense_parts import (
     broadcast_weights,
     check_copies_fit,
     check_num_copies,
+    check_untied,
     copies_mesh,
     dense_parts,
     group_of,
@@ -252,7 +253,8 @@ class FullyShardedDense(DataParallelWrapper):
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
         with agreeing(group) as facts:
-            parts = list(dense_parts(model, "FullyShardedDense"))
+            parts = dict(dense_parts(model, "FullyShardedDense"))
+            check_untied(parts, "FullyShardedDense")
             num_ranks = dist.get_world_size(group)
             check_copies_fit("FullyShardedDense", self._num_copies, num_ranks, "ranks")
             facts["the settings of FullyShardedDense"] = (
@@ -260,7 +262,7 @@ class FullyShardedDense(DataParallelWrapper):
             )
         ranks = torch.tensor(dist.get_process_group_ranks(group)).view(self._num_copies, -1)
         mesh = copies_mesh(ranks, device.type)
-        for _, part in parts:
+        for part in parts.values():
             broadcast_weights(part, group)
             units = [unit for unit in part.modules() if isinstance(unit, self._units)]
             for module in [*(unit for unit in units if unit is not part), part]:
@@ -315,6 +317,7 @@ class TensorParallelDense(DataParallelWrapper):
         model = wrapped_module(dmp).to(device)
         with agreeing(group) as facts:
             parts = dict(dense_parts(model, "TensorParallelDense"))
+            check_untied(parts, "TensorParallelDense")
             num_ranks = dist.get_world_size(group)
             mesh = DenseMesh.for_world(
                 num_ranks, tp=self._tp, local_world_size=get_local_size(num_ranks)

@@ -18,7 +18,12 @@ from torchrec_2dsp._compat.ddp import (
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import own_mesh
-from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
+from torchrec_2dsp.dense.dense_parts import (
+    broadcast_weights,
+    check_untied,
+    dense_parts,
+    group_of,
+)
 from torchrec_2dsp.dense.pipelined.cut_stack import (
     CutStack,
     PipelineTimes,
@@ -155,6 +160,8 @@ class PipelinedDense(DataParallelWrapper):
                     "PipelinedDense found no LayerStack with parameters in the model; put the "
                     "layers that are to be cut, and their loss, into a tdsp.LayerStack"
                 )
+            others = {name: part for name, part in parts.items() if name not in stacks}
+            check_untied(others, "PipelinedDense")
             num_ranks = dist.get_world_size(group)
             mesh = DenseMesh.for_world(
                 num_ranks,
@@ -189,7 +196,7 @@ class PipelinedDense(DataParallelWrapper):
         self._share_layers(plans, self._groups)
         ranks = torch.tensor(dist.get_process_group_ranks(group))
         everyone = own_mesh(ranks, device.type, ("dp_pp_tp",))
-        self._others = [part for part in parts.values() if not isinstance(part, LayerStack)]
+        self._others = list(others.values())
         for part in self._others:
             fully_shard(part, mesh=everyone)
 

@@ -1,6 +1,7 @@
 """The search by cost: against all placements, and as the user demands."""
 
 import itertools
+import re
 import resource
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
     ENOUGH,
+    ROWS,
     SHARDERS,
     bags,
     best_of_all,
@@ -279,6 +281,15 @@ def test_a_mesh_without_a_calibration_runs_row_exchange(mesh: tdsp.Mesh2D) -> No
             r"nothing is allowed for table 't0': sharding_types=\['grid_shard'\], with a "
             "EmbeddingBagCollectionSharder2D on cpu",
         ),
+        (
+            {"constraints": constrained("row_wise", num_tables=9)},
+            f"constraints name {re.escape(str([f't{n}' for n in range(len(ROWS), 9)]))}, and the "
+            r"tables are \['t0', 't1', ",
+        ),
+        (
+            {"constraints": {"t0": ParameterConstraints(pooling_factors=[-3.0])}},
+            r"constraints of table 't0': pooling_factors=\[-3.0\] has a number of ids below 0",
+        ),
     ],
 )
 def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -> None:
@@ -290,6 +301,8 @@ def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -
     ("values", "text"),
     [
         ({"exchange": ["rows"]}, r"exchange=\['rows'\]: use some of 'pooled', 'nonempty', 'row'"),
+        ({"hot_rows": 5.5}, "hot_rows=5.5 is no number of rows; use 0 or more"),
+        ({"num_groups": True}, "num_groups=True is no number of copies; use 1 or more, or 'each'"),
         ({"hot_rows": -1}, "hot_rows=-1 is no number of rows; use 0 or more"),
         ({"stored_as": "int4"}, "stored_as='int4': use one of 'plain', 'int8'"),
         ({"skew": -0.1}, "skew=-0.1 is no exponent; use 0 or more"),

@@ -16,6 +16,7 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     Storage,
 )
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -149,8 +150,12 @@ def test_a_constraint_may_name_either_form(mesh: tdsp.Mesh2D, type_2d: str) -> N
     by_stock_name = planner_for(mesh, constraints=constrained(type_2d.removeprefix("2d_")))
     by_2d_name = planner_for(mesh, constraints=constrained(type_2d))
 
+    member: Any = ShardingType(type_2d.removeprefix("2d_"))
+    by_member = planner_for(mesh, constraints=constrained(member))
+
     plan = by_2d_name.plan(bags(), STOCK_SHARDERS)
 
+    assert by_member.plan(bags(), STOCK_SHARDERS) == plan
     assert by_stock_name.plan(bags(), STOCK_SHARDERS) == plan
     assert {table.sharding_type for table in tables_in(plan).values()} == {type_2d}
 

@@ -77,7 +77,9 @@ def find_plan(
     if sample is not None:
         given, counted = arguments.get("constraints") or {}, arguments.get("access") or {}
         sampled = sampled_constraints(module, sample, given)
-        of_counted = {name: given.get(name, ParameterConstraints()) for name in counted}
+        of_counted = {
+            name: given.get(name, ParameterConstraints()) for name in counted if name in sampled
+        }
         arguments["constraints"] = sampled | of_counted
     with agreeing(world):
         topology = calibration.topology(world.size(), local_world_size)

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from numbers import Integral
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -76,6 +77,10 @@ def _members(
         raise ConfigError(f"{name}={values!r}: use some of {choices}") from error
 
 
+def _is_number(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 @dataclass
 class ParameterConstraints2D(ParameterConstraints):
     """A `ParameterConstraints` that also has exchange, formats, hot rows, copies and skew.
@@ -119,12 +124,13 @@ class ParameterConstraints2D(ParameterConstraints):
         except ValueError as error:
             choices = ", ".join(repr(member.value) for member in RowStorage)
             raise ConfigError(f"stored_as={self.stored_as!r}: use one of {choices}") from error
-        is_count = isinstance(self.num_groups, int) and self.num_groups >= 1
+        is_count = _is_number(self.num_groups) and self.num_groups >= 1
         if not is_count and self.num_groups not in (None, "each"):
             raise ConfigError(
                 f"num_groups={self.num_groups!r} is no number of copies; use 1 or more, or 'each'"
             )
-        if self.hot_rows is not None and self.hot_rows < 0:
+        is_count = _is_number(self.hot_rows) and self.hot_rows >= 0
+        if self.hot_rows is not None and not is_count:
             raise ConfigError(f"hot_rows={self.hot_rows} is no number of rows; use 0 or more")
         if self.skew is not None and not 0 <= self.skew < math.inf:
             raise ConfigError(f"skew={self.skew} is no exponent; use 0 or more")

@@ -27,7 +27,7 @@ from torchrec_2dsp.cost.loads import Floats, Placed, Shards
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import TableWork, Workload, optimizer_of, state_bytes_per_row
-from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.plan.fits_module import is_left_whole
 from torchrec_2dsp.plan.parameter_sharding import (
     IN_8_BITS,
@@ -318,6 +318,13 @@ class _Tables:
     candidates: dict[str, Candidate] = field(default_factory=dict)
     _cold: dict[int, set[str]] = field(default_factory=dict)
     """The tables that can't have hot rows, by their module's id."""
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(self.constraints.keys() - self.workload.tables.keys()):
+            raise ConfigError(
+                f"constraints name {unknown}, and the tables are {list(self.workload.tables)}; use "
+                "these names, which aren't those of features or modules"
+            )
 
     def add(
         self,

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +31,7 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_2dsp.cost.loads import Floats
-from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type, type_2d
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
@@ -86,7 +87,17 @@ def _proposed_type(options: Iterable[ShardingOption]) -> ProposedType | None:
 def base_constraints(
     constraints: Mapping[str, ParameterConstraints] | None,
 ) -> dict[str, ParameterConstraints]:
-    """Copy constraints with TorchRec's own type names."""
+    """Copy constraints with TorchRec's own type names.
+
+    Raises:
+        TwoDError: a type or a pooling factor is none.
+    """
+    for name, constraint in (constraints or {}).items():
+        if not all(0 <= factor < math.inf for factor in constraint.pooling_factors):
+            raise ConfigError(
+                f"constraints of table {name!r}: pooling_factors={constraint.pooling_factors} has "
+                "a number of ids below 0 or without end; give the mean number per bag"
+            )
     return {
         name: replace(constraint, sharding_types=_base_names(name, constraint.sharding_types))
         for name, constraint in (constraints or {}).items()
@@ -97,7 +108,9 @@ def _base_names(table: str, sharding_types: Iterable[str] | None) -> list[str] |
     if sharding_types is None:
         return None
     try:
-        return [base_type(sharding_type) for sharding_type in sharding_types]
+        # Some name types by TorchRec's enum.
+        names = (getattr(kind, "value", kind) for kind in sharding_types)
+        return [base_type(name) for name in names]
     except PlanError as error:
         raise PlanError(f"constraints of table {table!r}: {error}") from error
 

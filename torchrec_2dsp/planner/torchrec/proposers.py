@@ -30,6 +30,7 @@ from torchrec_2dsp.planner.search.choices import Candidate, candidates_of_option
 from torchrec_2dsp.planner.search.cost_search import CostSearch, room_of
 from torchrec_2dsp.planner.search.placement import Descent, with_hot_rows
 from torchrec_2dsp.planner.search.space import chosen_on_each, effort_for
+from torchrec_2dsp.planner.torchrec.adapters import base_constraints
 from torchrec_2dsp.planner.torchrec.options import Draft, KnownOptions, known_options
 
 _UNLIMITED = float("inf")
@@ -104,7 +105,7 @@ class ExchangeProposer(Proposer):
             mesh,
             sync,
             batch_size=1,
-            constraints=constraints,
+            constraints=base_constraints(constraints),
             access=access,
             workload=workload,
             # TorchRec's plans can't ask for others.

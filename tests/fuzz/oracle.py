@@ -341,7 +341,7 @@ class _Simulation:
             part.hold(action.hot, self._hot_rows)
         looked_up = []
         for table, rows, values in self._id_maps.evicted_until(index):
-            self._states[table].reset(rows, values)
+            self._states[table].reset(rows, values, self._hot_rows[table])
             expected.num_evicted += len(rows)
         for rank, batch in enumerate(self._id_maps.mapped(index, self._batches(number))):
             bags = [self._pool(batch, column, rank) for column in self._columns]

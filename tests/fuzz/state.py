@@ -248,11 +248,11 @@ class TableState:
         self.weights, self._moments = other.weights.clone(), other._moments.clone()
         self._synced = (other._synced[0].clone(), other._synced[1].clone())
 
-    def reset(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Begin rows anew on all copies."""
+    def reset(self, rows: torch.Tensor, values: torch.Tensor, hot: torch.Tensor) -> None:
+        """Begin rows anew on all copies; some rows are hot."""
         values = values.to(DTYPES[self._table.dtype]).to(self.weights)
         if self._table.dtype == "int8":
-            values = self._noise.in_8_bits(values, self._is_hot[rows])
+            values = self._noise.in_8_bits(values, torch.isin(rows, hot)[:, None])
         self.weights[:, rows] = values
         self._moments[:, rows] = 0
 

@@ -145,6 +145,7 @@ class HotSets:
         """Let these sets, and later ones, name ids instead of rows."""
         self._rows_of = rows_of
         self.renew(hot_sets)
+        self.held = self.newest
 
     def follow_map(self) -> None:
         """Let new batches use the rows that the sets' ids have now; the map may have changed."""
@@ -388,6 +389,7 @@ class HotRows(Stage):
     def after_write(self) -> None:
         """Read the replicas from their homes again before their next use."""
         self._stale, self._dirty = True, False
+        self._keep_homes_exactly()
 
     def kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """Return the kernels that hold the replicas."""
@@ -442,7 +444,6 @@ class HotRows(Stage):
         for tensor in tensors:
             dist.all_reduce(tensor, group=self._groups.sharding_group)
         self._stale = self._dirty = False
-        self._keep_homes_exactly()
 
     def _keep_homes_exactly(self) -> None:
         """Let no hot row be rounded where it is written home."""

@@ -156,3 +156,19 @@ def test_an_unknown_policy_is_told() -> None:
         tdsp.errors.ConfigError, match="bad_ids='ignore' is unknown; use one of 'raise'"
     ):
         tdsp.EmbeddingBagCollectionSharder2D(bad_ids="ignore")
+
+
+def after_short_ids(rank: int, world_size: int) -> str:
+    """Return the error for an id that would be row 5 in the first batch's type."""
+    parallel, (first, second) = shard(CELLS[0]), make_stream(CELLS[0], 2)
+    short = first[rank]
+    parallel(KeyedJaggedTensor(short.keys(), short.values().int(), lengths=short.lengths()))
+    batch = second[rank]
+    if rank == FAULTY_RANK:
+        batch, *_ = with_id(batch, 2**40 + 5)
+    return error_text(lambda: parallel(batch), tdsp.errors.InputError)
+
+
+def test_ids_are_checked_before_they_are_cast(ranks4: RankPool) -> None:
+    for text in ranks4.run(after_short_ids):
+        assert f"feature 'f1' has the id {2**40 + 5} in sample" in text

@@ -136,9 +136,9 @@ def half_outputs(rank: int, world_size: int, cell: Cell) -> float:
         assert rows.dtype == torch.float16
         gaps.append((rows.float() - output(whole, batches[rank])).abs().max().item())
         rows.float().sum().backward()
-        parallel.sync_now()
+        parallel.sync_now()  # type: ignore[operator]
         torch.stack([output(whole, batch).sum() for batch in batches]).mean().backward()
-        table = next(iter(whole.parameters()))
+        table: Any = next(iter(whole.parameters()))
         table.data -= LR * table.grad
         table.grad = None
     return max(gaps)

@@ -106,6 +106,18 @@ def test_a_table_may_be_hot_from_end_to_end(ranks4: RankPool) -> None:
     check_cells(cells, ranks4, STEPS, must_sync=True)
 
 
+def test_a_features_name_may_have_an_at_sign(ranks4: RankPool) -> None:
+    """TorchRec writes outputs of a feature that looks up several tables as ``feature@table``."""
+    tables = (TableSpec("t0", 40, 8, ("user@7d",)), TableSpec("t1", 24, 8, ("user", "item@1")))
+    hot = (("t0", (0, 1, 5)), ("t1", (0, 2)))
+    cells = [
+        Cell(MESHES[0], spec=spec, hot_rows=hot_rows, variable=is_variable)
+        for spec in (ModelSpec(tables), ModelSpec(tables, sequence=True))
+        for hot_rows, is_variable in ((hot, False), ((), True))
+    ]
+    check_cells(cells, ranks4, STEPS, must_sync=True)
+
+
 @pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise", "data_parallel"])
 def test_sequences_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: Deal) -> None:
     cells = dealt(

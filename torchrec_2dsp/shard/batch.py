@@ -25,6 +25,7 @@ from torchrec_2dsp.shard.stages import (
     Output,
     Stage,
     count_per_bag,
+    features_by_output,
     ids_per_feature,
 )
 
@@ -211,13 +212,17 @@ class BatchForm:
         error, tally = error or self._shape_error(batch), None
         if error is None:
             sizes = ids_per_feature(batch)
-            is_bad, _ = ids.find(batch.keys(), batch.values().to(self._types.ids), sizes)
+            is_bad, _ = ids.find(batch.keys(), batch.values(), sizes)
             tally = _Tally.of(batch, sizes, is_bad)
             error = self._tally_error(batch, tally)
         if tally is None or error is not None:
             return self._without_ids(batch.stride(), batch.values().device), error
-        batch = self._in_form(batch, self._types, tally.ids_per_feature)
-        return ids(batch) if tally.has_bad_ids else (batch, None)
+        types, num_ids = self._types, tally.ids_per_feature
+        if tally.has_bad_ids:
+            # Another type would turn some of them into rows' numbers.
+            batch, error = ids(self._in_form(batch, replace(types, ids=torch.int64), num_ids))
+            num_ids = None
+        return self._in_form(batch, types, num_ids), error
 
     def _joined_types(self, batch: KeyedJaggedTensor) -> NumberTypes:
         own = NumberTypes.of(batch)
@@ -296,7 +301,7 @@ class BatchForm:
         return None
 
     def _in_form(
-        self, batch: KeyedJaggedTensor, types: NumberTypes, num_ids: list[int]
+        self, batch: KeyedJaggedTensor, types: NumberTypes, num_ids: list[int] | None
     ) -> KeyedJaggedTensor:
         """Return the batch in contiguous memory, and in the first one's order and types."""
         values, lengths, weights = batch.values(), batch.lengths(), batch.weights_or_none()
@@ -437,15 +442,17 @@ class OneBatchSize(Stage):
     """Turns batches with a batch size per feature into ordinary batches, and back at the output."""
 
     def __init__(self, configs: Sequence[Any], pack_size: int) -> None:
-        self._features = frozenset(features_of(configs))
+        self._feature_of = features_by_output(configs)
         self._pack_size = pack_size
 
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor
     ) -> KeyedJaggedTensor:
         """Return the batch's distinct bags."""
-        bags = distinct_bags(features, self._features)
-        notes.bags_of_samples, notes.error = bags.of_samples, bags.error
+        bags = distinct_bags(features, frozenset(self._feature_of.values()))
+        notes.error = bags.error
+        if bags.of_samples is not None:
+            notes.bags_of_samples = bags.of_samples.by_output(self._feature_of)
         if self._pack_size > 1 and features.variable_stride_per_key():
             notes.error = notes.error or InputError(
                 "a batch with a batch size for each feature has bags that don't fill packs of "

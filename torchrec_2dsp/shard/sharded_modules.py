@@ -42,7 +42,7 @@ from torchrec_2dsp.shard.stages import (
     SequenceContext,
     Stage,
     cold_before_hot,
-    feature_of,
+    features_by_output,
 )
 from torchrec_2dsp.shard.tables import Tables2D
 
@@ -101,7 +101,7 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
         shown = cast(EmbeddingBagCollection, SomeTables(module, summing))
         super().__init__(shown, plan, **stock)
         device = stock["device"] or torch.device("cpu")
-        outputs = JoinBags(_outputs_of(configs, averaged))
+        outputs = JoinBags(features_by_output(configs, averaged))
         self.tables = Tables2D(self, module, configs, plan, replication, device, outputs)
         if device.type == "cuda":
             self.tables.stages.append(EmptyBatches())
@@ -159,17 +159,6 @@ def _averaged_here(configs: Iterable[EmbeddingBagConfig], plan: ModulePlan2D) ->
 
 def _without_transport(table: ParameterSharding2D) -> TableType:
     return replace(TableType.of_name(table.sharding_type), transport=Transport.FP32)
-
-
-def _outputs_of(configs: Sequence[EmbeddingBagConfig], tables: set[str]) -> dict[str, str]:
-    """Map some tables' output names to features."""
-    names = get_embedding_names_by_table(list(configs))
-    return {
-        output: feature
-        for config, outputs in zip(configs, names, strict=True)
-        if config.name in tables
-        for output, feature in zip(outputs, config.feature_names, strict=True)
-    }
 
 
 def _summing(config: EmbeddingBagConfig) -> EmbeddingBagConfig:
@@ -292,21 +281,20 @@ class JoinBags(Stage):
         return features
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Return the complete bags."""
+        """Return the complete bags; a feature with hot rows looks up one table, under its name."""
         if not (notes.hot_output or notes.bag_lengths):
             return output
         hot_output, notes.hot_output = notes.hot_output, {}
         cold = cast(KeyedTensor, output)
         names, dims, values = cold.keys(), cold.length_per_key(), cold.values()
-        hot = [hot_output[feature] for feature in map(feature_of, names) if feature in hot_output]
+        hot = [hot_output[name] for name in names if name in hot_output]
         if len(hot) == len(names):
             values, hot_output = values + torch.cat(hot, dim=1), {}
         if hot_output or notes.bag_lengths:
             bags = []
             for name, sums in zip(names, values.split(dims, dim=1), strict=True):
-                feature = feature_of(name)
-                if feature in hot_output:
-                    sums = sums + hot_output[feature]
+                if name in hot_output:
+                    sums = sums + hot_output[name]
                 if name in notes.bag_lengths:
                     num_ids = notes.bag_lengths[name].clamp(min=1).to(sums.dtype)
                     sums = sums / num_ids[:, None]
@@ -354,14 +342,13 @@ class JoinSequences(Stage):
         hot_output, notes.hot_output = notes.hot_output, {}
         joined = {}
         for name, rows in cast(Mapping[str, JaggedTensor], output).items():
-            feature = feature_of(name)
             joined[name] = rows
-            if feature in hot_output:
+            if name in hot_output:
                 joined[name] = _joined(
                     rows,
-                    hot_output[feature],
-                    notes.hot.features[feature],
-                    notes.hot.ids.by_feature[feature],
+                    hot_output[name],
+                    notes.hot.features[name],
+                    notes.hot.ids.by_feature[name],
                 )
         return joined
 

@@ -17,14 +17,15 @@ Tables are in either of two states, where training or a state reader finds its r
     after_write          in order     weights were written otherwise than by training"""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
@@ -157,13 +158,18 @@ class BagsOfSamples:
     """Maps samples to each feature's bags."""
 
     rows: Mapping[str, int]
-    """Each feature's row in ``indices``."""
+    """Each feature's row in ``indices``, also by the names of its outputs."""
     indices: torch.Tensor
     """Bag numbers, `[features, samples]`."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
         self.indices.record_stream(stream)  # pyright: ignore[reportArgumentType]
+
+    def by_output(self, feature_of: Mapping[str, str]) -> "BagsOfSamples":
+        """Return the bags by the names of outputs, given their features."""
+        rows = {name: self.rows[feature] for name, feature in feature_of.items()}
+        return replace(self, rows={**self.rows, **rows})
 
     def pooled(self, bags: KeyedTensor) -> KeyedTensor:
         """Return each sample's bags, side by side."""
@@ -182,18 +188,33 @@ class BagsOfSamples:
         return {name: _select(rows, self._of(name)) for name, rows in bags.items()}
 
     def _of(self, name: str) -> torch.Tensor:
-        return self.indices[self.rows[feature_of(name)]]
+        return self.indices[self.rows[name]]
 
 
-def feature_of(output_name: str) -> str:
-    """Return an output's feature; one that looks up several tables has ``@table`` in each name.
+def features_by_output(
+    configs: Sequence[Any], tables: Collection[str] | None = None
+) -> dict[str, str]:
+    """Return the features of all outputs, or of those of some tables, by the output's name.
+
+    A feature that looks up several tables has ``@table`` in each name.
 
     Example:
-        >>> from torchrec_2dsp.shard.stages import feature_of
-        >>> feature_of("item"), feature_of("item@t_long")
-        ('item', 'item')
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec_2dsp.shard.stages import features_by_output
+        >>> size = {"num_embeddings": 9, "embedding_dim": 8}
+        >>> names = {"t0": ["item", "user@7d"], "t1": ["item"]}
+        >>> features_by_output(
+        ...     [EmbeddingBagConfig(name=t, feature_names=f, **size) for t, f in names.items()]
+        ... )
+        {'item@t0': 'item', 'user@7d': 'user@7d', 'item@t1': 'item'}
     """
-    return output_name.split("@")[0]
+    names = get_embedding_names_by_table(list(configs))
+    return {
+        output: feature
+        for config, outputs in zip(configs, names, strict=True)
+        if tables is None or config.name in tables
+        for output, feature in zip(outputs, config.feature_names, strict=True)
+    }
 
 
 def _select(rows: JaggedTensor, bags: torch.Tensor) -> JaggedTensor:

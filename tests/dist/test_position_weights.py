@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.feature_processor_ import FeatureProcessor
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -208,12 +207,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
     trained, changed = (sharded(model_of(BagModel, COLLECTION)) for _ in range(2))
     changed.module.ebc._feature_processors.requires_grad_(False)
     without = {name: value for name, value in trained.state_dict().items() if "_feat" not in name}
-    in_int8 = model_of(BagModel, replace(COLLECTION, data_type=DataType.INT8))
     long_bag = make_batch(COLLECTION, 0, max_length=4 if rank else NUM_POSITIONS + 5)
     return [
         *(
             error_of(partial(sharded, model))
-            for model in (halved(trained=True), with_frozen_table(), too_many, unequal, in_int8)
+            for model in (halved(trained=True), with_frozen_table(), too_many, unequal)
         ),
         *(
             error_of(partial(sharded, model_of(BagModel, MODULES), wrapper))
@@ -232,7 +230,6 @@ def test_refusals(ranks4: RankPool) -> None:
         "table 't1' of module 'ebc' has requires_grad=False, but trained position weights",
         "module 'ebc' has 16777228 position weights, of which less than 16777216 can be told",
         "the kind of feature processors differs between ranks: rank 0 has [('f0",
-        "table 't0' of module 'ebc' has data_type=<DataType.INT8: 'INT8'>, whose rows trained",
         "module 'ebc' trains '_feature_processors.f0.position_weight' beside its tables, which Ful",
         "module 'ebc' trains '_feature_processors.f0.position_weight' beside its tables, which Loc",
         "this rank's batch, but position weights for 6; cut the bag, or give the processor a",

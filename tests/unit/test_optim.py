@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec, build, tables_of
@@ -400,14 +399,6 @@ def test_what_a_rule_on_tensors_lacks_is_refused(name: str) -> None:
     with pytest.raises(tdsp.errors.UnsupportedError, match=f"{name}=.* is unknown to .* on a CPU"):
         check_optimizers(model, params, AVERAGED, "cpu")
     check_optimizers(model, params, AVERAGED, "cuda")
-
-
-def test_a_rule_on_tensors_needs_floating_point_tables() -> None:
-    ebc = cast(Any, build(ModelSpec())).ebc
-    check_optimizers(ebc, {"optimizer": EmbOptimType.ADAM, "weight_decay": 0.1}, AVERAGED, "cpu")
-    ebc.embedding_bag_configs()[1].data_type = DataType.INT8
-    with pytest.raises(tdsp.errors.UnsupportedError, match=r"table 't1' has data_type=.*ADAM"):
-        check_optimizers(ebc, {"optimizer": EmbOptimType.ADAM}, AVERAGED, "cpu")
 
 
 def test_what_an_optimizer_uses_or_what_changes_nothing_is_taken() -> None:

@@ -15,6 +15,7 @@ from torchrec_2dsp._compat.fbgemm import (
     last_lookup,
     updates_by_rule,
 )
+from torchrec_2dsp.rows.gradients import sources_of_bags
 from torchrec_2dsp.rows.rounding import HALF_TYPES, RoundedTable, rounded
 
 TABLE = RoundedTable("t_user", 0, lambda rows: rows)
@@ -151,3 +152,13 @@ def test_rows_in_bf16_are_summed_in_float32(pooling: PoolingMode, weighted: bool
         for offsets in (torch.zeros(1, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)):
             no_ids = torch.zeros(0, dtype=torch.int64)
             assert in_bf16(no_ids, offsets).abs().sum() == 0
+
+
+def test_shares_of_means_are_float32_whatever_the_default_type() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _, shares = sources_of_bags(torch.tensor([[3]]), None, 3, is_mean=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert shares is not None
+    assert shares.dtype == torch.float32

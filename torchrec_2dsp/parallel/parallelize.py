@@ -69,7 +69,7 @@ def parallelize(
 
     Rank 0 prints what was chosen, what a step should take, the next best, and what would help most
     that isn't allowed; `ModelParallel2D.explain` has the reasons. Weights of tables that aren't on
-    the meta device are kept.
+    the meta device are kept; with this package's own ``sharders`` their ``keep_weights`` decides.
 
     Example::
 

@@ -266,12 +266,6 @@ def check_processed(module: Any, path: str) -> None:
         )
     if not trains_processors(module):
         return
-    for config in collection_in(module).embedding_bag_configs():
-        if config.data_type not in (DataType.FP32, DataType.FP16, DataType.BF16):
-            raise UnsupportedError(
-                f"table {config.name!r} of module {path!r} has data_type={config.data_type!r}, "
-                "whose rows trained position weights can't be multiplied with; use FP32 or FP16"
-            )
     if frozen := frozen_tables(collection_in(module)):
         raise UnsupportedError(
             f"table {frozen[0]!r} of module {path!r} has requires_grad=False, but trained position "
@@ -358,6 +352,11 @@ def check_table_configs(path: str, configs: Iterable[Any], *, is_weighted: bool 
                 "divide the weights where you need a mean"
             )
         where = f"table {config.name!r} of module {path!r}"
+        if config.data_type not in (DataType.FP32, DataType.FP16, DataType.BF16):
+            raise UnsupportedError(
+                f"{where} has data_type={config.data_type!r}, which can't be trained; use FP32, "
+                "FP16 or BF16, or plan it with stored_as='int8'"
+            )
         if config.num_embeddings < 1:
             raise PlanError(f"{where} has {config.num_embeddings} rows; give it at least one")
         if config.embedding_dim < 1 or config.embedding_dim % _COLUMNS_AT_A_TIME:

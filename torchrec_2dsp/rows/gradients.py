@@ -326,7 +326,7 @@ def sources_of_bags(
     """
     per_bag = lengths.reshape(-1)
     if is_mean:
-        shares = repeated(per_bag.clamp(min=1).reciprocal(), per_bag, num_ids)
+        shares = repeated(per_bag.clamp(min=1).float().reciprocal(), per_bag, num_ids)
         weights = shares if weights is None else weights * shares
     # Gradients are ordered sample by sample, ids feature by feature.
     num_features, batch_size = lengths.shape

@@ -46,7 +46,6 @@ ON_CPU = frozenset(
 
 _IGNORED_ON_CPU = ("weight_decay", "max_norm")
 _ONLY_ON_CUDA = ("extra_optimizer_config", "optimizer_state_dtypes", "weight_decay_mode")
-_FLOATS = frozenset({DataType.FP32, DataType.FP16, DataType.BF16})
 
 _ADAMS = frozenset(HAS_ROW_WISE_MOMENT)
 _WITHOUT_DECAY = frozenset({EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD})
@@ -173,7 +172,7 @@ def check_optimizers(
         if getattr(plan.get(table), "stored_as", RowStorage.PLAIN) is RowStorage.INT8:
             _check_eight_bits(module, table, optimizer, {**params, **arguments}, plan)
         if needs_rule(optimizer, device_type):
-            _check_rule(module, table, optimizer, {**params, **arguments})
+            _check_rule(optimizer, {**params, **arguments})
         elif device_type == "cpu" and optimizer not in ON_CPU:
             raise UnsupportedError(
                 f"FBGEMM has no CPU kernel for {_name(optimizer)}; use one of "
@@ -238,9 +237,7 @@ def _check_single_rows(table: str, optimizer: EmbOptimType, plan: ModulePlan2D) 
         )
 
 
-def _check_rule(
-    module: nn.Module, table: str, optimizer: EmbOptimType, arguments: Mapping[str, Any]
-) -> None:
+def _check_rule(optimizer: EmbOptimType, arguments: Mapping[str, Any]) -> None:
     """Refuse what FBGEMM's CUDA kernels can, and rules on tensors can't."""
     for name in _ONLY_ON_CUDA:
         if arguments.get(name):
@@ -248,12 +245,6 @@ def _check_rule(
                 f"{name}={arguments[name]!r} is unknown to {_name(optimizer)} on a CPU; leave it "
                 "out, or train on CUDA"
             )
-    data_type = _data_type(module, table)
-    if data_type not in _FLOATS:
-        raise UnsupportedError(
-            f"table {table!r} has data_type={data_type!r}, which {_name(optimizer)} "
-            "can't update on a CPU; use FP32 or FP16"
-        )
 
 
 def _check_rounding(
@@ -271,14 +262,8 @@ def _check_rounding(
         raise ConfigError(f"rounding_seed={seed!r} does nothing without stochastic_rounding=True")
     if seed is not None and type(seed) is not int:
         raise ConfigError(f"rounding_seed={seed!r} is no seed; use an integer")
-    data_type = _data_type(module, table)
-    if not is_random or data_type is DataType.FP32:
+    if not is_random or _data_type(module, table) is DataType.FP32:
         return
-    if data_type not in _FLOATS:
-        raise UnsupportedError(
-            f"table {table!r} has data_type={data_type!r}, which stochastic_rounding can't round "
-            "alike on all copies; use FP16, or leave it out"
-        )
     unknown = _ONLY_ON_CUDA if optimizer in _ADAMS else (*_ONLY_ON_CUDA, *_IGNORED_ON_CPU)
     given = [f"{name}={arguments[name]!r}" for name in unknown if arguments.get(name)]
     if given or optimizer not in FROM_ROW_GRADIENTS:

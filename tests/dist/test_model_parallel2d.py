@@ -5,7 +5,7 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest import mock
 
@@ -19,7 +19,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
 from tests.support.loops import logged, plain_loop
-from tests.support.models import SEQUENCES, ModelSpec, build, make_batch
+from tests.support.models import SEQUENCES, BagModel, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import TOLERANCE, TWO, Cell, shard
 from tests.support.ranks import RankPool, error_text
@@ -128,6 +128,27 @@ def trained_in_eval_mode(model: tdsp.ModelParallel2D, batch: Any) -> None:
     local_loss(by_adam(batch)).backward()
 
 
+@dataclass
+class Scores:
+    """An output in which DDP finds no tensors."""
+
+    logits: torch.Tensor
+
+
+class ReturnsScores(BagModel):
+    """Returns scores in a class of its own."""
+
+    def forward(self, features: Any) -> Any:
+        return Scores(super().forward(features))
+
+
+def trained_on_an_output_that_ddp_cannot_see(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    spec = ModelSpec()
+    parallel = shard(replace(BAGS, spec=spec), model=ReturnsScores(spec))
+    scores = parallel(make_batch(spec, seed=0))
+    (0.0 * scores.logits).sum().backward()
+
+
 def sharded_again(model: tdsp.ModelParallel2D, batch: Any) -> None:
     tdsp.ModelParallel2D(model.module)
 
@@ -140,6 +161,7 @@ REFUSED = {
     compiled: "torch.compile can't trace sharded tables; compile dense modules before you shard",
     compiled_in_place: "torch.compile can't trace sharded tables; compile dense modules before",
     copied: "a sharded model can't be copied, because it holds process groups; copy it before you",
+    trained_on_an_output_that_ddp_cannot_see: "DDP didn't see where the loss comes from, so",
     trained_in_eval_mode: "Adam and LAMB don't count a lookup in eval mode as a step, so",
     sharded_again: "module 'ebc' is sharded already, perhaps by a try that failed, and would stay",
     wrapped_again: "module '_dmp_wrapped_module.module.ebc' is sharded already, perhaps by a try",

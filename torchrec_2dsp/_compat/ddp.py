@@ -1,4 +1,4 @@
-"""The order of parameters in DDP's buckets, which decides how sums of gradients are rounded.
+"""Adapters to torch's DDP: its first step, and the order of parameters in its buckets.
 
 DDP puts gradients into buckets, and where a number stands in its bucket decides in which order the
 ranks' numbers are added. A run's first steps use the order of the parameters, later ones the order
@@ -7,14 +7,19 @@ in which gradients arrived. A resumed run has to start with the latter to comput
 
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper as DefaultDataParallelWrapper,
     DistributedModelParallel,
 )
+
+from torchrec_2dsp.errors import UnsupportedError
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
 """The orders given to `start_in_order`, by which DDP numbers its parameters afterwards."""
@@ -109,6 +114,36 @@ def wrapped_module(model: DistributedModelParallel) -> nn.Module:
 def data_parallel_wrapper(model: nn.Module) -> DataParallelWrapper | None:
     """Return the model's data-parallel wrapper; `None` if TorchRec doesn't wrap it."""
     return getattr(model, "_data_parallel_wrapper", None)
+
+
+def refuse_unseen_loss(model: DistributedModelParallel) -> None:
+    """Raise at the end of the first backward if DDP hasn't reduced its gradients by then.
+
+    With a static graph DDP does so where the gradient of the first step reaches an output, and it
+    finds outputs in tuples, lists and dicts alone: otherwise ranks would go apart.
+    """
+    ddp, hooks = data_parallel_module(model), list[RemovableHandle]()
+    if ddp is None or has_synced(ddp):
+        return
+
+    def check() -> None:
+        if has_synced(ddp):
+            for hook in hooks:
+                hook.remove()
+        elif ddp.require_backward_grad_sync:
+            raise UnsupportedError(
+                "DDP didn't see where the loss comes from, so gradients of this step weren't "
+                "added up: let the model return its loss, or what it is computed from, as a "
+                "tensor or in tuples, lists and dicts, or give data_parallel_wrapper="
+                "DefaultDataParallelWrapper(static_graph=False)"
+            )
+
+    def queue(param: torch.Tensor) -> None:
+        Variable._execution_engine.queue_callback(check)  # pyright: ignore[reportAttributeAccessIssue]
+
+    for name, param in ddp.module.named_parameters():
+        if param.requires_grad and name not in ddp.parameters_to_ignore:
+            hooks.append(param.register_post_accumulate_grad_hook(queue))
 
 
 def has_synced(part: DistributedDataParallel) -> bool:

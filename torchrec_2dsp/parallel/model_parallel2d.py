@@ -19,6 +19,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.c10d import DynamoError
+from torchrec_2dsp._compat.ddp import refuse_unseen_loss
 from torchrec_2dsp._compat.shardings import renew_optimizer
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
@@ -36,6 +37,7 @@ from torchrec_2dsp.shard.default_sharders import (
     FeatureProcessedEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingCollectionSharder2D,
+    described,
     get_default_sharders,
 )
 from torchrec_2dsp.shard.parted import check_unsharded, groups_of, prepared_unfreeze, sharded_tables
@@ -157,7 +159,7 @@ class ModelParallel2D(DMPCollection):
             facts["the plan"] = to_json(plan)
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(get_local_size(world_group().size()))
-            facts["the sharders"] = repr([_describe_sharder(sharder) for sharder in sharders])
+            facts["the sharders"] = repr([described(sharder) for sharder in sharders])
         groups = MeshGroups.for_mesh(plan.mesh, device.type, full_duplex=plan.full_duplex)
         self._device = device
         self._pg = groups.world
@@ -203,6 +205,11 @@ class ModelParallel2D(DMPCollection):
     def mesh(self) -> Mesh2D:
         """The mesh, which says which ranks repeat the plan."""
         return self._groups.mesh
+
+    def init_data_parallel(self) -> None:
+        """Wrap what isn't sharded, as TorchRec does, and watch over DDP's first backward."""
+        super().init_data_parallel()
+        refuse_unseen_loss(self)
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -477,13 +484,6 @@ def _checked_plan(
             )
     check_model(module, [path for path, _ in plan.modules()])
     return plan
-
-
-def _describe_sharder(sharder: ModuleSharder[Any]) -> str:
-    """Return a text that is the same on all ranks if the sharders are."""
-    params = getattr(sharder, "fused_params", None) or {}
-    optimizer = getattr(sharder, "optimizer", None)
-    return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"
 
 
 def _context(plan: Plan2D, groups: MeshGroups) -> DMPCollectionContext:

@@ -259,3 +259,10 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         ManagedCollisionEmbeddingCollection
     """
     return all_sharders(EmbeddingBagCollectionSharder2D(), EmbeddingCollectionSharder2D())
+
+
+def described(sharder: ModuleSharder[Any]) -> str:
+    """Return a text that is the same on all ranks if the sharders are."""
+    params = getattr(sharder, "fused_params", None) or {}
+    optimizer = getattr(sharder, "optimizer", None)
+    return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"

@@ -15,7 +15,7 @@ from tests.support.oracle import row_wise_adagrad_
 from tests.support.tbe import Case, make_ids, make_tbe, tensors_of, upstream_gradient
 from torchrec_2dsp import MomentScaledRowWiseAdaGrad
 from torchrec_2dsp._compat.fbgemm import EmbOptimType, set_learning_rate
-from torchrec_2dsp._compat.torchrec import InBackwardOptimizers
+from torchrec_2dsp._compat.torchrec import InBackwardOptimizers, in_backward_optimizers
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import (
     FROM_MESH,
@@ -413,3 +413,14 @@ def test_what_an_optimizer_uses_or_what_changes_nothing_is_taken() -> None:
     attach(torch.optim.Adam, model)
     # The sharder's arguments are for tables without an optimizer of their own.
     check_optimizers(cast(Any, model).ebc, {"momentum": 0.9}, AVERAGED, "cuda")
+
+
+def test_an_attached_optimizer_keeps_its_classs_rates() -> None:
+    model, rates = build(ModelSpec()), {torch.optim.Adam: 1e-3, torch.optim.Adagrad: 1e-2}
+    for (kind, lr), table in zip(rates.items(), tables_of(model).values(), strict=False):
+        _apply_optimizer_in_backward(kind, table.parameters(), {})
+        with stock_optimizer_classes(model, EXACT):
+            attached = in_backward_optimizers(cast(Any, table.weight))
+            assert attached is not None
+            assert attached.kwargs[0]["lr"] == lr
+            assert attached.kwargs[0]["eps"] == (1e-10 if kind is torch.optim.Adagrad else 1e-8)

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer as TorchOptimizer
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -369,7 +371,7 @@ def stock_optimizer_classes(
                 kwargs[index][MOMENT_SCALE] = _resolved(scale, plan)
             else:
                 # A parameter's own optimizer goes before the sharder's, and so does its scale.
-                kwargs[index][MOMENT_SCALE] = 1.0
+                kwargs[index] = {**_rates_of(kind), **kwargs[index], MOMENT_SCALE: 1.0}
         InBackwardOptimizers(classes, kwargs).attach_to(param)
     try:
         yield
@@ -379,6 +381,13 @@ def stock_optimizer_classes(
                 detach_in_backward_optimizers(param)
             else:
                 original.attach_to(param)
+
+
+def _rates_of(kind: type[TorchOptimizer]) -> dict[str, float]:
+    """Return the rates that a class has where none are given, which FBGEMM has otherwise."""
+    arguments = signature(kind).parameters
+    defaults = {name: arguments[name].default for name in ("lr", "eps") if name in arguments}
+    return {name: rate for name, rate in defaults.items() if isinstance(rate, float)}
 
 
 def _scaled_by_table(

@@ -40,6 +40,7 @@ from torchrec_2dsp.parallel.checkpoint.parts import (
     TRAIN_STATE,
     check_together,
     dense_params,
+    forget_gradients,
     live_state,
     run_load_hooks,
     stored_extra,
@@ -113,7 +114,9 @@ def load_checkpoint(
         check_fits(group, folder, stored.entries, state)
     _read_in_place(stored, state, process_group=group)
     run_load_hooks(model, optimizer, state)
-    if restore_train_state is not None:
+    if restore_train_state is None:
+        forget_gradients(model)
+    else:
         restore_train_state()
     return extra
 

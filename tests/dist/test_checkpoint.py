@@ -228,7 +228,7 @@ def test_the_comparison_sees_one_moment_and_one_replica(ranks2: RankPool) -> Non
 def moved_after_a_roll_back(rank: int, world_size: int, wrapper: Any, folder: Path) -> float:
     """Return how far a step without gradients moves weights that were loaded in between."""
     cell = Cell(M14, "row_wise")
-    parallel = shard(cell, data_parallel_wrapper=wrapper())
+    parallel: Any = shard(cell, data_parallel_wrapper=wrapper())
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=1.0)
 
     def step(scale: float) -> None:

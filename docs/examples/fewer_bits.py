@@ -1,9 +1,12 @@
-"""Compare the quality of low-precision rows, on MovieLens-100K or on synthetic ratings.
+"""Compare the quality of low-precision rows, and of averaged copies, on MovieLens-100K.
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 docs/examples/fewer_bits.py \
     --folder ml-100k --transport int8 --seed 1
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/fewer_bits.py \
+    --folder ml-100k --transport fp32 --copies 4 --average-every 1 --batch-size 64 --seed 1
 
 The folder holds ml-100k.inter, ml-100k.user and ml-100k.item, tab separated, with a header each.
+Without it, ratings are made up.
 """
 
 import argparse
@@ -18,8 +21,9 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.optim import FROM_MESH
 
-DIM, BATCH_SIZE = 32, 256
+DIM = 32
 FEATURES = ("user", "age", "gender", "occupation", "item", "year", "genres")
 Sample = tuple[list[list[str]], float]
 """The values of each feature, and whether the rating is 4 or 5."""
@@ -89,7 +93,8 @@ class Model(nn.Module):
 class Log:
     """Splits ratings into batches: nine tenths for training, the rest for evaluation."""
 
-    def __init__(self, samples: list[Sample]) -> None:
+    def __init__(self, samples: list[Sample], batch_size: int) -> None:
+        self._batch_size = batch_size
         values = zip(*(values for values, _ in samples), strict=True)
         self.numbers = [
             {value: number for number, value in enumerate(sorted({v for bag in bags for v in bag}))}
@@ -106,7 +111,7 @@ class Log:
         """Yield this rank's share of an epoch, shuffled by the seed."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
-        size = BATCH_SIZE * num_ranks
+        size = self._batch_size * num_ranks
         return [
             self._batch([samples[place] for place in part[rank::num_ranks].tolist()])
             for part in order[: len(order) // size * size].split(size)
@@ -141,21 +146,32 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=256, help="samples of a rank")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of the tables")
+    parser.add_argument("--copies", type=int, default=1, help="of each table; they stay exact")
+    parser.add_argument("--average-every", type=int, help="average copies in so many steps instead")
+    parser.add_argument("--moment-scale", type=float, help="c; by default the number of copies")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    log = Log(read_ratings(arguments.folder) if arguments.folder else made_up_ratings())
+    samples = read_ratings(arguments.folder) if arguments.folder else made_up_ratings()
+    log = Log(samples, arguments.batch_size)
 
     torch.manual_seed(arguments.seed)
     model = Model([len(numbers) for numbers in log.numbers])
     by_rows = tdsp.ParameterConstraints2D(
         sharding_types=["row_wise"], exchange=["row"], transport=[arguments.transport]
     )
+    sync = tdsp.GradientSync()
+    if arguments.average_every:
+        sync = tdsp.WeightSync(policy=tdsp.every(arguments.average_every))
+    scale = FROM_MESH if arguments.moment_scale is None else arguments.moment_scale
     parallel = tdsp.parallelize(
         model,
-        batch_size=BATCH_SIZE,
-        optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.05),
+        batch_size=arguments.batch_size,
+        optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=arguments.lr, moment_scale=scale),
         calibration="emulated_200mbit",
-        mesh=tdsp.Mesh2D(1, dist.get_world_size()),
+        mesh=tdsp.Mesh2D(arguments.copies, dist.get_world_size() // arguments.copies),
+        sync=sync,
         constraints={f"t_{name}": by_rows for name in FEATURES},
     )
     dense_optimizer = torch.optim.Adagrad(parallel.dense_parameters(), lr=0.02)
@@ -181,8 +197,8 @@ def main() -> None:
     rate = mean_over_ranks([labels.mean() for _, labels in pairs])
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
     if dist.get_rank() == 0:
-        found = {"transport": arguments.transport, "seed": arguments.seed, "ne": loss / entropy}
-        print(json.dumps(found))
+        options = {name: value for name, value in vars(arguments).items() if name != "folder"}
+        print(json.dumps({**options, "ne": loss / entropy}))
         print("done")
     dist.barrier()
     dist.destroy_process_group()

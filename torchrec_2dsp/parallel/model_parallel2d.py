@@ -133,10 +133,10 @@ class ModelParallel2D(DMPCollection):
             module: the model; embedding modules may be on the meta device.
             device: this rank's device, CPU by default.
             plan: from `Planner2D`, from TorchRec's planner with this package's proposers, or from
-                `Plan2D.from_stock`. Without one it is searched as in `parallelize`, which takes
-                what you know.
+                `Plan2D.from_stock`. Without one it is searched as in `parallelize`.
             sharders: this package's sharders, by default `get_default_sharders()`.
-            init_data_parallel, init_parameters: as in `DistributedModelParallel`.
+            init_data_parallel: as in `DistributedModelParallel`.
+            init_parameters: as in `DistributedModelParallel`.
             data_parallel_wrapper: as in `DistributedModelParallel`.
 
         Collectives:

@@ -372,7 +372,16 @@ def test_logs_that_cannot_be_opened(tmp_path: Path, keys: dict[str, Any], messag
         table_config(file, **keys).dataset()
 
 
-def test_a_file_is_not_trained_on_and_held_out(tmp_path: Path) -> None:
-    file = write_log(tmp_path / "a.csv", ROWS)
-    with pytest.raises(ConfigError, match="is among files and among held_out"):
-        table_config(file, held_out={"by": "files", "files": [str(file)]}).dataset()
+@pytest.mark.parametrize("path", ["a.csv", "./a.csv", "{}/a.csv", "file://{}/a.csv", "link.csv"])
+def test_a_file_is_not_trained_on_and_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "a.csv", ROWS)
+    (tmp_path / "link.csv").symlink_to("a.csv")
+    path = path.format(tmp_path)
+    with pytest.raises(ConfigError, match=r"(a|link)\.csv is among files and among held_out"):
+        table_config(Path("a.csv"), held_out={"by": "files", "files": [path]}).dataset()
+    if path != "a.csv":
+        with pytest.raises(ConfigError, match=r"(a|link)\.csv is listed twice"):
+            table_config(Path("a.csv"), files=["a.csv", path]).dataset()

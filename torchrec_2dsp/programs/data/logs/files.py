@@ -86,10 +86,17 @@ def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
             shown = pattern if prefix else str(Path(pattern).absolute())
             raise ConfigError(f"files: nothing matches {shown!r}; check the path or the pattern")
         files += [prefix + name for name in sorted(names, key=_by_numbers)]
-    repeated = sorted({name for name in files if files.count(name) > 1})
+    real = list(map(real_path, files))
+    repeated = sorted(name for name, path in zip(files, real, strict=True) if real.count(path) > 1)
     if repeated:
         raise ConfigError(f"files: {repeated[0]} is listed twice, so its rows would be read twice")
     return tuple(files)
+
+
+def real_path(file: str) -> str:
+    """Return the one path of a local file, however it is written or linked."""
+    system, path = file_system(file)
+    return os.path.realpath(path) if system == _LOCAL else file
 
 
 def _matching(system: fs.FileSystem, pattern: str) -> list[str]:

@@ -23,7 +23,7 @@ from torchrec_2dsp.programs.data.logs.encoder import (
     cut,
     join,
 )
-from torchrec_2dsp.programs.data.logs.files import list_files
+from torchrec_2dsp.programs.data.logs.files import list_files, real_path
 from torchrec_2dsp.programs.data.logs.source import (
     LogPiece,
     LogReader,
@@ -115,7 +115,8 @@ def _select(
     """Select each split's rows."""
     choice = config.held_out
     files, held_out = list_files(config.files), list_files(choice.files)
-    both = sorted(set(files) & set(held_out))
+    trained_on = set(map(real_path, files))
+    both = [file for file in held_out if real_path(file) in trained_on]
     if both:
         raise ConfigError(
             f"{both[0]} is among files and among held_out.files; leave it out of one of them"

@@ -1,17 +1,13 @@
 """Checkpoints between meshes: nothing is lost, and training goes on as if it had never stopped."""
 
 import itertools
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import torchrec_2dsp as tdsp
-from tests.support.models import SEQUENCES, ModelSpec, TableSpec, make_batch
-from tests.support.oracle import local_loss
-from tests.support.parity import Cell, local_shards, make_oracle, shard
+from tests.support.models import SEQUENCES, ModelSpec, TableSpec
+from tests.support.parity import Cell, local_shards, make_oracle
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from tests.support.trips import (
@@ -223,34 +219,3 @@ def test_the_comparison_sees_one_moment_and_one_replica(ranks2: RankPool) -> Non
         assert before < TOLERANCE
         assert changed == pytest.approx(1, abs=TOLERANCE)
         assert "momentum1 differ" in text
-
-
-def moved_after_a_roll_back(rank: int, world_size: int, wrapper: Any, folder: Path) -> float:
-    """Return how far a step without gradients moves weights that were loaded in between."""
-    cell = Cell(M14, "row_wise")
-    parallel: Any = shard(cell, data_parallel_wrapper=wrapper())
-    optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=1.0)
-
-    def step(scale: float) -> None:
-        optimizer.zero_grad()
-        (scale * local_loss(parallel(make_batch(cell.spec, seed=rank)))).backward()
-        parallel.sync()
-        optimizer.step()
-
-    tdsp.save_checkpoint(folder, parallel)
-    for _ in range(4):
-        step(1.0)
-    tdsp.load_checkpoint(folder, parallel)
-    loaded = [param.detach().clone() for param in parallel.dense_parameters()]
-    step(0.0)
-    pairs = zip(loaded, parallel.dense_parameters(), strict=True)
-    return max(float((param - before).detach().abs().max()) for before, param in pairs)
-
-
-def test_a_load_without_train_state_drops_the_gradients_that_wait(
-    ranks4: RankPool, tmp_path: Path
-) -> None:
-    thresholded = partial(tdsp.ThresholdedDataParallel, 0.05, dense_below=1)
-    for number, wrapper in enumerate((tdsp.DelayedDense, thresholded)):
-        folder = tmp_path / str(number)
-        assert ranks4.run(moved_after_a_roll_back, wrapper, folder) == [0.0] * 4

@@ -40,7 +40,6 @@ from torchrec_2dsp.parallel.checkpoint.parts import (
     TRAIN_STATE,
     check_together,
     dense_params,
-    forget_gradients,
     live_state,
     run_load_hooks,
     stored_extra,
@@ -114,9 +113,7 @@ def load_checkpoint(
         check_fits(group, folder, stored.entries, state)
     _read_in_place(stored, state, process_group=group)
     run_load_hooks(model, optimizer, state)
-    if restore_train_state is None:
-        forget_gradients(model)
-    else:
+    if restore_train_state is not None:
         restore_train_state()
     return extra
 

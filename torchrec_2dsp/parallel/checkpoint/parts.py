@@ -17,7 +17,6 @@ from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
-from torchrec_2dsp.dense.delayed_dense import DelayedDense
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
 
@@ -167,12 +166,3 @@ def check_together(model: nn.Module) -> None:
     wrapper = data_parallel_wrapper(model)
     if isinstance(wrapper, MeetingWrapper):
         wrapper.check_together()
-
-
-def forget_gradients(model: nn.Module) -> None:
-    """Drop gradients that the dense wrapper keeps from weights that a load has replaced."""
-    wrapper: Any = data_parallel_wrapper(model)
-    if isinstance(wrapper, DelayedDense):
-        wrapper.load_state_dict({})
-    elif hasattr(wrapper, "load_rank_states"):
-        wrapper.load_rank_states([])

@@ -205,6 +205,12 @@ def _check_output_types(module: nn.Module, params: dict[str, Any], plan: ModuleP
             )
 
 
+def _unknown_to_rules(optimizer: EmbOptimType, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that rules on tensors would ignore."""
+    unknown = _ONLY_ON_CUDA if optimizer in _ADAMS else (*_ONLY_ON_CUDA, *_IGNORED_ON_CPU)
+    return [f"{name}={arguments[name]!r}" for name in unknown if arguments.get(name)]
+
+
 def _check_eight_bits(
     module: nn.Module,
     table: str,
@@ -213,8 +219,7 @@ def _check_eight_bits(
     plan: ModulePlan2D,
 ) -> None:
     """Refuse what can't train rows in 8 bits, which rules on tensors update."""
-    unknown = _ONLY_ON_CUDA if optimizer in _ADAMS else (*_ONLY_ON_CUDA, *_IGNORED_ON_CPU)
-    given = [f"{name}={arguments[name]!r}" for name in unknown if arguments.get(name)]
+    given = _unknown_to_rules(optimizer, arguments)
     if optimizer not in FROM_ROW_GRADIENTS:
         given.append(_name(optimizer))
     if _data_type(module, table) is not DataType.FP32:
@@ -266,8 +271,7 @@ def _check_rounding(
         raise ConfigError(f"rounding_seed={seed!r} is no seed; use an integer")
     if not is_random or _data_type(module, table) is DataType.FP32:
         return
-    unknown = _ONLY_ON_CUDA if optimizer in _ADAMS else (*_ONLY_ON_CUDA, *_IGNORED_ON_CPU)
-    given = [f"{name}={arguments[name]!r}" for name in unknown if arguments.get(name)]
+    given = _unknown_to_rules(optimizer, arguments)
     if given or optimizer not in FROM_ROW_GRADIENTS:
         raise UnsupportedError(
             f"stochastic_rounding of table {table!r} isn't possible with "

@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.cost.measuring.calibrate import calibrate
-from torchrec_2dsp.cost.measuring.clock import Sampling
+from torchrec_2dsp.cost.measuring.clock import Clock, Sampling
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds, measure_link_speeds
@@ -126,10 +127,23 @@ def test_every_rank_gets_the_speeds_of_the_links_there_are(
     (speeds, left), *others = ranks4.run(measure, local_world_size)
     assert others == [(speeds, left)] * 3
     assert left == 0
-    assert speeds.local_world_size == local_world_size
     actual = asdict(speeds)
     assert {name for name, value in actual.items() if value is None} == (INTRA | CROSS) - measured
     assert all(math.isfinite(actual[name]) and actual[name] > 1e4 for name in measured)
+
+
+def measure_by_set_times(rank: int, world_size: int, local_world_size: int) -> LinkSpeeds:
+    with patch.object(Clock, "seconds", lambda clock, run, repeats: [1.0, 2.0, 0.0][:repeats]):
+        return measure_link_speeds(local_world_size=local_world_size, num_bytes=4000, repeats=3)
+
+
+def test_the_bytes_are_those_on_the_wire(ranks4: RankPool) -> None:
+    # 4,000 bytes took two seconds, so 400 are to take 0.2. Each rank keeps its own part of an
+    # all-to-all, and an all-reduce passes each part but one on, twice over.
+    in_pairs = asdict(ranks4.run(measure_by_set_times, 2)[0])
+    assert in_pairs == dict(zip(sorted(INTRA | CROSS), (400.0, 200.0) * 2, strict=True))
+    together = asdict(ranks4.run(measure_by_set_times, 4)[0])
+    assert [together[name] for name in sorted(INTRA)] == [600.0, 300.0]
 
 
 def count(rank: int, world_size: int) -> dict[str, int]:

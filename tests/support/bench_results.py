@@ -19,13 +19,12 @@ from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.samples.dealer import BalanceReport
 
 NO_LINKS = LinkSpeeds(
-    local_world_size=2,
     intra_host_all_to_all_bytes_per_s=None,
     intra_host_all_reduce_bytes_per_s=None,
     cross_host_all_to_all_bytes_per_s=None,
     cross_host_all_reduce_bytes_per_s=None,
 )
-"""Links that were not measured, of one host with two ranks."""
+"""Links that were not measured."""
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "stock": {"kind": "stock"},

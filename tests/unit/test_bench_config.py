@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
-from tests.support.bench_results import NO_LINKS, config_of
+from tests.support.bench_results import config_of
 from tests.support.planning import SHARDERS, planner
 from tests.support.traces import COMPUTING_US, WAITING_US, step_events
 from tests.support.train_runs import click_data, click_model
@@ -27,7 +27,7 @@ from torchrec_2dsp.programs.bench.process import Place
 from torchrec_2dsp.programs.bench.program import calibration_warning, predicted_steps
 from torchrec_2dsp.programs.bench.tracing import phases_of, profiled
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
-from torchrec_2dsp.programs.link_speeds import LinkSpeeds, bytes_per_s
+from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, StepPhase, step_mark
 
@@ -206,7 +206,6 @@ def test_what_this_package_adds_to_dense_parts_is_not_stock() -> None:
 
 
 SPEEDS = LinkSpeeds(
-    local_world_size=2,
     intra_host_all_to_all_bytes_per_s=3e9,
     intra_host_all_reduce_bytes_per_s=2e9,
     cross_host_all_to_all_bytes_per_s=60e6,
@@ -260,24 +259,6 @@ def test_a_profile_has_the_steps_and_their_operators() -> None:
     products = [span for span in trace.training if span.name == "aten::mm"]
     assert len(products) == 4
     assert trace.steps[-1].end_us <= products[-1].start_us, "settling ends inside the profile"
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num_passes", "expected"),
-    # Each rank keeps its own part of an all-to-all, and passes each part but one on, twice over.
-    [(2, 1, 500.0), (4, 1, 750.0), (2, 2, 1000.0), (4, 2, 1500.0)],
-)
-def test_the_bytes_are_those_on_the_wire(num_ranks: int, num_passes: int, expected: float) -> None:
-    actual = bytes_per_s(
-        [1.0, 2.0, 0.0], num_bytes=1000, num_ranks=num_ranks, num_passes=num_passes
-    )
-    assert actual == expected
-
-
-def test_a_host_sends_what_its_ranks_send() -> None:
-    assert SPEEDS.host_all_to_all_bytes_per_s == 120e6
-    assert SPEEDS.host_all_reduce_bytes_per_s == 110e6
-    assert NO_LINKS.host_all_to_all_bytes_per_s is None
 
 
 CONFIG = config_of(

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,37 +36,12 @@ class LinkSpeeds:
     The bytes are those on the wire: of N ranks, each sends (N-1)/N of its payload in an all-to-all
     and 2 (N-1)/N in a ring all-reduce. ``None`` means no such link: one rank per host has no
     neighbours, and one host no other hosts.
-
-    Example:
-        >>> from torchrec_2dsp.programs.link_speeds import LinkSpeeds
-        >>> speeds = LinkSpeeds(
-        ...     local_world_size=2,
-        ...     intra_host_all_to_all_bytes_per_s=3e9,
-        ...     intra_host_all_reduce_bytes_per_s=2e9,
-        ...     cross_host_all_to_all_bytes_per_s=60e6,
-        ...     cross_host_all_reduce_bytes_per_s=55e6,
-        ... )
-        >>> speeds.host_all_to_all_bytes_per_s
-        120000000.0
     """
-
-    local_world_size: int
-    """Ranks per host, which share its link."""
 
     intra_host_all_to_all_bytes_per_s: float | None
     intra_host_all_reduce_bytes_per_s: float | None
     cross_host_all_to_all_bytes_per_s: float | None
     cross_host_all_reduce_bytes_per_s: float | None
-
-    @property
-    def host_all_to_all_bytes_per_s(self) -> float | None:
-        """The speed of a host's link, for all its ranks together, in an all-to-all."""
-        return _times(self.local_world_size, self.cross_host_all_to_all_bytes_per_s)
-
-    @property
-    def host_all_reduce_bytes_per_s(self) -> float | None:
-        """The same in an all-reduce."""
-        return _times(self.local_world_size, self.cross_host_all_reduce_bytes_per_s)
 
 
 def measure_link_speeds(
@@ -101,38 +76,11 @@ def measure_link_speeds(
     in_host = _measure(world, ranks_by_host(world_size, local_world_size), num_bytes, repeats)
     cross_host = _measure(world, ranks_by_place(world_size, local_world_size), num_bytes, repeats)
     return LinkSpeeds(
-        local_world_size=local_world_size,
         intra_host_all_to_all_bytes_per_s=in_host["all_to_all"],
         intra_host_all_reduce_bytes_per_s=in_host["all_reduce"],
         cross_host_all_to_all_bytes_per_s=cross_host["all_to_all"],
         cross_host_all_reduce_bytes_per_s=cross_host["all_reduce"],
     )
-
-
-def bytes_per_s(
-    seconds: Sequence[float], *, num_bytes: int, num_ranks: int, num_passes: int
-) -> float:
-    """Return the bytes that each rank sends per second, if a payload takes the median time.
-
-    Example:
-        >>> from torchrec_2dsp.programs.link_speeds import bytes_per_s
-        >>> bytes_per_s([0.5, 9.0, 0.5], num_bytes=4000, num_ranks=4, num_passes=1)
-        6000.0
-    """
-    return num_passes * (num_ranks - 1) / num_ranks * num_bytes / statistics.median(seconds)
-
-
-def payload_bytes(probe_bytes: int, probe_seconds: float, max_bytes: int) -> int:
-    """Return the payload that takes about 0.2 seconds, if ``probe_bytes`` took ``probe_seconds``.
-
-    Example:
-        >>> from torchrec_2dsp.programs.link_speeds import payload_bytes
-        >>> payload_bytes(1_000_000, 0.1, max_bytes=10_000_000)
-        2000000
-        >>> [payload_bytes(1, seconds, max_bytes=8) for seconds in (0.01, 10.0)]
-        [8, 1]
-    """
-    return min(max_bytes, math.ceil(probe_bytes * SECONDS_PER_REPEAT / probe_seconds))
 
 
 def _measure(
@@ -145,49 +93,36 @@ def _measure(
     is_gloo = dist.get_backend(world) == "gloo"
     with subgroup(ranks_of_groups, is_full_duplex=is_gloo) as group:
         return {
-            name: collective.bytes_per_s(world, group, num_bytes, repeats)
-            for name, collective in _COLLECTIVES.items()
+            name: _bytes_per_s(run, Clock(world), group, num_bytes, repeats) * num_passes
+            for name, (run, num_passes) in _COLLECTIVES.items()
         }
 
 
-@dataclass(frozen=True)
-class _Collective:
-    """A collective to be timed."""
+_Run = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
+_COLLECTIVES: dict[str, tuple[_Run, int]] = {
+    "all_to_all": (
+        lambda received, sent, group: dist.all_to_all_single(received, sent, group=group),
+        1,
+    ),
+    "all_reduce": (lambda received, sent, group: dist.all_reduce(sent, group=group), 2),
+}
+"""Each collective, and how many times a ring sends the other ranks' share of its payload."""
 
-    run: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
-    num_passes: int
 
-    def bytes_per_s(
-        self, world: dist.ProcessGroup, group: dist.ProcessGroup, max_bytes: int, repeats: int
-    ) -> float:
-        # The first run makes the connections.
-        probe_bytes = min(_PROBE_BYTES, max_bytes)
-        num_bytes, (_, probe_seconds) = self._time(world, group, probe_bytes, 2)
-        payload = payload_bytes(num_bytes, probe_seconds, max_bytes)
-        num_bytes, seconds = self._time(world, group, payload, repeats)
-        return bytes_per_s(
-            seconds, num_bytes=num_bytes, num_ranks=group.size(), num_passes=self.num_passes
-        )
+def _bytes_per_s(
+    run: _Run, clock: Clock, group: dist.ProcessGroup, max_bytes: int, repeats: int
+) -> float:
+    """Return the bytes per second that a rank sends to the others, if they are sent once."""
 
-    def _time(
-        self, world: dist.ProcessGroup, group: dist.ProcessGroup, num_bytes: int, repeats: int
-    ) -> tuple[int, list[float]]:
+    def timed(num_bytes: int, repeats: int) -> tuple[int, list[float]]:
         """Return the payload, in whole elements, and the slowest rank's time per repeat."""
-        clock = Clock(world)
         num_elements = math.ceil(num_bytes / (ELEMENT_BYTES * group.size())) * group.size()
         sent = torch.ones(num_elements, device=clock.device)
         received = torch.ones_like(sent)
-        seconds = clock.seconds(lambda: self.run(received, sent, group), repeats)
-        return num_elements * ELEMENT_BYTES, seconds
+        return sent.nbytes, clock.seconds(lambda: run(received, sent, group), repeats)
 
-
-_COLLECTIVES = {
-    "all_to_all": _Collective(
-        lambda received, sent, group: dist.all_to_all_single(received, sent, group=group), 1
-    ),
-    "all_reduce": _Collective(lambda received, sent, group: dist.all_reduce(sent, group=group), 2),
-}
-
-
-def _times(factor: int, value: float | None) -> float | None:
-    return None if value is None else factor * value
+    # The first run makes the connections.
+    num_bytes, (_, probe_s) = timed(min(_PROBE_BYTES, max_bytes), 2)
+    payload = min(max_bytes, math.ceil(num_bytes * SECONDS_PER_REPEAT / probe_s))
+    num_bytes, seconds = timed(payload, repeats)
+    return (group.size() - 1) / group.size() * num_bytes / statistics.median(seconds)

@@ -77,7 +77,7 @@ def measure(
         Same as `ClickMetrics.gather` and of `ranking_metrics`, in a group of one.
     """
     scores = scores_of(served, served.module(), batches)
-    clicks = ClickMetrics(group, torch.device("cpu"))
+    clicks = ClickMetrics(group)
     with torch.no_grad():
         for batch, served_scores in zip(batches, scores, strict=True):
             _, (loss, logits, labels) = model(batch)

@@ -8,12 +8,13 @@ held-out batches ClickMetrics  --gather scores--> rank 0 --broadcast---> Evaluat
 
 import math
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -139,8 +140,8 @@ def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:
 class ClickMetrics:
     """Collects a rank's held-out batches, until all ranks combine theirs."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._losses: list[torch.Tensor] = []
         self._scores: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
@@ -164,65 +165,49 @@ class ClickMetrics:
             step: the steps trained before.
 
         Collectives:
-            An all-gather with the number of batches and samples; one with two float64 numbers per
-            batch; a gather to rank 0 with two float32 numbers per sample, padded to the largest
-            rank; and a broadcast with three float64 numbers.
+            A gather of objects to rank 0, with two float64 numbers per batch and two float32
+            numbers per sample; and a broadcast of the evaluation.
         """
-        sizes = torch.tensor([labels.numel() for labels in self._labels], dtype=torch.float64)
-        sums = torch.stack(self._losses).cpu() * sizes if self._losses else sizes
-        num_batches, num_samples = len(self._losses), int(sizes.sum())
-        counts = self._all_gather(torch.tensor([[num_batches, num_samples]]))
-        most_batches, most_samples = counts.amax(dim=0).tolist()
-        if not most_batches:
+        own: _HeldOut | None = None
+        if self._losses:
+            sizes = torch.tensor([labels.numel() for labels in self._labels], dtype=torch.float64)
+            by_batch = torch.stack([torch.stack(self._losses).cpu() * sizes, sizes], dim=1)
+            samples = torch.stack([torch.cat(self._scores), torch.cat(self._labels)]).cpu()
+            own = by_batch, samples
+        is_first = dist.get_rank(self._group) == 0
+        of_ranks = [own] * dist.get_world_size(self._group) if is_first else None
+        dist.gather_object(own, of_ranks, group=self._group, group_dst=0)
+        held_out = [part for part in of_ranks or () if part is not None]
+        evaluation = [_evaluation(held_out, step) if held_out else None]
+        dist.broadcast_object_list(evaluation, group=self._group, group_src=0)
+        if evaluation[0] is None:
             raise ConfigError("there are no held-out batches to evaluate on; hold some samples out")
-        rows = torch.zeros(most_batches, 2, dtype=torch.float64)
-        rows[:num_batches, 0], rows[:num_batches, 1] = sums, sizes
-        by_batch = self._all_gather(rows[None]).sum(dim=0)
-        samples = torch.zeros(most_samples, 2)
-        if num_samples:
-            samples[:num_samples, 0] = torch.cat(self._scores).cpu()
-            samples[:num_samples, 1] = torch.cat(self._labels).cpu()
-        clicks, predicted, auc = self._of_samples(samples, counts[:, 1].tolist())
-        loss_sum, num_samples = by_batch.sum(dim=0).tolist()
-        loss = loss_sum / num_samples if num_samples else math.nan
-        click_rate = clicks / num_samples if num_samples else math.nan
-        return Evaluation(
-            step=step,
-            losses=tuple((by_batch[:, 0] / by_batch[:, 1]).tolist()),
-            click_rate=click_rate,
-            metrics={
-                "loss": loss,
-                "ne": normalized_entropy(loss, click_rate),
-                "auc": auc,
-                "calibration": predicted / clicks if clicks else math.nan,
-            },
-        )
+        return evaluation[0]
 
-    def _of_samples(self, samples: torch.Tensor, num_samples: list[int]) -> list[float]:
-        """Return the clicks, their predicted number, and the AUC; called on rank 0 only."""
-        own, is_first = samples.to(self._device), dist.get_rank(self._group) == 0
-        parts = [torch.empty_like(own) for _ in num_samples] if is_first else None
-        dist.gather(own, parts, group=self._group, group_dst=0)
-        figures = torch.zeros(3, dtype=torch.float64)
-        if parts is not None:
-            scores, labels = torch.cat(
-                [part[:count].cpu() for part, count in zip(parts, num_samples, strict=True)]
-            ).T
-            predicted = torch.sigmoid(scores.double()).sum().item()
-            figures[:] = torch.tensor(
-                [labels.double().sum().item(), predicted, area_under_roc(scores, labels)],
-                dtype=torch.float64,
-            )
-        figures = figures.to(self._device)
-        dist.broadcast(figures, group=self._group, group_src=0)
-        return figures.tolist()
 
-    def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate all ranks' tensors along their first dimension."""
-        own = tensor.to(self._device)
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(parts, own, group=self._group)
-        return torch.cat(parts).cpu()
+_HeldOut = tuple[torch.Tensor, torch.Tensor]
+"""A rank's sum of losses and number of samples for each batch; all scores, and all labels."""
+
+
+def _evaluation(of_ranks: Sequence[_HeldOut], step: int) -> Evaluation:
+    by_batch = pad_sequence([batches for batches, _ in of_ranks]).sum(dim=1)
+    scores, labels = torch.cat([samples for _, samples in of_ranks], dim=1)
+    loss_sum, num_samples = by_batch.sum(dim=0).tolist()
+    clicks = labels.double().sum().item()
+    loss = loss_sum / num_samples if num_samples else math.nan
+    click_rate = clicks / num_samples if num_samples else math.nan
+    predicted = torch.sigmoid(scores.double()).sum().item()
+    return Evaluation(
+        step=step,
+        losses=tuple((by_batch[:, 0] / by_batch[:, 1]).tolist()),
+        click_rate=click_rate,
+        metrics={
+            "loss": loss,
+            "ne": normalized_entropy(loss, click_rate),
+            "auc": area_under_roc(scores, labels),
+            "calibration": predicted / clicks if clicks else math.nan,
+        },
+    )
 
 
 def evaluated(
@@ -254,7 +239,7 @@ def evaluated(
         finally:
             model.train()
 
-    metrics = ClickMetrics(world, device)
+    metrics = ClickMetrics(world)
     with held_out() as batches:
         for batch in batches:
             _, (loss, scores, labels) = model(batch)

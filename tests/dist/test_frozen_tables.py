@@ -12,6 +12,7 @@ import torch
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell
 from tests.support.loops import (
+    OTHER_BATCH,
     LossModel,
     entries,
     largest_gap,
@@ -458,6 +459,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     pipeline = tdsp.TrainPipelineRowPrefetch(parallel, optimizer, torch.device("cpu"))
     stream = iter([batch(cell, step, rank) for step in range(6)])
     pipeline.progress(stream)
+    assert OTHER_BATCH in error_of(lambda: parallel(batch(cell, 5, rank)))
     errors.append(error_of(lambda: parallel.unfreeze("t0")))
     pipeline.detach()
     parallel.unfreeze("t0")

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell
 from tests.support.drifting_ids import Stream, compare
-from tests.support.loops import drain
+from tests.support.loops import OTHER_BATCH, drain
 from tests.support.managed_collisions import (
     BAGS,
     HASHED,
@@ -182,6 +182,8 @@ def around_training(rank: int, world_size: int, case: Case) -> list[str]:
     for step in range(4):
         scores = pipeline.progress(stream)
         assert abs(local_loss(scores).item() - twin.step(step)[rank]) < 1e-5
+        with torch.no_grad():
+            assert OTHER_BATCH in error_of(lambda: parallel(batches[5]))
         if step in (1, 2):
             pipeline.detach().eval()
             with torch.no_grad():

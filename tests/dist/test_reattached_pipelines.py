@@ -1,6 +1,7 @@
 """Pipelines that are detached and go on: losses and weights are those of a run without a pause."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,12 +10,12 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
-from tests.support.loops import largest_gap, snapshot
-from tests.support.models import SEQUENCES
+from tests.support.loops import OTHER_BATCH, largest_gap, snapshot
+from tests.support.models import SEQUENCES, ModelSpec
 from tests.support.oracle import batches_of
 from tests.support.parity import Cell, make_optimizer
 from tests.support.prefetching import sharded
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_of
 from tests.support.slices import Deal
 
 STEPS = 5
@@ -78,3 +79,25 @@ def gap_by_a_pause(rank: int, world_size: int, cell: Cell, kind: type[Any]) -> f
 def test_a_pause_changes_nothing(ranks2: RankPool, dealt: Deal) -> None:
     for cell, kind in dealt(list(product(CELLS, PIPELINES))):
         assert ranks2.run(gap_by_a_pause, cell, kind) == [0.0, 0.0], f"{cell} {kind.__name__}"
+
+
+def errors_of_a_direct_lookup(rank: int, world_size: int, cell: Cell, kind: type[Any]) -> list[str]:
+    """Evaluate other batches, and the pipeline's own, while a pipeline is attached."""
+    parallel = sharded(cell)
+    pipeline = kind(parallel, make_optimizer(parallel), rank_device())
+    batches = [
+        batches_of(cell.spec, cell.seed, cell.batch_sizes, cell.max_length, step)[rank]
+        for step in range(STEPS)
+    ]
+    pipeline.progress(iter(batches))
+    with torch.no_grad():
+        return [error_of(partial(parallel, batches[step])) for step in (3, 1)]
+
+
+def test_a_batch_past_the_pipeline_is_refused(ranks2: RankPool, dealt: Deal) -> None:
+    processed = replace(BAGS[0], spec=ModelSpec(weighted=True, positions="collection"))
+    cells = (BAGS[0], BAGS[4], SEQUENCES[2], CELLS[-1], processed)
+    for cell, kind in dealt(list(product(cells, PIPELINES))):
+        for other, next_one in ranks2.run(errors_of_a_direct_lookup, cell, kind):
+            assert OTHER_BATCH in other, f"{cell} {kind.__name__}"
+            assert not next_one

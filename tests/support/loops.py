@@ -160,6 +160,8 @@ PIPELINES: dict[str, type[Any]] = {
     "lite": TrainPipelineSparseDistLite,
 }
 """TorchRec's pipelines that run on the CPU."""
+OTHER_BATCH = "a train pipeline is attached to the model, and has distributed another batch"
+"""The error about a batch that a model gets past its pipeline."""
 
 
 def pipeline_loop(

@@ -53,7 +53,7 @@ from torchrec.distributed.sharding.twrw_sharding import (
     TwRwSparseFeaturesDist,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward
+from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward, PipelinedForward
 from torchrec.distributed.types import NoWait, ShardingEnv2D
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
@@ -195,6 +195,14 @@ def renew_optimizer(model: DistributedModelParallel) -> None:
 def is_in_pipeline(module: nn.Module) -> bool:
     """Return whether a train pipeline runs a sharded module's lookups."""
     return isinstance(module.forward, BaseForward)
+
+
+def distributed_ahead(module: nn.Module) -> Any:
+    """Return the context of the batch that a pipeline lets a module look up next, if any."""
+    forward = module.forward
+    if not isinstance(forward, PipelinedForward):
+        return None
+    return forward.get_context().module_contexts.get(forward.name)
 
 
 @dataclass(frozen=True)

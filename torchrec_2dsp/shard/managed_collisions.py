@@ -101,6 +101,8 @@ class MappedContext(Multistreamable):
 
     of_tables: Any
     mapped: MappedBatch | None = None
+    given: Any = None
+    """The batch as the module got it."""
     is_at_once: bool = False
     """True if the batch is looked up as soon as its ids have travelled, without a pipeline."""
 
@@ -276,6 +278,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
                 f"managed collisions need a KeyedJaggedTensor, but the batch is a "
                 f"{type(features).__name__}; convert it first"
             )
+        ctx.given = features
         with record_function(_LABEL):
             ctx.mapped = self._mapped(ctx, features)
         return self._embedding_module.input_dist(ctx.of_tables, ctx.mapped.features)

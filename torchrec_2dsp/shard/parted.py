@@ -31,7 +31,7 @@ from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingBagCollection2D,
     ShardedEmbeddingCollection2D,
 )
-from torchrec_2dsp.shard.stages import BatchNotes, Output
+from torchrec_2dsp.shard.stages import BatchNotes, Output, refuse_other_batches
 from torchrec_2dsp.shard.tables import Tables2D
 
 ShardedModule2D = ShardedEmbeddingBagCollection2D | ShardedEmbeddingCollection2D
@@ -47,6 +47,8 @@ class PartContexts(Multistreamable):
     of_parts: list[Any]
     parts: list[Any]
     """The parts that have the batch's ids."""
+    given: Any = None
+    """The batch as the module got it."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -67,6 +69,7 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         reshard: Reshard,
     ) -> None:
         super().__init__(cast(Any, parts[0]).qcomm_codecs_registry)
+        refuse_other_batches(self)
         self._configs, self._reshard = configs, reshard
         self._order: list[str] | None = None
         self._take(parts)
@@ -141,6 +144,7 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         self, ctx: PartContexts, features: KeyedJaggedTensor, /
     ) -> Awaitable[Awaitable[Any]]:
         """Let each part take its tables' features."""
+        ctx.given = features
         exchanges = [part.input_dist(part_ctx, features) for part, part_ctx in self.paired(ctx)]
         return KJTListSplitsAwaitable(exchanges, ctx)
 
@@ -229,6 +233,7 @@ class TablesAndMore(ShardedModule[Any, Any, Any, Any]):
 
     def __init__(self, unsharded: nn.Module, sharded: ShardedModule2D | PartedModule) -> None:
         super().__init__(sharded.qcomm_codecs_registry)
+        refuse_other_batches(self)
         self._unsharded_type = type(unsharded)
 
     @property

@@ -43,6 +43,7 @@ from torchrec_2dsp.shard.stages import (
     Stage,
     cold_before_hot,
     features_by_output,
+    refuse_other_batches,
 )
 from torchrec_2dsp.shard.tables import Tables2D
 
@@ -69,6 +70,7 @@ class RunsPlan2D:
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Let the stages see the batch, then distribute its ids."""
+        ctx.given = features
         stock: Any = super()
         return self.tables.send_ids(ctx, features, stock.input_dist)
 
@@ -101,6 +103,7 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
         shown = cast(EmbeddingBagCollection, SomeTables(module, summing))
         super().__init__(shown, plan, **stock)
         device = stock["device"] or torch.device("cpu")
+        refuse_other_batches(self)
         outputs = JoinBags(features_by_output(configs, averaged))
         self.tables = Tables2D(self, module, configs, plan, replication, device, outputs)
         if device.type == "cuda":
@@ -225,6 +228,7 @@ class ShardedEmbeddingCollection2D(RunsPlan2D, ColumnWiseSequences):  # pyright:
         self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
     ) -> None:
         super().__init__(module, plan, **stock)
+        refuse_other_batches(self)
         configs = module.embedding_configs()
         device = stock["device"] or torch.device("cpu")
         self.order_column_shards(configs, self.module_sharding_plan)

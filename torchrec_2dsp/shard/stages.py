@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
@@ -30,10 +31,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.fbgemm import starts_of
+from torchrec_2dsp._compat.shardings import distributed_ahead
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Check
-from torchrec_2dsp.errors import InputError
+from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.rows.gradients import false_and_true, repeated
 
 
@@ -301,6 +303,8 @@ class _NotedContext(Multistreamable):
     """A batch's context with this package's notes."""
 
     notes: BatchNotes = field(default_factory=BatchNotes)
+    given: Any = None
+    """The batch as the module got it."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -316,6 +320,32 @@ class BagContext(_NotedContext, EmbeddingBagCollectionContext):
 @dataclass
 class SequenceContext(_NotedContext, EmbeddingCollectionContext):
     """TorchRec's batch context in an `EmbeddingCollection`, with notes."""
+
+
+def refuse_other_batches(module: nn.Module) -> None:
+    """Let a module refuse other batches than a train pipeline has distributed for it.
+
+    TorchRec would return the embeddings of the pipeline's next batch for them.
+    """
+    module.register_forward_pre_hook(_check_distributed, with_kwargs=True)
+
+
+def _check_distributed(module: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
+    ctx = distributed_ahead(module)
+    features = named.get("features", *inputs[:1])
+    awaited = None if ctx is None else ctx.given
+    if not (isinstance(awaited, KeyedJaggedTensor) and isinstance(features, KeyedJaggedTensor)):
+        return
+    for given, distributed in (
+        (features.values(), awaited.values()),
+        (features.lengths(), awaited.lengths()),
+    ):
+        is_same = given.data_ptr() == distributed.data_ptr() and given.shape == distributed.shape
+        if not is_same and not torch.equal(given, distributed):
+            raise ConfigError(
+                "a train pipeline is attached to the model, and has distributed another batch "
+                "than the one that it got; call the pipeline's progress(), or detach() it first"
+            )
 
 
 Output = KeyedTensor | Mapping[str, JaggedTensor]

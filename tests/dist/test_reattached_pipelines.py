@@ -32,7 +32,7 @@ BAGS = [
     )
     for sizes in ((6, 6), (6, 2))
 ]
-SEQUENCES = [
+SEQUENCE_CELLS = [
     Cell(tdsp.Mesh2D(1, 2), sharding, spec=SEQUENCES, exchange=exchange, batch_sizes=(6, 2))
     for sharding, exchange in (
         ("row_wise", "pooled"),
@@ -42,7 +42,7 @@ SEQUENCES = [
 ]
 CELLS = [
     *BAGS,
-    *SEQUENCES,
+    *SEQUENCE_CELLS,
     replace(BAGS[0], mesh=tdsp.Mesh2D(2, 1)),
     replace(BAGS[1], hot_rows=(("t0", (0, 1, 5)),)),
 ]
@@ -96,7 +96,7 @@ def errors_of_a_direct_lookup(rank: int, world_size: int, cell: Cell, kind: type
 
 def test_a_batch_past_the_pipeline_is_refused(ranks2: RankPool, dealt: Deal) -> None:
     processed = replace(BAGS[0], spec=ModelSpec(weighted=True, positions="collection"))
-    cells = (BAGS[0], BAGS[4], SEQUENCES[2], CELLS[-1], processed)
+    cells = (BAGS[0], BAGS[4], SEQUENCE_CELLS[2], CELLS[-1], processed)
     for cell, kind in dealt(list(product(cells, PIPELINES))):
         for other, next_one in ranks2.run(errors_of_a_direct_lookup, cell, kind):
             assert OTHER_BATCH in other, f"{cell} {kind.__name__}"

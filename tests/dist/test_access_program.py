@@ -1,5 +1,6 @@
 """`access` counts a log as plain Python does, on any number of ranks; errors are all ranks'."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -81,9 +82,16 @@ def malformed_part(rank: int, world_size: int, config: AccessConfig) -> str:
     return str(caught.value)
 
 
-def differing_files(rank: int, world_size: int, configs: list[AccessConfig]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        count_access(configs[rank], world_group())
+def differing_files(
+    rank: int, world_size: int, configs: list[AccessConfig], are_hosts: bool = False
+) -> str:
+    """Return the error of ranks with a log each, on one host or as a host each."""
+    with pytest.MonkeyPatch.context() as patch:
+        if are_hosts:
+            patch.setenv("LOCAL_RANK", "0")
+            patch.setenv("LOCAL_WORLD_SIZE", "1")
+        with pytest.raises(ConfigError) as caught:
+            count_access(configs[rank], world_group())
     return str(caught.value)
 
 
@@ -117,6 +125,48 @@ def test_errors_are_those_of_all_ranks(ranks2: RankPool, tmp_path: Path) -> None
     first, second = ranks2.run(differing_files, configs)
     assert first == second
     assert "the log differs between ranks: rank 0 has user: 50 rows, rank 1 has user: 9" in first
+
+
+def lines(names: str, *rows: str) -> str:
+    return "\n".join([names, *rows]) + "\n"
+
+
+CLICKS = "label,number,user,tags"
+ANN = lines(CLICKS, *["1,2,ann,t"] * 3, "0,3,bob,")
+BOB = lines(CLICKS, *["1,2,bob,t"] * 3, "0,3,ann,")
+LONG = lines("user_id:token\titem_id:token\ttimestamp:float", *["u1\ti1\t1", "u1\ti2\t2"] * 5000)
+TWO_HOSTS = {
+    "rows": (ANN, ANN + "1,2,ann,t\n", "", r"file 1 \(log.csv\): 4 rows, 62 bytes that end"),
+    "ends": (ANN, BOB, "", r"file 1 \(log.csv\): 4 rows, 62 bytes that end with digest"),
+    "vocabulary": (ANN, ANN, BOB, "vocabulary of user: "),
+    "scale": (ANN, ANN, ANN.replace("3", "9"), r"scale of number: mean 2.25, std "),
+    "sequences": (LONG, LONG.replace("i1", "i9", 1), "", "sequences of users: "),
+}
+"""Each host's log, the log from which the second one kept what it had prepared, and the error."""
+
+
+@pytest.mark.parametrize("case", TWO_HOSTS)
+def test_hosts_with_other_files_are_told(ranks2: RankPool, tmp_path: Path, case: str) -> None:
+    first, second, before, message = TWO_HOSTS[case]
+    configs = []
+    for host, text in (("host0", first), ("host1", second)):
+        (tmp_path / host).mkdir()
+        file = tmp_path / host / ("log.inter" if text[:4] == "user" else "log.csv")
+        features = [{"name": "user", "encoding": "vocabulary"}]
+        data = table_config(
+            file, features=features, dense=[{"column": "number", "scale": "measured"}]
+        )
+        if host == "host1" and before:
+            file.write_text(before)
+            data.dataset()
+        file.write_text(text)
+        is_sequence = file.suffix == ".inter"
+        section = InteractionsConfig(files=(str(file),), prepared=data.prepared)
+        configs.append(AccessConfig(data=section if is_sequence else data))
+    errors = ranks2.run(differing_files, configs, True)
+    assert errors[0] == errors[1]
+    pattern = f"the log differs between ranks: rank 0 has {message}.*rank 1 has .*; give all ranks"
+    assert re.search(pattern, errors[0]), errors[0]
 
 
 def test_the_command(tmp_path: Path) -> None:

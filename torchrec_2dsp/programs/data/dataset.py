@@ -2,7 +2,7 @@
 
 import enum
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -91,6 +91,14 @@ class Dataset(BatchShape, Protocol):
     holds the same samples for any number of ranks; each rank reads its own part.
     """
 
+    @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """The signs of other files, or others prepared from them, by name; none of drawn samples.
+
+        They are equal on all hosts, and when a run is resumed.
+        """
+        ...
+
     def num_train_batches(self, global_batch_size: int) -> int | None:
         """Return how many global batches all epochs have; `None` if they never end."""
         ...
@@ -152,7 +160,8 @@ def open_together(
         progress: called during conversion and passes over the log.
 
     Raises:
-        TwoDError: a rank can't open the files, or they differ between ranks; all ranks raise it.
+        TwoDError: a rank can't open the files, or they, or what was prepared from them, differ
+            between ranks; all ranks raise it.
 
     Collectives:
         Two all-gathers of objects; four for a log.
@@ -172,8 +181,9 @@ def open_together(
     with agreeing(group) as facts:
         if opened is None:
             opened = open_alone(section)
-        features = [f"{feature.name}: {feature.num_rows} rows" for feature in opened.features]
-        facts["the log"] = "\n".join(features)
+        lines = [f"{name}: {value}" for name, value in opened.fingerprint.items()]
+        lines += [f"{feature.name}: {feature.num_rows} rows" for feature in opened.features]
+        facts["the log"] = "\n".join(lines)
     assert opened is not None
     return opened
 

@@ -7,7 +7,7 @@ every number of ranks, but differ between epochs.
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -126,6 +126,11 @@ class WithNegatives:
     def num_dense(self) -> int:
         """The number of dense features."""
         return self._dataset.num_dense
+
+    @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """The samples' fingerprint; see `Dataset.fingerprint`."""
+        return self._dataset.fingerprint
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
         """Return how many global training batches there are; see `Dataset.num_train_batches`."""

@@ -6,7 +6,7 @@ be generated on its own, and a step's global batch is the same for every world s
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
@@ -405,6 +405,8 @@ class SyntheticDataset:
         >>> next(batches).labels.shape
         torch.Size([4])
     """
+
+    fingerprint: Mapping[str, str] = {}
 
     def __init__(self, config: SyntheticConfig) -> None:
         self._config = config

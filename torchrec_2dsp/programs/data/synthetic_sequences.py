@@ -7,7 +7,7 @@ step's global batch is the same for every world size.
 """
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Literal, Self
 
@@ -104,6 +104,8 @@ class SyntheticSequences:
 
     All labels are 1: the sequences have happened.
     """
+
+    fingerprint: Mapping[str, str] = {}
 
     def __init__(self, config: SyntheticSequencesConfig) -> None:
         self._config = config

@@ -254,6 +254,8 @@ class LogDataset(ABC):
         self._files, self._row_words = config, row_words
         self.malformed = MalformedLines(config.malformed_limit)
         """The malformed lines that this process read."""
+        self.fingerprint: dict[str, str] = {}
+        """The files' sizes, and digests of what was prepared; see `Dataset.fingerprint`."""
 
     @abstractmethod
     def num_rows(self, split: Split) -> int:

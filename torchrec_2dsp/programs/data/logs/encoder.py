@@ -199,6 +199,17 @@ class Encoder:
         )
         """The samples' features."""
 
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The vocabularies' digests, and the scales up to rounding; see `Dataset.fingerprint`."""
+        return {
+            **{f"vocabulary of {name}": words.digest for name, words in self._vocabularies.items()},
+            **{
+                f"scale of {name}": f"mean {scale.mean:.6g}, std {scale.std:.6g}"
+                for name, scale in self._scales.items()
+            },
+        }
+
     def encode(self, table: pa.Table) -> Samples:
         """Encode a table's rows."""
         dense = np.empty((table.num_rows, len(self._config.dense)), dtype=np.float32)

@@ -25,6 +25,7 @@ _FORMATS = {
     ".orc": "orc",
 }
 _PATTERN = re.compile(r"[*?[]")
+_END_BYTES = 2**16
 _LOCAL = fs.LocalFileSystem()
 
 
@@ -163,6 +164,14 @@ def state_of(file: str) -> FileState:
         if not info.is_file:
             raise FileNotFoundError("it isn't there")
     return FileState(info.size or 0, info.mtime_ns or 0)
+
+
+def end_of(file: str) -> bytes:
+    """Read a file's last bytes; those of a Parquet file describe what is in it."""
+    system, path = file_system(file)
+    with reading(file), system.open_input_file(path) as stream:
+        num_bytes = stream.size()
+        return stream.read_at(min(_END_BYTES, num_bytes), max(num_bytes - _END_BYTES, 0))
 
 
 def open_stream(file: str) -> tuple[pa.NativeFile, pa.NativeFile]:

@@ -1,5 +1,6 @@
 """Convert column values to text, and text to times or, by hash or vocabulary, to ids."""
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -201,6 +202,14 @@ def hash_texts(texts: pa.BinaryArray) -> Hashes:
     return state
 
 
+def digest_of(*arrays: NDArray[Any]) -> str:
+    """Return a short text that is another one for other numbers."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
 def rows_of(hashes: Hashes, num_rows: int) -> NDArray[np.int64]:
     """Map each hash to a row in 0..num_rows-1; ``num_rows`` is at most 2**31.
 
@@ -298,6 +307,11 @@ class Vocabulary:
     def num_rows(self) -> int:
         """The number of rows that a table needs."""
         return len(self._rows) + NUM_RESERVED
+
+    @property
+    def digest(self) -> str:
+        """A short text that is another one for other values, or in another order."""
+        return digest_of(self._hashes, self._rows)
 
     def rows(self, values: pa.BinaryArray) -> NDArray[np.int64]:
         """Return each value's row."""

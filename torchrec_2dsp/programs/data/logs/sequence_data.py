@@ -19,7 +19,14 @@ from torchrec_2dsp.programs.data.dataset import Feature, Progress, Split
 from torchrec_2dsp.programs.data.logs.batches import EpochPlan, LogDataset, row_order
 from torchrec_2dsp.programs.data.logs.config import InteractionsLayout
 from torchrec_2dsp.programs.data.logs.encoder import FeatureIds, Samples, places_of_runs
-from torchrec_2dsp.programs.data.logs.ids import TIMES, compute, texts_of, times_of
+from torchrec_2dsp.programs.data.logs.ids import (
+    TIMES,
+    compute,
+    digest_of,
+    hash_texts,
+    texts_of,
+    times_of,
+)
 from torchrec_2dsp.programs.data.logs.source import LogReader, LogSource
 
 
@@ -52,6 +59,11 @@ class InteractionLog:
     def num_users(self) -> int:
         """The number of users."""
         return len(self.starts)
+
+    @property
+    def digest(self) -> str:
+        """A short text that is another one for other items, users or orders."""
+        return digest_of(self.items, self.lengths, hash_texts(self.item_values))
 
     def last_items(
         self, users: NDArray[np.int64], *, max_length: int, without_last: bool
@@ -165,8 +177,10 @@ class SequenceData(LogDataset):
         """
         super().__init__(config, dict.fromkeys(Split, "users'"))
         self._config = config
-        self.log = read_interactions(LogSource(config, self.malformed, progress), config)
+        source = LogSource(config, self.malformed, progress)
+        self.log = read_interactions(source, config)
         """The sequences of all users."""
+        self.fingerprint |= {**source.fingerprint, "sequences of users": self.log.digest}
         lengths = np.minimum(self.log.lengths - 1, config.max_length)
         self.features = (Feature(config.feature, len(self.log.item_values), float(lengths.mean())),)
         """The single feature: a sequence's items."""

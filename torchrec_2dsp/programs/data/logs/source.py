@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from torchrec_2dsp.programs.data.logs.conversion import (
 )
 from torchrec_2dsp.programs.data.logs.files import (
     columnar_fragment,
+    end_of,
     file_system,
     kind_of,
     reading,
     state_of,
     write_prepared,
 )
-from torchrec_2dsp.programs.data.logs.ids import encoded_texts, fractions_of, hash_texts
+from torchrec_2dsp.programs.data.logs.ids import digest_of, encoded_texts, fractions_of, hash_texts
 from torchrec_2dsp.programs.data.logs.text import (
     ColumnKind,
     MalformedLines,
@@ -115,7 +117,8 @@ class Selection:
             source: the source to read.
             pieces: the rows, in order; pieces without rows are skipped.
         """
-        self._source = source
+        self.source = source
+        """The source of the rows."""
         self.pieces = tuple(piece for piece in pieces if piece.num_rows)
         """The rows, in order."""
         self.num_rows = sum(piece.num_rows for piece in self.pieces)
@@ -123,7 +126,7 @@ class Selection:
 
     def reader(self) -> "LogReader":
         """Return a reader for these rows, for use by one thread."""
-        return LogReader(self._source)
+        return LogReader(self.source)
 
 
 class LogSource:
@@ -238,6 +241,22 @@ class LogSource:
                     "write all files with one schema"
                 )
 
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Each file's size, rows and end, by its number and name; see `Dataset.fingerprint`."""
+        lines = {}
+        for number, (file, blocks) in enumerate(self._blocks_by_file().items(), 1):
+            num_rows = sum(block.num_rows for block in blocks)
+            end = digest_of(np.frombuffer(end_of(file), dtype=np.uint8))
+            lines[f"file {number} ({os.path.basename(file)})"] = (
+                f"{num_rows} rows, {state_of(file).num_bytes} bytes that end with digest {end}"
+            )
+        return lines
+
+    def _blocks_by_file(self) -> dict[str, list[LogBlock]]:
+        groups = groupby(self.blocks, key=lambda block: block.file)
+        return {file: list(blocks) for file, blocks in groups}
+
     def last_rows(self, share: float) -> dict[Split, Selection]:
         """Hold out the last ``share`` of all rows."""
         num_rows = sum(block.num_rows for block in self.blocks)
@@ -266,8 +285,7 @@ class LogSource:
         trained, held_out = (HashSplit(column, share, split) for split in Split)
         remembered = _Remembered(prepared)
         counts: list[int] = []
-        for file in dict.fromkeys(block.file for block in self.blocks):
-            blocks = [block for block in self.blocks if block.file == file]
+        for file, blocks in self._blocks_by_file().items():
             sizes = [block.num_rows for block in blocks]
             how = f"{share} of {column!r} held out, in blocks of {sizes[0]} and {sizes[-1]} rows"
 

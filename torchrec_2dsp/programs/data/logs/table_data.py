@@ -48,6 +48,11 @@ class TableData(LogDataset):
         self._selections = _select(config, self.malformed, progress)
         trained = self._selections[Split.TRAIN]
         self._encoder = Encoder(config, *prepared.prepare(trained, progress))
+        self.fingerprint |= {
+            **trained.source.fingerprint,
+            "training rows": str(trained.num_rows),
+            **self._encoder.fingerprint,
+        }
         self._shuffled_blocks = {Split.TRAIN: config.shuffled_blocks, Split.EVAL: 0}
         self._seed = config.seed
         self.features = self._encoder.features

@@ -225,6 +225,21 @@ def test_a_wrong_type_of_a_column_is_named(tmp_path: Path) -> None:
         table_config(file).dataset()
 
 
+@pytest.mark.parametrize("ending", ["parquet", "feather"])
+def test_lists_and_times_that_are_no_ids_are_named(tmp_path: Path, ending: str) -> None:
+    times = pa.array([0, 1, 2, 3], pa.timestamp("us"))
+    table = pa.table({"label": [1, 0, 1, 0], "tags": [["a"], [], ["a", "b"], None], "at": times})
+    file = tmp_path / f"a.{ending}"
+    (pq.write_table if ending == "parquet" else feather.write_feather)(table, file)
+    hour = {"name": "hour", "column": "at", "encoding": "hour"}
+    features = [{"name": "tags", "num_rows": 9}, hour]
+    for column, kind in (("tags", r"list<\w+: string>"), ("at", r"timestamp\[us\]")):
+        held_out = {"by": "hash", "column": column, "share": 0.5}
+        message = f"a.{ending}: column '{column}' has {kind}, and held_out.column needs one text, "
+        with pytest.raises(ConfigError, match=message):
+            table_config(file, features=features, dense=[], held_out=held_out).dataset()
+
+
 def test_a_parquet_row_without_label_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     labels = pa.array([1, 0, 1, 1, 0, 1, None, 1])

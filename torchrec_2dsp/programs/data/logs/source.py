@@ -241,6 +241,17 @@ class LogSource:
                     "write all files with one schema"
                 )
 
+    def check_single(self, column: str, purpose: str) -> None:
+        """Raise `ConfigError` where a column that needs one id in a row has lists or timestamps."""
+        for file, schema in self._schemas.items():
+            kind = schema.field(column).type
+            if _described(kind) not in _IDS:
+                raise ConfigError(
+                    f"{file}: column {column!r} has {kind}, and {purpose} needs one text, integer "
+                    "or boolean in each row; cast it when the file is written, or use another "
+                    "column"
+                )
+
     @property
     def fingerprint(self) -> dict[str, str]:
         """Each file's size, rows and end, by its number and name; see `Dataset.fingerprint`."""
@@ -282,6 +293,7 @@ class LogSource:
                 f"held_out.column={column!r} is a dense feature, a time or the label; split by a "
                 "column of ids"
             )
+        self.check_single(column, "held_out.column")
         trained, held_out = (HashSplit(column, share, split) for split in Split)
         remembered = _Remembered(prepared)
         counts: list[int] = []

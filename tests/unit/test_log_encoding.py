@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
+from pyarrow import csv
 
 from tests.support.logs import (
     REAL_LOGS,
@@ -27,6 +28,7 @@ from tests.support.logs import (
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.logs.config import InteractionsLayout, SparseColumn
 from torchrec_2dsp.programs.data.logs.encoder import Moments
 from torchrec_2dsp.programs.data.logs.ids import (
     collision_rate,
@@ -184,10 +186,14 @@ def test_moments_in_parts_are_those_of_the_whole() -> None:
         constant.scale("x")
 
 
+MONDAY = 946_857_600
+"""2000-01-03, in seconds since 1970."""
+
+
 def test_times_become_hours_and_weekdays(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
-    # 2014-10-21 was a Tuesday, 2016-02-29 a Monday, and 1970-01-01 a Thursday.
-    times = [("14102100", "0"), ("16022923", str(86400 * 4 + 3600 * 5)), ("", "")]
+    # 2014-10-21 was a Tuesday, 2016-02-29 a Monday, and 2000-01-03 a Monday.
+    times = [("14102100", str(MONDAY + 86400 * 3)), ("16022923", str(MONDAY + 3600 * 5)), ("", "")]
     lines = [f"1,{digits},{seconds}" for digits, seconds in times]
     file.write_text("label,digits,seconds\n" + "\n".join(lines) + "\n")
     features = [
@@ -205,6 +211,47 @@ def test_times_become_hours_and_weekdays(tmp_path: Path) -> None:
         [4, 1, 0],
     ]
     assert batch.dense_features.shape == (3, 0)
+
+
+NO_TIMES = {
+    "milliseconds": ("unix", 1413849600000, "but looks like milliseconds: divide it by 1,000; set"),
+    "microseconds": ("unix", 1413849600000000, "but looks like microseconds: divide it by 1,000,"),
+    "zero": ("unix", 0, r"isn't a time from 1990 to 2100 in seconds \(unix\); set its time_fo"),
+    "before": ("unix", 631151999, "isn't a time from 1990"),
+    "after": ("unix", 4133980800, "isn't a time from 1990"),
+    **{
+        str(digits): ("yymmddhh", digits, r"which isn't a time \(yymmddhh\); set its time_format")
+        for digits in (1413849600, 14130100, 14003100, 14023000, 14102124, 14100000, -14102100, 0)
+    },
+}
+"""Formats, numbers that are no times in them, and what is said of them."""
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("case", NO_TIMES)
+def test_numbers_that_are_no_times_are_named(tmp_path: Path, case: str, ending: str) -> None:
+    time_format, number, message = NO_TIMES[case]
+    right = [14022823, 16022900, None] if time_format == "yymmddhh" else [631152000, 4133980799]
+    for times in (right, [*right, None, number]):
+        table = pa.table({"label": [1] * len(times), "at": pa.array(times, pa.int64())})
+        file = tmp_path / f"{len(times)}.{ending}"
+        (pq.write_table if ending == "parquet" else csv.write_csv)(table, file)
+        features = [{"name": "at", "encoding": "hour", "time_format": time_format}]
+        data = table_config(file, features=features, dense=[]).dataset()
+        if times == right:
+            assert 0 < whole_epoch(data, len(times)).sparse_features.values().max() <= 24
+            continue
+        with pytest.raises(InputError, match=f"at is {number}, .*{message}"):
+            whole_epoch(data, len(times))
+
+
+def test_names_of_time_zones_are_refused(tmp_path: Path) -> None:
+    message = "time_format='%H %Z' has %Z, and names of time zones aren't read; write offsets such"
+    with pytest.raises(ValueError, match=message):
+        SparseColumn(name="at", encoding="hour", time_format="%H %Z")
+    with pytest.raises(ValueError, match=message):
+        InteractionsLayout(files=("a",), time_format="%H %Z")
+    assert SparseColumn(name="at", encoding="hour", time_format="%H %%Z").is_time
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])

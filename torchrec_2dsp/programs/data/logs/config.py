@@ -102,6 +102,11 @@ def _check_time_format(where: str, time_format: str, *names: str) -> None:
             f"{where}time_format={time_format!r} isn't a time format; use {choices}, or a "
             "strptime pattern, such as '%Y-%m-%d %H:%M'"
         )
+    if "%Z" in time_format.replace("%%", ""):
+        raise ValueError(
+            f"{where}time_format={time_format!r} has %Z, and names of time zones aren't read; "
+            "write offsets such as +0200, and use %z"
+        )
 
 
 class DenseColumn(Section):

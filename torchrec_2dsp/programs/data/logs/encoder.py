@@ -40,6 +40,8 @@ _SECONDS_PER_HOUR, _SECONDS_PER_DAY = 3600, 86400
 _FIRST_DAY = 3
 """The weekday of 1970-01-01, a Thursday, counted from Monday."""
 _CENTURY = 2000
+_FIRST_SECOND, _END_SECOND = 631_152_000, 4_133_980_800
+"""The beginnings of 1990 and of 2101, in seconds since 1970."""
 _SCALES = "scales.json"
 
 
@@ -271,8 +273,13 @@ def time_rows(column: pa.ChunkedArray, feature: SparseColumn) -> NDArray[np.int6
     times = column.cast(pa.int64())
     is_missing = np.asarray(times.is_null())
     numbers = times.fill_null(0).to_numpy()
-    if feature.time_format == "yymmddhh" and not is_timestamp:
-        numbers = _seconds(numbers)
+    if not is_timestamp:
+        is_digits = feature.time_format == "yymmddhh"
+        seconds, is_right = _seconds(numbers) if is_digits else (numbers, _is_recent(numbers))
+        is_wrong = ~(is_right | is_missing)
+        if is_wrong.any():
+            raise _no_time(feature, int(numbers[is_wrong][0]))
+        numbers = seconds
     if feature.encoding == "hour":
         parts = numbers // _SECONDS_PER_HOUR % 24
     else:
@@ -280,12 +287,37 @@ def time_rows(column: pa.ChunkedArray, feature: SparseColumn) -> NDArray[np.int6
     return np.where(is_missing, MISSING_ROW, parts + 1)
 
 
-def _seconds(digits: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Convert times such as 14102100 into seconds since 1970."""
-    days, hours = digits // 100, digits % 100
-    months = (days // 10_000 + _CENTURY - 1970) * 12 + np.maximum(days // 100 % 100, 1) - 1
-    first_days = months.astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)
-    return (first_days + days % 100 - 1) * _SECONDS_PER_DAY + hours * _SECONDS_PER_HOUR
+def _seconds(digits: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Convert times such as 14102100 into seconds since 1970, and return a mask of valid ones."""
+    is_right = (digits > 0) & (digits < 10**8)
+    days, hours = np.where(is_right, digits, 0) // 100, digits % 100
+    month, day = days // 100 % 100, days % 100
+    months = (days // 10_000 + _CENTURY - 1970) * 12 + month - 1
+    first_day, next_first_day = (
+        (months + later).astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)
+        for later in (0, 1)
+    )
+    is_right &= (month >= 1) & (month <= 12) & (hours < 24)
+    is_right &= (day >= 1) & (first_day + day <= next_first_day)
+    return (first_day + day - 1) * _SECONDS_PER_DAY + hours * _SECONDS_PER_HOUR, is_right
+
+
+def _is_recent(seconds: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return (seconds >= _FIRST_SECOND) & (seconds < _END_SECOND)
+
+
+def _no_time(feature: SparseColumn, number: int) -> InputError:
+    if feature.time_format == "yymmddhh":
+        reason = "which isn't a time (yymmddhh)"
+    else:
+        reason = "which isn't a time from 1990 to 2100 in seconds (unix)"
+        for unit, per_second in (("milliseconds", 10**3), ("microseconds", 10**6)):
+            if _is_recent(np.array(number // per_second)):
+                reason += f", but looks like {unit}: divide it by {per_second:,}"
+    return InputError(
+        f"{feature.source} is {number}, {reason}; set its time_format, leave missing times empty, "
+        "or mend the file"
+    )
 
 
 class Moments:

@@ -116,14 +116,43 @@ def data_parallel_wrapper(model: nn.Module) -> DataParallelWrapper | None:
     return getattr(model, "_data_parallel_wrapper", None)
 
 
-def refuse_unseen_loss(model: DistributedModelParallel) -> None:
+def refuse_unreduced(model: DistributedModelParallel) -> None:
+    """Raise where a model's DDP, if it has one, would let ranks go apart without a word."""
+    ddp = data_parallel_module(model)
+    if ddp is not None:
+        _refuse_thawed(ddp)
+        _refuse_unseen_loss(ddp)
+
+
+def _refuse_thawed(ddp: DistributedDataParallel) -> None:
+    """Raise before a forward that trains what was frozen when DDP filled its buckets."""
+    frozen = [
+        (name, param)
+        for name, param in ddp.module.named_parameters()
+        if not param.requires_grad and name not in ddp.parameters_to_ignore
+    ]
+
+    def check(*_: object) -> None:
+        for name, param in frozen if torch.is_grad_enabled() else ():
+            if param.requires_grad:
+                raise UnsupportedError(
+                    f"{name!r} was frozen when the model was sharded, so DDP doesn't add up its "
+                    "gradients; shard the model anew to train it, or shard it with "
+                    "requires_grad=True and give it to the optimizer when it is to be trained"
+                )
+
+    if frozen:
+        ddp.register_forward_pre_hook(check)
+
+
+def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
     """Raise at the end of the first backward if DDP hasn't reduced its gradients by then.
 
     With a static graph DDP does so where the gradient of the first step reaches an output, and it
     finds outputs in tuples, lists and dicts alone: otherwise ranks would go apart.
     """
-    ddp, hooks = data_parallel_module(model), list[RemovableHandle]()
-    if ddp is None or has_synced(ddp):
+    hooks = list[RemovableHandle]()
+    if has_synced(ddp):
         return
 
     def check() -> None:

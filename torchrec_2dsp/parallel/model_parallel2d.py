@@ -19,7 +19,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.c10d import DynamoError
-from torchrec_2dsp._compat.ddp import refuse_unseen_loss
+from torchrec_2dsp._compat.ddp import refuse_unreduced
 from torchrec_2dsp._compat.shardings import renew_optimizer
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
@@ -207,9 +207,9 @@ class ModelParallel2D(DMPCollection):
         return self._groups.mesh
 
     def init_data_parallel(self) -> None:
-        """Wrap what isn't sharded, as TorchRec does, and watch over DDP's first backward."""
+        """Wrap what isn't sharded, as TorchRec does, and watch that DDP adds up all gradients."""
         super().init_data_parallel()
-        refuse_unseen_loss(self)
+        refuse_unreduced(self)
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:

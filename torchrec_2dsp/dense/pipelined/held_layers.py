@@ -33,12 +33,16 @@ class HeldLayers(ABC):
         self._stages, self._groups = list(stages), groups
         self._num_equal = num_equal
         """Number of pipelines that hold the same parameters."""
-        self._is_split = [_is_split(param) for stage in stages for param in stage.params]
 
     @property
-    @abstractmethod
     def params(self) -> list[nn.Parameter]:
-        """The trained parameters that this rank holds between batches."""
+        """The trained parameters, as this rank holds them now: in `whole`, those of its stages."""
+        return [param for stage in self._stages for param in stage.params]
+
+    def take_params(self) -> None:
+        """Look up the parameters again, which may be others, or frozen ones that are trained."""
+        for stage in self._stages:
+            stage.take_params()
 
     @abstractmethod
     def whole(self) -> AbstractContextManager[None]:
@@ -73,10 +77,10 @@ class HeldLayers(ABC):
         of what isn't split.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
-        for param, is_split in zip(self.params, self._is_split, strict=True):
+        for param in self.params:
             if param.grad is not None:
                 square = _local_part(param.grad, param).double().square().sum()
-                total += square if is_split else square / self._groups.mesh.tp
+                total += square if _is_split(param) else square / self._groups.mesh.tp
         return total / self._num_equal
 
 
@@ -88,8 +92,12 @@ def _local_part(gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
 
 
 def _is_split(param: nn.Parameter) -> bool:
+    """Return whether tensor-parallel ranks have different parts."""
     return isinstance(param, DTensor) and any(
-        placement.is_shard() for placement in param.placements
+        axis == "tp" and placement.is_shard()
+        for axis, placement in zip(
+            param.device_mesh.mesh_dim_names or (), param.placements, strict=True
+        )
     )
 
 
@@ -111,11 +119,6 @@ class CopiedLayers(HeldLayers):
     def __init__(self, stages: Sequence[LayerStage], groups: PipelineGroups) -> None:
         super().__init__(stages, groups, num_equal=groups.mesh.dp)
 
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The trained parameters."""
-        return [param for stage in self._stages for param in stage.params]
-
     def whole(self) -> AbstractContextManager[None]:
         """Return a null context: copies are always whole."""
         return nullcontext()
@@ -123,6 +126,7 @@ class CopiedLayers(HeldLayers):
     @contextmanager
     def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
         """Run without gradients; yield a list that gets those computed meanwhile."""
+        self.take_params()
         params = self.params
         before = [param.grad for param in params]
         computed: list[torch.Tensor] = []
@@ -187,13 +191,7 @@ class ShardedLayers(HeldLayers):
             fully_shard(_Shares(stage.modules), mesh=mesh, reshard_after_forward=False)
             for stage in stages
         ]
-        self._take_params()
-        self._params = [param for stage in stages for param in stage.params]
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """This rank's shards of the trained parameters."""
-        return self._params
+        self.take_params()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -206,12 +204,12 @@ class ShardedLayers(HeldLayers):
         try:
             for stage in shares:
                 stage.unshard()
-            self._take_params()
+            self.take_params()
             yield
         finally:
             for stage in shares:
                 stage.reshard()
-            self._take_params()
+            self.take_params()
 
     @contextmanager
     def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
@@ -221,7 +219,7 @@ class ShardedLayers(HeldLayers):
         """
         computed: list[torch.Tensor] = []
         with self.whole():
-            params = [param for stage in self._stages for param in stage.params]
+            params = self.params
             try:
                 yield computed
                 computed += [_local_part(_gradient_or_zeros(param), param) for param in params]
@@ -255,10 +253,6 @@ class ShardedLayers(HeldLayers):
         shapes = [(-(-part.shape[0] // num_shares), *part.shape[1:]) for part in gradients]
         parts = own.split([torch.Size(shape).numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def _take_params(self) -> None:
-        for stage in self._stages:
-            stage.take_params()
 
 
 def check_shareable(stages: Sequence[StageLayers], stack: LayerStack) -> None:

@@ -89,7 +89,7 @@ def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     }
 
 
-def have_gradients(params: Iterable[nn.Parameter]) -> bool:
+def have_gradients(params: Iterable[torch.Tensor]) -> bool:
     """Return whether any parameter has a gradient other than zeros."""
     return any(param.grad is not None and bool(param.grad.any()) for param in params)
 

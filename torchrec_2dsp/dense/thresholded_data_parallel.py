@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ShardingEnv
 
@@ -90,7 +91,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
             preconditioner in rules,
             f"preconditioner={preconditioner!r} is unknown; use one of {', '.join(rules)}",
         )
-        self._settings = ThresholdSettings(
+        self.settings = ThresholdSettings(
             density=float(density),
             warm_up=warm_up,
             dense_below=dense_below,
@@ -115,21 +116,43 @@ class ThresholdedDataParallel(DataParallelWrapper):
         """
         group = group_of(env)
         with agreeing(group) as facts:
-            _check(
-                self._gradients is None,
-                "this ThresholdedDataParallel has a model already; make another one, because it "
-                "keeps that model's residuals",
-            )
-            facts["the settings of ThresholdedDataParallel"] = str(self._settings)
+            self.check_free()
+            facts["the settings of ThresholdedDataParallel"] = str(self.settings)
         self._wrapper.wrap(dmp, env, device)
         ddp = data_parallel_module(dmp)
         if ddp is None:
             return
         names = {id(param): name for name, param in ddp.module.named_parameters()}
-        self._gradients = ThresholdedGradients(self._settings, names, group)
+        self._gradients = ThresholdedGradients(self.settings, names, group)
         self._params = list(ddp_params(ddp).values())
         ddp.register_comm_hook(None, self._gradients.reduce)
         ddp.register_forward_pre_hook(self._before_forward)
+
+    def check_free(self) -> None:
+        """Raise if another model's gradients are added up in this way."""
+        _check(
+            self._gradients is None,
+            "this ThresholdedDataParallel has a model already; make another one, because it "
+            "keeps that model's residuals",
+        )
+
+    def over_copies(
+        self, names: Mapping[int, str], copies: dist.ProcessGroup, everyone: dist.ProcessGroup
+    ) -> ThresholdedGradients:
+        """Return what adds up the gradients of parameters that ``copies`` have, without DDP."""
+        self._gradients = ThresholdedGradients(self.settings, names, copies, everyone)
+        return self._gradients
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise if a state has residuals of parameters that this rank doesn't have."""
+        names = self._gradients.names if self._gradients else set[str]()
+        residuals: Mapping[str, torch.Tensor] = state.get("residuals", {})
+        lost = sorted(name for name in residuals.keys() - names if residuals[name].any())
+        _check(
+            not lost,
+            f"it holds what {lost[:1]} hasn't sent yet, and that parameter is on other ranks now; "
+            "save after a step that follows flush()",
+        )
 
     def _before_forward(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         """Tell a step's first batch from those that add to it."""

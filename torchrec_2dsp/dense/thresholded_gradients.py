@@ -1,4 +1,4 @@
-"""`ThresholdedGradients`: a DDP hook that sends the largest gradient elements.
+"""`ThresholdedGradients`: sends the largest gradient elements, in a DDP hook or over pipelines.
 
 For each bucket: ranks agree that gradients are finite and on their step; then residuals are added,
 the largest elements chosen, encoded and summed over the ranks, and the rest stays in the residuals.
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torchrec_2dsp.codecs.rows import FlatCodec
 from torchrec_2dsp.codecs.sparse import Entries, ErrorFeedback, Threshold, ThresholdRule
 from torchrec_2dsp.comms.alarm import agree
+from torchrec_2dsp.dense.dense_parts import have_gradients
 from torchrec_2dsp.dense.gradient_sums import (
     BucketSize,
     GatheredSum,
@@ -135,8 +136,11 @@ class ThresholdedGradients:
         settings: ThresholdSettings,
         names: Mapping[int, str],
         group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
+        """Prepare to add up gradients over ``group``; ``everyone`` agrees on steps and errors."""
         self._settings, self._names, self._group = settings, names, group
+        self._everyone = group if everyone is None else everyone
         self._num_ranks = dist.get_world_size(group)
         self._feedback = ErrorFeedback()
         self._preconditioner = Preconditioner(settings.preconditioner)
@@ -167,17 +171,43 @@ class ThresholdedGradients:
         """Return the Euclidean norm over all residuals on this rank."""
         return self._feedback.square_norm() ** 0.5
 
+    @property
+    def names(self) -> set[str]:
+        """The parameters' names."""
+        return set(self._names.values())
+
     def reduce(self, _: object, bucket: dist.GradBucket) -> TensorFuture:
         """Replace a bucket's gradients by their mean over the ranks, or the mean of updates.
 
         DDP calls it.
 
         Collectives:
-            One 24-byte all-reduce, waited for; then an all-reduce of the bucket, or those of
+            One 32-byte all-reduce, waited for; then an all-reduce of the bucket, or those of
             the route and an all-reduce of whole parameters, not waited for. In the first step on
             another number of ranks than at the save, also one for each preconditioned parameter.
         """
-        layout, buffer, unused = self._layout(bucket), bucket.buffer(), UnusedParameters(bucket)
+        layout, unused = self._layout(bucket.parameters()), UnusedParameters(bucket)
+        means = self._mean(layout, bucket.buffer(), is_last=bucket.is_last())
+        return means.then(lambda arrived: unused.give(arrived.value()))
+
+    def means(
+        self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the means of a batch's gradients over the ranks, without DDP.
+
+        Collectives:
+            As in `reduce`, waited for.
+        """
+        self.begin_batch(is_first=not have_gradients(params))
+        parts = [gradient.reshape(-1).float() for gradient in gradients]
+        buffer = torch.cat(parts or [torch.empty(0)])
+        means = self._mean(self._layout(params), buffer, is_last=True).wait()
+        return [
+            part.view_as(gradient).to(gradient.dtype)
+            for part, gradient in zip(means.split([*map(len, parts)]), gradients, strict=True)
+        ]
+
+    def _mean(self, layout: BucketLayout, buffer: torch.Tensor, *, is_last: bool) -> TensorFuture:
         standing = self._agree(buffer, layout)
         size = BucketSize(
             layout.num_elements, layout.capacity, self._num_ranks, self._settings.values
@@ -204,7 +234,7 @@ class ThresholdedGradients:
                 num_entries=num_entries,
                 num_elements=layout.num_thresholded,
             )
-        if bucket.is_last():
+        if is_last:
             self._step = standing.step + 1
             self._is_flush_due, self._is_flushing = False, standing.wants_dense
             self._has_reduced, self._is_levelling = True, False
@@ -218,7 +248,7 @@ class ThresholdedGradients:
             for part in layout.parts:
                 if part not in divided:
                     self._precondition(means, part, 1)
-            return unused.give(means)
+            return means
 
         return future.then(finish)
 
@@ -228,12 +258,12 @@ class ThresholdedGradients:
             update = self._preconditioner.update(part.name, buffer[part.place], num_ranks)
             buffer[part.place] = update
 
-    def _layout(self, bucket: dist.GradBucket) -> BucketLayout:
-        params = [(self._names[id(param)], param) for param in bucket.parameters()]
-        key = tuple(name for name, _ in params)
+    def _layout(self, params: Sequence[torch.Tensor]) -> BucketLayout:
+        named = [(self._names[id(param)], param) for param in params]
+        key = tuple(name for name, _ in named)
         if key not in self._layouts:
             self._layouts[key] = BucketLayout.of(
-                params, density=self._settings.density, dense_below=self._settings.dense_below
+                named, density=self._settings.density, dense_below=self._settings.dense_below
             )
         return self._layouts[key]
 
@@ -245,18 +275,20 @@ class ThresholdedGradients:
     def _agree(self, buffer: torch.Tensor, layout: BucketLayout) -> _Standing:
         """Agree on the step; raise on all ranks if a rank's gradients aren't finite."""
         is_finite = buffer.sum(dtype=torch.float32).isfinite().long()
-        own = torch.tensor([0, self._step, self._is_flush_due], device=buffer.device)
+        own = torch.tensor([0, self._step, self._is_flush_due, self._goes_on], device=buffer.device)
         own[0] = 1 - is_finite
-        dist.all_reduce(own, dist.ReduceOp.MAX, group=self._group)
-        has_failed, step, wants_dense = own.tolist()
+        dist.all_reduce(own, dist.ReduceOp.MAX, group=self._everyone)
+        has_failed, step, wants_dense, goes_on = own.tolist()
         if has_failed:
-            agree(self._group, error=None if is_finite else self._not_finite(buffer, layout))
+            agree(self._everyone, error=None if is_finite else self._not_finite(buffer, layout))
+        # A rank whose layers have no parameters can't tell.
+        self._goes_on = bool(goes_on)
         if self._goes_on:
             if self._settings.preconditioner is not Preconditioning.NONE:
                 raise ConfigError(
-                    "ThresholdedDataParallel's preconditioner needs the sum of a step's batches, "
-                    "and a static graph reduces each of them in DDP's first step; "
-                    "set static_graph=False"
+                    "ThresholdedDataParallel's preconditioner needs the sum of a step's batches. "
+                    "Pipelines add up each of them, so let a step have one; a static graph does in "
+                    "DDP's first step, so set static_graph=False"
                 )
             return _Standing(step - 1, bool(wants_dense) or self._is_flushing)
         return _Standing(step, bool(wants_dense))

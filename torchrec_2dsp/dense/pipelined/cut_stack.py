@@ -23,6 +23,7 @@ from torchrec_2dsp.dense.pipelined.moving_layers import (
 )
 from torchrec_2dsp.dense.pipelined.pipeline import Reduction, StackPipeline
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
+from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers
 
@@ -147,6 +148,7 @@ class CutStack:
         *,
         reduction: Reduction,
         wire: torch.dtype | None,
+        gradients: ThresholdedDataParallel | None,
     ) -> None:
         self._name, self._stack, self._layers = name, stack, list(layers)
         self._schedule, self._groups = schedule, groups
@@ -158,6 +160,10 @@ class CutStack:
             self._own_layers,
             keeps_loss=self._keeps_loss,
             run=lambda *given: self.pipeline.run(*given),
+        )
+        names = {id(param): f"{name}.{key}" for key, param in stack.named_parameters()}
+        self._thresholded = gradients and gradients.over_copies(
+            names, groups.copies, groups.everyone
         )
         self._build_pipeline()
 
@@ -261,7 +267,7 @@ class CutStack:
         self.pipeline = StackPipeline(
             self._schedule,
             self._stages,
-            CopiedLayers(stages, self._groups)
+            CopiedLayers(stages, self._groups, self._thresholded)
             if self._shares is None
             else ShardedLayers(stages, self._groups, self._shares),
             self._groups,

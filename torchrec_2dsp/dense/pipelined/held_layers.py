@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchrec_2dsp.dense.pipelined.engine import LayerStage
 from torchrec_2dsp.dense.pipelined.layer_stack import LayerStack, StageLayers
 from torchrec_2dsp.dense.pipelined.links import PipelineGroups
+from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients
 from torchrec_2dsp.errors import ConfigError
 
 
@@ -114,10 +115,19 @@ def _add_gradient_(param: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class CopiedLayers(HeldLayers):
-    """A rank's layers, with equal copies in other pipelines."""
+    """A rank's layers, with equal copies in other pipelines.
 
-    def __init__(self, stages: Sequence[LayerStage], groups: PipelineGroups) -> None:
+    With ``thresholded``, copies send each other their gradients' largest elements.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[LayerStage],
+        groups: PipelineGroups,
+        thresholded: ThresholdedGradients | None = None,
+    ) -> None:
         super().__init__(stages, groups, num_equal=groups.mesh.dp)
+        self._thresholded = thresholded
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a null context: copies are always whole."""
@@ -144,12 +154,17 @@ class CopiedLayers(HeldLayers):
         """Add the mean over the copies, times ``factor``, to the parameters' gradients.
 
         Collectives:
-            An all-reduce per data type, waited for.
+            An all-reduce per data type, waited for; or those of `ThresholdedGradients.means`.
         """
         local = [
             _local_part(gradient, param) * factor
             for param, gradient in zip(self.params, gradients, strict=True)
         ]
+        if self._thresholded is not None:
+            means = self._thresholded.means(self.params, local)
+            for param, gradient in zip(self.params, means, strict=True):
+                _add_gradient_(param, gradient)
+            return
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
         for number, gradient in enumerate(local):
             by_type[gradient.dtype].append(number)

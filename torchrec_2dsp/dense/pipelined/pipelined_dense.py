@@ -1,7 +1,7 @@
 """`PipelinedDense`: the wrapper that cuts a model's layer stacks over ranks."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from torchrec_2dsp.dense.pipelined.moving_layers import (
 )
 from torchrec_2dsp.dense.pipelined.pipeline import Reduction
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
+from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import DenseMesh, RankLayout
 
@@ -80,6 +81,8 @@ class PipelinedDense(DataParallelWrapper):
             gradients stay inside hosts.
         fully_shard: whether each pipeline keeps a shard of each layer, with its gradient and
             moments, instead of a copy; shards are gathered once per batch.
+        gradients: a `ThresholdedDataParallel` that no model has, if pipelines with copies of the
+            layers are to send each other its elements only; it keeps the counts and residuals.
 
     Example::
 
@@ -110,6 +113,7 @@ class PipelinedDense(DataParallelWrapper):
         tp: int = 1,
         layout: RankLayout = RankLayout.CONTIGUOUS,
         fully_shard: bool = False,
+        gradients: ThresholdedDataParallel | None = None,
     ) -> None:
         self._schedule = Schedule(schedule, num_stages, num_micro_batches, stages_per_rank)
         for name, value, choices in (
@@ -126,6 +130,12 @@ class PipelinedDense(DataParallelWrapper):
                 f"PipelinedDense(tp={tp}) with a plan of {len(plan or {})} modules splits nothing; "
                 "give both, or neither"
             )
+        if gradients is not None and (fully_shard or tp > 1):
+            raise ConfigError(
+                "PipelinedDense(gradients=...) sends elements of whole layers' gradients, and with "
+                "fully_shard=True or tp > 1 ranks have parts of them; leave one of the two out"
+            )
+        self._gradients = gradients
         self._cuts: Sequence[int] | MeasuredCuts | Literal["even"] = cuts
         self._plan, self._tp = dict(plan or {}), tp
         self._reduction: Reduction = reduction
@@ -160,6 +170,13 @@ class PipelinedDense(DataParallelWrapper):
                     "PipelinedDense found no LayerStack with parameters in the model; put the "
                     "layers that are to be cut, and their loss, into a tdsp.LayerStack"
                 )
+            if self._gradients is not None:
+                self._gradients.check_free()
+                if len(stacks) > 1:
+                    raise ConfigError(
+                        f"PipelinedDense(gradients=...) is for one LayerStack, and the model has "
+                        f"{len(stacks)}: {', '.join(stacks)}; leave it out"
+                    )
             others = {name: part for name, part in parts.items() if name not in stacks}
             check_untied(others, "PipelinedDense")
             num_ranks = dist.get_world_size(group)
@@ -192,6 +209,7 @@ class PipelinedDense(DataParallelWrapper):
                 self._groups,
                 reduction=self._reduction,
                 wire=_WIRES[self._values],
+                gradients=self._gradients,
             )
         self._share_layers(plans, self._groups)
         ranks = torch.tensor(dist.get_process_group_ranks(group))
@@ -219,7 +237,9 @@ class PipelinedDense(DataParallelWrapper):
         cuts = "measured" if isinstance(self._cuts, MeasuredCuts) else self._cuts
         return (
             f"{self._schedule}, cuts={cuts}, reduction={self._reduction}, values={self._values}, "
-            f"{styles}, tp={self._tp}, layout={self._layout.value}, fully_shard={self._fully_shard}"
+            f"{styles}, tp={self._tp}, layout={self._layout.value}, "
+            f"fully_shard={self._fully_shard}, "
+            f"gradients={self._gradients and self._gradients.settings}"
         )
 
     def recut(
@@ -254,6 +274,11 @@ class PipelinedDense(DataParallelWrapper):
         with agreeing(groups.everyone):
             check_optimizer(optimizer)
             check_can_move(groups.mesh, is_sharded=self._fully_shard)
+            if self._gradients is not None:
+                raise ConfigError(
+                    "recut() can't move what layers with thresholded gradients haven't sent yet; "
+                    "make PipelinedDense without gradients=..., or choose cuts when it is made"
+                )
         has_moved = recut_together(
             self._stacks, optimizer, model, groups, cuts=cuts, least_gain=least_gain
         )
@@ -289,6 +314,23 @@ class PipelinedDense(DataParallelWrapper):
         groups = self._model_groups()
         held = [stack.pipeline.layers for stack in self._stacks.values()]
         return clip_together_(max_norm, self._others, held, groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's thresholded gradients keep; a `TrainState` stores it."""
+        return self._gradients.state_dict() if self._gradients else {}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise if a state has residuals of layers that this rank doesn't have."""
+        (self._gradients or ThresholdedDataParallel()).check_state_dict(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore this rank's state."""
+        self.load_rank_states([state])
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over several ranks' summed residuals; there may be none."""
+        if self._gradients:
+            self._gradients.load_rank_states(states)
 
     def _model_groups(self) -> PipelineGroups:
         if self._groups is None:

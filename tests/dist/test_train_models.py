@@ -1,13 +1,11 @@
 """Each model and dense optimizer of the training program trains as the unsharded model does."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.exporting import OWN
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, PlainRun, config_with
 from torchrec_2dsp.programs.config.sections import SplitPlace
@@ -110,67 +108,3 @@ def test_thresholds_that_ranks_fit_train_nearly_alike(ranks4: RankPool) -> None:
     expected = unsharded_losses(config_with(TINY))
     assert losses[0] != pytest.approx(expected, abs=1e-5)
     assert losses[0] == pytest.approx(expected, abs=0.1)
-
-
-LOOP = {"steps": 5, "global_batch_size": 16, "eval_steps": 2, "eval_every": 3, "report_every": 2}
-RUNS: dict[str, Any] = {
-    "one_group": {},
-    "exact": {"num_groups": 2, "dense": {"kind": "fully_sharded"}},
-    "rows": {"sharding_types": ["row_wise"], "exchange": "row", "prefetch_rows": True},
-}
-CLICKS = {
-    "num_dense": 2,
-    "features": [{"name": "user", "num_rows": 40}, {"name": "item", "num_rows": 30, "max_ids": 1}],
-}
-SEQUENCES = {"kind": "synthetic_sequences", "num_items": 60, "max_length": 8, "num_clusters": 5}
-
-
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
-    "sequence": (
-        SEQUENCES,
-        {"kind": "sequence", "dim": 8, "max_length": 8, "num_negatives": 4},
-        {"loss", "recall@10", "ndcg@10"},
-    ),
-    "two towers": (
-        CLICKS,
-        {"kind": "two_tower", "user_features": ["user"], "item_features": ["item"], "dim": 8},
-        {"loss", "ne", "auc", "calibration"},
-    ),
-    "two towers in a batch": (
-        CLICKS,
-        {
-            "kind": "two_tower",
-            "user_features": ["user"],
-            "item_features": ["item"],
-            "dim": 8,
-            "loss": "in_batch",
-            "ranking": {"among": "sampled", "k": [3]},
-        },
-        {"loss", "recall@3", "ndcg@3"},
-    ),
-    "own": (CLICKS, OWN, {"loss", "ne", "auc", "calibration"}),
-}
-
-
-def train_all(rank: int, world_size: int) -> dict[str, list[tuple[list[float], dict[str, float]]]]:
-    return {
-        name: [
-            ([*run.losses, *run.evaluated.losses], run.evaluated.metrics)
-            for run in train(
-                config_with({"data": data, "model": model, "loop": LOOP, "runs": RUNS})
-            ).runs
-        ]
-        for name, (data, model, _) in KINDS.items()
-    }
-
-
-def test_every_kind_trains_alike_in_all_runs(ranks4: RankPool) -> None:
-    for name, runs in ranks4.run(train_all)[0].items():
-        (losses, metrics), *others = runs
-        assert len(losses) == 7
-        assert losses[0] != losses[4]
-        assert {key for key, value in metrics.items() if not math.isnan(value)} == KINDS[name][2]
-        for other_losses, other_metrics in others:
-            # Sums are added in another order.
-            assert other_losses == pytest.approx(losses, abs=1e-5), name
-            assert other_metrics == pytest.approx(metrics, abs=1e-5, nan_ok=True), name

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.datasets.utils import Batch
 
 from tests.support.exporting import exported, run_config
 from tests.support.ranks import RankPool
@@ -13,11 +14,9 @@ from tests.support.train_runs import (
     SEQUENCES,
     TREE,
     PlainRun,
-    click_data,
     click_model,
     config_with,
 )
-from torchrec_2dsp.programs.data.synthetic import make_batch
 from torchrec_2dsp.programs.export.source import ExportSource, trained_model
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
@@ -73,26 +72,11 @@ class RoundedRun(PlainRun):
 
 
 class AutocastRun(PlainRun):
-    """The plain model with autocast, on each rank's part of a batch."""
+    """The plain model with autocast."""
 
-    def train_parts(self) -> list[float]:
-        """Train all steps; their losses."""
-        losses = []
-        for step in range(self.config.loop.steps):
-            self.model.zero_grad()
-            parts = [self._loss_of_part(step, rank) for rank in range(2)]
-            self.tables.step()
-            self.dense.step()
-            losses.append(sum(parts) / len(parts))
-        return losses
-
-    def _loss_of_part(self, step: int, rank: int) -> float:
-        data, size = click_data(self.config), self.config.loop.global_batch_size
-        batch = make_batch(data, step=step, global_batch_size=size, rank=rank, world_size=2)
+    def loss(self, batch: Batch) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = self.model(batch)
-        (loss / 2).backward()
-        return loss.item()
+            return super().loss(batch)
 
 
 def losses_of(run: RunResult) -> Losses:
@@ -166,8 +150,8 @@ def autocast_beside_plain(rank: int, world_size: int) -> tuple[dict[str, Losses]
     runs |= {name: {"dense": dense | AUTOCAST} for name, dense in kinds.items()}
     runs["fp32"] = {}
     config = config_with(TREE, runs=runs)
-    plain = AutocastRun(config, SGD)
-    expected = plain.train_parts(), plain.held_out()[0]
+    plain = AutocastRun(config, SGD, num_parts=2)
+    expected = plain.train(), plain.held_out()[0]
     return {run.name: losses_of(run) for run in train(config).runs}, expected
 
 

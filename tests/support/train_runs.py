@@ -1,9 +1,11 @@
 """Tiny training configs, and what the plain model makes of them on the global batches."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, compress, islice
 from pathlib import Path
-from typing import Any, cast
+from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,16 @@ from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.sections import ModelConfig, SplitPlace
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, make_batch
-from torchrec_2dsp.programs.models.model import build_model, split_
-from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.models.kinds import (
+    build_any_model,
+    dataset_for,
+    has_clicks,
+    ranking_of,
+)
+from torchrec_2dsp.programs.models.model import split_
+from torchrec_2dsp.programs.models.ranking import ranking_metrics
+from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
 from torchrec_2dsp.programs.train.program import train
 
 TREE: dict[str, Any] = {
@@ -81,30 +90,43 @@ FLAT = {"kind": "linear", "final": 1.0}
 
 
 class PlainRun:
-    """The unsharded model, trained by torch's optimizers on the global batches."""
+    """The unsharded model, trained by torch's optimizers on the global batches.
+
+    Where a loss isn't a mean over samples, the batches of ``num_parts`` ranks count equally.
+    """
 
     def __init__(
         self,
         config: TrainConfig,
         make_dense: Callable[..., torch.optim.Optimizer],
         splits: Mapping[SplitPlace, float] | None = None,
+        num_parts: int = 1,
     ) -> None:
-        self.config = config
-        self.model = build_model(click_data(config), click_model(config))
+        self.config, self._num_parts = config, num_parts
+        self._data = dataset_for(config.model, config.data.dataset())
+        self.model = build_any_model(shape_of(config.data, self._data), config.model)
         split_(self.model, splits or {}, "exact")
         named = dict(self.model.named_parameters())
-        tables = [weight for name, weight in named.items() if "embedding_bags" in name]
-        self.others = [weight for name, weight in named.items() if "embedding_bags" not in name]
+        is_table = [".embedding_bags." in name or ".embeddings." in name for name in named]
+        tables = list(compress(named.values(), is_table))
+        self.others = [value for value, of in zip(named.values(), is_table, strict=True) if not of]
         rule = config.optimizer
         self.tables = MomentScaledRowWiseAdaGradOptimizer(
-            cast(Any, tables), lr=rule.lr, eps=rule.eps, moment_scale=1.0
+            tables, lr=rule.lr, eps=rule.eps, moment_scale=1.0
         )
         self.dense = make_dense(self.others, lr=rule.dense_lr)
         self.clipped_steps = 0
 
-    def batch(self, number: int, split: Split = Split.TRAIN) -> Batch:
+    def batches(self, split: Split, num_steps: int) -> Iterator[tuple[Batch, ...]]:
+        """Yield each step's batch in its parts."""
         size = self.config.loop.global_batch_size
-        return make_batch(click_data(self.config), step=number, global_batch_size=size, split=split)
+        options = {"global_batch_size": size, "world_size": self._num_parts}
+        parts = [self._data.batches(split, rank=n, **options) for n in range(self._num_parts)]
+        return islice(zip(*parts, strict=True), num_steps)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return the loss that is trained."""
+        return self.model(batch)[0]
 
     def train(
         self,
@@ -114,12 +136,12 @@ class PlainRun:
     ) -> list[float]:
         """Train all steps; their losses."""
         losses, num_steps = [], self.config.loop.steps
-        for step in range(num_steps):
+        for step, parts in enumerate(self.batches(Split.TRAIN, num_steps)):
             share = share_of_rate(schedule, step, num_steps)
             dense_share = share_of_rate(dense_schedule, step, num_steps)
             self.tables.param_groups[0]["lr"] = self.config.optimizer.lr * share
             self.dense.param_groups[0]["lr"] = self.config.optimizer.dense_lr * dense_share
-            loss, _ = self.model(self.batch(step))
+            loss = torch.stack([self.loss(batch) for batch in parts]).mean()
             losses.append(loss.item())
             self.model.zero_grad()
             loss.backward()
@@ -131,15 +153,22 @@ class PlainRun:
 
     def held_out(self) -> tuple[list[float], torch.Tensor, torch.Tensor]:
         """Return the losses of held-out batches, and their samples' logits and labels."""
+        batches = list(self.batches(Split.EVAL, self.config.loop.eval_steps))
         self.model.eval()
         with torch.no_grad():
-            outputs = [
-                self.model(self.batch(number, Split.EVAL))[1]
-                for number in range(self.config.loop.eval_steps)
-            ]
+            outputs = [self.model(batch)[1] for parts in batches for batch in parts]
         self.model.train()
         losses, logits, labels = zip(*outputs, strict=True)
-        return [loss.item() for loss in losses], torch.cat(logits), torch.cat(labels)
+        by_batch = torch.stack(losses).view(len(batches), -1).mean(dim=1)
+        return by_batch.tolist(), torch.cat(logits), torch.cat(labels)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of held-out batches."""
+        losses, logits, labels = self.held_out()
+        is_ranked = not has_clicks(self.config.model)
+        metrics = {"loss": fmean(losses)} if is_ranked else plain_metrics(logits, labels)
+        batches = chain(*self.batches(Split.EVAL, self.config.loop.eval_steps))
+        return metrics | ranking_metrics(self.model, batches, ranking_of(self.config.model), None)
 
 
 def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:

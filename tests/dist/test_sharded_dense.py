@@ -5,13 +5,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.dense_products import FORMS
 from tests.support.dense_training import cell_of, model_of
 from tests.support.loops import shard
 from tests.support.models import BagModel
+from tests.support.pipelining import (
+    TABLES,
+    PipelineCell,
+    dense_sgd,
+    pipelined,
+    stack_model,
+    step_of,
+)
 from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.dense.sharded_dense import JointBatch
 from torchrec_2dsp.errors import ConfigError, MeshError, UnsupportedError
@@ -192,3 +202,53 @@ def test_impossible_splits_are_refused(ranks4: RankPool) -> None:
     assert copies[1].startswith("the settings of TensorParallelDense differs between ranks")
     assert copies[2] == "TensorParallelDense(num_copies=True) is no count; use 1 or more"
     assert flat.startswith("'flat' gives a Tensor () for 12 samples; give tensors whose first")
+
+
+class KeptDropout(nn.Module):
+    """Dropout that keeps its masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[torch.Tensor] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.masks.append(torch.rand(inputs.shape[1]) > 0.3)
+        return inputs * self.masks[-1]
+
+
+def train_with_dropout(
+    rank: int, world_size: int, form: str
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], float]:
+    """Return a rank's masks, what it holds of layers that aren't split, and its next number."""
+    cell, dropout = PipelineCell({}, TABLES["row-wise"]), KeptDropout()
+    unsharded = stack_model(cell.cell.spec)
+    unsharded.stack.layers[1] = dropout
+    with pipelined(cell.cell, FORMS[form](), unsharded) as (model, params):
+        optimizer = dense_sgd(params.values())
+        torch.manual_seed(rank)
+        for step in range(3):
+            step_of(model, optimizer, cell, step, rank)
+        whole = {
+            name: (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+            for name, value in params.items()
+            if "stack" in name and not name.endswith(("up.weight", "up.bias", "down.weight"))
+        }
+    return dropout.masks, whole, float(torch.rand(1))
+
+
+@pytest.mark.parametrize("form", ["TP", "TP, FSDP", "PP, TP", "one stage, TP, FSDP"])
+def test_ranks_that_split_layers_draw_the_same(ranks4: RankPool, form: str) -> None:
+    of_ranks = ranks4.run(train_with_dropout, form)
+    peers = [(0, 1), (1, 2), (2, 3)] if form == "TP" else [(0, 1), (2, 3)]
+    for first, second in peers:
+        (masks, whole, drawn), (peer_masks, peer_whole, peer_drawn) = (
+            of_ranks[first],
+            of_ranks[second],
+        )
+        assert whole.keys() == peer_whole.keys() != set()
+        for name, value in whole.items():
+            assert torch.equal(value, peer_whole[name]), name
+        assert drawn != peer_drawn, "their own generators are as different as they were"
+        assert all(map(torch.equal, masks, peer_masks))
+    all_masks = [mask for rank in {peer[0] for peer in peers} for mask in of_ranks[rank][0]]
+    assert len({tuple(mask.tolist()) for mask in all_masks}) > 2, "steps have masks of their own"

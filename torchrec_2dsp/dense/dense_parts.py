@@ -1,6 +1,7 @@
 """Dense parts: the modules without tables, their ranks, equal weights, and meshes with copies."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 import torch
@@ -78,6 +79,19 @@ def broadcast_weights(part: nn.Module, group: dist.ProcessGroup) -> None:
     """
     for tensor in (*part.parameters(), *part.buffers()):
         dist.broadcast(tensor.detach(), group_src=0, group=group)
+
+
+def draw_seed() -> int:
+    """Draw a seed from this rank's generator, for `drawing_from` on a group's ranks."""
+    return int(torch.randint(2**62, ()))
+
+
+@contextmanager
+def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw random numbers from a seed that a group's ranks share; then go on with one's own."""
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        torch.manual_seed(seed)
+        yield
 
 
 def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:

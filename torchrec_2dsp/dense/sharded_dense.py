@@ -10,6 +10,7 @@ loss know nothing of the others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,8 @@ from torchrec_2dsp.dense.dense_parts import (
     check_untied,
     copies_mesh,
     dense_parts,
+    draw_seed,
+    drawing_from,
     group_of,
     shares_of,
     styles_by_part,
@@ -46,13 +49,15 @@ class JointBatch:
     """Gathers a module's inputs over a group's ranks, and takes this rank's rows back.
 
     Parameter gradients are the mean over the group's ranks of what each rank's loss would give;
-    input gradients are what this rank's loss gives.
+    input gradients are what this rank's loss gives. In training, random numbers inside the module,
+    such as those of dropout, are the same on all of them.
     """
 
     def __init__(self, name: str, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._name, self._group = name, group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._sizes: list[list[int]] = []
+        self._calls: list[tuple[list[int], ExitStack]] = []
+        """The ranks' numbers of samples, and what ends with the module's call."""
         # Before hooks that are there, which see what the module sees.
         module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._after)
@@ -63,7 +68,7 @@ class JointBatch:
         """Gather all arguments.
 
         Collectives:
-            A size all-gather, waited for, then one all-gather per tensor.
+            An all-gather of sizes and a seed, waited for, then one all-gather per tensor.
         """
         # TorchRec's tables may not have waited for their outputs yet.
         given = _mapped((args, kwargs), lambda lazy: lazy.wait(), is_leaf=_is_lazy)
@@ -71,23 +76,29 @@ class JointBatch:
         if not leaves:
             raise UnsupportedError(f"{self._name!r} is called without tensors, so it has no batch")
         parts = [tensor for leaf in leaves for tensor in _tensors_of(leaf)]
-        own = torch.tensor([part.shape[0] for part in parts], device=parts[0].device)
-        sizes = own.new_empty(self._num_ranks * own.numel())
-        dist.all_gather_into_tensor(sizes, own, group=self._group)
-        by_part = sizes.view(self._num_ranks, -1).t().tolist()
-        # Of a jagged tensor the lengths count samples, which come after the values.
-        self._sizes.append(by_part[1] if isinstance(leaves[0], JaggedTensor) else by_part[0])
+        trains, device = torch.is_grad_enabled(), parts[0].device
+        facts = [*(part.shape[0] for part in parts), draw_seed() if trains else 0]
+        own = torch.tensor(facts, device=device)
+        of_ranks = own.new_empty(self._num_ranks * own.numel())
+        dist.all_gather_into_tensor(of_ranks, own, group=self._group)
+        *by_part, seeds = of_ranks.view(self._num_ranks, -1).t().tolist()
         gathered = iter(
             [
                 cast(torch.Tensor, _Gathered.apply(part, of_part, self._rank, self._group))
                 for part, of_part in zip(parts, by_part, strict=True)
             ]
         )
+        call = ExitStack()
+        if trains:
+            call.enter_context(drawing_from(seeds[0], device))
+        # Of a jagged tensor the lengths count samples, which come after the values.
+        self._calls.append((by_part[isinstance(leaves[0], JaggedTensor)], call))
         return _mapped(given, lambda leaf: _with_tensors(leaf, gathered))
 
     def _after(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Take this rank's rows; in the backward, gather their gradients."""
-        sizes = self._sizes.pop()
+        sizes, call = self._calls.pop()
+        call.close()
 
         def own_rows(rows: Any) -> torch.Tensor:
             if not isinstance(rows, torch.Tensor) or rows.shape[:1] != (sum(sizes),):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrec_2dsp.comms.groups import own_mesh, own_subgroup
+from torchrec_2dsp.dense.dense_parts import draw_seed
 from torchrec_2dsp.dense.pipelined.activations import TensorKind
 from torchrec_2dsp.errors import InputError, UnsupportedError
 from torchrec_2dsp.mesh import DenseMesh
@@ -217,6 +218,9 @@ class Given:
     problem: str = ""
     """The reason why the call can't run, if any."""
 
+    seed: int = 0
+    """In training, the seed of the layers' random numbers, of which the first rank's counts."""
+
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], *, trains: bool) -> "Given":
         """Describe inputs and targets."""
@@ -236,6 +240,7 @@ class Given:
             tuple(tensor.requires_grad for tensor in tensors),
             trains,
             problem,
+            draw_seed() if trains else 0,
         )
 
     @property

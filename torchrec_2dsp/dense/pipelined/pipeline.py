@@ -12,6 +12,7 @@ from torchrec.distributed.types import LazyAwaitable
 
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.breaking import described, is_broken_connection
+from torchrec_2dsp.dense.dense_parts import drawing_from
 from torchrec_2dsp.dense.pipelined.activations import TensorKind
 from torchrec_2dsp.dense.pipelined.engine import (
     Batch,
@@ -205,7 +206,9 @@ class StackPipeline:
     ) -> "TrainedBatch":
         """Run a batch's forwards and backwards; weight gradients stay with the result."""
         with self._together:
-            with self.layers.gradients_set_aside() as weight_gradients:
+            # Ranks that compute a stage together draw the same numbers, other stages others.
+            draws = drawing_from(given.first.seed + self._groups.position, self._groups.device)
+            with draws, self.layers.gradients_set_aside() as weight_gradients:
                 computed = self._compute(inputs, targets, given, trains=True)
             losses = self._outputs(computed, given)
             gradients = self._gradients(computed, given)

@@ -321,6 +321,17 @@ def failing_loader(rank: int) -> Iterator[Sessions]:
     yield sessions(0, [1, 2])
 
 
+def sharing_bags(num_bags: int, **strides: Any) -> KeyedJaggedTensor:
+    """Return two features whose first bag is that of both samples."""
+    return KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(num_bags),
+        lengths=torch.ones(num_bags, dtype=torch.int64),
+        inverse_indices=(["a", "b"], torch.zeros(2, 2, dtype=torch.int64)),
+        **strides,
+    )
+
+
 def fail(rank: int, world_size: int) -> dict[str, str]:
     def run(batches: Any, **options: Any) -> Any:
         return lambda: list(tdsp.BalancedBatches(batches, **options))
@@ -334,13 +345,6 @@ def fail(rank: int, world_size: int) -> dict[str, str]:
     errors = {"loader": error_of(lambda: next(balanced)), "again": error_of(lambda: next(balanced))}
     other = Batch(torch.ones(2, 3), good.history, torch.ones(2))
     two_sizes = Batch(torch.ones(3, 3), good.history, torch.ones(2))
-    variable = KeyedJaggedTensor(
-        ["a", "b"],
-        torch.arange(3),
-        lengths=torch.ones(3, dtype=torch.int64),
-        stride_per_key_per_rank=[[1], [2]],
-        inverse_indices=(["a", "b"], torch.zeros(2, 2, dtype=torch.int64)),
-    )
     beside = Batch(torch.ones(2, 3), good.history, torch.ones(2))
     vars(beside)["clicks"] = {"weights": torch.ones(2)}
     cases = {
@@ -361,7 +365,8 @@ def fail(rank: int, world_size: int) -> dict[str, str]:
         "nothing": run([{"a": 1}]),
         "device": run([torch.ones(2, device="meta")]),
         "gradient": run([torch.ones(2, requires_grad=True)]),
-        "variable": run([variable]),
+        "variable": run([sharing_bags(3, stride_per_key_per_rank=[[1], [2]])]),
+        "shared bags": run([sharing_bags(4)]),
         "feature": run([good], lengths=["future"]),
         "no lengths": run([torch.ones(2)]),
         "function": run([good], lengths=lambda _: torch.ones(3)),
@@ -406,7 +411,8 @@ def test_errors_are_the_same_on_all_ranks_or_name_the_rank(ranks2: RankPool) -> 
         "nothing": ("Unsupported", "a batch of type dict has no tensors, so it has no samples"),
         "device": ("Unsupported", "a batch is on meta already; balance it on the CPU"),
         "gradient": ("Unsupported", "a batch holds a tensor that needs a gradient"),
-        "variable": ("Unsupported", "a batch size for each feature can't be balanced"),
+        "variable": ("Unsupported", "or with inverse_indices, can't be balanced: samples share"),
+        "shared bags": ("Unsupported", "or with inverse_indices, can't be balanced: samples share"),
         "feature": ("Input", "the batch has no feature 'future'; use some of history, clicks"),
         "no lengths": ("Input", "a batch without jagged tensors has no lengths"),
         "function": ("Input", "lengths() gave a tensor of shape (3,) for 2 samples"),

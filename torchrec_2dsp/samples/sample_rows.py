@@ -252,10 +252,10 @@ def _jagged_of(leaf: KeyedJaggedTensor | JaggedTensor) -> Jagged:
     contents = (leaf.values(), *([] if weights is None else [weights]))
     if isinstance(leaf, JaggedTensor):
         return Jagged((), leaf.lengths().view(-1, 1), contents)
-    if leaf.variable_stride_per_key():
+    if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
         raise UnsupportedError(
-            "a batch with a batch size for each feature can't be balanced: samples share bags; "
-            "balance it before bags are made distinct"
+            "a batch with a batch size for each feature, or with inverse_indices, can't be "
+            "balanced: samples share bags; balance it before bags are made distinct"
         )
     num_keys = len(leaf.keys())
     by_key = leaf.lengths().view(num_keys, leaf.stride())

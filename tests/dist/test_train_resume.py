@@ -18,7 +18,7 @@ from torchrec_2dsp.errors import InputError, OutputError, TwoDError
 from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 from torchrec_2dsp.programs.train import program
-from torchrec_2dsp.programs.train.checkpoints import Resume
+from torchrec_2dsp.programs.train.checkpoints import Resume, RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import read_progress
@@ -63,6 +63,17 @@ def config_in(folder: Path, **sections: Any) -> TrainConfig:
 
 def through(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
     return train(config)
+
+
+def through_without_fingerprint(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
+    """Train as before checkpoints said what the log was."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "RunSettings", lambda config, log: RunSettings(config))
+        return train(config)
+
+
+def refusal_to_go_on(rank: int, world_size: int, config: TrainConfig) -> str:
+    return refusal(rank, world_size, config, resume="auto")
 
 
 def on_from(rank: int, world_size: int, config: TrainConfig) -> tuple[TrainResult, dict[str, int]]:
@@ -246,6 +257,30 @@ def test_a_last_evaluation_that_fails_loses_no_step(ranks2: RankPool, tmp_path: 
     for failed, text, newest in ranks2.run(without_evaluation, config, log):
         assert (failed, text) == ("no such row", refused)
         assert newest == tmp_path / "main" / "last" / "10"
+
+
+def test_a_log_that_changed_is_refused_by_name(ranks2: RankPool, tmp_path: Path) -> None:
+    log, rows = tmp_path / "logs", make_rows(96)
+    log.mkdir()
+    write_log(log / "a.parquet", rows[:64])
+    section = table_config(log / "*.parquet", prepared=str(tmp_path), held_out={"share": 0.5})
+    loop = {"steps": 2, "eval_every": 2, "eval_steps": 1, "global_batch_size": 8}
+    config = config_in(tmp_path / "new", runs={"main": {}}, loop=loop)
+    config = config.model_copy(update={"data": section})
+    older = config_in(tmp_path / "old", runs={"main": {}}, loop=loop)
+    older = older.model_copy(update={"data": section})
+    ranks2.run(through, config)
+    ranks2.run(through_without_fingerprint, older)
+    write_log(log / "b.parquet", rows[64:])
+    text = "the log's file 2 (b.parquet) was nothing when the checkpoint was saved, and is 32 rows"
+    for refused in ranks2.run(refusal_to_go_on, config):
+        assert text in refused
+        assert "put the files back as they were, or start a new run in another folder" in refused
+    for _, resumed in ranks2.run(on_from, older):
+        assert resumed == {"main": 2}, "older checkpoints don't say what the log was"
+    (log / "b.parquet").unlink()
+    for _, resumed in ranks2.run(on_from, config):
+        assert resumed == {"main": 2}
 
 
 def slow_to_save(rank: int, world_size: int, config: TrainConfig) -> tuple[int, int]:

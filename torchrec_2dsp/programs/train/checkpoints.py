@@ -197,6 +197,10 @@ _LATER = {
 """Keys that older checkpoints lack, and the values that they stand for; saved only otherwise."""
 
 
+_LOG = "the log's "
+"""The beginning of the keys that say what the data was."""
+
+
 class RunSettings:
     """Config values that must not change between a run's restarts; part of the train state.
 
@@ -204,7 +208,8 @@ class RunSettings:
     and the way rows travel may change.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, log: Mapping[str, str] | None = None) -> None:
+        """Take the config's values, and the fingerprint of the data that it names."""
         loop, optimizer = config.loop, config.optimizer
         settings: dict[str, Any] = {
             "loop": loop.model_dump(mode="json", include={"global_batch_size", "accumulate"}),
@@ -216,6 +221,7 @@ class RunSettings:
             settings["loop"]["steps"] = loop.steps
         values = _flat("", settings)
         self._values = {key: value for key, value in values if _LATER.get(key) != value}
+        self._values |= {f"{_LOG}{name}": value for name, value in (log or {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings by config key, each as JSON."""
@@ -230,13 +236,19 @@ class RunSettings:
         Raises:
             ConfigError: they differ; it names the first key that does.
         """
+        has_log = any(key.startswith(_LOG) for key in state)  # Older checkpoints have none.
         for key in sorted(state.keys() | self._values.keys()):
             unsaved = _LATER.get(key, "nothing")
+            if key.startswith(_LOG) and not has_log:
+                continue
             saved, now = (values.get(key, unsaved) for values in (state, self._values))
             if saved != now:
+                remedy = (
+                    "put the files back as they were" if key.startswith(_LOG) else "set it back"
+                )
                 raise ConfigError(
                     f"{key} was {saved} when the checkpoint was saved, and is {now} now, which "
-                    f"would be another run; set it back, or start a new run in another folder"
+                    f"would be another run; {remedy}, or start a new run in another folder"
                 )
 
 

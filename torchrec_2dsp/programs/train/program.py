@@ -205,7 +205,8 @@ class RunTrainer:
         self._history = RunHistory()
         self._balance: BalanceReport | None = None
         dense = self._run.dense
-        members: dict[str, Any] = {"history": self._history, "settings": RunSettings(config)}
+        settings = RunSettings(config, dataset.fingerprint)
+        members: dict[str, Any] = {"history": self._history, "settings": settings}
         if dense.kind == "local":
             members["local_moments"] = LocalMoments(self._optimizers.dense)
         self._state = TrainState(self._model, self._optimizers.whole, **members)

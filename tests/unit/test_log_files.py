@@ -31,6 +31,7 @@ from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs import conversion, text
 from torchrec_2dsp.programs.data.logs.conversion import ConvertedFile
 from torchrec_2dsp.programs.data.logs.files import list_files
+from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
 from torchrec_2dsp.programs.data.logs.text import TextParser
 
 ROWS = make_rows(40)
@@ -238,6 +239,17 @@ def test_lists_and_times_that_are_no_ids_are_named(tmp_path: Path, ending: str) 
         message = f"a.{ending}: column '{column}' has {kind}, and held_out.column needs one text, "
         with pytest.raises(ConfigError, match=message):
             table_config(file, features=features, dense=[], held_out=held_out).dataset()
+    also = {"name": "moment", "column": "at", "num_rows": 9}
+    number = [{"column": "at"}]
+    for twice, dense in (([hour, also], []), ([hour], number)):
+        message = r"'at' has timestamp\[us\], and a feature that is no time needs one text"
+        with pytest.raises(ConfigError, match=message):
+            table_config(file, features=twice, dense=dense).dataset()
+    interactions = InteractionsConfig(
+        files=(str(file),), user="tags", item="label", time="at", prepared=str(tmp_path / "p")
+    )
+    with pytest.raises(ConfigError, match="and an interaction needs one text, integer or boolean"):
+        interactions.dataset()
 
 
 def test_a_parquet_row_without_label_is_named(tmp_path: Path) -> None:

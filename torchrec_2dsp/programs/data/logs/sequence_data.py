@@ -88,6 +88,8 @@ def read_interactions(source: LogSource, config: InteractionsLayout) -> Interact
         InputError: more rows than the section allows lack a user, an item or a time.
         ConfigError: no user has enough items.
     """
+    for column in (config.user, config.item):
+        source.check_single(column, "an interaction")
     reader = LogReader(source)
     tables = [reader.block(block) for block in source.blocks]
     users, items = (

@@ -30,7 +30,7 @@ from torchrec_2dsp.programs.data.logs.source import (
     LogSource,
     Selection,
 )
-from torchrec_2dsp.programs.data.logs.text import MalformedLines
+from torchrec_2dsp.programs.data.logs.text import ColumnKind, MalformedLines
 
 
 class TableData(LogDataset):
@@ -132,6 +132,11 @@ def _select(
             f"{', '.join(feature.source for feature in config.features)}"
         )
     source = LogSource(config, malformed, progress)
+    # A column that is also a time is read as integers, and may hold timestamps.
+    others = [feature.source for feature in config.features if not feature.is_time]
+    for column in (*others, *(column.column for column in config.dense)):
+        if source.columns[column].kind is ColumnKind.INTEGER:
+            source.check_single(column, "a feature that is no time")
     if choice.by == "last":
         return source.last_rows(choice.share)
     if choice.by == "hash":

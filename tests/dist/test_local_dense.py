@@ -105,7 +105,7 @@ def meet_with_nan(rank: int, world_size: int) -> str:
 
 def test_a_nan_of_one_rank_stops_all(ranks2: RankPool) -> None:
     (message,) = set(ranks2.run(meet_with_nan))
-    assert message.startswith("parameter 2 of the outer optimizer has changed by numbers that")
+    assert message.startswith("'tower.2.weight' has changed by numbers that are not finite")
     assert message.endswith("(found on rank 1)")
 
 
@@ -134,7 +134,7 @@ def misuse(rank: int, world_size: int) -> tuple[str, ...]:
         error_text(lambda: tdsp.LocalDense(density=0.0), ConfigError),
         error_text(lambda: tdsp.LocalDense(values="int3"), ConfigError),
         error_text(lambda: tdsp.LocalDense(residual_decay=1.5), ConfigError),
-        error_text(lambda: dense.mean([torch.ones(2)]), SyncError),
+        error_text(lambda: dense.mean({}), SyncError),
     ]
     cell = cell_of(world_size)
     model = model_of(cell, dense)
@@ -160,3 +160,70 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
     assert "save and load after a multiple of num_local_steps" in apart
     assert "outer optimizer" in step
     assert "momentum" in rates
+
+
+def train_by_layers(
+    rank: int, world_size: int, density: float, layers: list[list[str]]
+) -> dict[str, torch.Tensor]:
+    """Train with a `DiLoCo` for each list of layers, all of which meet in every second step."""
+    cell, dense = cell_of(world_size), tdsp.LocalDense(density=density, values="fp32")
+    model = model_of(cell, dense)
+    params = dense_of(model)
+    outers = [
+        tdsp.DiLoCo([params[name] for name in params if name.startswith(tuple(of_one))], dense)
+        for of_one in layers
+    ]
+    local = torch.optim.SGD(params.values(), lr=LR)
+    for step in range(4):
+        local.zero_grad()
+        model(batch_of(cell, step, rank)).backward()
+        local.step()
+        for outer in outers if step % 2 else ():
+            outer.global_step(torch.tensor(step))
+    dense.state_dict()
+    return copied_weights(params)
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1])
+def test_layers_may_meet_each_in_a_call_of_their_own(ranks2: RankPool, density: float) -> None:
+    (one, again), (two, _) = (
+        ranks2.run(train_by_layers, density, layers)
+        for layers in ([["tower", "last"]], [["tower.2"], ["tower.0", "last"]])
+    )
+    for name, value in one.items():
+        assert torch.equal(value, again[name]), name
+        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6)
+
+
+def meet_in_part(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Return errors where the last layer is in no `DiLoCo`, and where it meets less often."""
+    cell, errors = cell_of(world_size), []
+    for parts in (["tower"], ["tower", "last"]):
+        dense = tdsp.LocalDense()
+        model = model_of(cell, dense)
+        params = dense_of(model)
+        first, *_ = (
+            tdsp.DiLoCo([params[name] for name in params if name.startswith(part)], dense)
+            for part in parts
+        )
+        if len(parts) > 1:
+            model(batch_of(cell, 0, rank)).backward()
+            first.global_step(torch.tensor(1))
+        errors += [
+            error_text(lambda: model(batch_of(cell, 1, rank)), ConfigError),  # noqa: B023
+            error_text(lambda: tdsp.save_checkpoint(folder, model), ConfigError),  # noqa: B023
+        ]
+    last = [params[name] for name in params if name.startswith("last")]
+    for param in last:
+        param.requires_grad_(False)
+    model(batch_of(cell, 2, rank)).backward()
+    alien = tdsp.DiLoCo([torch.nn.Parameter(torch.ones(2))], dense)
+    return [*errors, error_text(lambda: alien.global_step(torch.tensor(1)), ConfigError)]
+
+
+def test_parameters_that_do_not_meet_are_refused(ranks2: RankPool, tmp_path: Path) -> None:
+    for *errors, alien in ranks2.run(meet_in_part, tmp_path / "checkpoint"):
+        assert len(errors) == 4
+        for text in errors:
+            assert text.startswith("'last.weight' is trained, but in no DiLoCo that meets when the")
+        assert alien.startswith("parameter 0 of the outer optimizer isn't in the dense part of")

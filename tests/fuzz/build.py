@@ -67,9 +67,11 @@ class NotedLocalDense(tdsp.LocalDense):
     met: torch.Tensor | None = None
     """The mean of all changes at the last meeting, flat; ``None`` when it was read."""
 
-    def mean(self, changes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def mean(
+        self, changes: Mapping[torch.Tensor, torch.Tensor]
+    ) -> dict[torch.Tensor, torch.Tensor]:
         means = super().mean(changes)
-        self.met = torch.cat([mean.flatten() for mean in means])
+        self.met = torch.cat([mean.flatten() for mean in means.values()])
         return means
 
 

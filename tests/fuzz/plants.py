@@ -169,9 +169,9 @@ def unused_parameters_without_gradients() -> Patch:
 def ranks_that_meet_without_rank_1() -> Patch:
     """Drop rank 1's changes from the mean when ranks meet."""
 
-    def mean(dense: tdsp.LocalDense, changes: Any) -> list[torch.Tensor]:
-        own = [0 * change for change in changes] if dist.get_rank() == 1 else changes
-        return _mean(dense, own)
+    def mean(dense: tdsp.LocalDense, changes: Any) -> dict[torch.Tensor, torch.Tensor]:
+        kept = 0.0 if dist.get_rank() == 1 else 1.0
+        return _mean(dense, {param: kept * change for param, change in changes.items()})
 
     return mock.patch.object(tdsp.LocalDense, "mean", mean)
 

@@ -93,7 +93,7 @@ class SentWatch:
         parts = [
             residuals.get(name, param.new_zeros(param.numel())).flatten() for name, param in params
         ]
-        left_out = copied(residuals.get("all", torch.cat(parts)))
+        left_out = copied(torch.cat(parts))
         seen.left_out[index] = left_out / self._case.world_size
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.utils import append_prefix
 
 from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
@@ -19,7 +20,8 @@ from torchrec_2dsp.codecs.sparse import Entries, ErrorFeedback, Threshold, Thres
 from torchrec_2dsp.comms.alarm import agree, agreeing
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.gradient_sums import BucketSize, GatheredSum, GradientReport, GradientRoute
-from torchrec_2dsp.errors import ConfigError, SyncError
+from torchrec_2dsp.dense.thresholded_gradients import BucketLayout, Part, by_part
+from torchrec_2dsp.errors import ConfigError, SyncError, TwoDError
 
 
 class LocalDense(DataParallelWrapper):
@@ -75,7 +77,11 @@ class LocalDense(DataParallelWrapper):
         self._settings = f"density={density}, values={values}, residual_decay={residual_decay}"
         self._feedback = ErrorFeedback()
         self._group: dist.ProcessGroup | None = None
+        self._names: dict[torch.Tensor, str] = {}
+        """The dense parameters' names."""
         self._is_apart = False
+        self._met: set[torch.Tensor] = set()
+        """Parameters that all ranks have had alike since they last trained apart."""
         self._before_apart: list[Callable[[], None]] = []
         self.total = GradientReport()
         """Everything that this rank has sent so far."""
@@ -93,27 +99,44 @@ class LocalDense(DataParallelWrapper):
             facts["the settings of LocalDense"] = self._settings
         self._group = group
         model = wrapped_module(dmp).to(device)
-        for _, part in dense_parts(model, "LocalDense"):
+        for path, part in dense_parts(model, "LocalDense"):
             broadcast_weights(part, group)
+            for name, param in part.named_parameters():
+                self._names[param] = append_prefix(path, name)
         model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, module: torch.nn.Module, *_: Any) -> None:
         """Note that ranks are about to train apart, unless the batch was refused."""
         if module.training and torch.is_grad_enabled() and not self._is_apart:
+            self._check_all_met()
             for note in self._before_apart:
                 note()
-            self._is_apart = True
+            self._is_apart, self._met = True, set()
 
-    def before_apart(self, note: Callable[[], None]) -> None:
-        """Register a callback for whenever ranks are about to train apart.
+    def before_apart(self, note: Callable[[], None], params: Iterable[torch.Tensor]) -> None:
+        """Register a callback for whenever ranks are about to train apart, and who calls `mean`.
 
         All ranks have the same weights then, whatever was loaded since they last met.
         """
         self._before_apart.append(note)
+        if not self._is_apart:
+            self._met.update(params)
+
+    def _check_all_met(self) -> None:
+        """Refuse trained parameters that no meeting makes equal, once there is a `DiLoCo`."""
+        for param, name in self._names.items() if self._before_apart else ():
+            if param.requires_grad and param not in self._met:
+                raise ConfigError(
+                    f"{name!r} is trained, but in no DiLoCo that meets when the others do; give "
+                    "all dense parameters to one, in groups if their rates differ, or freeze this "
+                    "one with requires_grad_(False)"
+                )
 
     @torch.no_grad()
-    def mean(self, changes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Average all ranks' changes to each parameter, or the largest; bitwise equal on all.
+    def mean(
+        self, changes: Mapping[torch.Tensor, torch.Tensor]
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """Average all ranks' changes by parameter, or the largest; bitwise equal on all.
 
         `DiLoCo` calls it. From then on ranks are together, until the next training forward.
 
@@ -126,17 +149,17 @@ class LocalDense(DataParallelWrapper):
         """
         if self._group is None:
             raise SyncError("LocalDense has no model yet; give it to one as data_parallel_wrapper")
-        agree(self._group, error=_not_finite(changes))
-        flat = torch.cat([change.reshape(-1).float() for change in changes])
+        agree(self._group, error=self._problem(changes))
+        flat = torch.cat([change.reshape(-1).float() for change in changes.values()])
         num_ranks = dist.get_world_size(self._group)
-        capacities = [max(1, round(self._density * change.numel())) for change in changes]
-        size = BucketSize(flat.numel(), sum(capacities), num_ranks, self._codec)
+        layout = self._layout(changes)
+        size = BucketSize(flat.numel(), layout.capacity, num_ranks, self._codec)
         dense_bytes = size.sent_bytes(GradientRoute.DENSE)
         if self._density == 1:
             dist.all_reduce(flat, group=self._group)
             self.total += GradientReport(num_bytes=dense_bytes, dense_bytes=dense_bytes)
         else:
-            flat = self._sum_of_largest(flat, changes, capacities, size)
+            flat = self._sum_of_largest(flat, layout, size)
             self.total += GradientReport(
                 num_steps=1,
                 num_thresholded_steps=1,
@@ -144,33 +167,40 @@ class LocalDense(DataParallelWrapper):
                 dense_bytes=dense_bytes,
             )
         self._is_apart = False
-        parts = flat.div_(num_ranks).split([change.numel() for change in changes])
-        return [part.view_as(change) for part, change in zip(parts, changes, strict=True)]
+        self._met.update(changes)
+        flat /= num_ranks
+        return {
+            param: flat[part.place].view_as(param)
+            for param, part in zip(changes, layout.parts, strict=True)
+        }
+
+    def _layout(self, changes: Mapping[torch.Tensor, torch.Tensor]) -> BucketLayout:
+        parts, start = [], 0
+        for param in changes:
+            capacity = max(1, round(self._density * param.numel()))
+            parts.append(Part(self._names[param], start, param.numel(), capacity))
+            start += param.numel()
+        return BucketLayout(tuple(parts))
 
     def _sum_of_largest(
-        self,
-        flat: torch.Tensor,
-        changes: Sequence[torch.Tensor],
-        capacities: Sequence[int],
-        size: BucketSize,
+        self, flat: torch.Tensor, layout: BucketLayout, size: BucketSize
     ) -> torch.Tensor:
         assert self._group is not None
-        residual = self._feedback.drain("all", flat.device)
-        if residual is not None:
-            flat += self._decay * residual
-        due = self._feedback.add("all", flat)
-        chosen, start = [], 0
-        for change, capacity in zip(changes, capacities, strict=True):
-            of_param = due[start : start + change.numel()]
-            threshold = Threshold(ThresholdRule(is_exact=True), capacity)
-            positions, values = threshold.choose(of_param)
-            chosen.append((positions + start, values))
-            start += change.numel()
+        chosen = []
+        for part in layout.parts:
+            change = flat[part.place]
+            residual = self._feedback.drain(part.name, flat.device)
+            if residual is not None:
+                change += self._decay * residual
+            threshold = Threshold(ThresholdRule(is_exact=True), part.capacity)
+            positions, values = threshold.choose(self._feedback.add(part.name, change))
+            chosen.append((positions + part.start, values))
         entries = Entries(*(torch.cat(tensors) for tensors in zip(*chosen, strict=True)))
         started = GatheredSum(size.gather_codec, self._group).start(entries, flat)
         with record_function("## dense gradients ##"):
             total = started.total.wait()
-        self._feedback.take_off("all", started.sent.positions, started.sent.values)
+        for name, positions, sent in by_part(started.sent, layout):
+            self._feedback.take_off(name, positions, sent)
         self.total += GradientReport(
             num_entries=entries.positions.numel(), num_elements=flat.numel()
         )
@@ -185,12 +215,14 @@ class LocalDense(DataParallelWrapper):
 
         Raises:
             SyncError: they have trained apart since they last met.
+            ConfigError: some parameters didn't meet.
         """
         if self._is_apart:
             raise SyncError(
                 "ranks have trained their own dense parts since they last met; save and load after "
                 "a multiple of num_local_steps"
             )
+        self._check_all_met()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's unsent changes; a `TrainState` stores them by itself.
@@ -208,18 +240,21 @@ class LocalDense(DataParallelWrapper):
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over several ranks' summed unsent changes; there may be none."""
         self._feedback.load_sum([state["residuals"] for state in states if state])
-        self._is_apart = False
+        self._is_apart, self._met = False, set(self._names)
 
-
-def _not_finite(changes: Sequence[torch.Tensor]) -> SyncError | None:
-    for number, change in enumerate(changes):
-        if not change.isfinite().all():
-            return SyncError(
-                f"parameter {number} of the outer optimizer has changed by numbers that are not "
-                "finite since the ranks last met; nothing was sent. Lower the learning rate, or "
-                "clip gradients"
-            )
-    return None
+    def _problem(self, changes: Mapping[torch.Tensor, torch.Tensor]) -> TwoDError | None:
+        for number, (param, change) in enumerate(changes.items()):
+            if param not in self._names:
+                return ConfigError(
+                    f"parameter {number} of the outer optimizer isn't in the dense part of "
+                    "LocalDense's model; give DiLoCo that model's dense parameters"
+                )
+            if not change.isfinite().all():
+                return SyncError(
+                    f"{self._names[param]!r} has changed by numbers that are not finite since the "
+                    "ranks last met; nothing was sent. Lower the learning rate, or clip gradients"
+                )
+        return None
 
 
 class DiLoCo(Optimizer):
@@ -257,7 +292,7 @@ class DiLoCo(Optimizer):
         for param in self._params():
             self.state[param]["shared"] = param.detach().clone()
             self.state[param]["momentum"] = torch.zeros_like(param)
-        dense.before_apart(self._note_shared)
+        dense.before_apart(self._note_shared, self._params())
 
     @torch.no_grad()
     def _note_shared(self) -> None:
@@ -281,12 +316,12 @@ class DiLoCo(Optimizer):
         Collectives:
             As in `LocalDense.mean`.
         """
-        params = self._params()
-        changes = self._dense.mean([self.state[param]["shared"] - param for param in params])
-        by_param = dict(zip(params, changes, strict=True))
+        changes = self._dense.mean(
+            {param: self.state[param]["shared"] - param for param in self._params()}
+        )
         for group in self.param_groups:
             for param in group["params"]:
-                state, change = self.state[param], by_param[param].to(param.dtype)
+                state, change = self.state[param], changes[param].to(param.dtype)
                 state["momentum"].mul_(group["momentum"]).add_(change)
                 change = change + group["momentum"] * state["momentum"]
                 state["shared"].sub_(change, alpha=group["lr"])

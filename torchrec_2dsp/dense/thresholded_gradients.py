@@ -321,9 +321,9 @@ class ThresholdedGradients:
         # The gradients have been added to the residuals, so their room is free for the sum.
         total = buffer if buffer.dtype is torch.float32 else buffer.float()
         started = way(codec, self._group).start(entries, total)
-        for name, positions, sent in _by_part(started.sent, layout):
+        for name, positions, sent in by_part(started.sent, layout):
             self._feedback.take_off(name, positions, sent)
-        for name, positions, left_out in _by_part(started.left_out, layout):
+        for name, positions, left_out in by_part(started.left_out, layout):
             self._feedback.give_back(name, positions, left_out)
         futures = [started.total]
         if whole.numel():
@@ -397,7 +397,7 @@ class ThresholdedGradients:
         self._stored_thresholds = dict(states[0]["thresholds"]) if is_same else {}
 
 
-def _by_part(
+def by_part(
     entries: Entries, layout: BucketLayout
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Split a bucket's entries by parameter: name, positions in it, values."""

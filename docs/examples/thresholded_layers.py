@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--activations", type=float, default=0.05)
     parser.add_argument("--gradients", type=float, default=0.01)
     parser.add_argument("--warm-up", type=int, default=20, help="steps that send all gradients")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     options = parser.parse_args()
     dist.init_process_group("gloo")

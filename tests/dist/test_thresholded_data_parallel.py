@@ -13,6 +13,7 @@ from tests.support.dense_training import (
     LR,
     NUM_STEPS,
     WIDTH,
+    ThresholdOracle,
     Trained,
     batch_of,
     cell_of,
@@ -25,7 +26,6 @@ from tests.support.dense_training import (
 )
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, error_text
-from tests.support.thresholds import ThresholdOracle
 from torchrec_2dsp.errors import ConfigError, SyncError
 
 pytestmark = pytest.mark.dealt_file

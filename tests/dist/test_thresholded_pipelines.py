@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
+from tests.support.dense_training import ThresholdOracle
 from tests.support.parity import compare, relative_gap
 from tests.support.pipelining import (
     TABLES,
@@ -20,11 +22,11 @@ from tests.support.pipelining import (
     dense_sgd,
     pipelined,
     reduced,
+    stack_model,
     step_of,
     tensor_parallel_plan,
 )
 from tests.support.ranks import RankPool, error_of
-from tests.support.thresholds import ThresholdOracle
 from torchrec_2dsp.codecs.rows import Transport
 
 NUM_STEPS = 4
@@ -199,11 +201,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
         errors = [error_of(partial(wrapper.recut, optimizer))]
     again = tdsp.PipelinedDense(**cell.options, gradients=gradients)
     errors.append(error_of(lambda: pipelined(cell.cell, again).__enter__()))
+    two: Any = stack_model(cell.cell.spec)
+    two.second = tdsp.LayerStack([nn.Linear(4, 4), nn.Linear(4, 4)], nn.MSELoss(reduction="none"))
+    fresh = tdsp.PipelinedDense(**cell.options, gradients=thresholded())
+    errors.append(error_of(lambda: pipelined(cell.cell, fresh, two).__enter__()))
     return errors
 
 
 def test_what_cannot_be_is_refused(ranks4: RankPool) -> None:
-    for moved, again in ranks4.run(refusals):
+    for moved, again, several in ranks4.run(refusals):
+        assert "gradients=...) is for one LayerStack, and the model has 2: stack, second" in several
         assert "recut() can't move what layers with thresholded gradients" in moved
         assert "this ThresholdedDataParallel has a model already" in again
 

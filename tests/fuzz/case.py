@@ -74,8 +74,8 @@ class DenseCase(Strict):
 
     @property
     def is_apart(self) -> bool:
-        """Tell whether there are steps after which ranks have different weights."""
-        return self.kind == "local" and self.local_steps > 1
+        """Tell whether ranks have different weights, or moments, of which a checkpoint has one."""
+        return self.kind == "local" and (self.local_steps > 1 or self.optimizer != "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from tests.fuzz.seen import RankReport, Seen
 from tests.support.ranks import PRELOADED, RanksFailed, run_ranks
 
 GRACE_S = 5.0
-"""How long the other ranks may go on after one has failed, which leaves its connections open."""
+"""The time for which other ranks may go on after one has failed: its connections stay open."""
 _RAISED = re.compile(r".*^Traceback \(most.*?^([\w.]+)(?:: (.*))?\Z", re.MULTILINE | re.DOTALL)
-"""What a rank raised: the last traceback's error, and what that says."""
+"""A rank's error and its text, at the end of the last traceback."""
 
 Plant = Callable[[], AbstractContextManager[object]]
 """Enters a fault into the code that ranks run; at module level, so that a worker can import it."""

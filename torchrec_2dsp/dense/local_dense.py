@@ -239,7 +239,15 @@ class LocalDense(DataParallelWrapper):
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over several ranks' summed unsent changes; there may be none."""
-        self._feedback.load_sum([state["residuals"] for state in states if state])
+        # Earlier states have them under one name for all parameters together.
+        named = set(self._names.values())
+        self._feedback.load_sum(
+            [
+                {name: left for name, left in state["residuals"].items() if name in named}
+                for state in states
+                if state
+            ]
+        )
         self._is_apart, self._met = False, set(self._names)
 
     def _problem(self, changes: Mapping[torch.Tensor, torch.Tensor]) -> TwoDError | None:

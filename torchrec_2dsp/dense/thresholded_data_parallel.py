@@ -148,11 +148,11 @@ class ThresholdedDataParallel(DataParallelWrapper):
         names = self._gradients.names if self._gradients else set[str]()
         residuals: Mapping[str, torch.Tensor] = state.get("residuals", {})
         lost = sorted(name for name in residuals.keys() - names if residuals[name].any())
-        _check(
-            not lost,
-            f"it holds what {lost[:1]} hasn't sent yet, and that parameter is on other ranks now; "
-            "save after a step that follows flush()",
-        )
+        if lost:
+            raise ConfigError(
+                f"it holds what {lost[0]!r} hasn't sent yet, and that parameter is on other ranks "
+                "now; save after a step that follows flush()"
+            )
 
     def _before_forward(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         """Tell a step's first batch from those that add to it."""

@@ -286,9 +286,9 @@ class ThresholdedGradients:
         if self._goes_on:
             if self._settings.preconditioner is not Preconditioning.NONE:
                 raise ConfigError(
-                    "ThresholdedDataParallel's preconditioner needs the sum of a step's batches. "
-                    "Pipelines add up each of them, so let a step have one; a static graph does in "
-                    "DDP's first step, so set static_graph=False"
+                    "ThresholdedDataParallel's preconditioner needs the sum of a step's batches: "
+                    "with pipelines, give a step one batch; otherwise a static graph reduces each "
+                    "of them in DDP's first step; set static_graph=False"
                 )
             return _Standing(step - 1, bool(wants_dense) or self._is_flushing)
         return _Standing(step, bool(wants_dense))

@@ -243,7 +243,7 @@ class LocalDense(DataParallelWrapper):
         named = set(self._names.values())
         self._feedback.load_sum(
             [
-                {name: kept for name, kept in state["residuals"].items() if name in named}
+                {name: residual for name, residual in state["residuals"].items() if name in named}
                 for state in states
                 if state
             ]

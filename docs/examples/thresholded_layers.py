@@ -1,7 +1,7 @@
 """Compare a pipeline of layers with one that sends the largest activations and gradients alone.
 
 torchrec-2dsp cluster --hosts 4 --ranks-per-host 1 --link 200mbit --processor-per-rank -- \
-    docs/examples/thresholded_layers.py
+    docs/examples/thresholded_layers.py --rounds 8
 
 Two pipelines of two stages train one dense model on clicks that are made up, beside TorchRec with
 DDP. Prints each way's milliseconds, bytes of gradients, and loss on held-out samples.
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--activations", type=float, default=0.05)
     parser.add_argument("--gradients", type=float, default=0.01)
     parser.add_argument("--warm-up", type=int, default=20, help="steps that send all gradients")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -187,6 +187,7 @@ def main() -> None:
                 f"[{min(faster):.2f}, {max(faster):.2f}], "
                 f"gradients {ways[name].gradient_share():.2%}, loss {losses[name]:.4f}"
             )
+        print("done")
     dist.destroy_process_group()
 
 

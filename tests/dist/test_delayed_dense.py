@@ -148,7 +148,7 @@ def misuse(rank: int, world_size: int) -> list[str]:
     for step in (1, 2):
         model.zero_grad()
         model(batch_of(cell, step, rank)).backward()
-    errors.append(error_text(lambda: model(batch_of(cell, 3, rank)), ConfigError))
+    errors.append(error_text(lambda: model(batch_of(cell, 3, rank)).backward(), ConfigError))
     with torch.no_grad():  # Evaluation leaves gradients alone.
         model(batch_of(cell, 3, rank))
     return errors

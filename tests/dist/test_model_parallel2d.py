@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -154,10 +155,37 @@ def sharded_again(model: tdsp.ModelParallel2D, batch: Any) -> None:
 
 
 def wrapped_again(model: tdsp.ModelParallel2D, batch: Any) -> None:
-    tdsp.parallelize(model, batch_size=1, optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
+    tdsp.parallelize(model, batch_size=1, optimizer=ADAGRAD)
+
+
+META = torch.device("meta")
+ADAGRAD = tdsp.MomentScaledRowWiseAdaGrad(lr=0.1)
+
+
+def with_dense(**modules: nn.Module) -> tdsp.ModelParallel2D:
+    """Shard bags beside other modules."""
+    bags = {"bags": BagModel(ModelSpec()), **modules}
+    return tdsp.parallelize(nn.ModuleDict(bags), batch_size=1, optimizer=ADAGRAD)
+
+
+def memory_as_it_is(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    with_dense(attention=nn.MultiheadAttention(8, 2, device=META))
+
+
+def zeros_for_statistics(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    with_dense(norm=nn.BatchNorm1d(8, affine=False, device=META))
+
+
+def untied_by_meta(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    first, second = nn.Linear(8, 8, device=META), nn.Linear(8, 8, device=META)
+    second.weight = first.weight
+    with_dense(first=first, second=second)
 
 
 REFUSED = {
+    memory_as_it_is: "'attention.in_proj_weight' is on the meta device, and its module (Multihead",
+    zeros_for_statistics: "'norm.running_mean' is on the meta device, and its module (BatchNorm1d)",
+    untied_by_meta: "'first.weight' and 'second.weight' are one parameter on the meta device, of",
     compiled: "torch.compile can't trace sharded tables; compile dense modules before you shard",
     compiled_in_place: "torch.compile can't trace sharded tables; compile dense modules before",
     copied: "a sharded model can't be copied, because it holds process groups; copy it before you",
@@ -179,6 +207,17 @@ def refusal(rank: int, world_size: int, cell: Cell, use: Callable[..., None]) ->
 def test_unsupported_uses_are_named(ranks2: RankPool, cell: Cell, use: Callable[..., None]) -> None:
     for text in ranks2.run(refusal, cell, use):
         assert text.startswith(REFUSED[use])
+
+
+def norm_on_meta(rank: int, world_size: int) -> list[float]:
+    with known_machines():
+        model = with_dense(norm=nn.BatchNorm1d(1, device=META)).module
+    return [value.item() for name, value in model.state_dict().items() if "norm." in name]
+
+
+def test_what_resets_itself_may_be_on_the_meta_device(ranks2: RankPool) -> None:
+    weight, bias, mean, variance, num_batches = 1, 0, 0, 1, 0
+    assert ranks2.run(norm_on_meta) == [[weight, bias, mean, variance, num_batches]] * 2
 
 
 WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)

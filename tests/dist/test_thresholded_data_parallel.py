@@ -3,10 +3,13 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import (
@@ -26,6 +29,7 @@ from tests.support.dense_training import (
 )
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, error_text
+from torchrec_2dsp.dense import hooked_data_parallel
 from torchrec_2dsp.errors import ConfigError, SyncError
 
 pytestmark = pytest.mark.dealt_file
@@ -269,14 +273,18 @@ def test_ranks_with_other_settings_are_told_at_construction(ranks2: RankPool) ->
     assert "density=0.06" in message
 
 
-def use_twice(rank: int, world_size: int) -> str:
-    wrapper = tdsp.ThresholdedDataParallel(0.05)
+WRAPPERS = (partial(tdsp.ThresholdedDataParallel, 0.05), partial(tdsp.HookedDataParallel, "fp16"))
+
+
+def use_twice(rank: int, world_size: int, make_wrapper: Callable[[], Any]) -> str:
+    wrapper = make_wrapper()
     model_of(cell_of(world_size), wrapper)
     return error_text(lambda: model_of(cell_of(world_size), wrapper), ConfigError)
 
 
-def test_a_wrapper_keeps_to_its_model(ranks2: RankPool) -> None:
-    (message,) = set(ranks2.run(use_twice))
+@pytest.mark.parametrize("make_wrapper", WRAPPERS, ids=["thresholded", "hooked"])
+def test_a_wrapper_keeps_to_its_model(ranks2: RankPool, make_wrapper: Callable[[], Any]) -> None:
+    (message,) = set(ranks2.run(use_twice, make_wrapper))
     assert "has a model already; make another one" in message
 
 
@@ -320,3 +328,24 @@ def test_stock_hooks_train_nearly_as_ddp(ranks4: RankPool, hook: str, bound: flo
         gap = (value - stock[-1][name]).norm()
         assert gap > 0
         assert gap <= bound * 4 * (moved + LR)
+
+
+def test_power_sgd_keeps_nothing_for_buckets_that_change() -> None:
+    first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    dense: Any = tdsp.HookedDataParallel("powersgd")
+    state: Any = SimpleNamespace(error_dict={}, p_memory_dict={}, q_memory_dict={})
+    memories = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
+
+    def reduce(number: int, *params: nn.Parameter) -> None:
+        bucket = SimpleNamespace(index=lambda: number, parameters=lambda: list(params))
+        with mock.patch.object(hooked_data_parallel, "powerSGD_hook"):
+            dense._reduce_by_power_sgd(state, bucket)
+
+    for _ in range(2):  # A resumed run's memories come before its first bucket.
+        for memory in memories:
+            memory.update({0: torch.ones(2), 1: torch.ones(4)})
+        reduce(0, third)
+        reduce(1, first, second)
+    assert [sorted(memory) for memory in memories] == [[0, 1]] * 3
+    reduce(1, second, first)
+    assert [sorted(memory) for memory in memories] == [[0]] * 3

@@ -36,7 +36,7 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "refused": ("",) * (12 * len(REFUSALS)) + tuple(REFUSALS),
     "form": ("plain",) * 5 + ("column", "cut", "offsets", "expanded", "int32", "rotated"),
     "stray_weights": (False, False, False, False, True),
-    "zero_grad": ("before", "before", "after", "zeros"),
+    "zero_grad": ("before", "after", "between", "zeros"),
     "loop": ("plain", "plain", "sparse_dist", "row_prefetch", "row_prefetch"),
     "sync_call": ("before", "after", "none"),
     "accumulated": (1, 1, 1, 1, 2, 3),

@@ -206,12 +206,15 @@ class _Run:
     def _train(self, action: Action) -> torch.Tensor:
         """Train a plain loop's step; return the model's output for its last batch."""
         has_sync = isinstance(self._parallel, tdsp.ModelParallel2D)
-        if self._case.zero_grad != "after":
+        if self._case.zero_grad in ("before", "zeros"):
             self._optimizer.zero_grad(set_to_none=self._case.zero_grad == "before")
         batches = [self._batch(action, number) for number in batches_of(self._case, action)]
         outputs = torch.zeros(0)
-        for batch in batches if len(batches) == 1 else tdsp.accumulate(self._parallel, batches):
+        given = batches if len(batches) == 1 else tdsp.accumulate(self._parallel, batches)
+        for place, batch in enumerate(given):
             loss, outputs = self._parallel(batch)
+            if self._case.zero_grad == "between" and place == 0:
+                self._optimizer.zero_grad()
             if self._is_poisoned(action):
                 loss = loss * torch.nan
             (loss / len(batches)).backward()

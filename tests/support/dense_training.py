@@ -113,8 +113,9 @@ def train(
     optimizer: Any = optimizer_class(dense.values(), lr=LR)  # pyright: ignore[reportCallIssue]
     trained = Trained()
     for step in range(num_steps):
-        optimizer.zero_grad()
         loss = model(batch_of(cell, step, rank))
+        # Many loops drop the last step's gradients only now.
+        optimizer.zero_grad()
         if wrapper is not None and step == flush_at and rank == 1:
             wrapper.flush()
         with count_collectives() as seen:

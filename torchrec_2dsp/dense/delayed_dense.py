@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
 
@@ -23,7 +22,7 @@ from torchrec_2dsp._compat.ddp import (
 )
 from torchrec_2dsp.comms.alarm import agree, agreeing
 from torchrec_2dsp.comms.groups import own_group
-from torchrec_2dsp.dense.dense_parts import ddp_params, group_of, have_gradients
+from torchrec_2dsp.dense.dense_parts import at_backwards, ddp_params, group_of, have_gradients
 from torchrec_2dsp.dense.gradient_sums import (
     GradientReport,
     TensorFuture,
@@ -67,7 +66,7 @@ class LateGradients:
         self._num_ranks = dist.get_world_size(group)
         self._in_flight: list[_InFlight] = []
         self._step = 0
-        self._is_late = self._is_due = False
+        self._is_late = False
         self.num_late_steps = 0
         self.total = GradientReport()
 
@@ -77,14 +76,7 @@ class LateGradients:
         return self._is_late
 
     def begin_step(self) -> None:
-        """Let the next backward begin a step, which may have several backwards.
-
-        A refused batch has a forward and no backward: it is no step.
-        """
-        self._is_due = True
-
-    def _begin(self) -> None:
-        self._is_due = False
+        """Begin a step, which may have several backwards."""
         self._is_late = self._step >= self._warm_up
         self._step += 1
         self.num_late_steps += self._is_late
@@ -96,8 +88,6 @@ class LateGradients:
         Collectives:
             The bucket's all-reduce; in a late step the next step waits for it.
         """
-        if self._is_due:
-            self._begin()
         params = bucket.parameters()
         own = bucket.buffer() / self._num_ranks
         own_bytes = 2 * (self._num_ranks - 1) / self._num_ranks * own.nbytes
@@ -269,30 +259,27 @@ class DelayedDense(DataParallelWrapper):
         own = own_group(group, device, "delayed_dense")
         self._gradients = LateGradients(self._warm_up, names, own, device)
         ddp.register_comm_hook(None, self._gradients.reduce)
-        ddp.register_forward_pre_hook(self._before_forward)
+        at_backwards(ddp, self._begin_backward)
 
-    def _before_forward(self, module: nn.Module, _: tuple[Any, ...]) -> None:
+    def _begin_backward(self, is_reduced: bool) -> None:
         """Tell steps apart, and a step's batches.
 
         Gradients that exist already come from the step's earlier batches. If they stayed on the
         rank, they travel with the last batch's. If they came from other ranks, they are late ones,
         which must not travel again.
         """
-        if not (module.training and torch.is_grad_enabled()):
-            return
         assert self._gradients is not None
-        assert isinstance(module, DistributedDataParallel)
         is_fresh = not have_gradients(self._params.values())
-        if not module.require_backward_grad_sync:
+        if not is_reduced:
             self._adds_locally |= is_fresh
             return
         if is_fresh or self._adds_locally:
             self._gradients.begin_step()
         elif self._gradients.is_late:
             raise ConfigError(
-                "a step's gradients are there before its forward, and DelayedDense would send them "
-                "twice; call optimizer.zero_grad() in each step, or give the batches of one step "
-                "by accumulate()"
+                "a step's gradients are there before its backward, and DelayedDense would send "
+                "them twice; call optimizer.zero_grad() in each step, or give the batches of one "
+                "step by accumulate()"
             )
         self._adds_locally = False
 

@@ -1,6 +1,6 @@
 """Dense parts: the modules without tables, their ranks, equal weights, and meshes with copies."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -101,6 +101,27 @@ def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
         for name, param in ddp.module.named_parameters()
         if param.requires_grad and name not in ddp.parameters_to_ignore
     }
+
+
+def at_backwards(ddp: DistributedDataParallel, begin: Callable[[bool], None]) -> None:
+    """Call ``begin`` once in a training batch's backward, before any gradient is added.
+
+    Until then a loop may call ``zero_grad()``. ``begin`` is told whether DDP reduces the batch's
+    gradients.
+    """
+    pending = list[bool]()
+
+    def note(module: nn.Module, _: object) -> None:
+        if module.training and torch.is_grad_enabled():
+            pending[:] = [ddp.require_backward_grad_sync]
+
+    def start(_: torch.Tensor) -> None:
+        if pending:
+            begin(pending.pop())
+
+    ddp.register_forward_pre_hook(note)
+    for param in ddp_params(ddp).values():
+        param.register_hook(start)
 
 
 def have_gradients(params: Iterable[torch.Tensor]) -> bool:

@@ -86,7 +86,8 @@ class HookedDataParallel(DataParallelWrapper):
             find_unused_parameters=find_unused_parameters,
         )
         self._power_sgd: PowerSGDState | None = None
-        self._device = torch.device("cpu")
+        self._params: dict[int, tuple[int, ...]] = {}
+        self._device, self._has_model = torch.device("cpu"), False
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap the dense part; TorchRec calls it.
@@ -96,10 +97,15 @@ class HookedDataParallel(DataParallelWrapper):
         """
         group = group_of(env)
         with agreeing(group) as facts:
+            if self._has_model:
+                raise ConfigError(
+                    "this HookedDataParallel has a model already; make another one, because it "
+                    "keeps that model's state"
+                )
             facts["the settings of HookedDataParallel"] = (
                 f"{self._hook}, rank {self._rank}, warm_up {self._warm_up}"
             )
-        self._device = device
+        self._device, self._has_model = device, True
         self._wrapper.wrap(dmp, env, device)
         ddp = data_parallel_module(dmp)
         if ddp is not None:
@@ -112,7 +118,7 @@ class HookedDataParallel(DataParallelWrapper):
                 matrix_approximation_rank=self._rank,
                 start_powerSGD_iter=self._warm_up,
             )
-            ddp.register_comm_hook(self._power_sgd, _power_sgd_in_order)
+            ddp.register_comm_hook(self._power_sgd, self._reduce_by_power_sgd)
         else:
             ddp.register_comm_hook(group, fp16_compress_hook)
 
@@ -137,16 +143,23 @@ class HookedDataParallel(DataParallelWrapper):
             }
             setattr(self._power_sgd, name, memories)
 
+    def _reduce_by_power_sgd(
+        self, state: PowerSGDState, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Run torch's hook and wait for it.
 
-def _power_sgd_in_order(
-    state: PowerSGDState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Run torch's hook and wait for it.
+        It starts collectives from gloo's threads when earlier ones finish. Ranks that went on would
+        start theirs in different orders, and deadlock.
 
-    It starts collectives from gloo's threads when earlier ones finish. Ranks that went on would
-    start theirs in different orders, and deadlock.
-    """
-    future = powerSGD_hook(state, bucket)
-    with record_function("## dense gradients ##"):
-        future.wait()
-    return future
+        What it keeps for a bucket is dropped on all ranks if the bucket's parameters change: after
+        a fresh start DDP arranges them anew in the third step, and also after a save before then.
+        """
+        params = tuple(map(id, bucket.parameters()))
+        if self._params.setdefault(bucket.index(), params) != params:
+            for name in _MEMORIES:
+                getattr(state, name).pop(bucket.index(), None)
+        self._params[bucket.index()] = params
+        future = powerSGD_hook(state, bucket)
+        with record_function("## dense gradients ##"):
+            future.wait()
+        return future

@@ -17,7 +17,7 @@ from torchrec_2dsp._compat.ddp import (
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import ThresholdRule
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.dense.dense_parts import ddp_params, group_of, have_gradients
+from torchrec_2dsp.dense.dense_parts import at_backwards, ddp_params, group_of, have_gradients
 from torchrec_2dsp.dense.gradient_sums import GradientReport, GradientRoute
 from torchrec_2dsp.dense.preconditioner import Preconditioning
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
@@ -126,7 +126,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
         self._gradients = ThresholdedGradients(self.settings, names, group)
         self._params = list(ddp_params(ddp).values())
         ddp.register_comm_hook(None, self._gradients.reduce)
-        ddp.register_forward_pre_hook(self._before_forward)
+        at_backwards(ddp, self._begin_backward)
 
     def check_free(self) -> None:
         """Raise if another model's gradients are added up in this way."""
@@ -154,11 +154,10 @@ class ThresholdedDataParallel(DataParallelWrapper):
                 "now; save after a step that follows flush()"
             )
 
-    def _before_forward(self, module: nn.Module, _: tuple[Any, ...]) -> None:
+    def _begin_backward(self, is_reduced: bool) -> None:
         """Tell a step's first batch from those that add to it."""
-        if module.training and torch.is_grad_enabled():
-            assert self._gradients is not None
-            self._gradients.begin_batch(is_first=not have_gradients(self._params))
+        assert self._gradients is not None
+        self._gradients.begin_batch(is_first=not have_gradients(self._params))
 
     @property
     def total(self) -> GradientReport:

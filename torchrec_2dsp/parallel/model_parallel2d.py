@@ -40,7 +40,7 @@ from torchrec_2dsp.shard.default_sharders import (
     described,
     get_default_sharders,
 )
-from torchrec_2dsp.shard.parted import check_unsharded, groups_of, prepared_unfreeze, sharded_tables
+from torchrec_2dsp.shard.parted import check_can_start, groups_of, prepared_unfreeze, sharded_tables
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
@@ -146,7 +146,7 @@ class ModelParallel2D(DMPCollection):
         device = torch.device("cpu") if device is None else device
         sharders = get_default_sharders() if sharders is None else list(sharders)
         with agreeing(world_group()) as facts:
-            check_unsharded(module)
+            check_can_start(module)
             facts["whether there is a plan"] = str(plan is not None)
         explanation: Explanation | None = None
         if plan is None:

@@ -39,7 +39,7 @@ from torchrec_2dsp.shard.default_sharders import (
     all_sharders,
 )
 from torchrec_2dsp.shard.optimizers import Optimizer
-from torchrec_2dsp.shard.parted import check_unsharded
+from torchrec_2dsp.shard.parted import check_can_start
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
@@ -129,7 +129,7 @@ def parallelize(
     }
     given = {name: demand for name, demand in demands.items() if demand is not None}
     with agreeing(world_group()) as facts:
-        check_unsharded(module)
+        check_can_start(module)
         sharders = _sharders(module, optimizer, sharders)
         if plan is not None and given:
             raise ConfigError(

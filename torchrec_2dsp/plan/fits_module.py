@@ -53,13 +53,16 @@ from torchrec_2dsp.plan.sync import GradientSync
 COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 """The modules that the sharders replace."""
 
-_FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
+FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
 _PROCESSED = FeatureProcessedEmbeddingBagCollection
 _MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
+SHARDED_TYPES = (*COLLECTIONS, *_MANAGED, _PROCESSED)
+"""The modules that have a sharder."""
+
 _LEFT_WHOLE = "is_left_whole"
 _NO_PLAN: Mapping[str, ParameterSharding] = MappingProxyType({})
 _REASONS: dict[type[nn.Module], str] = dict.fromkeys(
-    _FUSED,
+    FUSED,
     "updates its tables by an optimizer of its own; use EmbeddingBagCollection or "
     "EmbeddingCollection, and give the optimizer to the sharder",
 )
@@ -86,7 +89,7 @@ _REASONS |= {
         "get_default_sharders() has, or freeze the processors with requires_grad_(False)"
     ),
 }
-_LEAVABLE = tuple(kind for kind in _REASONS if kind not in _FUSED)
+_LEAVABLE = tuple(kind for kind in _REASONS if kind not in FUSED)
 
 
 def leave_whole(*modules: nn.Module) -> None:
@@ -157,9 +160,9 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     checked = unsharded.union(*(module.modules() for module in (*managed, *processed)))
     replaced = {*sharded, *managed, *processed}
     for path, module in model.named_modules():
-        if module in checked and not isinstance(module, _FUSED):
+        if module in checked and not isinstance(module, FUSED):
             continue
-        is_alone = isinstance(module, (*_FUSED, *_LEARNING))
+        is_alone = isinstance(module, (*FUSED, *_LEARNING))
         if is_alone or not replaced.isdisjoint(module.children()):
             check_holder(module, path)
     _check_tied(model, sharded)
@@ -182,7 +185,7 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
             )
     first_names: dict[nn.Module, str] = {}
     for name, child in holder.named_modules(remove_duplicate=False):
-        is_sharded = isinstance(child, (*COLLECTIONS, *_MANAGED, _PROCESSED))
+        is_sharded = isinstance(child, SHARDED_TYPES)
         if "." in name or child is holder or not is_sharded:
             continue
         if child in first_names:

@@ -26,6 +26,7 @@ from torchrec_2dsp._compat.shardings import is_in_pipeline, shardings_of
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
 from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.plan.fits_module import FUSED, SHARDED_TYPES, is_left_whole
 from torchrec_2dsp.shard.optimizers import table_of
 from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingBagCollection2D,
@@ -279,14 +280,47 @@ def sharded_tables(model: nn.Module) -> list[Tables2D]:
     return [part.tables for module in model.modules() for part in parts_of(module)]
 
 
-def check_unsharded(model: nn.Module) -> None:
-    """Refuse a model with sharded modules, which would stay as they are."""
+def check_can_start(model: nn.Module) -> None:
+    """Refuse a model with sharded modules, or with values that nothing would initialise."""
     for path, module in model.named_modules():
         if isinstance(module, ShardedModule):
             raise UnsupportedError(
                 f"module {path!r} is sharded already, perhaps by a try that failed, and would stay "
                 "as it is; build the model anew, and shard it once"
             )
+    collections = [
+        module
+        for module in model.modules()
+        if isinstance(module, (*SHARDED_TYPES, *FUSED)) and not is_left_whole(module)
+    ]
+    replaced = {part for module in collections for part in module.modules()}
+    owners = dict[nn.Parameter, str]()
+    for path, module in model.named_modules():
+        if module not in replaced:
+            _check_meta(module, path, owners)
+
+
+def _check_meta(module: nn.Module, path: str, owners: dict[nn.Parameter, str]) -> None:
+    """Refuse what TorchRec would leave as memory happens to be, fill with zeros, or untie."""
+    prefix = f"{path}." if path else ""
+    params = {
+        name: param for name, param in module.named_parameters(recurse=False) if param.is_meta
+    }
+    buffers = [name for name, value in module.named_buffers(recurse=False) if value.is_meta]
+    if (buffers and not params) or not hasattr(module, "reset_parameters"):
+        for name in (*params, *buffers):
+            raise UnsupportedError(
+                f"{prefix + name!r} is on the meta device, and its module "
+                f"({type(module).__name__}) has no reset_parameters() for it, so training would "
+                "begin with whatever is in memory, or zeros; build the module on a device"
+            )
+    for name, param in params.items():
+        if param in owners:
+            raise UnsupportedError(
+                f"{owners[param]!r} and {prefix + name!r} are one parameter on the meta device, of "
+                "which TorchRec would make two; build their modules on a device"
+            )
+        owners[param] = prefix + name
 
 
 def frozen_names(model: nn.Module) -> list[str]:

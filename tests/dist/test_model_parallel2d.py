@@ -209,6 +209,25 @@ def test_unsupported_uses_are_named(ranks2: RankPool, cell: Cell, use: Callable[
         assert text.startswith(REFUSED[use])
 
 
+def look_up_in_float16(rank: int, world_size: int) -> list[str]:
+    """Return what is logged in two training forwards, after an evaluation."""
+    model = shard(ROWS)
+    batch = make_batch(ROWS.spec, seed=rank)
+    with logged() as messages, torch.autocast(rank_device().type, torch.float16):
+        with torch.no_grad():
+            model(batch)
+        assert messages == []
+        for _ in range(2):
+            model(batch)
+    return messages
+
+
+def test_a_loss_that_is_probably_scaled_is_told_once(ranks2: RankPool) -> None:
+    (message,), others = ranks2.run(look_up_in_float16)
+    assert message.startswith("tables are looked up under autocast in float16, which is mostly")
+    assert others == []
+
+
 def norm_on_meta(rank: int, world_size: int) -> list[float]:
     with known_machines():
         model = with_dense(norm=nn.BatchNorm1d(1, device=META)).module

@@ -32,7 +32,7 @@ from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingBagCollection2D,
     ShardedEmbeddingCollection2D,
 )
-from torchrec_2dsp.shard.stages import BatchNotes, Output, refuse_other_batches
+from torchrec_2dsp.shard.stages import BatchNotes, Output, watch_calls
 from torchrec_2dsp.shard.tables import Tables2D
 
 ShardedModule2D = ShardedEmbeddingBagCollection2D | ShardedEmbeddingCollection2D
@@ -70,7 +70,7 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         reshard: Reshard,
     ) -> None:
         super().__init__(cast(Any, parts[0]).qcomm_codecs_registry)
-        refuse_other_batches(self)
+        watch_calls(self)
         self._configs, self._reshard = configs, reshard
         self._order: list[str] | None = None
         self._take(parts)
@@ -234,7 +234,7 @@ class TablesAndMore(ShardedModule[Any, Any, Any, Any]):
 
     def __init__(self, unsharded: nn.Module, sharded: ShardedModule2D | PartedModule) -> None:
         super().__init__(sharded.qcomm_codecs_registry)
-        refuse_other_batches(self)
+        watch_calls(self)
         self._unsharded_type = type(unsharded)
 
     @property

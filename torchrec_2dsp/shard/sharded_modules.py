@@ -43,7 +43,7 @@ from torchrec_2dsp.shard.stages import (
     Stage,
     cold_before_hot,
     features_by_output,
-    refuse_other_batches,
+    watch_calls,
 )
 from torchrec_2dsp.shard.tables import Tables2D
 
@@ -103,7 +103,7 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
         shown = cast(EmbeddingBagCollection, SomeTables(module, summing))
         super().__init__(shown, plan, **stock)
         device = stock["device"] or torch.device("cpu")
-        refuse_other_batches(self)
+        watch_calls(self)
         outputs = JoinBags(features_by_output(configs, averaged))
         self.tables = Tables2D(self, module, configs, plan, replication, device, outputs)
         if device.type == "cuda":
@@ -228,7 +228,7 @@ class ShardedEmbeddingCollection2D(RunsPlan2D, ColumnWiseSequences):  # pyright:
         self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
     ) -> None:
         super().__init__(module, plan, **stock)
-        refuse_other_batches(self)
+        watch_calls(self)
         configs = module.embedding_configs()
         device = stock["device"] or torch.device("cpu")
         self.order_column_shards(configs, self.module_sharding_plan)

@@ -16,12 +16,15 @@ Tables are in either of two states, where training or a state reader finds its r
     before_read          backwards    all updates are done, and rows are where state dicts show them
     after_write          in order     weights were written otherwise than by training"""
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionContext
@@ -37,6 +40,8 @@ from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.rows.gradients import false_and_true, repeated
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -322,12 +327,32 @@ class SequenceContext(_NotedContext, EmbeddingCollectionContext):
     """TorchRec's batch context in an `EmbeddingCollection`, with notes."""
 
 
-def refuse_other_batches(module: nn.Module) -> None:
+def watch_calls(module: nn.Module) -> None:
     """Let a module refuse other batches than a train pipeline has distributed for it.
 
-    TorchRec would return the embeddings of the pipeline's next batch for them.
+    TorchRec would return the embeddings of the pipeline's next batch for them. It also warns of
+    losses that are probably scaled.
     """
     module.register_forward_pre_hook(_check_distributed, with_kwargs=True)
+    module.register_forward_pre_hook(_look_for_scaling)
+
+
+def _look_for_scaling(module: nn.Module, _: object) -> None:
+    devices = ("cpu", "cuda") if module.training and torch.is_grad_enabled() else ()
+    for kind in devices:
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+            _warn_of_scaling()
+
+
+@cache
+def _warn_of_scaling() -> None:
+    """Warn once that tables would train by a scaled loss, which can't be seen in its gradients."""
+    if dist.get_rank() == 0:
+        logger.warning(
+            "tables are looked up under autocast in float16, which is mostly used with GradScaler: "
+            "they would train by gradients of the scaled loss, wrongly. Use torch.bfloat16, or "
+            "leave the loss as it is"
+        )
 
 
 def _check_distributed(module: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:

@@ -41,6 +41,8 @@ from torchrec_2dsp._compat.fbgemm import iteration_of
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.shard.parted import PartedModule
 
+pytestmark = pytest.mark.dealt_file
+
 STEPS = 3
 """The steps before a call, and after it."""
 LATE_MOMENTS = 5e-6

@@ -33,6 +33,8 @@ from tests.support.ranks import RankPool, error_of
 from tests.support.trips import HOT, Trip, check_arrivals, stock
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
+pytestmark = pytest.mark.dealt_file
+
 COLLECTION = ModelSpec(weighted=True, positions="collection")
 MODULES = replace(COLLECTION, positions="modules")
 AVERAGES = tdsp.WeightSync(policy=tdsp.every(1))

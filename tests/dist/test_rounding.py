@@ -39,6 +39,8 @@ from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.rows.eight_bits import decoded, encoded, plain
 from torchrec_2dsp.rows.update import RULES, RULES_WITHOUT_KERNEL
 
+pytestmark = pytest.mark.dealt_file
+
 SPEC, IN_BF16, IN_INT8 = (
     ModelSpec(data_type=kind) for kind in (DataType.FP16, DataType.BF16, DataType.FP32)
 )

@@ -22,6 +22,8 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunFolder, RunResult
 
+pytestmark = pytest.mark.dealt_file
+
 SGD = torch.optim.SGD
 ROWS = {"sharding_types": ["row_wise"], "exchange": "row", "hot_rows": 4}
 RUNS: dict[str, Any] = {

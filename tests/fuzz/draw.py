@@ -236,8 +236,8 @@ def _may_happen(case: Case, event: str) -> bool:
     Ranks that haven't met have different weights, of which a checkpoint would keep some.
     """
     if event in ("peek", "abandon"):
-        # Only these dense parts take forwards that no backward follows.
-        takes = case.loop == "plain" and case.dense.kind in ("ddp", "fp16", "fully_sharded")
+        # A pipeline's forward adds to gradients already.
+        takes = case.loop == "plain" and case.dense.kind != "pipelined"
         # Under `no_sync`, torch's DDP goes on with the unused parameters of an abandoned forward.
         is_stale = event == "abandon" and case.dense.shortcut and case.accumulated > 1
         return takes and not is_stale

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from tests.support.exporting import (
 )
 from tests.support.logs import Row, hashed_row, make_rows, write_interactions, write_log
 from tests.support.ranks import RankPool
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.export.export import ExportRecord
+from torchrec_2dsp.programs.data.logs.config import DenseColumn
+from torchrec_2dsp.programs.export.export import ExportRecord, export_model
 from torchrec_2dsp.programs.export.requests import HistoryEncoder, RequestEncoder
 from torchrec_2dsp.programs.export.served import load_script
+from torchrec_2dsp.programs.export.source import ExportSource
+from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 NUM_TAGS = 20
@@ -126,6 +130,43 @@ def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_pa
     assert (wrong["scores"][: len(HELD_OUT)] - exact).abs().max() > 5 * differences.max()
     assert record == ExportRecord.load(served / "export.json")
     check_refusals(encoder, columns, served)
+
+
+def refused_export(source: ExportSource, folder: Path) -> str:
+    with pytest.raises(CheckpointError) as refused, only_rank("export"):
+        export_model(source, folder / "served")
+    assert not (folder / "served").exists()
+    return str(refused.value)
+
+
+def test_an_export_by_another_encoding_or_log_is_refused(ranks2: RankPool, tmp_path: Path) -> None:
+    write_log(tmp_path / "log.csv", ROWS)
+    ranks2.run(train_config, config_in(tmp_path))
+    (tmp_path / "made").rename(tmp_path / "moved")
+    source = ExportSource.find(tmp_path / "out")
+
+    def with_data(**keys: Any) -> ExportSource:
+        data = source.config.data.model_copy(update={"prepared": str(tmp_path / "moved"), **keys})
+        return replace(source, config=source.config.model_copy(update={"data": data}))
+
+    with only_rank("export"):
+        record = export_model(with_data(), tmp_path / "by_another_path", max_loss=0.01)
+    assert record.num_samples == len(HELD_OUT)
+    unscaled = DenseColumn(column="number", lowest=0, log1p=True)
+    key = 'data.dense.0.scale was "measured" when it was saved, and is "none" now; give the'
+    assert key in refused_export(with_data(dense=(unscaled,)), tmp_path)
+    run = source.config.runs["main"].model_copy(update={"splits": {"over": 0.5}})
+    split = source.config.model_copy(update={"runs": {"main": run}})
+    key = "run.splits.over was nothing when it was saved, and is 0.5 now"
+    assert key in refused_export(replace(source, config=split), tmp_path)
+    # As many users, the most frequent of which was the least frequent.
+    users = [row.user for row in ROWS[: -len(HELD_OUT)] if row.user]
+    ordered = sorted(set(users), key=users.count)
+    swapped = {ordered[0]: ordered[-1], ordered[-1]: ordered[0]}
+    rows = [replace(row, user=swapped.get(row.user, row.user)) for row in ROWS]
+    write_log(tmp_path / "log.csv", rows)
+    key = "the log's vocabulary of user was "
+    assert key in refused_export(with_data(prepared=str(tmp_path / "anew")), tmp_path)
 
 
 MAX_LENGTH = 5

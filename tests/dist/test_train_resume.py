@@ -68,7 +68,7 @@ def through(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
 def through_without_fingerprint(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
     """Train as before checkpoints said what the log was."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "RunSettings", lambda config, log: RunSettings(config))
+        patch.setattr(program, "RunSettings", lambda config, run, log: RunSettings(config, run))
         return train(config)
 
 

@@ -343,14 +343,14 @@ def test_updates_are_for_sgd_without_clipping(override: str) -> None:
 
 def test_types_are_among_the_settings_that_a_resumed_run_keeps() -> None:
     # Older checkpoints lack these keys.
-    assert not RunSettings(changed()).state_dict().keys() & {
+    assert not RunSettings(changed(), "two").state_dict().keys() & {
         "model.table_dtype",
         "optimizer.stochastic_rounding",
         "optimizer.rounding_seed",
     }
     model, optimizer = {"table_dtype": "fp16"}, {"stochastic_rounding": True, "rounding_seed": 2}
     config = make_config(TrainConfig, {**MINIMAL, "model": model, "optimizer": optimizer})
-    settings = RunSettings(config).state_dict()
+    settings = RunSettings(config, next(iter(config.runs))).state_dict()
     assert settings["model.table_dtype"] == '"fp16"'
     assert settings["optimizer.stochastic_rounding"] == "true"
     assert settings["optimizer.rounding_seed"] == "2"

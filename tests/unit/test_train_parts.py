@@ -116,22 +116,35 @@ def test_gradients_are_scaled_to_a_norm() -> None:
     assert clip_([torch.zeros(2)], 1.0) == 0.0
 
 
+SPLIT = {"splits": {"over": 0.5}, "split_threshold": "laplace"}
+
+
 def test_settings_name_the_key_that_has_changed() -> None:
-    first = RunSettings(config_with()).state_dict()
-    RunSettings(config_with(loop={"steps": 99})).check_state_dict(first)
+    def settings(**sections: Any) -> RunSettings:
+        config = config_with(**sections)
+        return RunSettings(config, next(iter(config.runs)))
+
+    first = settings().state_dict()
+    settings(loop={"steps": 99}, runs={"other": {"num_groups": 2}}).check_state_dict(first)
     for sections, key in (
         ({"data": {"seed": 3}}, "data.seed was 0 .* is 3 now"),
         ({"loop": {"accumulate": 2}}, "loop.accumulate was 1 .* is 2 now"),
         ({"optimizer": {"schedule": {"warm_up": 2}}}, "optimizer.schedule.warm_up was 0 .* is 2"),
         ({"data": {"features": [{"name": "user", "num_rows": 9}]}}, "data.features.0.num_rows was"),
+        ({"runs": {"split": SPLIT}}, "run.split_threshold was .*exact.* is .*laplace.* now"),
+        ({"runs": {"split": SPLIT | {"split_threshold": "exact"}}}, "run.splits.over was nothing"),
+        ({"runs": {"scaled": {"moment_scale": 4}}}, "run.moment_scale was .*from_mesh.* is 4.0"),
     ):
         with pytest.raises(ConfigError, match=key):
-            RunSettings(config_with(**sections)).check_state_dict(first)
+            settings(**sections).check_state_dict(first)
+    older = {key: value for key, value in first.items() if not key.startswith("run.")}
+    assert len(older) < len(first)
+    settings(runs={"split": SPLIT}).check_state_dict(older)
 
 
 def test_a_member_that_refuses_its_state_is_named() -> None:
-    settings = RunSettings(config_with(loop={"accumulate": 2}))
-    state = RunSettings(config_with()).state_dict()
+    settings = RunSettings(config_with(loop={"accumulate": 2}), "one_group")
+    state = RunSettings(config_with(), "one_group").state_dict()
     with pytest.raises(CheckpointError, match=r"^'settings' in the train state can't be loaded: "):
         check_states("settings", settings, [state])
 

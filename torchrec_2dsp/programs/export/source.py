@@ -123,22 +123,28 @@ def trained_model(source: ExportSource, dataset: Dataset) -> nn.Module:
     stored = load_weights(source.checkpoint, model)
     for weight in tables:
         weight.data = weight.data.float()
-    _check_settings(source, stored)
+    _check_settings(source, dataset, stored)
     return model.eval().requires_grad_(False)
 
 
-def _check_settings(source: ExportSource, stored: StoredCheckpoint) -> None:
+_ENCODING = (
+    *("data.features", "data.dense", "data.encoding"),
+    *("the log's vocabulary", "the log's scale", "the log's sequences"),
+)
+"""The beginnings of the settings that say how a log's values become a model's inputs."""
+
+
+def _check_settings(source: ExportSource, dataset: Dataset, stored: StoredCheckpoint) -> None:
     """Raise if the model was trained with other settings, which names and shapes don't show."""
     if not stored.names(TRAIN_STATE):
         return  # Another program saved it.
     members = Saved.read(stored.tensors(TRAIN_STATE), 0, 1).members
-    now = RunSettings(source.config).state_dict()
+    settings = RunSettings(source.config, source.run, dataset.fingerprint)
     for saved in members.get("settings", ()):
-        for key in sorted(key for key in saved.keys() | now if key.startswith("model.")):
-            before, after = saved.get(key, "nothing"), now.get(key, "nothing")
-            if before != after:
+        for key, before, now in settings.differences(saved):
+            if key.startswith(("model.", "run.split", *_ENCODING)):
                 raise CheckpointError(
                     f"the checkpoint {source.checkpoint} is of another model: {key} was {before} "
-                    f"when it was saved, and the config says {after}; give the config that it was "
-                    "trained by"
+                    f"when it was saved, and is {now} now; give the config that it was trained "
+                    "by, and the files as they were"
                 )

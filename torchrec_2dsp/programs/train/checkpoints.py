@@ -5,7 +5,7 @@ A checkpoint holds the model, the optimizers and the train state. This program a
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -197,8 +197,11 @@ _LATER = {
 """Keys that older checkpoints lack, and the values that they stand for; saved only otherwise."""
 
 
-_LOG = "the log's "
-"""The beginning of the keys that say what the data was."""
+_RUN, _LOG = "run.", "the log's "
+"""The beginnings of the keys for a run's own values, and of those that say what the data was; older
+checkpoints have none."""
+_RUN_KEYS = {"splits", "split_threshold", "moment_scale", "moment_rho"}
+"""The run's own values: splits are a part of its model, and the scale of its tables' optimizer."""
 
 
 class RunSettings:
@@ -208,14 +211,15 @@ class RunSettings:
     and the way rows travel may change.
     """
 
-    def __init__(self, config: TrainConfig, log: Mapping[str, str] | None = None) -> None:
-        """Take the config's values, and the fingerprint of the data that it names."""
+    def __init__(self, config: TrainConfig, run: str, log: Mapping[str, str] | None = None) -> None:
+        """Take the values of a config's run, and the fingerprint of the data that it names."""
         loop, optimizer = config.loop, config.optimizer
         settings: dict[str, Any] = {
             "loop": loop.model_dump(mode="json", include={"global_batch_size", "accumulate"}),
             "data": config.data.model_dump(mode="json"),
             "model": config.model.model_dump(mode="json", exclude={"sharding_types"}),
             "optimizer": optimizer.model_dump(mode="json"),
+            "run": config.runs[run].model_dump(mode="json", include=_RUN_KEYS),
         }
         if any(schedule.depends_on_length for schedule in optimizer.schedules):
             settings["loop"]["steps"] = loop.steps
@@ -236,20 +240,23 @@ class RunSettings:
         Raises:
             ConfigError: they differ; it names the first key that does.
         """
-        has_log = any(key.startswith(_LOG) for key in state)  # Older checkpoints have none.
+        for key, saved, now in self.differences(state):
+            remedy = "put the files back as they were" if key.startswith(_LOG) else "set it back"
+            raise ConfigError(
+                f"{key} was {saved} when the checkpoint was saved, and is {now} now, which would "
+                f"be another run; {remedy}, or start a new run in another folder"
+            )
+
+    def differences(self, state: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+        """Yield each key that has changed, with the saved value and this one."""
+        unsaid = [
+            start for start in (_RUN, _LOG) if not any(key.startswith(start) for key in state)
+        ]
         for key in sorted(state.keys() | self._values.keys()):
             unsaved = _LATER.get(key, "nothing")
-            if key.startswith(_LOG) and not has_log:
-                continue
             saved, now = (values.get(key, unsaved) for values in (state, self._values))
-            if saved != now:
-                remedy = (
-                    "put the files back as they were" if key.startswith(_LOG) else "set it back"
-                )
-                raise ConfigError(
-                    f"{key} was {saved} when the checkpoint was saved, and is {now} now, which "
-                    f"would be another run; {remedy}, or start a new run in another folder"
-                )
+            if saved != now and not key.startswith(tuple(unsaid)):
+                yield key, saved, now
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:

@@ -205,7 +205,7 @@ class RunTrainer:
         self._history = RunHistory()
         self._balance: BalanceReport | None = None
         dense = self._run.dense
-        settings = RunSettings(config, dataset.fingerprint)
+        settings = RunSettings(config, name, dataset.fingerprint)
         members: dict[str, Any] = {"history": self._history, "settings": settings}
         if dense.kind == "local":
             members["local_moments"] = LocalMoments(self._optimizers.dense)

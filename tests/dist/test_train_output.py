@@ -5,7 +5,7 @@ import time
 import tomllib
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -82,6 +82,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(ranks2: RankPool, folder: Path) -> tuple[TrainResult, TrainResult]:
     return ranks2.run(plan_and_repeat, folder, timeout_s=200)[0]
+
+
+def one_by_one(rank: int, world_size: int, config: TrainConfig) -> None:
+    for name in ("first", "second", "first"):
+        part = config.only([name])
+        train(part, [RunFolder(config.output.folder, part)] if rank == 0 else [])
+
+
+def test_runs_that_are_trained_one_by_one_share_a_folder(ranks2: RankPool, tmp_path: Path) -> None:
+    config = in_folder(tmp_path, {"first": {}, "second": {"num_groups": 2}})
+    ranks2.run(one_by_one, config)
+    together = load_config(TrainConfig, tmp_path / "config.toml")
+    assert together == config
+    record = TrainRecord.load(tmp_path / "record.json")
+    assert sorted(run.name for run in record.runs) == ["first", "second"]
+    assert record.config == config.model_dump(mode="json")
+    assert [bool(part.curve) for part in RunContents.read(tmp_path).runs] == [True, True]
+
+    first = config.only(["first"])
+    message = "has the run 'second', which another config or number of ranks trained; use another"
+    other = first.model_copy(update={"loop": first.loop.model_copy(update={"steps": 9})})
+    with pytest.raises(ConfigError, match=message):
+        RunFolder(tmp_path, other)
+    planned = Mock(plan=Mock(mesh=Mock(world_size=4)))
+    with pytest.raises(ConfigError, match=message):
+        RunFolder(tmp_path, first).run_planned("first", planned, first)
+    assert load_config(TrainConfig, tmp_path / "config.toml") == config
+    # No run is lost where all are trained anew.
+    whole = config.model_copy(update={"loop": other.loop})
+    RunFolder(tmp_path, whole)
+    assert load_config(TrainConfig, tmp_path / "config.toml") == whole
 
 
 def test_a_plan_by_cost_is_explained_and_can_be_repeated(

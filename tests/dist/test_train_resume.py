@@ -134,6 +134,29 @@ def test_stopped_runs_go_on_with_the_same_bits(
     assert len(list((tmp_path / "plain" / "best").iterdir())) <= 2
 
 
+def bytes_of(run: RunResult) -> list[float | None]:
+    sync = [run.sync_bytes_per_step, run.sync_fp32_bytes_per_step]
+    return [*sync, run.rows_bytes_per_step, run.rows_fp32_bytes_per_step]
+
+
+@pytest.mark.parametrize(
+    "eval_every", [0, 2], ids=["evaluated_at_the_end", "evaluated_in_the_loop"]
+)
+def test_a_finished_run_that_is_started_again_keeps_its_figures(
+    ranks2: RankPool, tmp_path: Path, eval_every: int
+) -> None:
+    rows = {"sharding_types": ["row_wise"], "exchange": "row", "row_transport": "bf16"}
+    runs = {"averaged": RUNS["averaged"], "late": RUNS["late"], "rows": rows}
+    loop, checkpoint = {"steps": 4, "eval_every": eval_every}, {"keep_best": bool(eval_every)}
+    config = config_in(tmp_path, runs=runs, loop=loop, checkpoint=checkpoint)
+    first = ranks2.run(through, config)[0]
+    again, resumed = ranks2.run(on_from, config)[0]
+    assert resumed == dict.fromkeys(runs, 4)
+    assert [any(bytes_of(run)) for run in first.runs] == [True] * 3
+    for run, expected in zip(again.runs, first.runs, strict=True):
+        assert bytes_of(run) == bytes_of(expected), run.name
+
+
 class Killer(TrainWatcher):
     """Kills its rank after a step."""
 

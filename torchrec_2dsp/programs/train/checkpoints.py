@@ -145,6 +145,9 @@ class RunHistory:
         """The run's training curve."""
         self.evaluations: list[Evaluation] = []
         """The run's evaluations."""
+        self.bytes_per_step: dict[str, float] = {}
+        """The bytes that a rank sent per step, averaged over ranks and the steps since the last
+        start that trained some, by the name in `RunRecord`."""
 
     @property
     def losses(self) -> list[float]:
@@ -174,6 +177,7 @@ class RunHistory:
                 | {"click_rate": evaluation.click_rate}
                 for evaluation in self.evaluations
             ],
+            "bytes_per_step": dict(self.bytes_per_step),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -187,6 +191,7 @@ class RunHistory:
                 StepsTrained.of_losses(losses[start:end], plain["click_rate"], **figures)
             )
         self.evaluations = [Evaluation.model_validate(plain) for plain in state["evaluations"]]
+        self.bytes_per_step = dict(state.get("bytes_per_step", {}))  # Older checkpoints lack it.
 
 
 _LATER = {

@@ -242,17 +242,16 @@ class RunTrainer:
         Collectives:
             The model's, and those for reports, evaluations and checkpoints.
         """
-        first_step = self.step
+        self._first_step = self.step
         own = self._model if isinstance(self._model, ModelParallel2D) else None
         naming = failing_together(own) if own else naming_faults(self._board, "a step of TorchRec")
         dist.barrier(self._world)
-        with count_encoded() as encoded, naming:
+        with count_encoded() as self._encoded, naming:
             ending = self._train(self._profiler(profiled))
             if not self.step:
                 raise ConfigError("the data has too few samples for a single step")
             apply_late_gradients(self._model, self._optimizers.whole)
-            if own is not None:
-                own.sync_now()
+            self._count_bytes()
             evaluations = self._history.evaluations
             # First, so that no step is lost where the evaluation fails.
             self._checkpoints.save()
@@ -260,19 +259,30 @@ class RunTrainer:
             if not evaluations or evaluations[-1].step != self.step:
                 self._evaluate()
                 self._checkpoints.finish()
-        synced = SyncReport() if own is None else own.sync_total
-        per_step = mean_per_step(
-            self._world,
-            self._device,
-            self.step - first_step,
-            {
-                "sync_bytes_per_step": synced.num_bytes,
-                "sync_fp32_bytes_per_step": synced.num_bytes + synced.saved_bytes,
-                "rows_bytes_per_step": encoded.after,
-                "rows_fp32_bytes_per_step": encoded.before,
-            },
-        )
-        return self._result(ending, per_step)
+        return self._result(ending)
+
+    def _count_bytes(self) -> None:
+        """Sync, as a save does, and average the bytes per step.
+
+        Where this start trained no step, the figures stay the earlier ones.
+
+        Collectives:
+            Same as `ModelParallel2D.sync_now` and `mean_per_step`.
+        """
+        history, num_steps = self._history, self.step - self._first_step
+        model, encoded, synced = self._model, self._encoded, SyncReport()
+        if isinstance(model, ModelParallel2D):
+            model.sync_now()
+            synced = model.sync_total
+        if history.bytes_per_step and not num_steps:
+            return
+        totals = {
+            "sync_bytes_per_step": synced.num_bytes,
+            "sync_fp32_bytes_per_step": synced.num_bytes + synced.saved_bytes,
+            "rows_bytes_per_step": encoded.after,
+            "rows_fp32_bytes_per_step": encoded.before,
+        }
+        history.bytes_per_step = mean_per_step(self._world, self._device, num_steps, totals)
 
     def _profiler(self, profiled: range) -> StepProfiler:
         """Return a profiler of these steps, which keeps traces; or of those that the config wants.
@@ -289,7 +299,7 @@ class RunTrainer:
             steps = after_stops(steps, every)
         return StepProfiler(steps, self._device)
 
-    def _result(self, ending: Ending, per_step: dict[str, Any]) -> RunResult:
+    def _result(self, ending: Ending) -> RunResult:
         history, plan, balance = self._history, self.planned.plan, self._balance
         last, metrics = history.losses[-self._loop.final_steps :], history.evaluations[-1].metrics
         return RunResult(
@@ -313,7 +323,7 @@ class RunTrainer:
             losses=tuple(history.losses),
             train_loss=sum(last) / len(last),
             balance=balance,
-            **per_step,
+            **history.bytes_per_step,
         )
 
     def _train(self, profiler: StepProfiler) -> Ending:
@@ -361,6 +371,7 @@ class RunTrainer:
             stepper.pause()
             self._evaluate()
         if is_saved:
+            self._count_bytes()
             self._checkpoints.save()
 
     def _move_layers(self) -> None:

@@ -255,7 +255,7 @@ class TrainRecord(JsonFile):
         if unknown := [name for name in names if name not in have]:
             raise ConfigError(f"there is no run {unknown[0]!r}; the records have {', '.join(have)}")
         sections = {name: run for name, run in self.config["runs"].items() if name in names}
-        return self._with_runs(sections, tuple(run for run in self.runs if run.name in names))
+        return self.with_runs(sections, tuple(run for run in self.runs if run.name in names))
 
     def find(self, name: str) -> RunRecord | None:
         """Return the run with this name, if there is one."""
@@ -277,9 +277,10 @@ class TrainRecord(JsonFile):
                 "compare runs of one config"
             )
         sections = {**self.config["runs"], **other.config["runs"]}
-        return self._with_runs(sections, self.runs + other.runs)
+        return self.with_runs(sections, self.runs + other.runs)
 
-    def _with_runs(self, sections: dict[str, Any], runs: tuple[RunRecord, ...]) -> "TrainRecord":
+    def with_runs(self, sections: dict[str, Any], runs: tuple[RunRecord, ...]) -> "TrainRecord":
+        """Return the record with other runs."""
         config = {**self.config, "runs": sections}
         return self.model_copy(update={"config": config, "runs": runs})
 

@@ -9,9 +9,11 @@ program --run_planned, steps_trained, evaluated, run_finished, ...--> TrainWatch
 """
 
 import platform
+import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from pydantic import ConfigDict, Field
@@ -20,7 +22,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.config.config_file import with_absolute_paths
-from torchrec_2dsp.programs.config.section import Section, write_whole, writing
+from torchrec_2dsp.programs.config.section import Section, reading, write_whole, writing
 from torchrec_2dsp.programs.launch import recorded_versions
 from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -154,13 +156,15 @@ class RunFolder(TrainWatcher):
     - ``record.json``: a `TrainRecord` with the finished runs;
     - ``<run>/plan.json`` and, after a search by cost, ``<run>/explanation.txt``;
     - ``<run>/progress.jsonl``: a run's curve and traced steps, also while it trains.
+
+    Runs of one config that are trained one by one (``--only``) share these files.
     """
 
     def __init__(self, folder: str | Path, config: TrainConfig) -> None:
         """Create the folder if needed, and write the config.
 
         Raises:
-            ConfigError: the folder can't be written to.
+            ConfigError: the folder can't be written to, or another config has other runs there.
         """
         self._folder, self._config = Path(folder), config
         self._results: list[RunResult] = []
@@ -171,11 +175,42 @@ class RunFolder(TrainWatcher):
             raise ConfigError(
                 f"output.folder={str(folder)!r} can't be written to: {error.strerror}; use another"
             ) from error
-        content = tomli_w.dumps(with_absolute_paths(config))
-        write_whole(self._folder / "config.toml", content)
+        content = tomllib.loads(tomli_w.dumps(with_absolute_paths(config)))
+        self._others = self._take_others(content)
+        write_whole(self._folder / "config.toml", tomli_w.dumps(content))
+
+    def _take_others(self, content: dict[str, Any]) -> TrainRecord | None:
+        """Add the folder's other runs that wrote something to a config; return their record."""
+        path, record = self._folder / "config.toml", self._folder / "record.json"
+        if not path.exists():
+            return None
+        with reading(path, "a config"):
+            earlier = tomllib.loads(path.read_text())
+        others = {
+            name: section
+            for name, section in earlier.pop("runs", {}).items()
+            if name not in content["runs"] and (self._folder / name).exists()
+        }
+        if others and earlier != {key: part for key, part in content.items() if key != "runs"}:
+            raise self._error(next(iter(others)))
+        content["runs"] = {**others, **content["runs"]}
+        if not others or not record.exists():
+            return None
+        whole = TrainRecord.load(record)
+        finished = [run.name for run in whole.runs if run.name in others]
+        return whole.only(finished) if finished else None
+
+    def _error(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"output.folder={str(self._folder)!r} has the run {name!r}, which another config or "
+            "number of ranks trained; use another folder, or delete this one"
+        )
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
         """Write the run's plan, and start its progress."""
+        world_size = planned.plan.mesh.world_size
+        if self._others and self._others.world_size != world_size:
+            raise self._error(self._others.runs[0].name)
         folder = self._folder / name
         with writing(folder):
             folder.mkdir(exist_ok=True)
@@ -209,7 +244,11 @@ class RunFolder(TrainWatcher):
 
     def all_finished(self, result: TrainResult) -> None:
         """Write the record with all runs."""
-        result.record(self._config).save(self._folder / "record.json")
+        record, others = result.record(self._config), self._others
+        if others is not None:
+            runs = {**others.config["runs"], **record.config["runs"]}
+            record = record.with_runs(runs, others.runs + record.runs)
+        record.save(self._folder / "record.json")
 
 
 class TensorBoardWatcher(TrainWatcher):

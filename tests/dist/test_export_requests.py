@@ -22,7 +22,7 @@ from tests.support.exporting import (
 )
 from tests.support.logs import Row, hashed_row, make_rows, write_interactions, write_log
 from tests.support.ranks import RankPool
-from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.errors import CheckpointError, ConfigError, InputError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.config import DenseColumn
 from torchrec_2dsp.programs.export.export import ExportRecord, export_model
@@ -44,7 +44,7 @@ def config_in(folder: Path) -> TrainConfig:
         "label": "label",
         "dense": [{"column": "number", "lowest": 0, "log1p": True, "scale": "measured"}],
         "features": [
-            {"name": "user", "encoding": "vocabulary", "min_count": 2},
+            {"name": "site/user", "column": "user", "encoding": "vocabulary", "min_count": 2},
             {"name": "tags", "separator": "|", "num_rows": NUM_TAGS},
         ],
         "held_out": {"by": "last", "share": len(HELD_OUT) / len(ROWS)},
@@ -63,8 +63,23 @@ def check_refusals(encoder: RequestEncoder, columns: dict[str, list[Any]], serve
     ):
         with pytest.raises(ConfigError, match=message):
             encoder.encode(wrong_columns)
-    (served / "prepared" / "vocabulary_user.parquet").unlink()
-    with pytest.raises(ConfigError, match=r"lacks .*vocabulary_user\.parquet; copy it whole"):
+    two = {"number": [1, None], "user": ["ann", None], "tags": ["t1|t2", ""]}
+    for column, values in (
+        ("user", [1.0, None]),
+        ("user", ["a", 3]),
+        ("user", [2**64 - 1, 1]),
+        ("user", [2**70, 1]),
+        ("tags", [{"a": 1}, None]),
+        ("number", ["1.0", ""]),
+        ("number", [[1.0], [2.0]]),
+    ):
+        with pytest.raises(InputError, match=f"^column '{column}' can't be encoded: .*; give ids"):
+            encoder.encode(two | {column: values})
+    as_lists = encoder.encode(two | {"tags": [["t1", "t2"], []]})
+    for part, expected in zip(as_lists, encoder.encode(two), strict=True):
+        assert torch.equal(part, expected)
+    (served / "prepared" / "vocabulary_site" / "user.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"lacks .*vocabulary_site/user\.parquet; copy it whole"):
         RequestEncoder.load(served)
     (served / "data.toml").unlink()
     with pytest.raises(ConfigError, match=r"has no data\.toml"):
@@ -100,7 +115,7 @@ def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_pa
     }
     assert sorted(encoder.columns) == sorted(columns)
     dense, ids, lengths = encoder.encode(columns)
-    vocabulary = pq.read_table(served / "prepared" / "vocabulary_user.parquet")["value"]
+    vocabulary = pq.read_table(served / "prepared" / "vocabulary_site" / "user.parquet")["value"]
     values = [value.decode() for value in vocabulary.cast(pa.binary()).to_pylist()]
     assert set(values) == {row.user for row in ROWS if row.user}
     by_feature = [*zip(*(expected_ids(row, values) for row in asked), strict=True)]
@@ -116,7 +131,7 @@ def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_pa
 
     inputs = json.loads((served / "features.json").read_text())
     assert [(each["name"], each["num_rows"]) for each in inputs["features"]] == [
-        ("user", len(values) + 2),
+        ("site/user", len(values) + 2),
         ("tags", NUM_TAGS),
     ]
     script = load_script(served / "model.pt")
@@ -165,7 +180,7 @@ def test_an_export_by_another_encoding_or_log_is_refused(ranks2: RankPool, tmp_p
     swapped = {ordered[0]: ordered[-1], ordered[-1]: ordered[0]}
     rows = [replace(row, user=swapped.get(row.user, row.user)) for row in ROWS]
     write_log(tmp_path / "log.csv", rows)
-    key = "the log's vocabulary of user was "
+    key = "the log's vocabulary of site/user was "
     assert key in refused_export(with_data(prepared=str(tmp_path / "anew")), tmp_path)
 
 

@@ -172,6 +172,18 @@ def test_dense_features_are_filled_clipped_and_scaled(tmp_path: Path) -> None:
         table_config(file, **keys, prepared=str(folder)).dataset()
 
 
+def test_integers_with_a_sign_are_numbers_and_ids(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("label,size\n1,+7\n0,7\n1,-7\n0,\n1,++7\n")
+    sizes = {"name": "size", "num_rows": 100}
+    data = table_config(file, features=[sizes], dense=[{"column": "size"}], malformed_limit=1)
+    (batch,) = global_batches(data.dataset(), global_batch_size=5, world_size=1)
+    # The line before a malformed one takes its place.
+    assert batch[0].dense_features[:, 0].tolist() == [7, 7, -7, 0, 0]
+    ids = [hashed_row(text, 100) for text in (b"7", b"7", b"-7", b"", b"")]
+    assert batch[0].sparse_features["size"].values().tolist() == ids
+
+
 def test_moments_in_parts_are_those_of_the_whole() -> None:
     numbers = np.random.default_rng(0).normal(1000, 3, 999).astype(np.float32)
     moments = Moments()

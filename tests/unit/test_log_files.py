@@ -239,6 +239,12 @@ def test_lists_and_times_that_are_no_ids_are_named(tmp_path: Path, ending: str) 
         message = f"a.{ending}: column '{column}' has {kind}, and held_out.column needs one text, "
         with pytest.raises(ConfigError, match=message):
             table_config(file, features=features, dense=[], held_out=held_out).dataset()
+    split = {"name": "tags", "num_rows": 9, "separator": "|"}
+    message = (
+        r"column 'tags' has list<\w+: string>, and a separator needs .*, or leave separator out"
+    )
+    with pytest.raises(ConfigError, match=message):
+        table_config(file, features=[split], dense=[]).dataset()
     also = {"name": "moment", "column": "at", "num_rows": 9}
     number = [{"column": "at"}]
     for twice, dense in (([hour, also], []), ([hour], number)):

@@ -341,6 +341,29 @@ def test_updates_are_for_sgd_without_clipping(override: str) -> None:
         changed(updates, f"optimizer.{override}")
 
 
+@pytest.mark.parametrize(
+    ("model", "is_refused"),
+    [
+        ({}, True),
+        ({"kind": "two_tower", "user_features": ["a.b"], "item_features": ["c/d"]}, True),
+        ({"kind": "two_tower", "user_features": ["user"], "item_features": ["c/d"]}, False),
+        ({"kind": "module:factory", "factory": "mine:make"}, False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["synthetic", "table"])
+def test_a_feature_whose_table_cannot_be_named_is_refused(
+    kind: str, model: dict[str, Any], is_refused: bool
+) -> None:
+    features = [{"name": name, "num_rows": 9} for name in ("user", "a.b", "c/d")]
+    log = {"kind": kind, "files": ["log.csv"], "label": "label"} if kind == "table" else {}
+    tree = {**MINIMAL, "data": {**log, "features": features}, "model": model}
+    if not is_refused:
+        assert make_config(TrainConfig, tree).data.kind == kind
+        return
+    with pytest.raises(tdsp.errors.ConfigError, match=r"feature 'a\.b' has a dot, which no table"):
+        make_config(TrainConfig, tree)
+
+
 def test_types_are_among_the_settings_that_a_resumed_run_keeps() -> None:
     # Older checkpoints lack these keys.
     assert not RunSettings(changed(), "two").state_dict().keys() & {

@@ -18,7 +18,7 @@ from torchrec_2dsp.programs.config.config_file import load_config, with_absolute
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.data.logs.config import LogConfig
-from torchrec_2dsp.programs.data.logs.encoder import Encoder, Prepared
+from torchrec_2dsp.programs.data.logs.encoder import Encoder, Prepared, naming_column
 from torchrec_2dsp.programs.data.logs.ids import (
     NUM_RESERVED,
     Vocabulary,
@@ -84,6 +84,7 @@ class RequestEncoder:
 
         Raises:
             ConfigError: a column is missing or unknown, or columns have different lengths.
+            InputError: a column's values are of another kind than in the log.
         """
         wrong = sorted(set(self.columns) ^ set(columns))
         if wrong:
@@ -96,7 +97,7 @@ class RequestEncoder:
         if len(set(sizes.values())) != 1:
             raise ConfigError(f"columns have different numbers of values: {sizes}")
         (num_samples,) = set(sizes.values())
-        arrays = {name: _array(values) for name, values in columns.items()}
+        arrays = {name: _array(name, values) for name, values in columns.items()}
         labels = pa.array([0.0] * num_samples, pa.float32())
         samples = self._encoder.encode(pa.table(arrays | {self._label: labels}))
         batch = samples.batch([feature.name for feature in self._encoder.features])
@@ -104,8 +105,9 @@ class RequestEncoder:
         return request_of(dense, batch.sparse_features, self._names)
 
 
-def _array(values: Sequence[Any]) -> pa.Array:
-    array = pa.array(values)
+def _array(name: str, values: Sequence[Any]) -> pa.Array:
+    with naming_column(name):
+        array = pa.array(values)
     # A column with only missing values has no type of its own.
     return array.cast(pa.string()) if pa.types.is_null(array.type) else array
 
@@ -178,7 +180,8 @@ def _bytes_of(item: str | bytes | int) -> bytes:
 
 DATA_FILE, PREPARED_FOLDER = "data.toml", "prepared"
 """The encoding of values as ids: the config section, and what was prepared for it."""
-_ENCODING_FILES = ("vocabulary_*.parquet", "scales.json")
+_ENCODING_FILES = ("vocabulary_*.parquet", "vocabulary_*/**/*.parquet", "scales.json")
+"""Patterns of what was prepared; a feature's name may have slashes."""
 _ITEM_RULES = "the items of a log of interactions, by their numbers from 0 on"
 
 
@@ -203,7 +206,9 @@ def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
         copies.mkdir()
         for pattern in _ENCODING_FILES:
             for path in sorted(Path(data.prepared).glob(pattern)):
-                shutil.copyfile(path, copies / path.name)
+                copy = copies / path.relative_to(data.prepared)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
     (folder / DATA_FILE).write_text(tomli_w.dumps({"data": section}))
 
 

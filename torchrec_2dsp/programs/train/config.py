@@ -346,6 +346,11 @@ class TrainConfig(Section):
         unusable = [name for name in self.runs if not name or set(name) & set("./\\ ")]
         if unusable:
             raise ValueError(f"runs: the name {unusable[0]!r} has a dot, a slash or a space")
+        if dotted := [name for name in self._looked_up() if "." in name]:
+            raise ValueError(
+                f"the feature {dotted[0]!r} has a dot, which no table's name may have; give it "
+                "another name, and name the log's column with column="
+            )
         metrics = metrics_of(self.model)
         if self.loop.metric and self.loop.metric not in metrics:
             raise ValueError(
@@ -373,6 +378,16 @@ class TrainConfig(Section):
         for name, run in self.runs.items():
             self._check_run(name, run)
         return self
+
+    def _looked_up(self) -> tuple[str, ...]:
+        """Return the features that have tables of their names."""
+        model = self.model
+        if isinstance(model, TwoTowerConfig):
+            return (*model.user_features, *model.item_features)
+        if isinstance(model, SequenceModelConfig):
+            return (model.feature,)
+        features: Sequence[Any] = getattr(self.data, "features", ())
+        return () if isinstance(model, OwnModelConfig) else tuple(part.name for part in features)
 
     def _check_run(self, name: str, run: RunConfig) -> None:
         check_balance(f"runs.{name}", run.balance, run.dense, self.model, self.loop.device)

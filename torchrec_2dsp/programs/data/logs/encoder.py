@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,18 @@ def cut(parts: Iterable[Samples], size: int) -> Iterator[Samples]:
         pending = [rest] if len(rest) else []
 
 
+@contextmanager
+def naming_column(name: str) -> Iterator[None]:
+    """Turn pyarrow's errors about values into an `InputError` that names the column."""
+    try:
+        yield
+    except (pa.ArrowException, OverflowError) as error:
+        raise InputError(
+            f"column {name!r} can't be encoded: {error}; give ids as text or integers, others as "
+            "numbers, and None for what is missing"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Scale:
     """A dense feature's mean and standard deviation."""
@@ -216,15 +229,19 @@ class Encoder:
         """Encode a table's rows."""
         dense = np.empty((table.num_rows, len(self._config.dense)), dtype=np.float32)
         for number, column in enumerate(self._config.dense):
-            values = transformed(table[column.column], column)
+            with naming_column(column.column):
+                values = transformed(table[column.column], column)
             if column.column in self._scales:
                 scale = self._scales[column.column]
                 values -= np.float32(scale.mean)
                 values /= np.float32(scale.std)
             dense[:, number] = values
         labels = label_numbers(table[self._config.label])
-        bags = tuple(self._bags(table, feature) for feature in self._config.features)
-        return Samples(dense, labels, bags)
+        bags: list[FeatureIds] = []
+        for feature in self._config.features:
+            with naming_column(feature.source):
+                bags.append(self._bags(table, feature))
+        return Samples(dense, labels, tuple(bags))
 
     def _bags(self, table: pa.Table, feature: SparseColumn) -> FeatureIds:
         column = table[feature.source]

@@ -57,7 +57,8 @@ def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> 
 
     Args:
         column: strings, integers or booleans, or lists with such values.
-        separator: separates the values in a string; empty if each string is one value.
+        separator: separates the values in a string; empty if each string is one value. Lists need
+            none.
         max_ids: the number of last values to keep from a list; 0 for all.
 
     Example:
@@ -70,14 +71,16 @@ def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> 
     array = _joined(column)
     if pt.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if separator:
+    is_list = pt.is_list(array.type) or pt.is_large_list(array.type)
+    is_fixed_list = pt.is_fixed_size_list(array.type)
+    if separator and not (is_list or is_fixed_list):
         texts = _as_binary(array)
         # Splitting an empty string would yield one empty value, and a null yields none.
         is_empty = compute.equal(compute.binary_length(texts), 0)
         texts = compute.if_else(is_empty, pa.scalar(None, pa.binary()), texts)
         array = compute.split_pattern(texts, separator.encode())
-    if not (pt.is_list(array.type) or pt.is_large_list(array.type)):
-        if not pt.is_fixed_size_list(array.type):
+    elif not is_list:
+        if not is_fixed_list:
             return Texts(_as_binary(array), None)
         array = array.cast(pa.list_(array.type.value_type))
     lengths = np.asarray(compute.list_value_length(array).fill_null(0)).astype(np.int32)

@@ -241,15 +241,14 @@ class LogSource:
                     "write all files with one schema"
                 )
 
-    def check_single(self, column: str, purpose: str) -> None:
+    def check_single(self, column: str, purpose: str, remedy: str = "use another column") -> None:
         """Raise `ConfigError` where a column that needs one id in a row has lists or timestamps."""
         for file, schema in self._schemas.items():
             kind = schema.field(column).type
             if _described(kind) not in _IDS:
                 raise ConfigError(
                     f"{file}: column {column!r} has {kind}, and {purpose} needs one text, integer "
-                    "or boolean in each row; cast it when the file is written, or use another "
-                    "column"
+                    f"or boolean in each row; cast it when the file is written, or {remedy}"
                 )
 
     @property

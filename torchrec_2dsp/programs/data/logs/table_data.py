@@ -137,6 +137,8 @@ def _select(
     for column in (*others, *(column.column for column in config.dense)):
         if source.columns[column].kind is ColumnKind.INTEGER:
             source.check_single(column, "a feature that is no time")
+    for column in (feature.source for feature in config.features if feature.separator):
+        source.check_single(column, "a separator", "leave separator out")
     if choice.by == "last":
         return source.last_rows(choice.share)
     if choice.by == "hash":

@@ -365,8 +365,9 @@ def _numbers(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str
             is_number = compute.match_substring_regex(texts, pattern).fill_null(True)
             for row in np.flatnonzero(~np.asarray(is_number)).tolist():
                 unreadable[row] = f"{name} is {texts[row].as_py()!r}, which isn't a number"
-            texts = compute.if_else(is_number, texts, _NO_TEXT)
-            texts = texts.cast(pa.string()).cast(COLUMN_TYPES[column.kind])
+            texts = compute.if_else(is_number, texts, _NO_TEXT).cast(pa.string())
+            # pyarrow reads a plus sign before numbers, but not before integers.
+            texts = compute.utf8_ltrim(texts, "+").cast(COLUMN_TYPES[column.kind])
         arrays[name] = texts
     return pa.table(arrays), unreadable
 

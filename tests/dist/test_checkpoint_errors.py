@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 import torchrec_2dsp as tdsp
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.parity import Cell
-from tests.support.ranks import RankPool, error_text
+from tests.support.ranks import RankPool, error_of, error_text
 from tests.support.trips import HOT, M14, M22, M41, dense_optimizer, full_state, make, save, stock
 from torchrec_2dsp.errors import CheckpointError
-from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save as saving, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.load import check_part
 
 pytestmark = pytest.mark.dealt_file
@@ -218,3 +219,15 @@ def test_damaged_contents_are_noticed(ranks4: RankPool, tmp_path: Path) -> None:
     file.write_bytes(content)
     (text,) = texts_of(ranks4, tmp_path / "0", [SAVED])
     assert text.startswith(f"FOLDER/{file.name} is damaged: its bytes 0 to ")
+
+
+def error_of_a_folder(rank: int, world_size: int) -> str:
+    """Let the first rank's file system fail."""
+    error = PermissionError(13, "Permission denied") if rank == 0 else None
+    with mock.patch.object(saving, "_numbered", side_effect=error):
+        return error_of(lambda: saving.latest_checkpoint("there"))
+
+
+def test_a_folder_that_cannot_be_listed_is_every_ranks_error(ranks2: RankPool) -> None:
+    (text,) = set(ranks2.run(error_of_a_folder))
+    assert text.startswith("CheckpointError: the checkpoints in there can't be listed ([Errno 13]")

@@ -265,7 +265,7 @@ def resume_moments(rank: int, world_size: int, path: Path) -> tuple[list[bytes],
     moments = wrapper_of(run).state_dict()["moments"]
     weights = {name: value for name, value in run.model.named_parameters() if "tower" in name}
     assert weights
-    shared = [moments[name] for name in moments if "bias" in name]
+    shared = [moments[name] for name in moments if "tower" in name and "bias" in name]
     return (
         [value.detach().numpy().tobytes() for value in weights.values()],
         [state["second"].numpy().tobytes() for state in shared],

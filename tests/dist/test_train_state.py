@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchrec.optim import SemisyncOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_2dsp as tdsp
 from tests.support.models import HOT_ROWS
@@ -23,6 +27,7 @@ from tests.support.resuming import (
     go_on_everywhere,
 )
 from tests.support.slices import Deal
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp._compat.fbgemm import iteration_of, set_iteration
 from torchrec_2dsp.shard.parted import sharded_tables
 
@@ -304,3 +309,72 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_changes(
         assert reported.keys() == TEXTS.keys()
         for name, text in TEXTS.items():
             assert reported[name].startswith(text.format(folder=tmp_path)), reported[name]
+
+
+def optimizer_of(model: Any, kind: str) -> Any:
+    """Join the tables' optimizer with one of a kind for the dense part."""
+    params = dict(in_backward_optimizer_filter(model.named_parameters()))
+
+    def keyed(make: Callable[[Any], torch.optim.Optimizer]) -> KeyedOptimizerWrapper:
+        return KeyedOptimizerWrapper(params, make)
+
+    if kind == "local":
+        local = keyed(lambda values: torch.optim.SGD(values, lr=0.05))
+        outer = keyed(lambda values: tdsp.DiLoCo(values, data_parallel_wrapper(model), 0.7))
+        dense: Any = SemisyncOptimizer(params.values(), local, outer, num_local_steps=1)
+    elif kind == "sgd":
+        dense = keyed(lambda values: torch.optim.SGD(values, lr=0.5))
+    else:
+        dense = keyed(lambda values: torch.optim.Adam(values, lr=0.01))
+    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=9)]
+    if kind == "warm":
+        dense = WarmupOptimizer(dense, stages)
+    joined = CombinedOptimizer([model.fused_optimizer, dense])
+    return WarmupOptimizer(joined, stages) if kind == "all warm" else joined
+
+
+def rates_after_a_load(
+    rank: int, world_size: int, folder: Path, saved: str, loaded: str
+) -> list[float]:
+    """Save with changed learning rates, and return those of another model after a load."""
+    states = []
+    for kind in (saved, loaded):
+        wrapper = tdsp.LocalDense() if kind == "local" else None
+        model = shard(Cell(tdsp.Mesh2D(1, world_size)), data_parallel_wrapper=wrapper)
+        optimizer = optimizer_of(model, kind)
+        states.append((model, optimizer, tdsp.TrainState(model, optimizer)))
+    (model, optimizer, state), (other, other_optimizer, other_state) = states
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    tdsp.save_checkpoint(folder, model, train_state=state)
+    tdsp.load_checkpoint(folder, other, train_state=other_state)
+    return [group["lr"] for group in other_optimizer.param_groups]
+
+
+def test_an_optimizer_with_two_groups_of_a_parameter_gets_back_both(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    for fused, local, outer in ranks2.run(rates_after_a_load, tmp_path, "local", "local"):
+        assert (local, outer) == (0.025, 0.35)
+        assert fused > 0
+
+
+REFUSED = {
+    ("sgd", "adam"): "CheckpointError: 'over.weight' was trained by SGD, and is by Adam now; pass",
+    ("adam", "local"): "CheckpointError: the train state has hyper-parameters of 1 groups with "
+    "'over.weight', and the optimizer has 2; pass the optimizer that was saved",
+    ("all warm", "warm"): "ConfigError: a WarmupOptimizer around a CombinedOptimizer keeps "
+    "'__warmup', which TorchRec's state dicts leave out, so it would begin anew after a resume",
+}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), REFUSED)
+def test_an_optimizer_that_would_go_on_otherwise_is_refused(
+    ranks2: RankPool, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    (text,) = set(ranks2.run(error_of_load, tmp_path, saved, loaded))
+    assert text.startswith(REFUSED[saved, loaded])
+
+
+def error_of_load(rank: int, world_size: int, folder: Path, saved: str, loaded: str) -> str:
+    return error_of(lambda: rates_after_a_load(rank, world_size, folder, saved, loaded))

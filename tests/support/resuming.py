@@ -98,18 +98,20 @@ def variant_for(name: str, world_size: int) -> Variant:
 
 
 class TowerModel(BagModel):
-    """Several dense layers, so that the order of DDP's buckets matters, and dropout."""
+    """Several dense layers, so that the order of DDP's buckets matters, batch norm and dropout."""
 
     def __init__(self, spec: ModelSpec, draws: bool) -> None:
         super().__init__(spec)
         width = sum(table.dim for _, table in spec.features)
         self.over = nn.Identity()
+        # Ranks have other statistics, by which they evaluate.
+        self.norm = nn.BatchNorm1d(width)
         self.tower = nn.Sequential(
             nn.Linear(width, 16), nn.ReLU(), nn.Dropout(0.2 if draws else 0.0), nn.Linear(16, 1)
         )
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        joined = self.joined(features)
+        joined = self.norm(self.joined(features))
         loss = (self.tower(joined).squeeze(1) - 1.0).pow(2).mean()
         return loss, loss.detach()
 

@@ -11,18 +11,27 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.optim import SemisyncOptimizer
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
 from tests.support.train_runs import click_data, config_with, plain_metrics
 from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.train_state.hyper_parameters import (
+    check_hyper_parameters,
+    restore_hyper_parameters,
+)
 from torchrec_2dsp.parallel.train_state.values import (
     check_states,
     from_plain,
+    load_states,
     random_state,
     restore_random_state,
+    stored_member,
     to_plain,
 )
 from torchrec_2dsp.programs.cli.app import app
@@ -362,3 +371,38 @@ def test_old_checkpoints_are_dropped_and_nothing_else(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
     with pytest.raises(tdsp.errors.ConfigError, match="keep=0 would leave no checkpoint"):
         tdsp.drop_old_checkpoints(tmp_path, keep=0)
+
+
+def test_older_states_leave_groups_of_one_parameter_as_they_were_built() -> None:
+    params = {"weight": nn.Parameter(torch.zeros(2))}
+    first, second = (
+        KeyedOptimizerWrapper(params, lambda values, lr=lr: torch.optim.SGD(values, lr=lr))
+        for lr in (0.1, 0.7)
+    )
+    both: Any = SemisyncOptimizer(params.values(), first, second)
+    older = {"weight": {"lr": 0.3}}
+    for optimizer, rates in ((first, [0.3]), (both, [0.3, 0.7])):
+        check_hyper_parameters(older, optimizer)
+        restore_hyper_parameters(older, optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+
+
+def test_what_is_in_a_dict_is_loaded_in_place() -> None:
+    averages = nn.Linear(2, 2)
+    files = {"open": ["a", "b"], "gone": 1}
+    array, strided = np.zeros(2), torch.arange(4.0)[1::2][:1]
+    member = {"averages": averages.state_dict(), "files": files, "array": array, "one": strided}
+    saved = stored_member("x", member)
+    with torch.no_grad():
+        averages.weight.fill_(7)
+    files["open"], files["new"], old_list = ["c"], 2, files["open"]
+    array += 1
+    wanted = from_plain(saved, "x.")
+    load_states("x", member, [from_plain(saved, "x.")])
+    assert averages.weight.equal(wanted["averages"]["weight"])
+    assert files == {"open": ["a", "b"], "gone": 1}
+    assert old_list == ["a", "b"]
+    assert array.tolist() == [0, 0]
+    assert wanted["one"].tolist() == [1]
+    with pytest.raises(CheckpointError, match=r"is a tensor of layout torch\.sparse_coo"):
+        stored_member("x", {"sparse": torch.eye(2).to_sparse()})

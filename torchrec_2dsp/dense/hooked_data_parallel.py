@@ -136,6 +136,8 @@ class HookedDataParallel(DataParallelWrapper):
         """Restore PowerSGD's state, on the same ranks and buckets."""
         if self._power_sgd is None or not state:
             return
+        # DDP has the buckets of the save, or will arrange them anew.
+        self._params = {}
         self._power_sgd.iter = int(state["iteration"])
         for name in _MEMORIES:
             memories = {

@@ -12,12 +12,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
-from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
-from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
 
 MODEL, FUSED, DENSE, EXTRA = "model", "fused_optimizer", "dense_optimizer", "extra"
@@ -45,9 +46,41 @@ def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None
     fused = _with_rows(model.fused_optimizer.state_dict()["state"])
     state: dict[str, Any] = {MODEL: weights, FUSED: {"state": fused}}
     if optimizer is not None:
+        check_wrappers(optimizer)
         dense, states = dense_params(model, optimizer), optimizer.state_dict()["state"]
         state[DENSE] = {"state": {key: states[key] for key in states if key in dense}}
     return state
+
+
+def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that this one holds, and calls."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return [part for _, part in optimizer.optimizers]
+    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+
+
+def check_wrappers(optimizer: Optimizer) -> None:
+    """Refuse a wrapper that keeps state beside the optimizers whose state dict it returns.
+
+    Raises:
+        ConfigError: TorchRec's WarmupOptimizer wraps a CombinedOptimizer, and its progress would
+            be lost in a checkpoint.
+    """
+    parts = wrapped_optimizers(optimizer)
+    if isinstance(optimizer, OptimizerWrapper):
+        keys = optimizer.params.keys() - {key for part in parts for key in _params_of(part)}
+        if keys:
+            raise ConfigError(
+                f"a {type(optimizer).__name__} around a CombinedOptimizer keeps {min(keys)!r}, "
+                "which TorchRec's state dicts leave out, so it would begin anew after a resume; "
+                "wrap the optimizers, then combine them"
+            )
+    for part in parts:
+        check_wrappers(part)
+
+
+def _params_of(optimizer: Any) -> Mapping[str, Any]:
+    return optimizer.params if isinstance(optimizer, KeyedOptimizer) else {}
 
 
 def dense_params(model: DistributedModelParallel, optimizer: KeyedOptimizer) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -26,6 +27,7 @@ from torchrec_2dsp.parallel.checkpoint.coordination import (
 )
 from torchrec_2dsp.parallel.checkpoint.parts import (
     EXTRA,
+    MODEL,
     TRAIN_STATE,
     as_tensor,
     check_together,
@@ -198,10 +200,11 @@ def save_checkpoint(
     state = live_state(model, optimizer) | {EXTRA: as_tensor(text)}
     if train_state is not None:
         state[TRAIN_STATE] = train_state.state_dict()
+    buffers = [f"{MODEL}.{name}" for name, _ in model.named_buffers()]
     if not asynchronous:
-        _write(folder, state, PlainDataSavePlanner(), group)
+        _write(folder, state, PlainDataSavePlanner(buffers), group)
         return None
-    background, planner = background_group(), StagingPlanner()
+    background, planner = background_group(), StagingPlanner(buffers)
     return start_save(
         world_group(), folder, lambda: _write(folder, state, planner, background), planner.is_staged
     )
@@ -258,8 +261,11 @@ def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
     Args:
         folder: the folder of all checkpoints; it needn't exist yet.
 
+    Raises:
+        CheckpointError: rank 0 can't list the folder.
+
     Collectives:
-        A broadcast of the name, if there is a process group.
+        An agreement and a broadcast of the name, if there is a process group.
 
     Example:
         >>> import tempfile
@@ -273,13 +279,25 @@ def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
         >>> tdsp.latest_checkpoint(folder).name
         '10'
     """
+    group = coordination_group() if dist.is_initialized() else None
     names: list[str | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        finished = [path for path in _numbered(Path(folder)) if (path / _FINISHED).exists()]
-        names = [finished[-1].name if finished else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(names, group_src=0, group=coordination_group())
+    with agreeing(group) if group else nullcontext():
+        if group is None or dist.get_rank() == 0:
+            names = [_newest_finished(Path(folder))]
+    if group is not None:
+        dist.broadcast_object_list(names, group_src=0, group=group)
     return None if names[0] is None else Path(folder) / names[0]
+
+
+def _newest_finished(folder: Path) -> str | None:
+    try:
+        finished = [path for path in _numbered(folder) if (path / _FINISHED).exists()]
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in {folder} can't be listed ({error}); check the path, its "
+            "permissions, and that it is mounted"
+        ) from error
+    return finished[-1].name if finished else None
 
 
 def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:

@@ -8,6 +8,8 @@ import pickle
 import socket
 import threading
 import zlib
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, cast
@@ -26,7 +28,25 @@ from torchrec_2dsp.parallel.checkpoint.stored import FILE_NAME, MARK, Checksums,
 
 
 class PlainDataSavePlanner(DefaultSavePlanner):
-    """Refuses to store what `load_checkpoint` wouldn't load: all but tensors and plain data."""
+    """Refuses to store what `load_checkpoint` wouldn't load: all but tensors and plain data.
+
+    Ranks share the work, but what may differ between them comes from the first rank that has it.
+    """
+
+    def __init__(self, of_first_rank: Iterable[str] = ()) -> None:
+        """Prepare for a save; ``of_first_rank`` names what may differ between ranks."""
+        super().__init__()
+        self._of_first_rank = set(of_first_rank)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Share out the work."""
+        planned = set[MetadataIndex]()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in planned]
+            planned |= {item.index for item in items if item.index.fqn in self._of_first_rank}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank could write, and refuse what isn't plain data."""
@@ -40,8 +60,8 @@ class PlainDataSavePlanner(DefaultSavePlanner):
 class StagingPlanner(PlainDataSavePlanner):
     """Copies all that this rank is to write, as soon as the ranks have shared out the work."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, of_first_rank: Iterable[str] = ()) -> None:
+        super().__init__(of_first_rank)
         self.is_staged = threading.Event()
         """Set when the state may change again."""
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}

@@ -5,8 +5,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.types import ShardedModule
 
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp._compat.fbgemm import (
@@ -197,14 +200,31 @@ def restore_gradient_orders(model: nn.Module, saved: dict[str, list[str] | None]
             start_in_order(ddp, saved[name])
 
 
-def settle_gradient_orders(model: nn.Module) -> None:
-    """Let DDP start anew if it hasn't settled on an order, as it will in a resumed run.
+def settle(model: nn.Module) -> None:
+    """Let ranks go on as those of a resumed run will; call it on all ranks.
 
-    In its first steps DDP uses one order and records another, which can't be read from outside.
+    DDP starts anew if it hasn't settled on an order: in its first steps it uses one and records
+    another, which can't be read from outside. Buffers that ranks compute apart, such as batch
+    norm's statistics, become the first rank's, which a checkpoint keeps.
+
+    Collectives:
+        A broadcast of each buffer of a DDP module.
     """
     for _, ddp in _ddps(model):
         if gradient_order(ddp) is None:
             start_in_order(ddp, None)
+        for buffer in _dense_buffers(ddp.module):
+            data = buffer.detach().contiguous().reshape(-1).view(torch.uint8)
+            dist.broadcast(data, group_src=0, group=ddp.process_group)
+            buffer.detach().copy_(data.view(buffer.dtype).view(buffer.shape))
+
+
+def _dense_buffers(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers outside sharded modules."""
+    if not isinstance(module, ShardedModule):
+        yield from (buffer for buffer in module.buffers(recurse=False) if buffer.numel())
+        for child in module.children():
+            yield from _dense_buffers(child)
 
 
 def _ddps(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:

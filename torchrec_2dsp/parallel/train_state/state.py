@@ -14,23 +14,26 @@ from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint.coordination import coordination_group
+from torchrec_2dsp.parallel.checkpoint.parts import check_wrappers
 from torchrec_2dsp.parallel.train_state import model_state
+from torchrec_2dsp.parallel.train_state.hyper_parameters import (
+    HyperParameters,
+    check_hyper_parameters,
+    hyper_parameters,
+    restore_hyper_parameters,
+)
 from torchrec_2dsp.parallel.train_state.values import (
     DENSE_GRADIENTS,
-    HyperParameters,
     Member,
     Stateful,
     Summable,
-    check_hyper_parameters,
     check_left_out,
     check_member,
     check_states,
     digest,
     from_plain,
-    hyper_parameters,
     load_states,
     random_state,
-    restore_hyper_parameters,
     restore_random_state,
     stored_member,
     to_plain,
@@ -155,6 +158,8 @@ class TrainState:
                 f"the hyper-parameters of a {type(optimizer).__name__} have no names; wrap it in "
                 "TorchRec's KeyedOptimizerWrapper"
             )
+        if optimizer is not None:
+            check_wrappers(optimizer)
         for name, member in members.items():
             check_member(name, member)
         self.model = model
@@ -205,7 +210,7 @@ class TrainState:
         summaries: list[RankSummary] = [summary] * num_ranks
         dist.all_gather_object(summaries, summary, group=group)
         parameters = joined_hyper_parameters(summaries)
-        model_state.settle_gradient_orders(model)
+        model_state.settle(model)
         is_whole = {
             name: not isinstance(member, Summable)
             and len({summary.digests[name] for summary in summaries}) == 1

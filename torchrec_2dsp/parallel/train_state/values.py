@@ -1,15 +1,15 @@
-"""Users' values as JSON and tensors: members, random numbers, hyper-parameters."""
+"""Users' values as JSON and tensors: members, and random numbers."""
 
 import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 
@@ -107,10 +107,15 @@ def _encode_block(
         place = _encode_block(value.tobytes(), name, prefix, tensors)["$bytes"]
         return {"$array": [place, value.dtype.str, list(value.shape)]}
     tensor = value.detach()
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"{name} is a tensor of layout {tensor.layout}, which a train state can't hold; store "
+            "its indices and values"
+        )
     if not tensor.numel():
         return {"$empty": [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]}
     # A copy: a save may go on while the run does.
-    tensors[prefix + name] = tensor.to("cpu", copy=True).contiguous()
+    tensors[prefix + name] = tensor.to("cpu").clone(memory_format=torch.contiguous_format)
     return {"$tensor": name}
 
 
@@ -267,8 +272,7 @@ def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> 
     """Let a member take over stored states; several states come from several ranks."""
     if isinstance(member, dict):
         (state,) = states
-        member.clear()
-        member.update(state)
+        _written_into(member, state)
     elif isinstance(member, Summable):
         member.load_rank_states(states)
     else:
@@ -282,73 +286,20 @@ def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> 
             ) from error
 
 
-HyperParameters = dict[str, dict[str, Any]]
-"""For each parameter, all options of its parameter group."""
-
-
-def hyper_parameters(
-    optimizer: KeyedOptimizer, but: KeyedOptimizer | None = None
-) -> HyperParameters:
-    """Return the hyper-parameters of this rank's parameters.
-
-    Args:
-        optimizer: the optimizer whose groups are read.
-        but: an optimizer that it may contain, whose groups are left out.
-    """
-    return {
-        key: {
-            name: value.tolist() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for keys, group in _groups(optimizer, but)
-        for key in keys
-    }
-
-
-def check_hyper_parameters(
-    saved: Mapping[str, Mapping[str, Any]],
-    optimizer: KeyedOptimizer,
-    but: KeyedOptimizer | None = None,
-) -> None:
-    """Raise unless hyper-parameters are saved for each of this rank's parameter groups."""
-    for keys, _ in _groups(optimizer, but):
-        for key in keys:
-            if key not in saved:
-                raise CheckpointError(
-                    f"the train state has no hyper-parameters of {key!r}; pass the optimizer that "
-                    "was saved"
-                )
-            if saved[key] != saved[keys[0]]:
-                raise CheckpointError(
-                    f"{keys[0]!r} and {key!r} are in one group of the optimizer, but had different "
-                    "hyper-parameters when they were saved; group the parameters as they were"
-                )
-
-
-def restore_hyper_parameters(
-    saved: Mapping[str, Mapping[str, Any]],
-    optimizer: KeyedOptimizer,
-    but: KeyedOptimizer | None = None,
-) -> None:
-    """Write saved hyper-parameters into the optimizer's groups."""
-    for keys, group in _groups(optimizer, but):
-        for name, value in saved[keys[0]].items():
-            if isinstance(group.get(name), torch.Tensor):
-                with torch.no_grad():
-                    group[name].copy_(torch.as_tensor(value))
-            else:
-                group[name] = value
-
-
-def _groups(
-    optimizer: KeyedOptimizer, but: KeyedOptimizer | None
-) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield each group that has parameters, with their names."""
-    excluded = {id(group) for group in but.param_groups} if but is not None else set()
-    names = {id(param): key for key, param in optimizer.params.items()}
-    groups: Any = optimizer.param_groups
-    for group in groups:
-        keys = [names[id(param)] for param in group["params"] if id(param) in names]
-        if id(group) not in excluded and keys:
-            yield keys, group
+def _written_into(old: Any, new: Any) -> Any:
+    """Return a new value, written into the old one where that can be: others may hold it, too."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        items = {key: _written_into(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(items)
+        return old
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [_written_into(*pair) for pair in zip_longest(old[: len(new)], new)]
+        return old
+    kind = torch.Tensor if isinstance(old, torch.Tensor) else np.ndarray
+    array: Any = old if isinstance(old, kind) and isinstance(new, kind) else None
+    if array is None or array.shape != new.shape or array.dtype != new.dtype:
+        return new
+    with torch.no_grad():
+        array[...] = new
+    return array

@@ -107,6 +107,30 @@ def evaluate(rank: int, world_size: int, cell: Cell) -> None:
         model.train()
 
 
+def read_gradients(rank: int, world_size: int, cell: Cell) -> list[float]:
+    """Return losses of steps in which gradients are read before the backward, or aren't."""
+    losses = []
+    for reads in (False, True):
+        model, seen = shard(cell), list[Any]()
+        ebc: Any = model.module.ebc
+        ebc.register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
+        for step in range(STEPS):
+            loss = local_loss(model(make_batch(cell.spec, seed=10 * step + rank)))
+            wanted = [seen[-1].values(), *cast(Any, model).dense_parameters()]
+            if reads and step:
+                assert torch.autograd.grad(loss, wanted, retain_graph=True)[0].any()
+            loss.backward()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("cell", [ROWS, BAGS], ids=str)
+def test_gradients_may_be_read_before_the_backward(ranks2: RankPool, cell: Cell) -> None:
+    for losses in ranks2.run(read_gradients, cell):
+        assert losses[:STEPS] == losses[STEPS:]
+        assert losses[0] != losses[1]
+
+
 @pytest.mark.parametrize("cell", [ROWS, BAGS], ids=str)
 def test_evaluation_in_inference_mode(ranks2: RankPool, cell: Cell) -> None:
     ranks2.run(evaluate, cell)
@@ -158,6 +182,18 @@ def wrapped_again(model: tdsp.ModelParallel2D, batch: Any) -> None:
     tdsp.parallelize(model, batch_size=1, optimizer=ADAGRAD)
 
 
+def trained_by_two_backwards(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    loss = local_loss(model(batch))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def graph_learned_by_grad(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    loss = local_loss(model(batch))
+    torch.autograd.grad(loss, model.dense_parameters(), retain_graph=True)
+    loss.backward()
+
+
 META = torch.device("meta")
 ADAGRAD = tdsp.MomentScaledRowWiseAdaGrad(lr=0.1)
 
@@ -183,6 +219,8 @@ def untied_by_meta(model: tdsp.ModelParallel2D, batch: Any) -> None:
 
 
 REFUSED = {
+    trained_by_two_backwards: "a second backward through one lookup would update its rows twice;",
+    graph_learned_by_grad: "torch.autograd.grad reached the outputs before the first backward(),",
     memory_as_it_is: "'attention.in_proj_weight' is on the meta device, and its module (Multihead",
     zeros_for_statistics: "'norm.running_mean' is on the meta device, and its module (BatchNorm1d)",
     untied_by_meta: "'first.weight' and 'second.weight' are one parameter on the meta device, of",

@@ -3,10 +3,17 @@
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.runtime_forwards import (
+    EmbeddingPipelinedForward,
+    InSyncEmbeddingPipelinedForward,
+    PipelinedForward,
+)
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
@@ -17,6 +24,7 @@ from tests.support.parity import Cell, make_optimizer
 from tests.support.prefetching import sharded
 from tests.support.ranks import RankPool, error_of
 from tests.support.slices import Deal
+from torchrec_2dsp._compat.shardings import distributed_ahead
 
 STEPS = 5
 PIPELINES = (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch)
@@ -101,3 +109,12 @@ def test_a_batch_past_the_pipeline_is_refused(ranks2: RankPool, dealt: Deal) -> 
         for other, next_one in ranks2.run(errors_of_a_direct_lookup, cell, kind):
             assert OTHER_BATCH in other, f"{cell} {kind.__name__}"
             assert not next_one
+
+
+@pytest.mark.parametrize(
+    "kind", [PipelinedForward, EmbeddingPipelinedForward, InSyncEmbeddingPipelinedForward]
+)
+def test_pipelines_that_need_a_gpu_know_the_next_batch_as_well(kind: Any) -> None:
+    context = SimpleNamespace(module_contexts={"ebc": "its context"})
+    module: Any = SimpleNamespace(forward=kind("ebc", None, None, context))
+    assert distributed_ahead(module) == "its context"

@@ -319,8 +319,9 @@ def optimizer_of(model: Any, kind: str) -> Any:
         return KeyedOptimizerWrapper(params, make)
 
     if kind == "local":
+        wrapper: Any = data_parallel_wrapper(model)
         local = keyed(lambda values: torch.optim.SGD(values, lr=0.05))
-        outer = keyed(lambda values: tdsp.DiLoCo(values, data_parallel_wrapper(model), 0.7))
+        outer = keyed(lambda values: tdsp.DiLoCo(values, wrapper, 0.7))
         dense: Any = SemisyncOptimizer(params.values(), local, outer, num_local_steps=1)
     elif kind == "sgd":
         dense = keyed(lambda values: torch.optim.SGD(values, lr=0.5))

@@ -5,6 +5,7 @@ ranks' numbers are added. A run's first steps use the order of the parameters, l
 in which gradients arrived. A resumed run has to start with the latter to compute the same bits.
 """
 
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
@@ -19,6 +21,7 @@ from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
 )
 
+from torchrec_2dsp._compat.tensors import running_backward
 from torchrec_2dsp.errors import UnsupportedError
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
@@ -149,16 +152,33 @@ def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
     """Raise at the end of the first backward if DDP hasn't reduced its gradients by then.
 
     With a static graph DDP does so where the gradient of the first step reaches an output, and it
-    finds outputs in tuples, lists and dicts alone: otherwise ranks would go apart.
+    finds outputs in tuples, lists and dicts alone; or where `torch.autograd.grad` reaches one
+    before. Otherwise ranks would go apart.
     """
-    hooks = list[RemovableHandle]()
+    hooks, reduced_in = list[RemovableHandle](), list[int]()
     if has_synced(ddp):
         return
 
-    def check() -> None:
-        if has_synced(ddp):
+    def watch(module: nn.Module, inputs: object, outputs: object) -> None:
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(note)
+
+    def note(grad: torch.Tensor) -> None:
+        if not has_synced(ddp):
+            reduced_in[:] = [running_backward()]
+
+    def check(backward: int) -> None:
+        if has_synced(ddp) and reduced_in == [backward]:
             for hook in hooks:
                 hook.remove()
+        elif has_synced(ddp):
+            raise UnsupportedError(
+                "torch.autograd.grad reached the outputs before the first backward(), and DDP "
+                "learned its graph there, so gradients of this step weren't added up: call it from "
+                "the second step on, or give data_parallel_wrapper="
+                "DefaultDataParallelWrapper(static_graph=False)"
+            )
         elif ddp.require_backward_grad_sync:
             raise UnsupportedError(
                 "DDP didn't see where the loss comes from, so gradients of this step weren't "
@@ -168,8 +188,10 @@ def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
             )
 
     def queue(param: torch.Tensor) -> None:
-        Variable._execution_engine.queue_callback(check)  # pyright: ignore[reportAttributeAccessIssue]
+        end = partial(check, running_backward())
+        Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
 
+    hooks.append(ddp.register_forward_hook(watch))
     for name, param in ddp.module.named_parameters():
         if param.requires_grad and name not in ddp.parameters_to_ignore:
             hooks.append(param.register_post_accumulate_grad_hook(queue))

@@ -53,7 +53,11 @@ from torchrec.distributed.sharding.twrw_sharding import (
     TwRwSparseFeaturesDist,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward, PipelinedForward
+from torchrec.distributed.train_pipeline.runtime_forwards import (
+    BaseForward,
+    EmbeddingPipelinedForward,
+    PipelinedForward,
+)
 from torchrec.distributed.types import NoWait, ShardingEnv2D
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
@@ -200,7 +204,7 @@ def is_in_pipeline(module: nn.Module) -> bool:
 def distributed_ahead(module: nn.Module) -> Any:
     """Return the context of the batch that a pipeline lets a module look up next, if any."""
     forward = module.forward
-    if not isinstance(forward, PipelinedForward):
+    if not isinstance(forward, PipelinedForward | EmbeddingPipelinedForward):
         return None
     return forward.get_context().module_contexts.get(forward.name)
 

@@ -1,9 +1,10 @@
-"""Adapters to what torch keeps to itself about tensors and their memory."""
+"""Adapters to what torch keeps to itself about tensors, their memory and running backwards."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.overrides import TorchFunctionMode
 
 
@@ -33,3 +34,20 @@ class Unwritten(TorchFunctionMode):
         if func is torch.zeros and args[:1] == (self._num_zeros,):
             func, self._num_zeros = torch.empty, 0
         return func(*args, **(kwargs or {}))
+
+
+def running_backward() -> int:
+    """Return the number of the backward that runs on this thread, which no other one has."""
+    return _current_graph_task_id()
+
+
+class Upstream:
+    """The nodes of the graph before a tensor, without the tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        node = tensor.grad_fn
+        self._nodes = [] if node is None else [before for before, _ in node.next_functions]
+
+    def is_reached(self) -> bool:
+        """Return whether the backward that runs goes on there; `torch.autograd.grad` may not."""
+        return any(node is not None and _will_engine_execute_node(node) for node in self._nodes)

@@ -269,6 +269,8 @@ class BatchNotes:
 
     is_training: bool = False
     """True if the lookup will have a backward that trains."""
+    backward: int | None = None
+    """The number of that backward, once it has begun."""
     error: InputError | None = None
     check: Check | None = None
     """The check on all ranks' batches, in flight."""

@@ -25,6 +25,7 @@ from torchrec_2dsp._compat.shardings import (
     shardings_of,
     wrap_optimizer,
 )
+from torchrec_2dsp._compat.tensors import Upstream, running_backward
 from torchrec_2dsp._compat.torchrec import KJTAllToAllSplitsAwaitable
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
@@ -309,10 +310,19 @@ class Tables2D:
         for part in parts:
             values = part.values()
             if values.requires_grad:
-                values.register_hook(lambda grad: self._backward_begins(notes))
+                begin = partial(self._backward_begins, notes, Upstream(values))
+                values.register_hook(begin)
 
-    def _backward_begins(self, notes: BatchNotes) -> None:
+    def _backward_begins(self, notes: BatchNotes, lookup: Upstream, _: torch.Tensor) -> None:
         self.groups.board.activity.begin("the backward")
+        if lookup.is_reached():
+            backward = running_backward()
+            if notes.backward not in (None, backward):
+                raise UnsupportedError(
+                    "a second backward through one lookup would update its rows twice; add the "
+                    "losses and call backward() once, or look the batch up again"
+                )
+            notes.backward = backward
         if not notes.is_training and any(
             params.get("optimizer") in HAS_ROW_WISE_MOMENT
             for params in fused_params_of(self.module).values()

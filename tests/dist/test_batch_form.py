@@ -210,6 +210,14 @@ def with_integer_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return with_parts(batch, weights=torch.ones_like(batch.values()))
 
 
+def with_weights_in_a_column(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return with_parts(batch, weights=torch.ones(batch.values().numel(), 1))
+
+
+def with_weights_in_a_row(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return with_parts(batch, weights=torch.ones(1, batch.values().numel()))
+
+
 def with_weights_to_train(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return with_parts(batch, weights=torch.ones(batch.values().numel(), requires_grad=True))
 
@@ -223,6 +231,8 @@ REFUSED: dict[Change, str] = {
 REFUSED_OF_WEIGHTED: dict[Change, str] = {
     without_weights: "has no weights, which the tables need (is_weighted=True)",
     with_integer_weights: "the weights of this rank's batch are torch.int64; make them floating",
+    with_weights_in_a_column: ", 1]; give each id a weight, in one dimension",
+    with_weights_in_a_row: "weights of the shape [1, ",
     with_weights_to_train: "has weights that need a gradient, which they would not get",
 }
 

@@ -284,10 +284,10 @@ class BatchForm:
                 "this rank's batch has no weights, which the tables need (is_weighted=True); give "
                 "each id a weight"
             )
-        if weights is not None and weights.numel() != num_ids:
+        if weights is not None and weights.shape != (num_ids,):
             return InputError(
-                f"this rank's batch has {num_ids} ids, but {weights.numel()} weights; give "
-                "each id a weight"
+                f"this rank's batch has {num_ids} ids, but weights of the shape "
+                f"{list(weights.shape)}; give each id a weight, in one dimension"
             )
         if weights is not None and weights.numel() and not weights.is_floating_point():
             return InputError(

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -28,7 +30,7 @@ from tests.support.parity import TWO
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.plan.fits_module import check_managed, check_model
+from torchrec_2dsp.plan.fits_module import check_managed, check_model, check_processed
 
 BAGS, WEIGHTED = ModelSpec(), ModelSpec(weighted=True)
 LR = 0.01
@@ -134,6 +136,53 @@ def test_frozen_tables_behind_id_maps() -> None:
         check_managed(model, "sparse")
 
 
+def with_own_forward(collection: Any, _: Any) -> None:
+    forward = collection.forward
+    collection.forward = lambda features: forward(features)
+
+
+CARRIED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "forward_hook": (lambda ebc, _: ebc.register_forward_hook(print), "EmbeddingBagCollection "),
+    "pre_hook": (lambda ebc, _: ebc.register_forward_pre_hook(print), "EmbeddingBagCollection "),
+    "backward_hook": (lambda ebc, _: ebc.register_full_backward_hook(print), "EmbeddingBagColl"),
+    "own_forward": (with_own_forward, "EmbeddingBagCollection has a forward set on the instance"),
+    "table_hook": (lambda _, bag: bag.register_forward_hook(print), "table 't0' has hooks on"),
+    "gradient_hook": (lambda _, bag: bag.weight.register_hook(print), "'t0' has hooks on its wei"),
+    "accumulation_hook": (
+        lambda _, bag: bag.weight.register_post_accumulate_grad_hook(print),
+        "table 't0' has hooks on its weight",
+    ),
+    "padding": (lambda _, bag: setattr(bag, "padding_idx", 0), "table 't0' has padding_idx=0"),
+    "bounded": (lambda _, bag: setattr(bag, "max_norm", 1.0), "table 't0' has max_norm=1.0"),
+    "by_frequency": (
+        lambda _, bag: setattr(bag, "scale_grad_by_freq", True),
+        "table 't0' has scale_grad_by_freq=True",
+    ),
+    "parametrized": (lambda _, bag: spectral_norm(bag), "table 't0' has a parametrization, wh"),
+}
+"""Changes of a collection and its first table, and who has what by the error."""
+
+
+def carrying(change: Callable[[Any, Any], Any]) -> nn.Module:
+    model: Any = build(BAGS)
+    change(model.ebc, model.ebc.embedding_bags["t0"])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "check"), [(managed_bags, check_managed), (processed_bags, check_processed)]
+)
+def test_hooks_around_a_collection(make: Callable[[], nn.Module], check: Any) -> None:
+    outer, inner = make(), make()
+    outer.register_forward_hook(print)
+    next(part for part in inner.modules() if isinstance(part, nn.EmbeddingBag)).padding_idx = 0
+    for module, text in ((outer, f"{type(outer).__name__} has hooks on"), (inner, "padding_idx")):
+        with pytest.raises(UnsupportedError, match=text):
+            check(module, "sparse")
+        with pytest.raises(UnsupportedError, match=text):
+            check_model(nn.ModuleDict({"sparse": module}))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     make.__name__: (make, text)
     for make, text in (
@@ -178,6 +227,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
     )
 }
+CASES |= {case: (partial(carrying, change), text) for case, (change, text) in CARRIED.items()}
 ONLY_OF_A_WHOLE_MODEL = ("tied_tables", "tied_to_a_dense_layer", "fused_bags", "one_map_far_away")
 """A sharder sees a collection and where it is set; these show in the model only."""
 
@@ -209,7 +259,7 @@ def plan_of(model: nn.Module, known: list[Any]) -> tdsp.Plan2D:
 
 def refusals(rank: int, world_size: int, case: str) -> list[str]:
     make, _ = CASES[case]
-    planned = make() if case != "fused_bags" else BagModel(BAGS)
+    planned = BagModel(BAGS) if case in ("fused_bags", *CARRIED) else make()
     is_behind = case.startswith("two_names_")
     known = sharders(more=is_behind)
     planner = tdsp.Planner2D(Topology(world_size=world_size, compute_device="cpu"), mesh=TWO)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.parametrize import is_parametrized
 from torchrec.distributed import comm as _comm
 from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding as BatchedFusedEmbedding,
@@ -180,6 +181,24 @@ def without_weights(collection: Any) -> Any:
 def _on_meta(collection: EmbeddingBagCollection | EmbeddingCollection) -> Any:
     collection._device = torch.device("meta")
     return collection
+
+
+def carried_by(module: torch.nn.Module) -> str | None:
+    """Return what was set on a collection or table to change its outputs or gradients, if any."""
+    if is_parametrized(module):
+        return "a parametrization"
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    if any((*hooks, module._backward_hooks, module._backward_pre_hooks)):
+        return "hooks on its forward or backward"
+    if "forward" in vars(module):
+        return "a forward set on the instance"
+    for name in ("padding_idx", "max_norm", "scale_grad_by_freq"):
+        value = getattr(module, name, None)
+        if value is not None and value is not False:
+            return f"{name}={value}"
+    weight = getattr(module, "weight", None)
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return "hooks on its weight" if any(getattr(weight, name, None) for name in names) else None
 
 
 def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

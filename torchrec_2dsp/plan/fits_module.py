@@ -2,7 +2,7 @@
 
 The sharders replace collections and leave the rest of a model on every rank. That goes wrong where
 TorchRec wraps a collection in a module that learns something about ids, where a table is tied or
-frozen, and where one collection has two names.
+frozen or has hooks, and where one collection has two names.
 """
 
 from collections import Counter
@@ -43,7 +43,7 @@ from torchrec_2dsp._compat.feature_processors import (
 )
 from torchrec_2dsp._compat.id_maps import unequal_on_ranks
 from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of, table_configs
-from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
+from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel, carried_by
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
@@ -165,6 +165,7 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         is_alone = isinstance(module, (*FUSED, *_LEARNING))
         if is_alone or not replaced.isdisjoint(module.children()):
             check_holder(module, path)
+    _check_carried(*sharded)
     _check_tied(model, sharded)
 
 
@@ -208,6 +209,7 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
         path: its path in the model.
         plan: of its tables, if known.
     """
+    _check_carried(module, collection_of(module))
     configs = {config.name: config for config in table_configs(module)}
     users = Counter(feature for config in configs.values() for feature in config.feature_names)
     maps = id_maps_of(module)
@@ -253,6 +255,7 @@ def check_processed(module: Any, path: str) -> None:
         module: a collection with feature processors.
         path: its path in the model.
     """
+    _check_carried(module, collection_in(module))
     weights = position_weights(processors_in(module))
     if weights is None and not trains_processors(module):
         return
@@ -282,9 +285,23 @@ def frozen_tables(collection: nn.Module) -> list[str]:
     return [name for name, table in _tables_of(collection) if not table.weight.requires_grad]
 
 
-def check_untied(collection: nn.Module) -> None:
-    """Raise `UnsupportedError` if tables of a collection share a parameter."""
+def check_alone(collection: nn.Module) -> None:
+    """Raise `UnsupportedError` if a collection carries hooks, or its tables share a parameter."""
+    _check_carried(collection)
     _check_tied(collection, [collection])
+
+
+def _check_carried(*replaced: nn.Module) -> None:
+    for module in replaced:
+        parts = {type(module).__name__: module}
+        if isinstance(module, COLLECTIONS):
+            parts |= {f"table {name!r}": table for name, table in _tables_of(module)}
+        for subject, part in parts.items():
+            if carried := carried_by(part):
+                raise UnsupportedError(
+                    f"{subject} has {carried}, which sharding drops; put what it does to ids or "
+                    "outputs into a module around the collection"
+                )
 
 
 def _check_tied(model: nn.Module, sharded: Iterable[nn.Module]) -> None:
@@ -471,22 +488,6 @@ def _check_hot_sets(path: str, plan: ModulePlan2D, configs: list[Any]) -> None:
                 f"feature {shared[0]!r} looks up several tables, one of which ({config.name!r}) "
                 "has hot rows; remove its hot set or give each table a feature of its own"
             )
-
-
-def idle_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> list[str]:
-    """Return the tables whose hot rows save no bytes.
-
-    TorchRec's output exchange ships one vector per bag, also for a bag whose ids were all hot. Of
-    sequences it ships a vector for each id.
-    """
-    bags = {config.name for config in configs if hasattr(config, "pooling")}
-    return [
-        name
-        for part in plan.parts()
-        if part.mesh.group_size > 1
-        for name, table in part.tables()
-        if name in bags and table.hot_set is not None and table.exchange is Exchange.POOLED
-    ]
 
 
 def _check_sequences(plan: ModulePlan2D, configs: list[Any]) -> None:

@@ -26,14 +26,14 @@ from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.fits_module import (
+    check_alone,
     check_holder,
     check_module_plan,
-    check_untied,
     frozen_tables,
     has_weights,
-    idle_hot_sets,
     table_text,
 )
+from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.batch import BadIds
@@ -101,7 +101,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         device = torch.device("cpu") if device is None else device
         local_world_size = get_local_size(dist.get_world_size())
         with agreeing(world_group()) as facts:
-            check_untied(module)
+            check_alone(module)
             plan = check_module_plan(
                 path or "",
                 plan,
@@ -122,7 +122,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             facts |= {f"table {config.name!r}": table_text(config) for config in configs}
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
-        _warn_of_idle_hot_sets(idle_hot_sets(plan, configs))
+        _warn_of_idle_hot_sets(plan, configs)
         beside = tuple(configs) if len(parts) > 1 else ()
         where = {"device": device, "local_world_size": local_world_size, "path": path}
         shard_part = partial(self._shard_part, **where, make=make)
@@ -252,7 +252,20 @@ def _check_holder(holder: nn.Module, name: str, child: nn.Module | None) -> None
 register_module_module_registration_hook(_check_holder)
 
 
-def _warn_of_idle_hot_sets(idle: list[str]) -> None:
+def _warn_of_idle_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> None:
+    """Warn of tables whose hot rows save no bytes.
+
+    TorchRec's output exchange ships one vector per bag, also for a bag whose ids were all hot. Of
+    sequences it ships a vector for each id.
+    """
+    bags = {config.name for config in configs if hasattr(config, "pooling")}
+    idle = [
+        name
+        for part in plan.parts()
+        if part.mesh.group_size > 1
+        for name, table in part.tables()
+        if name in bags and table.hot_set is not None and table.exchange is Exchange.POOLED
+    ]
     if idle and dist.get_rank() == 0:
         logger.warning(
             "hot rows of %s save no bytes: TorchRec's output exchange ships every bag; pin the "

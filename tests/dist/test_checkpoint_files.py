@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_2dsp as tdsp
-from tests.support.models import SEQUENCES, ModelSpec, TableSpec
-from tests.support.parity import Cell, make_oracle
+from tests.support.models import SEQUENCES, BagModel, ModelSpec, TableSpec
+from tests.support.parity import Cell, make_oracle, shard
 from tests.support.ranks import RankPool
 from tests.support.trips import (
     HOT,
@@ -275,3 +275,29 @@ def over_a_group_of_its_own(rank: int, world_size: int, path: Path) -> bool:
 
 def test_plans_travel_over_gloo(ranks2: RankPool, tmp_path: Path) -> None:
     assert ranks2.run(over_a_group_of_its_own, tmp_path / "0") == [True, True]
+
+
+class WithBuffers(BagModel):
+    """Has buffers that ranks may compute apart."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        for size in range(9):
+            self.register_buffer(f"mean{size}", torch.zeros(size))
+
+
+def buffers_after_a_load(rank: int, world_size: int, path: Path) -> set[float]:
+    """Save with each rank's number in its buffers."""
+    cell = Cell(tdsp.Mesh2D(1, world_size), "row_wise")
+    model = shard(cell, model=WithBuffers(cell.spec))
+    for buffer in model.buffers():
+        buffer.fill_(rank + 1)
+    save_checkpoint(path, model)
+    for buffer in model.buffers():
+        buffer.zero_()
+    load_checkpoint(path, model)
+    return {value for buffer in model.buffers() for value in buffer.tolist()}
+
+
+def test_buffers_are_those_of_the_first_rank(ranks4: RankPool, tmp_path: Path) -> None:
+    assert ranks4.run(buffers_after_a_load, tmp_path / "0") == [{1.0}] * 4

@@ -20,9 +20,10 @@ from tests.support.loops import (
     sharded_tables,
     snapshot,
 )
-from tests.support.models import HOT_ROWS, SEQUENCES, ModelSpec
+from tests.support.models import HOT_ROWS, SEQUENCES, ModelSpec, tables_of
+from tests.support.oracle import local_loss
 from tests.support.parity import TWO, Cell, make_optimizer, make_sharder
-from tests.support.ranks import RankPool, error_text
+from tests.support.ranks import RankPool, error_of, error_text
 
 FAULTY_RANK = 2
 CELLS = [
@@ -172,3 +173,37 @@ def after_short_ids(rank: int, world_size: int) -> str:
 def test_ids_are_checked_before_they_are_cast(ranks4: RankPool) -> None:
     for text in ranks4.run(after_short_ids):
         assert f"feature 'f1' has the id {2**40 + 5} in sample" in text
+
+
+PAST_LOOKUPS = [
+    Cell(TWO, "table_wise"),
+    Cell(TWO, "row_wise", hot_rows=HOT_ROWS),
+    Cell(TWO, "data_parallel"),
+    Cell(tdsp.Mesh2D(1, 4), exchange="row", spec=SEQUENCES),
+]
+
+
+def past_lookups(rank: int, world_size: int, cell: Cell) -> list[str]:
+    """Return the errors in steps with penalties on a table: times zero, a real one, then none."""
+    parallel: Any = shard(cell)
+    optimizer, messages = make_optimizer(parallel), []
+
+    def step(batch: KeyedJaggedTensor, factor: float | None) -> None:
+        loss = local_loss(parallel(batch))
+        if factor is not None:
+            penalty = tables_of(parallel.module).get_parameter("t0.weight").pow(2).sum()
+            loss = loss + factor * penalty
+        loss.backward()
+        optimizer.step()
+        parallel.zero_grad()
+
+    for batches, factor in zip(make_stream(cell, 5), (0.0, 0.1, None, None, None), strict=True):
+        messages.append(error_of(partial(step, batches[rank], factor)))
+    return messages
+
+
+@pytest.mark.parametrize("cell", PAST_LOOKUPS, ids=str)
+def test_gradients_that_reach_tables_past_their_lookups(ranks4: RankPool, cell: Cell) -> None:
+    for no_penalty, real, refused, *others in ranks4.run(past_lookups, cell):
+        assert [no_penalty, real, *others] == [""] * 4
+        assert refused.startswith("UnsupportedError: table 't0' got a gradient past its lookup, w")

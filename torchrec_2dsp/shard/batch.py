@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.comms.collectives import constant
-from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.errors import ConfigError, InputError, TwoDError
 from torchrec_2dsp.shard.stages import (
     BagsOfSamples,
     BatchNotes,
@@ -194,8 +194,8 @@ class BatchForm:
         self._types: NumberTypes | None = None
 
     def fit(
-        self, batch: KeyedJaggedTensor, ids: IdCheck, error: InputError | None = None
-    ) -> tuple[KeyedJaggedTensor, InputError | None]:
+        self, batch: KeyedJaggedTensor, ids: IdCheck, error: TwoDError | None = None
+    ) -> tuple[KeyedJaggedTensor, TwoDError | None]:
         """Return the batch in the first one's form, without bad ids, and the error in it, if any.
 
         A wrong batch is replaced by one without ids, so that ranks that wait for them learn about

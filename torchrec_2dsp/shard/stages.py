@@ -18,10 +18,11 @@ Tables are in either of two states, where training or a state reader finds its r
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from torchrec_2dsp._compat.shardings import distributed_ahead
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Check
-from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.errors import ConfigError, TwoDError, UnsupportedError
 from torchrec_2dsp.rows.gradients import false_and_true, repeated
 
 logger = logging.getLogger(__name__)
@@ -271,7 +272,7 @@ class BatchNotes:
     """True if the lookup will have a backward that trains."""
     backward: int | None = None
     """The number of that backward, once it has begun."""
-    error: InputError | None = None
+    error: TwoDError | None = None
     check: Check | None = None
     """The check on all ranks' batches, in flight."""
     is_empty: bool = False
@@ -419,6 +420,40 @@ class Stage:
 
     def after_write(self) -> None:
         """Note that weights or optimizer state were written by hand, or from a checkpoint."""
+
+
+class StrayGradients(Stage):
+    """Refuses the batch after gradients that reach tables past their lookup, which nobody applies.
+
+    Args:
+        tables: the sharded tables' modules, by name.
+        kernels: FBGEMM's modules, to whose parameters those gradients flow.
+    """
+
+    def __init__(self, tables: nn.ModuleDict, kernels: Iterable[nn.Module]) -> None:
+        self._tables = tables
+        self._error: UnsupportedError | None = None
+        for param in chain.from_iterable(kernel.parameters() for kernel in kernels):
+            if param.requires_grad:
+                # Before a loop can clear them. Gradients of lookups don't come here.
+                param.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, _: torch.Tensor) -> None:
+        for name, table in self._tables.items():
+            grad = cast(torch.Tensor, table.weight).grad
+            if grad is not None and bool(grad.any()):
+                self._error = UnsupportedError(
+                    f"table {name!r} got a gradient past its lookup, which no optimizer applies; "
+                    "let the loss use the module's outputs in place of the table's weight"
+                )
+
+    def before_ids_travel(
+        self, notes: BatchNotes, features: KeyedJaggedTensor
+    ) -> KeyedJaggedTensor:
+        """Let all ranks raise the error, if any."""
+        error, self._error = self._error, None
+        notes.error = notes.error or error
+        return features
 
 
 class ClipGradients(Stage):

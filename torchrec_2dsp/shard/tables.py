@@ -61,6 +61,7 @@ from torchrec_2dsp.shard.stages import (
     Output,
     SequenceContext,
     Stage,
+    StrayGradients,
 )
 
 Module = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
@@ -107,9 +108,12 @@ class Tables2D:
             self._broadcast_shards,
         )
         """Keeps the copies of the tables equal."""
+        bags = isinstance(module, ShardedEmbeddingBagCollection)
+        table_modules = module.embedding_bags if bags else module.embeddings
         arrangement = arrangement_of(plan, self._kernels, self.groups)
         self.stages: list[Stage] = [
             OneBatchSize(all_configs, _pack_size(module, plan)),
+            StrayGradients(table_modules, self.tbes()),
             self._batch_check,
             ClipGradients(self._bounds(configs, plan)),
             outputs,

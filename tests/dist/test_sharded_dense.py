@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
@@ -13,7 +14,7 @@ import torchrec_2dsp as tdsp
 from tests.support.dense_products import FORMS
 from tests.support.dense_training import cell_of, model_of
 from tests.support.loops import shard
-from tests.support.models import BagModel
+from tests.support.models import BagModel, build
 from tests.support.pipelining import (
     TABLES,
     PipelineCell,
@@ -66,6 +67,29 @@ def with_tied_parts(rank: int, world_size: int, wrapper: str) -> str:
 def test_parts_that_share_a_parameter_are_refused(ranks4: RankPool, wrapper: str) -> None:
     for text in ranks4.run(with_tied_parts, wrapper):
         assert text.startswith(f"'over' and 'again' share a parameter, which {wrapper} would shard")
+
+
+IN_BACKWARD = {
+    **WRAPPERS,
+    "ThresholdedDataParallel": tdsp.ThresholdedDataParallel,
+    "HookedDataParallel": lambda: tdsp.HookedDataParallel("fp16"),
+    "DelayedDense": tdsp.DelayedDense,
+    "LocalDense": tdsp.LocalDense,
+}
+
+
+def with_optimizers_in_backward(rank: int, world_size: int, wrapper: str) -> str:
+    cell = cell_of(world_size)
+    model = build(cell.spec)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.over.parameters(), {"lr": 1.0})
+    dense = IN_BACKWARD[wrapper]()
+    return error_text(lambda: shard(cell, model=model, data_parallel_wrapper=dense), ConfigError)
+
+
+@pytest.mark.parametrize("wrapper", IN_BACKWARD)
+def test_dense_optimizers_in_the_backward_are_refused(ranks4: RankPool, wrapper: str) -> None:
+    for text in ranks4.run(with_optimizers_in_backward, wrapper):
+        assert text.startswith("'over.weight' has an optimizer in the backward, which " + wrapper)
 
 
 def misuse_fully_sharded(rank: int, world_size: int) -> tuple[str, ...]:

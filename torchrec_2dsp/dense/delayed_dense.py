@@ -19,10 +19,17 @@ from torchrec_2dsp._compat.ddp import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
     data_parallel_module,
+    wrapped_module,
 )
 from torchrec_2dsp.comms.alarm import agree, agreeing
 from torchrec_2dsp.comms.groups import own_group
-from torchrec_2dsp.dense.dense_parts import at_backwards, ddp_params, group_of, have_gradients
+from torchrec_2dsp.dense.dense_parts import (
+    at_backwards,
+    check_stepped_later,
+    ddp_params,
+    group_of,
+    have_gradients,
+)
 from torchrec_2dsp.dense.gradient_sums import (
     GradientReport,
     TensorFuture,
@@ -248,6 +255,7 @@ class DelayedDense(DataParallelWrapper):
                     "this DelayedDense has a model already; make another one, because it keeps "
                     "that model's gradients"
                 )
+            check_stepped_later(wrapped_module(dmp), "DelayedDense")
             facts["the settings of DelayedDense"] = f"warm_up={self._warm_up}"
         self._has_model = True
         self._wrapper.wrap(dmp, env, device)

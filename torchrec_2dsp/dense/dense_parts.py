@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.errors import ConfigError
 
@@ -48,6 +49,16 @@ def dense_parts(
     for child_name, child in model.named_children():
         child_path = f"{name}.{child_name}" if name else child_name
         yield from dense_parts(child, wrapper, child_path, apart=apart)
+
+
+def check_stepped_later(model: nn.Module, wrapper: str) -> None:
+    """Refuse dense parameters with optimizers in the backward, which a wrapper doesn't run."""
+    for name, param in model.named_parameters():
+        if in_backward_optimizers(param) is not None:
+            raise ConfigError(
+                f"{name!r} has an optimizer in the backward, which {wrapper} doesn't run; leave "
+                "apply_optimizer_in_backward to tables, and give it to the dense optimizer"
+            )
 
 
 def check_untied(parts: Mapping[str, nn.Module], wrapper: str) -> None:

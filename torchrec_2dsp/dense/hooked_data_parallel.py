@@ -20,9 +20,10 @@ from torchrec_2dsp._compat.ddp import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
     data_parallel_module,
+    wrapped_module,
 )
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.dense.dense_parts import group_of
+from torchrec_2dsp.dense.dense_parts import check_stepped_later, group_of
 from torchrec_2dsp.errors import ConfigError
 
 _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -102,6 +103,7 @@ class HookedDataParallel(DataParallelWrapper):
                     "this HookedDataParallel has a model already; make another one, because it "
                     "keeps that model's state"
                 )
+            check_stepped_later(wrapped_module(dmp), "HookedDataParallel")
             facts["the settings of HookedDataParallel"] = (
                 f"{self._hook}, rank {self._rank}, warm_up {self._warm_up}"
             )

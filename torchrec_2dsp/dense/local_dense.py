@@ -18,7 +18,12 @@ from torchrec_2dsp._compat.ddp import (
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import Entries, ErrorFeedback, Threshold, ThresholdRule
 from torchrec_2dsp.comms.alarm import agree, agreeing
-from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
+from torchrec_2dsp.dense.dense_parts import (
+    broadcast_weights,
+    check_stepped_later,
+    dense_parts,
+    group_of,
+)
 from torchrec_2dsp.dense.gradient_sums import BucketSize, GatheredSum, GradientReport, GradientRoute
 from torchrec_2dsp.dense.thresholded_gradients import BucketLayout, Part, by_part
 from torchrec_2dsp.errors import ConfigError, SyncError, TwoDError
@@ -96,6 +101,7 @@ class LocalDense(DataParallelWrapper):
         with agreeing(group) as facts:
             if self._group is not None:
                 raise ConfigError("this LocalDense has a model already; make another one")
+            check_stepped_later(wrapped_module(dmp), "LocalDense")
             facts["the settings of LocalDense"] = self._settings
         self._group = group
         model = wrapped_module(dmp).to(device)

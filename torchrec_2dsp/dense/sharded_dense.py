@@ -32,6 +32,7 @@ from torchrec_2dsp.dense.dense_parts import (
     broadcast_weights,
     check_copies_fit,
     check_num_copies,
+    check_stepped_later,
     check_untied,
     copies_mesh,
     dense_parts,
@@ -264,6 +265,7 @@ class FullyShardedDense(DataParallelWrapper):
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
         with agreeing(group) as facts:
+            check_stepped_later(model, "FullyShardedDense")
             parts = dict(dense_parts(model, "FullyShardedDense"))
             check_untied(parts, "FullyShardedDense")
             num_ranks = dist.get_world_size(group)
@@ -327,6 +329,7 @@ class TensorParallelDense(DataParallelWrapper):
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
         with agreeing(group) as facts:
+            check_stepped_later(model, "TensorParallelDense")
             parts = dict(dense_parts(model, "TensorParallelDense"))
             check_untied(parts, "TensorParallelDense")
             num_ranks = dist.get_world_size(group)

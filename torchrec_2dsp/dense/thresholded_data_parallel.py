@@ -13,11 +13,18 @@ from torchrec_2dsp._compat.ddp import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
     data_parallel_module,
+    wrapped_module,
 )
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import ThresholdRule
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.dense.dense_parts import at_backwards, ddp_params, group_of, have_gradients
+from torchrec_2dsp.dense.dense_parts import (
+    at_backwards,
+    check_stepped_later,
+    ddp_params,
+    group_of,
+    have_gradients,
+)
 from torchrec_2dsp.dense.gradient_sums import GradientReport, GradientRoute
 from torchrec_2dsp.dense.preconditioner import Preconditioning
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
@@ -117,6 +124,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
         group = group_of(env)
         with agreeing(group) as facts:
             self.check_free()
+            check_stepped_later(wrapped_module(dmp), "ThresholdedDataParallel")
             facts["the settings of ThresholdedDataParallel"] = str(self.settings)
         self._wrapper.wrap(dmp, env, device)
         ddp = data_parallel_module(dmp)

@@ -25,8 +25,10 @@ def dense_parts(
 
     Raises:
         ConfigError: a module that holds tables, or one of ``apart``, holds a parameter itself too;
-            or a sharded module trains position weights.
+            a sharded module trains position weights; or as in `check_stepped_later`.
     """
+    if not name:
+        check_stepped_later(model, wrapper)
     is_part = isinstance(model, apart)
     if is_part or not any(isinstance(part, (ShardedModule, *apart)) for part in model.modules()):
         if any(True for _ in model.parameters()):

@@ -32,7 +32,6 @@ from torchrec_2dsp.dense.dense_parts import (
     broadcast_weights,
     check_copies_fit,
     check_num_copies,
-    check_stepped_later,
     check_untied,
     copies_mesh,
     dense_parts,
@@ -265,7 +264,6 @@ class FullyShardedDense(DataParallelWrapper):
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
         with agreeing(group) as facts:
-            check_stepped_later(model, "FullyShardedDense")
             parts = dict(dense_parts(model, "FullyShardedDense"))
             check_untied(parts, "FullyShardedDense")
             num_ranks = dist.get_world_size(group)
@@ -329,7 +327,6 @@ class TensorParallelDense(DataParallelWrapper):
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
         with agreeing(group) as facts:
-            check_stepped_later(model, "TensorParallelDense")
             parts = dict(dense_parts(model, "TensorParallelDense"))
             check_untied(parts, "TensorParallelDense")
             num_ranks = dist.get_world_size(group)

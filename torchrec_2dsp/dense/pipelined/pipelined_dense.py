@@ -20,7 +20,6 @@ from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.dense.dense_parts import (
     broadcast_weights,
-    check_stepped_later,
     check_untied,
     dense_parts,
     group_of,
@@ -164,7 +163,6 @@ class PipelinedDense(DataParallelWrapper):
         with agreeing(group) as facts:
             if self._groups is not None:
                 raise ConfigError("this PipelinedDense has a model already; make another one")
-            check_stepped_later(model, "PipelinedDense")
             parts = dict(dense_parts(model, "PipelinedDense", apart=(LayerStack,)))
             stacks = {name: part for name, part in parts.items() if isinstance(part, LayerStack)}
             if not stacks:

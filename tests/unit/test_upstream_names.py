@@ -137,6 +137,9 @@ def has_attribute(owner: object, name: str) -> bool:
     return any(name in set_on_self(base) for base in owner.__mro__ if is_upstream_class(base))
 
 
+_SETTERS = ("self.register_buffer", "super().__setattr__")
+
+
 @cache
 def set_on_self(kind: type) -> set[str]:
     """Return the attributes and buffers that a class's code gives its instances."""
@@ -144,7 +147,7 @@ def set_on_self(kind: type) -> set[str]:
     for node in ast.walk(ast.parse(dedent(inspect.getsource(kind)))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             names.add(ast.unparse(node).removeprefix("self."))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.register_buffer":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _SETTERS:
             names.add(ast.unparse(node.args[0]).strip("'"))
     return names
 

@@ -1,11 +1,15 @@
 """Adapters to what torch keeps to itself about tensors, their memory and running backwards."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
 
 
 def tensor_without_storage(
@@ -34,6 +38,20 @@ class Unwritten(TorchFunctionMode):
         if func is torch.zeros and args[:1] == (self._num_zeros,):
             func, self._num_zeros = torch.empty, 0
         return func(*args, **(kwargs or {}))
+
+
+def held_weakly(method: Callable[[T], None]) -> Callable[[T], None]:
+    """Return a hook that calls a method while its object lives.
+
+    What a parameter's hooks hold may live as long as the process, process groups included.
+    """
+    reference = WeakMethod(method)
+
+    def call(value: T) -> None:
+        if (alive := reference()) is not None:
+            alive(value)
+
+    return call
 
 
 def running_backward() -> int:

@@ -36,6 +36,7 @@ from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.fbgemm import starts_of
 from torchrec_2dsp._compat.shardings import distributed_ahead
+from torchrec_2dsp._compat.tensors import held_weakly
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Check
@@ -436,7 +437,7 @@ class StrayGradients(Stage):
         for param in chain.from_iterable(kernel.parameters() for kernel in kernels):
             if param.requires_grad:
                 # Before a loop can clear them. Gradients of lookups don't come here.
-                param.register_post_accumulate_grad_hook(self._note)
+                param.register_post_accumulate_grad_hook(held_weakly(self._note))
 
     def _note(self, _: torch.Tensor) -> None:
         for name, table in self._tables.items():

@@ -360,6 +360,23 @@ def test_an_optimizer_with_two_groups_of_a_parameter_gets_back_both(
         assert fused > 0
 
 
+def travel(rank: int, world_size: int, folder: Path, cells: tuple[Cell, Cell]) -> list[float]:
+    """Save a halved learning rate in one cell, and return the rates in another after a load."""
+    saved, loaded = (shard(cell) for cell in cells)
+    saved.fused_optimizer.update_hyper_parameters({"lr": 0.0625})
+    tdsp.save_checkpoint(folder, saved, train_state=tdsp.TrainState(saved))
+    tdsp.load_checkpoint(folder, loaded, train_state=tdsp.TrainState(loaded))
+    return [group["lr"] for group in loaded.fused_optimizer.param_groups]
+
+
+def test_tables_may_have_another_class_of_fused_optimizer(ranks2: RankPool, tmp_path: Path) -> None:
+    """As data-parallel tables have."""
+    mesh = tdsp.Mesh2D(1, 2)
+    cells = (Cell(mesh, "row_wise"), Cell(mesh, "data_parallel"))
+    for rates in ranks2.run(travel, tmp_path, cells):
+        assert set(rates) == {0.0625}
+
+
 REFUSED = {
     ("sgd", "adam"): "CheckpointError: 'over.weight' was trained by SGD, and is by Adam now; pass",
     ("adam", "local"): "CheckpointError: the train state has hyper-parameters of 1 groups with "

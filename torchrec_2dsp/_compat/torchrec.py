@@ -91,7 +91,6 @@ from torchrec.distributed.types import (
     ShardingEnv2D as ShardingEnv2D,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
 
 
 def sharder_data_of(enumerator: Enumerator | None) -> SharderDataMap:
@@ -199,23 +198,6 @@ def carried_by(module: torch.nn.Module) -> str | None:
     weight = getattr(module, "weight", None)
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return "hooks on its weight" if any(getattr(weight, name, None) for name in names) else None
-
-
-def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer inside a TorchRec wrapper; `None` for any other."""
-    if isinstance(optimizer, OptimizerWrapper):
-        return _keyed_inside(optimizer)
-    if isinstance(optimizer, KeyedOptimizerWrapper):
-        return _stock_inside(optimizer)
-    return None
-
-
-def _keyed_inside(optimizer: OptimizerWrapper) -> torch.optim.Optimizer:
-    return optimizer._optimizer
-
-
-def _stock_inside(optimizer: KeyedOptimizerWrapper) -> torch.optim.Optimizer:
-    return optimizer._optimizer
 
 
 class ColumnWiseSequences(ShardedEmbeddingCollection):

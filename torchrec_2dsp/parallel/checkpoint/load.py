@@ -6,6 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torchrec_2dsp._compat.dcp import set_element
-from torchrec_2dsp._compat.torchrec import wrapped_optimizer
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import CheckpointError
@@ -43,6 +43,7 @@ from torchrec_2dsp.parallel.checkpoint.parts import (
     live_state,
     run_load_hooks,
     stored_extra,
+    wrapped_optimizers,
 )
 from torchrec_2dsp.parallel.checkpoint.save import check_belongs, checked_folder, wait_for_save
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
@@ -306,15 +307,8 @@ def _tree(optimizer: Optimizer, fused: Optimizer) -> Iterator[Optimizer]:
     if optimizer is fused:
         return
     yield optimizer
-    for inner in _inside(optimizer):
+    for inner in wrapped_optimizers(optimizer):
         yield from _tree(inner, fused)
-
-
-def _inside(optimizer: Optimizer) -> list[Optimizer]:
-    if isinstance(optimizer, CombinedOptimizer):
-        return [member for _, member in optimizer.optimizers]
-    inner = wrapped_optimizer(optimizer)
-    return [] if inner is None else [inner]
 
 
 def _step(optimizer: KeyedOptimizer) -> None:
@@ -349,14 +343,14 @@ class _Snapshot:
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._states: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
         # State and groups of a wrapper are those of the optimizer that it wraps.
-        self._is_leaf = not _inside(optimizer)
+        self._is_leaf = not wrapped_optimizers(optimizer)
         if self._is_leaf:
             self._groups = [(group, dict(group)) for group in optimizer.param_groups]
             self._states = [(param, state, dict(state)) for param, state in optimizer.state.items()]
+        of_params = (state.values() for _, state, _ in self._states)
         self._values = [
             (value, value.clone())
-            for _, state, _ in self._states
-            for value in state.values()
+            for value in chain(self._attributes.values(), *of_params)
             if isinstance(value, torch.Tensor)
         ]
 
@@ -365,6 +359,8 @@ class _Snapshot:
         """Restore the optimizer."""
         vars(self._optimizer).clear()
         vars(self._optimizer).update(self._attributes)
+        for value, before in self._values:
+            value.copy_(before)
         if not self._is_leaf:
             return
         self._optimizer.state.clear()
@@ -375,8 +371,6 @@ class _Snapshot:
         for group, entries in self._groups:
             group.clear()
             group.update(entries)
-        for value, before in self._values:
-            value.copy_(before)
 
 
 def load_weights(path: str | PathLike[str], model: nn.Module) -> StoredCheckpoint:

@@ -16,7 +16,7 @@ HyperParameters = dict[str, list[dict[str, Any]]]
 """For each parameter, all options of its parameter groups, in the optimizer's order."""
 
 _CLASS = "__class__"
-"""The option that names the optimizer's class."""
+"""The option that names the class of torch's optimizer; tables' fused ones differ by plan."""
 
 
 def hyper_parameters(
@@ -120,8 +120,8 @@ def _groups(
 
 
 def _classes(optimizer: Optimizer) -> dict[int, str]:
-    """Return the class of the optimizer that computes each group's updates, by the group's id."""
+    """Return the class of torch's optimizer that updates each group, by the group's id."""
     wrapped = wrapped_optimizers(optimizer)
-    if not wrapped:
+    if not wrapped and not isinstance(optimizer, KeyedOptimizer):
         return {id(group): type(optimizer).__name__ for group in optimizer.param_groups}
     return dict(chain.from_iterable(_classes(part).items() for part in wrapped))

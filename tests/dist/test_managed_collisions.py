@@ -2,24 +2,32 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.mc_embedding_modules import (
+    BaseShardedManagedCollisionEmbeddingCollection,
+)
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     MCHManagedCollisionModule,
     probabilistic_threshold_filter,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell
 from tests.support.drifting_ids import Stream, compare
+from tests.support.hash_zch import OneThreadHashZch, at_hour, hash_of
 from tests.support.loops import OTHER_BATCH, drain
 from tests.support.managed_collisions import (
     BAGS,
@@ -52,6 +60,7 @@ from tests.support.parity import (
     relative_gap,
 )
 from tests.support.ranks import RankPool, error_of
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
 from torchrec_2dsp.shard.parted import sharded_tables
 
@@ -421,3 +430,62 @@ def test_a_long_stream_trains_as_if_nothing_had_happened(tmp_path: Path) -> None
     assert max(compared.gaps.values()) < 1e-6
     assert compared.maps_are_equal
     assert compared.num_evicted > 300
+
+
+MERGED_ROWS = 24
+
+
+def merged(rank: int, world_size: int, ids: list[int]) -> dict[int, float]:
+    """Let each rank map its id and write it into the id's row; return the rows after the merge."""
+    options: Any = {
+        "eviction_policy_name": HashZchEvictionPolicyName.LRU_EVICTION,
+        "eviction_config": HashZchEvictionConfig(features=["f"], single_ttl=9),
+    }
+    id_map = OneThreadHashZch(MERGED_ROWS, torch.device("cpu"), 1, max_probe=4, **options)
+    seen = torch.tensor(ids[rank : rank + 1])
+    with at_hour(1_000):
+        features = {"f": JaggedTensor(seen, lengths=torch.ones_like(seen), weights=torch.ones(1))}
+        (row,) = id_map.remap(features)["f"].values()
+    weights, state = torch.zeros(MERGED_ROWS, 1), torch.zeros(MERGED_ROWS)
+    weights[row] = float(ids[rank])
+    kernel = SimpleNamespace(
+        split_embedding_weights=lambda: [weights], get_optimizer_state=lambda: [{"sum": state}]
+    )
+    lookup = torch.ops.fbgemm.zero_collision_hash
+
+    def on_a_cpu(**given: Any) -> Any:
+        if given.get("readonly"):
+            return lookup(**given)
+        return id_map._zero_collision_hash(readonly=False, **given)
+
+    def summed(tensors: dict[torch.dtype, list[torch.Tensor]], *_: object) -> None:
+        for tensor in (tensor for of_type in tensors.values() for tensor in of_type):
+            dist.all_reduce(tensor, group=world_group())
+
+    with patch.object(torch.ops.fbgemm, "zero_collision_hash", on_a_cpu):
+        survived, to_merged = id_map.sync_identities(
+            rank == 0, world_size, list(range(world_size)), world_group()
+        )
+    merge: Any = BaseShardedManagedCollisionEmbeddingCollection.sync_hash_zch_weights
+    module = SimpleNamespace(_table_to_tbe_and_index={"t": (kernel, 0)})
+    merge(module, "t", to_merged, survived, True, summed)
+    slots = id_map._hash_zch_identities[:, 0]
+    return {id_: float(weights[slots == id_]) for id_ in ids}
+
+
+def home(id_: int) -> int:
+    return hash_of(id_) % MERGED_ROWS
+
+
+SAME_HOME = [3, next(id_ for id_ in count(4) if home(id_) == home(3))]
+OTHER_HOME = [3, next(id_ for id_ in count(4) if abs(home(id_) - home(3)) > 4)]
+
+
+def test_torchrec_merges_ids_of_different_homes(ranks2: RankPool) -> None:
+    assert ranks2.run(merged, OTHER_HOME) == [{id_: float(id_) for id_ in OTHER_HOME}] * 2
+
+
+def test_torchrec_loses_an_id_that_moves(ranks2: RankPool) -> None:
+    """One id gets the sum of both rows, the other one none: both had one of the two copies."""
+    first, moved = SAME_HOME
+    assert ranks2.run(merged, SAME_HOME) == [{first: float(first + moved), moved: 0.0}] * 2

@@ -257,7 +257,7 @@ class Case(Strict):
     stray_weights: bool = False
     """Whether batches carry weights for modules that aren't weighted, which must ignore them."""
     zero_grad: str = "before"
-    """When a plain loop resets gradients: ``"before"`` the forward, ``"after"`` the step,
+    """The place of a plain loop's `zero_grad`: ``"before"`` the forward, ``"after"`` the step,
     ``"between"`` forward and backward, or before the forward to ``"zeros"`` instead of `None`."""
     loop: str = "plain"
     """``"plain"``, or one of the pipelines ``"sparse_dist"`` and ``"row_prefetch"``; in a searched

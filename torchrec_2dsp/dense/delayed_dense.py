@@ -21,7 +21,6 @@ from torchrec_2dsp._compat.ddp import (
     data_parallel_module,
     wrapped_module,
 )
-from torchrec_2dsp._compat.tensors import held_weakly
 from torchrec_2dsp.comms.alarm import agree, agreeing
 from torchrec_2dsp.comms.groups import own_group
 from torchrec_2dsp.dense.dense_parts import (
@@ -268,7 +267,7 @@ class DelayedDense(DataParallelWrapper):
         own = own_group(group, device, "delayed_dense")
         self._gradients = LateGradients(self._warm_up, names, own, device)
         ddp.register_comm_hook(None, self._gradients.reduce)
-        at_backwards(ddp, held_weakly(self._begin_backward))
+        at_backwards(ddp, self._begin_backward)
 
     def _begin_backward(self, is_reduced: bool) -> None:
         """Tell steps apart, and a step's batches.

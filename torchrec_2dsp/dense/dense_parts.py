@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from torchrec_2dsp._compat.tensors import held_weakly
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.errors import ConfigError
@@ -116,13 +117,13 @@ def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     }
 
 
-def at_backwards(ddp: DistributedDataParallel, begin: Callable[[bool], None]) -> None:
-    """Call ``begin`` once in a training batch's backward, before any gradient is added.
+def at_backwards(ddp: DistributedDataParallel, method: Callable[[bool], None]) -> None:
+    """Call a method once in a training batch's backward, before any gradient is added.
 
-    Until then a loop may call ``zero_grad()``. ``begin`` is told whether DDP reduces the batch's
+    Until then a loop may call ``zero_grad()``. The method is told whether DDP reduces the batch's
     gradients.
     """
-    pending = list[bool]()
+    begin, pending = held_weakly(method), list[bool]()
 
     def note(module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():

@@ -15,7 +15,6 @@ from torchrec_2dsp._compat.ddp import (
     data_parallel_module,
     wrapped_module,
 )
-from torchrec_2dsp._compat.tensors import held_weakly
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import ThresholdRule
 from torchrec_2dsp.comms.alarm import agreeing
@@ -135,7 +134,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
         self._gradients = ThresholdedGradients(self.settings, names, group)
         self._params = list(ddp_params(ddp).values())
         ddp.register_comm_hook(None, self._gradients.reduce)
-        at_backwards(ddp, held_weakly(self._begin_backward))
+        at_backwards(ddp, self._begin_backward)
 
     def check_free(self) -> None:
         """Raise if another model's gradients are added up in this way."""

@@ -7,7 +7,8 @@ from itertools import product
 from typing import Any, ClassVar
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from tensordict import TensorDict
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import KERNEL_ROUNDING, cpu_only, rounded
@@ -28,7 +29,7 @@ CELLS = [
     Cell(tdsp.Mesh2D(1, 4), exchange="nonempty", in_world=()),
     Cell(TWO, exchange="row", spec=SEQUENCES),
 ]
-Change = Callable[[KeyedJaggedTensor], KeyedJaggedTensor]
+Change = Callable[[KeyedJaggedTensor], Any]
 
 
 def with_parts(batch: KeyedJaggedTensor, **parts: Any) -> KeyedJaggedTensor:
@@ -84,12 +85,25 @@ def with_needless_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return with_parts(batch, weights=torch.rand(batch.values().numel()))
 
 
+def in_a_dict(batch: KeyedJaggedTensor) -> Any:
+    """Without weights, a dict of nested tensors in reverse order, with one more."""
+    if batch.weights_or_none() is not None:
+        return batch
+    features = {name: nested(part) for name, part in in_reverse(batch).to_dict().items()}
+    return TensorDict({"labels": torch.ones(batch.stride()), **features})
+
+
+def nested(bags: JaggedTensor) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(bags.values(), bags.offsets())
+
+
 def as_it_is(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return batch
 
 
 HARMLESS: list[Change] = [
     in_reverse,
+    in_a_dict,
     with_another_feature,
     with_short_ids,
     with_strides,
@@ -188,6 +202,10 @@ def without_a_feature(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return batch.permute(list(range(1, len(batch.keys()))))
 
 
+def in_a_dict_without_a_feature(batch: KeyedJaggedTensor) -> Any:
+    return in_a_dict(without_a_feature(batch))
+
+
 def with_fractions(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return with_parts(batch, values=batch.values().float())
 
@@ -224,6 +242,7 @@ def with_weights_to_train(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 REFUSED: dict[Change, str] = {
     without_a_feature: "has no feature 'f0'",
+    in_a_dict_without_a_feature: "has no feature 'f0'",
     with_fractions: "are torch.float32; make them int32 or int64",
     with_long_lengths: "add up to",
     with_a_negative_length: "a length of this rank's batch is -1",

@@ -5,13 +5,14 @@ A test checks that each name still exists, so that a TorchRec upgrade fails in o
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch.nn.utils.parametrize import is_parametrized
 from torchrec.distributed import comm as _comm
 from torchrec.distributed.batched_embedding_kernel import (
@@ -91,6 +92,10 @@ from torchrec.distributed.types import (
     ShardingEnv2D as ShardingEnv2D,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_2dsp.errors import UnsupportedError
 
 
 def sharder_data_of(enumerator: Enumerator | None) -> SharderDataMap:
@@ -198,6 +203,24 @@ def carried_by(module: torch.nn.Module) -> str | None:
     weight = getattr(module, "weight", None)
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return "hooks on its weight" if any(getattr(weight, name, None) for name in names) else None
+
+
+def jagged_features(batch: Any, needed: Iterable[str]) -> KeyedJaggedTensor:
+    """Return a batch as TorchRec's jagged features.
+
+    Those of a `TensorDict` are found by name, where TorchRec takes their place in the first batch.
+    """
+    if isinstance(batch, TensorDict):
+        given = set(batch.keys())
+        names = [name for name in dict.fromkeys(needed) if name in given]
+        if names and all(batch[name].is_nested for name in names):
+            return maybe_td_to_kjt(cast(Any, batch), names)
+    if not isinstance(batch, KeyedJaggedTensor):
+        raise UnsupportedError(
+            "a batch must be a KeyedJaggedTensor, or a TensorDict with a jagged nested tensor for "
+            f"each feature, but it is a {type(batch).__name__}; convert it first"
+        )
+    return batch
 
 
 class ColumnWiseSequences(ShardedEmbeddingCollection):

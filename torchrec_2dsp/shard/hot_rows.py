@@ -292,8 +292,6 @@ Tensors = dict[str, torch.Tensor]
 class HotRows(Stage):
     """A sharded module's replicated rows."""
 
-    needs_keyed_jagged = True
-
     def __init__(
         self,
         configs: Sequence[BaseEmbeddingConfig],

@@ -35,6 +35,7 @@ from torchrec_2dsp._compat.managed_collisions import (
     returns_features,
     table_configs,
 )
+from torchrec_2dsp._compat.torchrec import jagged_features
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.ids import pack_ids, unpack_ids
 from torchrec_2dsp.comms.alarm import on_all_ranks
@@ -273,14 +274,9 @@ class ShardedManagedCollisions2D(TablesAndMore):
         Collectives:
             As in `IdsOfWorld.gathered`, then the tables'.
         """
-        if not isinstance(features, KeyedJaggedTensor):
-            raise UnsupportedError(
-                f"managed collisions need a KeyedJaggedTensor, but the batch is a "
-                f"{type(features).__name__}; convert it first"
-            )
         ctx.given = features
         with record_function(_LABEL):
-            ctx.mapped = self._mapped(ctx, features)
+            ctx.mapped = self._mapped(ctx, jagged_features(features, self._features))
         return self._embedding_module.input_dist(ctx.of_tables, ctx.mapped.features)
 
     def compute(self, ctx: MappedContext, dist_input: Any) -> Any:

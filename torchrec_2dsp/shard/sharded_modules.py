@@ -270,7 +270,6 @@ class JoinBags(Stage):
 
     def __init__(self, averaged_outputs: Mapping[str, str]) -> None:
         self._averaged_outputs = dict(averaged_outputs)
-        self.needs_keyed_jagged = bool(averaged_outputs)
 
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor

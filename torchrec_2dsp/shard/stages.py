@@ -384,9 +384,6 @@ Output = KeyedTensor | Mapping[str, JaggedTensor]
 class Stage:
     """A stage that does nothing; subclasses override hooks."""
 
-    needs_keyed_jagged = False
-    """True if the stage only works on batches that are a `KeyedJaggedTensor`."""
-
     def before_ids_travel(
         self, notes: BatchNotes, features: KeyedJaggedTensor
     ) -> KeyedJaggedTensor:

@@ -10,7 +10,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import (
     HAS_ROW_WISE_MOMENT,
@@ -26,7 +26,7 @@ from torchrec_2dsp._compat.shardings import (
     wrap_optimizer,
 )
 from torchrec_2dsp._compat.tensors import Upstream, running_backward
-from torchrec_2dsp._compat.torchrec import KJTAllToAllSplitsAwaitable
+from torchrec_2dsp._compat.torchrec import KJTAllToAllSplitsAwaitable, jagged_features
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.errors import UnsupportedError
@@ -42,7 +42,7 @@ from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason
 from torchrec_2dsp.replicas.sync_point import SyncPoint
 from torchrec_2dsp.rows.rounding import HALF_TYPES, RoundedTable, StochasticRounding
-from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize
+from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize, features_of
 from torchrec_2dsp.shard.codecs import pack_size, shard_widths
 from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_action
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
@@ -124,7 +124,7 @@ class Tables2D:
         ]
         """The work beside TorchRec, in this order; see `Stage`."""
         self._configs, self._arrangement = configs, arrangement
-        self._needs_keyed_jagged = any(stage.needs_keyed_jagged for stage in self.stages)
+        self._features = features_of(all_configs)
         self._watch_state()
 
     def _bounds(self, configs: list[Any], plan: ModulePlan2D) -> dict[str, float]:
@@ -229,14 +229,9 @@ class Tables2D:
             The stages', then TorchRec's.
         """
         notes = ctx.notes
-        if isinstance(features, KeyedJaggedTensor):
-            for stage in self.stages:
-                features = stage.before_ids_travel(notes, features)
-        elif self._needs_keyed_jagged:
-            raise UnsupportedError(
-                "hot rows, and averages that are made after the exchange, need a "
-                f"KeyedJaggedTensor, but the batch is a {type(features).__name__}; convert it first"
-            )
+        features = jagged_features(features, self._features)
+        for stage in self.stages:
+            features = stage.before_ids_travel(notes, features)
         notes.asked = send(ctx, features)
         notes.shardings = cast(list[Any], ctx.sharding_contexts)
         widen_contexts(notes.shardings, shardings_of(self.module))

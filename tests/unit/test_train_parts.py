@@ -373,6 +373,21 @@ def test_old_checkpoints_are_dropped_and_nothing_else(tmp_path: Path) -> None:
         tdsp.drop_old_checkpoints(tmp_path, keep=0)
 
 
+def test_old_checkpoints_that_cannot_be_deleted_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        (tmp_path / str(step)).mkdir()
+        (tmp_path / str(step) / ".metadata").touch()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"{path} is read-only")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    tdsp.drop_old_checkpoints(tmp_path, keep=1)
+    assert "can't be deleted, and stay" in caplog.text
+
+
 def test_older_states_leave_groups_of_one_parameter_as_they_were_built() -> None:
     params = {"weight": nn.Parameter(torch.zeros(2))}
     first, second = (

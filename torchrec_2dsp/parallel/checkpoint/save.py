@@ -303,8 +303,9 @@ def _newest_finished(folder: Path) -> str | None:
 def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
     """Delete all but a folder's newest finished checkpoints.
 
-    Call it after a save, on all ranks: rank 0 deletes. Unfinished saves that are older than the
-    newest kept checkpoint go as well. Nothing else in the folder is touched.
+    Call it after a save, on all ranks: rank 0 deletes, and logs a warning where it can't. Unfinished
+    saves that are older than the newest kept checkpoint go as well. Nothing else in the folder is
+    touched.
 
     Args:
         folder: the folder of all checkpoints, which are named as `latest_checkpoint` says.
@@ -326,14 +327,18 @@ def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
         raise ConfigError(f"keep={keep} would leave no checkpoint to go on from; keep 1 or more")
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    numbered = _numbered(Path(folder))
-    finished = [path for path in numbered if (path / _FINISHED).exists()]
-    newest = finished[-keep:]
-    for path in numbered[: numbered.index(newest[-1])] if newest else ():
-        if path not in newest:
-            # The file that makes it a checkpoint goes first, in case that deleting is cut short.
-            (path / _FINISHED).unlink(missing_ok=True)
-            shutil.rmtree(path)
+    try:
+        numbered = _numbered(Path(folder))
+        finished = [path for path in numbered if (path / _FINISHED).exists()]
+        newest = finished[-keep:]
+        for path in numbered[: numbered.index(newest[-1])] if newest else ():
+            if path not in newest:
+                # What makes it a checkpoint goes first, in case that deleting is cut short.
+                (path / _FINISHED).unlink(missing_ok=True)
+                shutil.rmtree(path)
+    except OSError as error:
+        # The other ranks go on, so this one has to.
+        logger.warning("old checkpoints in %s can't be deleted, and stay (%s)", folder, error)
 
 
 def _numbered(folder: Path) -> list[Path]:

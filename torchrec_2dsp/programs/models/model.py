@@ -100,6 +100,11 @@ def bags_of(
 
 def table_name(feature: str) -> str:
     """Name a feature's table."""
+    if "." in feature:
+        raise ConfigError(
+            f"the feature {feature!r} has a dot, which no table's name may have; give it another "
+            "name, and name the log's column with column="
+        )
     return f"t_{feature}"
 
 

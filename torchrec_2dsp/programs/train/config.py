@@ -38,7 +38,7 @@ from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.kinds import metrics_of
-from torchrec_2dsp.programs.models.model import PlannedSection, ShardingTypes
+from torchrec_2dsp.programs.models.model import PlannedSection, ShardingTypes, table_name
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
@@ -346,11 +346,8 @@ class TrainConfig(Section):
         unusable = [name for name in self.runs if not name or set(name) & set("./\\ ")]
         if unusable:
             raise ValueError(f"runs: the name {unusable[0]!r} has a dot, a slash or a space")
-        if dotted := [name for name in self._looked_up() if "." in name]:
-            raise ValueError(
-                f"the feature {dotted[0]!r} has a dot, which no table's name may have; give it "
-                "another name, and name the log's column with column="
-            )
+        for feature in self._looked_up():
+            table_name(feature)
         metrics = metrics_of(self.model)
         if self.loop.metric and self.loop.metric not in metrics:
             raise ValueError(

@@ -303,9 +303,8 @@ def _newest_finished(folder: Path) -> str | None:
 def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
     """Delete all but a folder's newest finished checkpoints.
 
-    Call it after a save, on all ranks: rank 0 deletes, and logs a warning where it can't. Unfinished
-    saves that are older than the newest kept checkpoint go as well. Nothing else in the folder is
-    touched.
+    Call it after a save, on all ranks: rank 0 deletes, and warns where it can't. Unfinished saves
+    older than the newest kept checkpoint go as well. Nothing else in the folder is touched.
 
     Args:
         folder: the folder of all checkpoints, which are named as `latest_checkpoint` says.

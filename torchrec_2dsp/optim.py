@@ -10,20 +10,15 @@ it back:
 This is stock row-wise AdaGrad with ``lr * sqrt(c)`` and ``eps * sqrt(c)``, so the fused kernel runs
 it at full speed, the stored state is the plain second moment, and a checkpoint loads into stock
 row-wise AdaGrad.
-
-The inflation follows from a model: a row's gradients in a batch are ``mean + noise``, one draw per
-lookup; ``rho`` is the squared mean over the noise's variance.
 """
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError
 
@@ -61,7 +56,7 @@ class MomentScaledRowWiseAdaGrad:
 
     moment_scale: float | FromMesh | Mapping[str, float] = field(default=FROM_MESH, hash=False)
     """The c above: a number, what the mesh and the sync config imply, or a number for each table by
-    its name, such as `expected_moment_scale` gives."""
+    its name."""
 
     def __post_init__(self) -> None:
         scales = self.moment_scale
@@ -153,58 +148,6 @@ def to_kernel_units(value: float, moment_scale: float) -> float:
         0.2
     """
     return value * math.sqrt(moment_scale)
-
-
-_Hits = TypeVar("_Hits", float, NDArray[np.floating])
-
-
-def expected_moment_inflation(*, num_groups: int, hits: _Hits, rho: float) -> _Hits:
-    """Return the averaged moment over one group's, for rows with ``hits`` lookups in the mean.
-
-    By a Poisson law it is ``1 + (M - 1) (1 + rho) / (1 + rho + hits * rho)``.
-
-    As the ``moment_scale`` of `MomentScaledRowWiseAdaGrad` it undoes the inflation of such rows.
-
-    Args:
-        num_groups: M.
-        hits: lookups of the row in a global batch, in the mean; of one row, or of many.
-        rho: the squared mean over the variance of a lookup's gradient.
-
-    Example:
-        >>> from torchrec_2dsp.optim import expected_moment_inflation
-        >>> expected_moment_inflation(num_groups=4, hits=4.0, rho=1.0)
-        2.0
-    """
-    return 1 + (num_groups - 1) * (1 + rho) / (1 + rho + hits * rho)
-
-
-def expected_moment_scale(
-    hits: Sequence[float] | NDArray[np.floating], *, num_groups: int, rho: float
-) -> float:
-    """Return one ``moment_scale`` for a table: its rows' inflation, weighted by lookups.
-
-    A row counts as often as it is looked up, because so often its learning rate matters.
-
-    Args:
-        hits: for each row, its lookups in a global batch in the mean.
-        num_groups: M.
-        rho: the squared mean over the variance of a lookup's gradient.
-
-    Raises:
-        ConfigError: a number is negative, or none.
-
-    Example:
-        >>> from torchrec_2dsp.optim import expected_moment_scale
-        >>> round(expected_moment_scale([100.0, 1.0, 1.0], num_groups=4, rho=1.0), 2)
-        1.1
-    """
-    lookups = np.asarray(hits, dtype=np.float64)
-    if not (np.isfinite(lookups).all() and (lookups >= 0).all() and rho >= 0):
-        raise ConfigError(f"hits and rho={rho} must be numbers >= 0; see torchrec_2dsp.optim")
-    if not lookups.sum() > 0:
-        return float(num_groups)
-    inflation = expected_moment_inflation(num_groups=num_groups, hits=lookups, rho=rho)
-    return float((lookups * inflation).sum() / lookups.sum())
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,7 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 273
-MAX_LINES = {"the library": 42_970, "the programs": 23_308, "tests": 59_115}
+MAX_LINES = {"the library": 42_913, "the programs": 23_251, "tests": 59_085}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

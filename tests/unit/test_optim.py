@@ -20,8 +20,6 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import (
     FROM_MESH,
     MomentScaledRowWiseAdaGradOptimizer,
-    expected_moment_inflation,
-    expected_moment_scale,
     to_kernel_units,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
@@ -261,27 +259,8 @@ def test_a_row_that_is_looked_up_at_random(num_groups: int, rho: float, hits: fl
     generator = torch.Generator().manual_seed(1)
     counts = torch.poisson(torch.full((NUM_STEPS, NUM_ROWS), hits), generator=generator)
     actual = measured(num_groups, rho, counts.long(), seed=2)
-    expected = expected_moment_inflation(num_groups=num_groups, hits=hits, rho=rho)
-    assert actual == pytest.approx(expected, rel=TOLERANCE)
-
-
-def test_a_tables_scale_is_the_mean_inflation_of_its_lookups() -> None:
-    def inflation(hits: float) -> float:
-        return expected_moment_inflation(num_groups=4, hits=hits, rho=0.5)
-
-    scale = expected_moment_scale([8.0, 2.0, 0.0], num_groups=4, rho=0.5)
-    assert scale == pytest.approx(0.8 * inflation(8.0) + 0.2 * inflation(2.0))
-    assert expected_moment_scale([3.0, 3.0], num_groups=4, rho=0.5) == pytest.approx(inflation(3.0))
-    assert expected_moment_scale([5.0, 1e-9], num_groups=8, rho=0.0) == pytest.approx(8.0)
-    assert expected_moment_scale([0.0, 0.0], num_groups=8, rho=0.5) == 8.0, "nothing to average"
-
-
-@pytest.mark.parametrize(
-    ("hits", "rho"), [([-1.0], 0.1), ([float("nan")], 0.1), ([float("inf")], 0.1), ([1.0], -0.5)]
-)
-def test_numbers_that_mean_nothing_are_refused(hits: list[float], rho: float) -> None:
-    with pytest.raises(ConfigError, match=f"hits and rho={rho} must be numbers >= 0"):
-        expected_moment_scale(hits, num_groups=4, rho=rho)
+    inflation = 1 + (num_groups - 1) * (1 + rho) / (1 + rho + hits * rho)
+    assert actual == pytest.approx(inflation, rel=TOLERANCE)
 
 
 AVERAGED = ModulePlan2D({}, mesh=tdsp.Mesh2D(4, 2), sync=tdsp.WeightSync())

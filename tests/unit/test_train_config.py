@@ -143,7 +143,6 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
         ("runs.one.sync_policy=every(2)", "sync_policy='every(2)' is for WeightSync"),
         ("runs.one.dense_above=0.5", "dense_above=0.5 is for a WeightSync of touched rows"),
         ("runs.two.dense_above=2", "less than or equal to 1"),
-        ("runs.one.moment_scale=expected", "moment_scale='expected' is for WeightSync"),
         ("runs.two.layout=x", "runs.two.layout='x': input should be 'strided' or 'contiguous'"),
         ("runs.two.exchange=x", "exchange='x': input should be 'pooled', 'nonempty', 'row' or"),
         ("runs.two.owners=hash", "owners='hash' is for an exchange of rows; set exchange='row'"),
@@ -179,10 +178,6 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
         ("runs.one={calibration='emulated_1gbit', hot_rows=3}", "hot_rows=3 can't be given as"),
         ("runs.one={plan='p.json', num_groups=2}", "num_groups=2 can't be given as well: plan='p."),
         ("runs.one={access='stats', num_groups=2}", "access='stats' is for a plan by cost and for"),
-        (
-            "runs.one={access='stats', sync='WeightSync', moment_scale='expected'}",
-            "moment_scale='expected' needs num_groups",
-        ),
         ("runs.one={stock=true, num_groups=2}", "num_groups=2 is this package's"),
         ("runs.one={stock=true, exchange='row'}", "exchange='row' is this package's"),
         (
@@ -220,7 +215,6 @@ RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
         ("runs.one.layout=contiguous", "layout='contiguous' is for copies of the tables"),
         ("runs.one.drift_every=5", "drift_every=5 is for copies of the tables"),
         ("runs.two={num_groups=2, synced_rows='all'}", "synced_rows='all' is for WeightSync"),
-        ("runs.two.moment_rho=0.5", "moment_rho=0.5 is for moment_scale='expected'"),
         ("runs.one.balance.mean_over_samples=true", "mean_over_samples=True is for a model of you"),
         ("loop.patience=2", "patience=2 counts evaluations; set eval_every"),
         ("optimizer.schedule.final=0.5", "final=0.5 is for kind='linear' or 'cosine'"),

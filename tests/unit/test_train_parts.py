@@ -146,6 +146,7 @@ def test_settings_name_the_key_that_has_changed() -> None:
     ):
         with pytest.raises(ConfigError, match=key):
             settings(**sections).check_state_dict(first)
+    settings().check_state_dict({**first, "run.moment_rho": "0.01"})  # A key that is gone.
     older = {key: value for key, value in first.items() if not key.startswith("run.")}
     assert len(older) < len(first)
     settings(runs={"split": SPLIT}).check_state_dict(older)

@@ -99,10 +99,6 @@ def test_the_page_says_how_runs_were_updated_and_how_much_of_a_gap_is_closed() -
         ({"num_groups": 4}, "row-wise AdaGrad"),
         ({"sync": "WeightSync", "moment_scale": 2.5}, "row-wise AdaGrad, moment / 2.5"),
         ({"sync": "WeightSync", "delayed_moment": True}, "row-wise AdaGrad, delayed moment"),
-        (
-            {"sync": "WeightSync", "moment_scale": "expected", "moment_rho": 0.05},
-            "row-wise AdaGrad, moment / expected inflation (rho 0.05)",
-        ),
     ],
 )
 def test_the_page_names_every_optimizer(run: dict[str, object], optimizer: str) -> None:

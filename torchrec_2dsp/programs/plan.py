@@ -314,7 +314,7 @@ def _planning_of_run(source: RunToPlan, calibration: Calibration, topology: Topo
         f"{source.title}: {config.loop.global_batch_size:,} samples per step on {world_size:,} "
         f"ranks, {topology.local_world_size} per host."
     )
-    return Planning(planner, model, make_sharders(config, run, shape), topology, dense, title)
+    return Planning(planner, model, make_sharders(config, run), topology, dense, title)
 
 
 def _planning_of_config(

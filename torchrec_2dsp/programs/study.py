@@ -174,10 +174,7 @@ def _optimizer(record: TrainRecord, run: RunRecord) -> str:
     # A record is read as it is, also where a newer version would refuse its config.
     if tree.get("delayed_moment"):
         return "row-wise AdaGrad, delayed moment"
-    names = ("moment_scale", "moment_rho", "sync")
-    scale, rho, sync = (tree.get(name, fields[name].get_default()) for name in names)
-    if scale == "expected":
-        return f"row-wise AdaGrad, moment / expected inflation (rho {rho:g})"
+    scale, sync = (tree.get(name, fields[name].get_default()) for name in ("moment_scale", "sync"))
     if scale == "from_mesh":
         scale = run.num_groups if sync == WeightSync.__name__ else 1
     return "row-wise AdaGrad" + (f", moment / {scale:g}" if scale != 1 else "")

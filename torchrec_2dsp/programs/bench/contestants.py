@@ -242,14 +242,7 @@ def _two_d(
     device: torch.device,
     wrapper: DataParallelWrapper | None,
 ) -> ModelParallel2D:
-    shape = shape_of(config.data)
-    optimizer = table_optimizer(
-        config.optimizer,
-        contestant,
-        shape,
-        num_groups=mesh.num_groups,
-        global_batch_size=config.schedule.batch_size * mesh.world_size,
-    )
+    optimizer = table_optimizer(config.optimizer, contestant)
     codecs = _codecs(contestant.qcomms, device)
     sharders = cast(
         list[ModuleSharder[nn.Module]],
@@ -281,7 +274,13 @@ def _two_d(
         plan = planner.collective_plan(model, sharders)
     else:
         plan = pinned_plan(
-            model, sharders, contestant, shape, arguments, mesh=mesh, sync=contestant.sync_config
+            model,
+            sharders,
+            contestant,
+            shape_of(config.data),
+            arguments,
+            mesh=mesh,
+            sync=contestant.sync_config,
         )
     return ModelParallel2D(
         model,

@@ -301,12 +301,9 @@ class ReplicationConfig(Section):
     """The share of changed rows above which WeightSync averages a whole shard; the default is low
     enough for a fast link."""
 
-    moment_scale: float | Literal["from_mesh", "expected"] = "from_mesh"
+    moment_scale: float | Literal["from_mesh"] = "from_mesh"
     """Row-wise AdaGrad's moment scale; "from_mesh" is the number of groups for WeightSync and 1
-    otherwise; "expected" is computed per table from its rows' lookup frequencies."""
-
-    moment_rho: float = Field(default=0.01, ge=0, allow_inf_nan=False)
-    """The squared mean of a lookup's gradient over its variance, for "expected"."""
+    otherwise."""
 
     @field_validator("sync")
     @classmethod
@@ -328,18 +325,12 @@ class ReplicationConfig(Section):
                 ["sync_policy", "synced_rows"],
                 "is for WeightSync; GradientSync merges the gradients of every step",
             )
-            if self.moment_scale == "expected":
-                self.refuse_unread(["moment_scale"], "is for WeightSync; GradientSync needs none")
         else:
             self.refuse_unread(["delay"], "is for GradientSync; WeightSync has a sync_policy")
         if is_exact or all_rows:
             self.refuse_unread(["dense_above"], "is for a WeightSync of touched rows; leave it out")
         if all_rows:
             self.refuse_unread(["transport"], "is for touched rows; whole shards aren't encoded")
-        if self.moment_scale != "expected":
-            self.refuse_unread(
-                ["moment_rho"], "is for moment_scale='expected'; set it, or leave moment_rho out"
-            )
         return self
 
     @property

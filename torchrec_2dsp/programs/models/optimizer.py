@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,47 +11,25 @@ from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.dense.local_dense import DiLoCo, LocalDense
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import (
     FROM_MESH,
-    FromMesh,
     MomentScaledRowWiseAdaGrad,
-    expected_moment_scale,
 )
 from torchrec_2dsp.programs.config.dense import DenseKinds, LocalConfig
 from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape
-from torchrec_2dsp.programs.data.draws import Zipf
-from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
-from torchrec_2dsp.programs.models.model import table_name
 
 STATE_PER_WEIGHT = {"sgd": 0.0, "adagrad": 1.0, "adam": 2.0, "adamw": 2.0}
 """Numbers that each dense optimizer keeps per weight."""
 
 
 def table_optimizer(
-    optimizer: OptimizerConfig,
-    replication: ReplicationConfig,
-    data: BatchShape,
-    *,
-    num_groups: int,
-    global_batch_size: int,
+    optimizer: OptimizerConfig, replication: ReplicationConfig
 ) -> MomentScaledRowWiseAdaGrad:
     """Build the optimizer for a sharder."""
-    lr, eps = optimizer.lr, optimizer.eps
-    scale: float | FromMesh | Mapping[str, float]
-    if replication.moment_scale == "from_mesh":
-        scale = FROM_MESH
-    elif replication.moment_scale == "expected":
-        if not isinstance(data, SyntheticConfig):
-            raise ConfigError(
-                "moment_scale='expected' is for synthetic data, whose rows have a known frequency; "
-                "give a number, or leave it out"
-            )
-        scale = _expected_scales(data, num_groups, global_batch_size, replication.moment_rho)
-    else:
-        scale = replication.moment_scale
-    return MomentScaledRowWiseAdaGrad(lr, eps, moment_scale=scale)
+    scale = replication.moment_scale
+    return MomentScaledRowWiseAdaGrad(
+        optimizer.lr, optimizer.eps, moment_scale=FROM_MESH if scale == "from_mesh" else scale
+    )
 
 
 def dense_optimizer(
@@ -96,20 +73,6 @@ def plain_dense_optimizer(
         "adamw": torch.optim.AdamW,
     }
     return kinds[optimizer.dense_optimizer](parameters, **rates)
-
-
-def _expected_scales(
-    data: SyntheticConfig, num_groups: int, global_batch_size: int, rho: float
-) -> dict[str, float]:
-    scales = {}
-    for feature in data.features:
-        ranks = np.arange(1, feature.num_rows + 1)
-        share = Zipf(feature.num_rows, feature.skew).probability(ranks)
-        hits = share * feature.mean_ids * global_batch_size
-        scales[table_name(feature.name)] = expected_moment_scale(
-            hits, num_groups=num_groups, rho=rho
-        )
-    return scales
 
 
 def clip_before_steps(optimizer: torch.optim.Optimizer, max_norm: float) -> None:

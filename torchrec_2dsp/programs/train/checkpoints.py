@@ -198,14 +198,15 @@ _LATER = {
     "model.table_dtype": '"fp32"',
     "optimizer.stochastic_rounding": "false",
     "optimizer.rounding_seed": "0",
+    "run.moment_rho": "0.01",
 }
-"""Keys that older checkpoints lack, and the values that they stand for; saved only otherwise."""
+"""Keys that some checkpoints lack, and the values that they stand for; saved only otherwise."""
 
 
 _RUN, _LOG = "run.", "the log's "
 """The beginnings of the keys for a run's own values, and of those that say what the data was; older
 checkpoints have none."""
-_RUN_KEYS = {"splits", "split_threshold", "moment_scale", "moment_rho"}
+_RUN_KEYS = {"splits", "split_threshold", "moment_scale"}
 """The run's own values: splits are a part of its model, and the scale of its tables' optimizer."""
 
 

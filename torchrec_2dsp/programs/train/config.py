@@ -289,8 +289,6 @@ class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
                 "is for copies of the tables, and num_groups=1 has one; set num_groups, or leave "
                 "it out",
             )
-        if not self.num_groups and self.moment_scale == "expected":
-            raise ValueError("moment_scale='expected' needs num_groups; give it")
         return self
 
     def _check_left_out(self, names: Sequence[str], why: str) -> None:

@@ -118,7 +118,7 @@ def sharded_model(
             "optimizer.stochastic_rounding is for tables in 16 bits, of which the model has none; "
             "leave it out"
         )
-    sharders = make_sharders(config, run, shape)
+    sharders = make_sharders(config, run)
     plan, explanation = _plan_run(config, name, dataset, model, sharders)
     if run.prefetch_rows:
         plan = replace(plan, pipeline=Pipeline.ROW_PREFETCH)
@@ -149,18 +149,12 @@ def make_model(config: TrainConfig, run: RunConfig, shape: BatchShape) -> nn.Mod
     return model
 
 
-def make_sharders(config: TrainConfig, run: RunConfig, shape: BatchShape) -> _Sharders:
+def make_sharders(config: TrainConfig, run: RunConfig) -> _Sharders:
     """Build a run's sharders for bags and sequences.
 
     They draw initial tables that don't depend on the mesh, or keep a user's own model's weights.
     """
-    optimizer = table_optimizer(
-        config.optimizer,
-        run,
-        shape,
-        num_groups=run.num_groups,
-        global_batch_size=config.loop.global_batch_size,
-    )
+    optimizer = table_optimizer(config.optimizer, run)
     is_own = isinstance(config.model, OwnModelConfig)
     init_seed = None if is_own else config.model.seed
     accumulates = config.loop.accumulate > 1

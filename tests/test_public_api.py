@@ -12,7 +12,6 @@ import torchrec_2dsp
 
 PUBLIC_NAMES = [
     "AccessStats",
-    "BalancedBatches",
     "BalancedPartitioner",
     "Calibration",
     "DelayedDense",
@@ -47,7 +46,6 @@ PUBLIC_NAMES = [
     "RowCounter",
     "RowOwners",
     "RowStorage",
-    "SampleCost",
     "SyncReport",
     "SyncedRows",
     "TensorParallelDense",

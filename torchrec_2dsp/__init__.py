@@ -88,8 +88,6 @@ if TYPE_CHECKING:
         HotRowProposer as HotRowProposer,
     )
     from torchrec_2dsp.replicas.sync_action import SyncReport as SyncReport
-    from torchrec_2dsp.samples.balanced_batches import BalancedBatches as BalancedBatches
-    from torchrec_2dsp.samples.deal import SampleCost as SampleCost
     from torchrec_2dsp.shard.default_sharders import (
         FeatureProcessedEmbeddingBagCollectionSharder2D as FeatureProcessedEmbeddingBagCollectionSharder2D,  # noqa: E501
         ManagedCollisionEmbeddingBagCollectionSharder2D as ManagedCollisionEmbeddingBagCollectionSharder2D,  # noqa: E501
@@ -156,8 +154,6 @@ _MODULE_OF = {
     "GroupSizeProposer": "torchrec_2dsp.planner.torchrec.proposers",
     "HotRowProposer": "torchrec_2dsp.planner.torchrec.proposers",
     "SyncReport": "torchrec_2dsp.replicas.sync_action",
-    "BalancedBatches": "torchrec_2dsp.samples.balanced_batches",
-    "SampleCost": "torchrec_2dsp.samples.deal",
     "get_default_sharders": "torchrec_2dsp.shard.default_sharders",
     "EmbeddingCollectionSharder2D": "torchrec_2dsp.shard.sharders",
     "FeatureProcessedEmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.default_sharders",

@@ -22,7 +22,6 @@ PIPELINED = {"kind": "pipelined", "num_stages": 2, "num_micro_batches": 2}
 RUNS: dict[str, dict[str, Any]] = {
     "exact": {"num_groups": 2},
     "rows": {"sharding_types": ["row_wise"], "exchange": "row", "prefetch_rows": True},
-    "balanced": {"balance": {}},
     "saved": {},
     "delayed": {"dense": {"kind": "delayed"}},
     "thresholded": {"dense": {"kind": "thresholded"}},

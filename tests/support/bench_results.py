@@ -16,7 +16,6 @@ from torchrec_2dsp.programs.bench.results import (
 )
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
-from torchrec_2dsp.samples.dealer import BalanceReport
 
 NO_LINKS = LinkSpeeds(
     intra_host_all_to_all_bytes_per_s=None,
@@ -45,15 +44,6 @@ FAILED = {
     ),
     "floor": (Outcome.HUNG, "a block took over 180 s"),
 }
-DEALT = BalanceReport(
-    num_batches=2,
-    num_samples=100,
-    num_moved=40,
-    num_bytes=2_000_000,
-    mean_time=10.0,
-    time_before=15.0,
-    time_after=11.0,
-)
 _SHARDING = {
     "stock": {"table_wise": 2, "row_wise": 1},
     "stock_duplex": {"table_wise": 3},

@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"access", "rows"}),
     frozenset({"plan"}),
     frozenset({"cost", "replicas"}),
-    frozenset({"dense", "planner", "samples", "shard"}),
+    frozenset({"dense", "planner", "shard"}),
     frozenset({"parallel"}),
     frozenset({"programs.config", "programs.doctor", "programs.launch", "programs.traces"}),
     frozenset({"programs.dilation"}),

@@ -1,8 +1,8 @@
 """The page on benchmark results: every number is the data's, and nobody is left out."""
 
+import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,6 @@ from markdown_it import MarkdownIt
 
 from tests.support.bench_results import (
     CONTESTANTS,
-    DEALT,
     FAILED,
     STEPS_MS,
     bench_result,
@@ -19,16 +18,17 @@ from tests.support.bench_results import (
 )
 from torchrec_2dsp.programs.bench.labels import setting_labels
 from torchrec_2dsp.programs.bench.page import markdown_report
-from torchrec_2dsp.programs.bench.results import BenchResult, ComputeTimes, DealtSamples, Outcome
-from torchrec_2dsp.programs.bench.tables import balance_table, shares_of, shares_table
+from torchrec_2dsp.programs.bench.results import BenchResult, ComputeTimes, Outcome
+from torchrec_2dsp.programs.bench.statistics import summarize
+from torchrec_2dsp.programs.bench.tables import shares_of, shares_table
 from torchrec_2dsp.programs.bench.tracing import (
     DenseTraffic,
     EncodedTraffic,
     compute_times,
-    dealt_samples,
     mean_encoded,
     mean_known,
 )
+from torchrec_2dsp.programs.run_report.gain import Contenders
 
 
 def rows_of(page: str, heading: str) -> list[list[str]]:
@@ -65,6 +65,30 @@ def test_earlier_results_have_a_figure_more(tmp_path: Path) -> None:
     )
     assert '"loopback_bytes"' in path.read_text()
     assert BenchResult.load(path).contestants == result.contestants
+
+
+def test_contestants_of_earlier_results_may_have_dealt_their_samples(tmp_path: Path) -> None:
+    path, result = tmp_path / "earlier.json", bench_result()
+    result.save(path)
+    tree = json.loads(path.read_text())
+    sections = tree["setting"]["config"]["contestants"]
+    for section in sections.values():
+        section |= {} if section["kind"] == "ceiling" else {"balance": None}
+        section |= {"moment_rho": 0.01} if section["kind"] == "two_d" else {}
+    for contestant in tree["contestants"]:
+        contestant["dealt"] = None
+    sections["stock_duplex"]["balance"] = {"cost": {"linear": 1.0, "quadratic": 0.0}}
+    tree["contestants"][1]["dealt"] = {"imbalance_before": 1.5, "imbalance_after": 1.1}
+    path.write_text(json.dumps(tree))
+    earlier = BenchResult.load(path)
+    assert earlier.contestants == result.contestants
+    # TorchRec doesn't deal samples.
+    for each, name in ((result, "stock_duplex"), (earlier, "stock")):
+        stock = Contenders.of(each).stock
+        assert summarize(each).best_stock == name
+        assert stock is not None
+        assert stock.name == name
+    assert "The best stock contestant is stock, with gloo's own" in markdown_report([earlier])
 
 
 def test_every_contestant_has_a_row_with_its_figures() -> None:
@@ -320,34 +344,10 @@ def test_what_thresholds_save_is_shown() -> None:
     assert mean_known(ranks[2:]) is None
 
 
-def test_reports_of_ranks_become_one() -> None:
-    other = replace(DEALT, num_bytes=4_000_000)
-    assert dealt_samples([DEALT, other]) == DealtSamples(
-        imbalance_before=1.5, imbalance_after=1.1, moved_share=0.4, sent_bytes=1.5e6
-    )
-    assert dealt_samples([None, None]) is None
+def test_ranks_are_compared_step_by_step() -> None:
     # The slowest rank is another one in each step.
     assert compute_times([[3.0, 1.0], [1.0, 3.0]]) == ComputeTimes(mean_s=2.0, slowest_s=3.0)
     assert compute_times([[], []]) is None
-
-
-def test_a_page_shows_how_even_the_work_was() -> None:
-    result = bench_result()
-    assert balance_table(result) is None
-    figures = {
-        "stock": {"compute": compute_times([[0.1], [0.2]])},
-        "stock_duplex": {
-            "compute": compute_times([[0.15]]),
-            "dealt": dealt_samples([DEALT, DEALT]),
-        },
-    }
-    table = balance_table(with_figures(result, figures))
-    assert table is not None
-    assert table.rows == [
-        ["stock", "-", "-", "-", "-", "150.0", "200.0", "50.0"],
-        ["stock_duplex", "1.500", "1.100", "40%", "1.00", "150.0", "150.0", "0.0"],
-        *([name, *["-"] * 7] for name in ("exact_2d", "floor")),
-    ]
 
 
 def test_a_page_says_how_busy_ranks_were_and_what_the_slowest_cost() -> None:

@@ -40,7 +40,6 @@ def test_every_run_is_a_config_of_a_program() -> None:
     kinds = {
         "avazu": TrainConfig,
         "bench": BenchConfig,
-        "bench_balance": BenchConfig,
         "bench_criteo": BenchConfig,
         "bench_dense": BenchConfig,
         "bench_sequences": BenchConfig,

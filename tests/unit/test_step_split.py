@@ -231,19 +231,6 @@ def test_operators_wait_only_if_they_exchange(name: str, may_wait: bool) -> None
     assert OUTSIDE.inside(HostSpan(name, 0, 1, is_operator=True)).may_wait is may_wait
 
 
-def test_a_rank_waits_for_samples_that_it_is_dealt() -> None:
-    events = [
-        event(step_mark(3), 0, 100),
-        event("## next_batch ##", 0, 40),
-        event("## wait for samples ##", 10, 40),
-        event("gloo:all_to_all", 5, 25, thread=OTHER),
-        event("## backward 3 ##", 40, 100),
-    ]
-    split = split_of(events)
-    assert split.waiting_us == {StepPhase.NEXT_BATCH: 15}
-    assert split.steps == {3: StepTimes(85, 100)}
-
-
 def test_collectives_that_a_backward_starts_are_of_dense_gradients() -> None:
     backward = OUTSIDE.inside(HostSpan("## backward 3 ##", 0, 1))
     sent = HostSpan("c10d::allreduce_", 0, 1, is_operator=True)
@@ -258,7 +245,6 @@ def package_sources() -> list[tuple[Path, str]]:
         "parallel",
         "replicas",
         "rows",
-        "samples",
         "shard",
         "programs/train",
     )

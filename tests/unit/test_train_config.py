@@ -107,7 +107,6 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
     assert message in str(raised.value)
 
 
-BALANCE = "runs.one.balance"
 ROWS = "sharding_types=['row_wise'], exchange='row'"
 SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequence")
 
@@ -150,14 +149,6 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
         ("runs.two=3", "runs.two=3: input should be"),
         ("runs={}", "runs is empty; describe at least one"),
         ("runs={'a b'={}}", "runs: the name 'a b' has a dot, a slash or a space"),
-        (f"{BALANCE}.cost.linear=-1", f"{BALANCE}.cost.linear=-1: input should be greater than"),
-        (f"{BALANCE}.cost.linear=0", "linear=0 and quadratic=0 make all samples free"),
-        (f"{BALANCE}.costs=1", f"{BALANCE}.costs is unknown; use one of cost, lengths, shared_ids"),
-        (f"{BALANCE}.shared_ids=1", f"{BALANCE}.shared_ids=1: input should be less than 1"),
-        (f"{BALANCE}.rank_speeds=[1, 0]", "rank_speeds: 0 is no speed; use finite numbers above 0"),
-        (f"{BALANCE}.rank_speeds=fast", f"{BALANCE}.rank_speeds='fast': give a list with a number"),
-        (f"{BALANCE}.smoothing=0.5", "smoothing=0.5 is for rank_speeds='measured'; set that"),
-        (f"{BALANCE}=true", f"{BALANCE}=True: input should be a valid dictionary"),
         ("loop.accumulate=3", "accumulate=3 does not divide global_batch_size=1024"),
         ("loop.metric=calibration", "loop.metric='calibration' isn't computed for"),
         (
@@ -215,7 +206,6 @@ RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
         ("runs.one.layout=contiguous", "layout='contiguous' is for copies of the tables"),
         ("runs.one.drift_every=5", "drift_every=5 is for copies of the tables"),
         ("runs.two={num_groups=2, synced_rows='all'}", "synced_rows='all' is for WeightSync"),
-        ("runs.one.balance.mean_over_samples=true", "mean_over_samples=True is for a model of you"),
         ("loop.patience=2", "patience=2 counts evaluations; set eval_every"),
         ("optimizer.schedule.final=0.5", "final=0.5 is for kind='linear' or 'cosine'"),
         ("checkpoint.every=5", "checkpoint: every=5 is for checkpoints; set folder, or leave"),

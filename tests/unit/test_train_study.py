@@ -1,5 +1,6 @@
 """Runs with several seeds: gaps by seed, intervals, the page and the plot."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ def record(seed: int, **changes: object) -> TrainRecord:
 
 
 RECORDS = [record(seed) for seed in range(3)]
+
+
+def test_earlier_records_say_how_evenly_samples_were_dealt(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    RECORDS[0].save(path)
+    tree = json.loads(path.read_text())
+    for run in tree["runs"]:
+        run |= {"imbalance_before": 1.4, "imbalance_after": None}
+    path.write_text(json.dumps(tree))
+    assert TrainRecord.load(path) == RECORDS[0]
 
 
 def test_gaps_are_between_runs_of_one_seed() -> None:

@@ -161,7 +161,7 @@ class StepPhase(StrEnum):
     """A rank's activity at a moment of a step, in the order of a step."""
 
     NEXT_BATCH = "next batch"
-    """Take a batch from the data, or wait for a dealt one, and copy it to the device."""
+    """Take a batch from the data, and copy it to the device."""
     IDS = "ids"
     """Send a batch's ids to the ranks that own their rows."""
     LOOKUP = "lookup"
@@ -207,8 +207,6 @@ class PhaseAtMoment:
             sends_dense = self.phase is StepPhase.DENSE_BACKWARD
             phase = StepPhase.DENSE_GRADIENTS if sends_dense else self.phase
             return PhaseAtMoment(phase, may_wait=True)
-        if name.startswith(_SAMPLES):
-            return PhaseAtMoment(StepPhase.NEXT_BATCH, may_wait=True)
         for phase, names in _NAMES.items():
             if names.search(name):
                 # Row gradients are applied by a lookup of their rows and its backward.
@@ -236,9 +234,6 @@ _EXCHANGES = re.compile(
     r"|_(Arriving|Leaving|Put|Taken|ReduceScatterRagged)(Backward)?$"
 )
 """Autograd functions that send and wait."""
-
-_SAMPLES = "## wait for samples"
-"""The range in which a rank waits for the samples that it is dealt."""
 
 # The first match counts: backward names come before their forward's.
 _NAMES: dict[StepPhase, re.Pattern[str]] = {

@@ -21,12 +21,10 @@ from torchrec_2dsp.programs.config.sections import (
     ModelConfig,
     OptimizerConfig,
     ReplicationConfig,
-    SamplesConfig,
 )
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
-from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
 BenchData = Annotated[SyntheticConfig | SyntheticSequencesConfig, Kinds()]
@@ -147,7 +145,7 @@ class _Contestant(Section):
     then. "by_kind" uses the bounds in `LossConfig`."""
 
 
-class _Planned(SamplesConfig, _Contestant):
+class _Planned(_Contestant):
     sharding_types: tuple[str, ...] = ()
     """Sharding types that the planner may choose from; empty for all that TorchRec has."""
 
@@ -172,7 +170,7 @@ class _Planned(SamplesConfig, _Contestant):
 
     def _others(self) -> str:
         duplex = ", full-duplex all-to-all" if self.full_duplex else ""
-        return duplex + (f", {self.dense.text}" if self.dense.text else "") + self.balance_text
+        return duplex + (f", {self.dense.text}" if self.dense.text else "")
 
 
 class StockContestant(_Planned):
@@ -317,8 +315,6 @@ class BenchConfig(Section):
                 "tables in bf16 on a CPU; use 'fp16'"
             )
         for name, own in self.planned.items():
-            device = self.schedule.device
-            check_balance(f"contestants.{name}", own.balance, own.dense, self.model, device)
             check_calibrated(f"contestants.{name}", own.dense, self.calibration)
             check_preconditioned(f"contestants.{name}", own.dense, self.optimizer.dense_optimizer)
             if isinstance(own.dense, PipelinedConfig) and own.dense.recut_every:
@@ -390,9 +386,8 @@ class BenchConfig(Section):
 
     def check_world(self, world_size: int, local_world_size: int) -> None:
         """Raise `ConfigError` at the first contestant that this world can't run."""
-        for name, contestant in self.planned.items():
+        for name in self.planned:
             self.mesh(name, world_size, local_world_size)
-            check_speeds_fit(f"contestants.{name}", contestant.balance, world_size)
 
     def only(self, names: "list[str]") -> "BenchConfig":
         """Return the config with these contestants and the reference; all if no name is given."""
@@ -421,12 +416,9 @@ def is_reference(contestant: object) -> bool:
         and contestant.qcomms == "fp32"
         and not contestant.full_duplex
         and contestant.dense == DDPConfig()
-        and contestant.balance is None
     )
 
 
 def is_stock(contestant: object) -> bool:
     """Return whether TorchRec and torch have all that it uses, except the full duplex."""
-    if not isinstance(contestant, StockContestant):
-        return False
-    return contestant.dense.is_stock and contestant.balance is None
+    return isinstance(contestant, StockContestant) and contestant.dense.is_stock

@@ -56,7 +56,6 @@ from torchrec_2dsp.programs.config.dense import DenseKinds
 from torchrec_2dsp.programs.data.dataset import Split, closing_batches
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
-from torchrec_2dsp.programs.models.balance import weigh_losses_
 from torchrec_2dsp.programs.models.dense import autocast_, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, layered_of
 from torchrec_2dsp.programs.models.model import rank_device, table_name
@@ -181,8 +180,6 @@ def build_trainer(
     shape = shape_of(config.data)
     unsharded = build_any_model(shape, config.model, tables_device="meta")
     tables = table_configs(unsharded)
-    if contestant.balance is not None:
-        weigh_losses_(unsharded)
     part = dense_part(
         contestant.dense,
         layered_of(unsharded),

@@ -162,8 +162,7 @@ def _widened(
         name
         for name, bound in bounds.items()
         if name != reference
-        and isinstance(contestant := config.contestants[name], StockContestant)
-        and contestant.balance is None
+        and isinstance(config.contestants[name], StockContestant)
         and bound.loss is not None
         and gaps[name].loss <= bound.loss
     ]

@@ -24,7 +24,6 @@ from torchrec_2dsp.programs.bench.statistics import (
     summarize,
 )
 from torchrec_2dsp.programs.bench.tables import (
-    balance_table,
     counts_link,
     dense_table,
     encoded_table,
@@ -69,13 +68,6 @@ _DENSE = (
     "What thresholds save of dense gradients, in million bytes per rank and step, the places of "
     "entries counted; an all-reduce is taken to be a ring. *Density*: the share of elements that "
     "were chosen."
-)
-_BALANCE = (
-    "How even the work of the ranks was. *As read*, *as dealt*: how many times the mean the "
-    "slowest rank's samples cost, by their lengths, in all steps. *Moved*: the share of the "
-    "samples that were given to another rank, and *sent MB*, what a rank sent of them per step. "
-    "*Computing*: processor ms of the training thread in a step, of a rank in the mean, and of the "
-    "rank that took longest in each step; *lost*, the difference, in which the others wait."
 )
 _MEANINGS = {
     "min, median, max ms": (
@@ -179,7 +171,6 @@ def _section(result: BenchResult, summary: Summary) -> list[str]:
         _part("### Traffic", traffic_table(result)),
         _part(_ENCODED, encoded_table(result)),
         _part(_DENSE, dense_table(result)),
-        _part(f"### Balance\n\n{_BALANCE}", balance_table(result)),
         _part("### Plans", plan_table(result)),
         _part(f"### Predicted steps\n\n{_quality(result)}", predicted_table(result)),
         _part("### Noise", noise_table(summary)) if summary.contestants else "",

@@ -9,6 +9,9 @@ from torchrec_2dsp.programs.config.section import JsonFile, Section
 
 BENCH_RESULT_FORMAT = 2
 
+DEALT_KEY = "balance"
+"""A contestant's section in earlier results: it dealt its samples to ranks by cost."""
+
 
 class Outcome(enum.StrEnum):
     """A contestant's outcome."""
@@ -46,22 +49,6 @@ class ContestantBlock(Section):
 
     probe_s: float = Field(gt=0)
     """Processor seconds for a fixed piece of work just before, mean over ranks."""
-
-
-class DealtSamples(Section):
-    """Samples that a contestant dealt to its ranks by cost."""
-
-    imbalance_before: float
-    """The cost that the slowest rank read, in units of the mean rank's; 1 is even."""
-
-    imbalance_after: float
-    """The same for the samples as dealt."""
-
-    moved_share: float
-    """The share that went to another rank."""
-
-    sent_bytes: float
-    """Sample bytes that a rank sent per step, mean over ranks."""
 
 
 class ComputeTimes(Section):
@@ -146,8 +133,9 @@ class RowTravel(Section):
 class ContestantResult(Section):
     """One contestant's measurements."""
 
-    # JSON has no numbers for losses that aren't finite.
-    model_config = ConfigDict(ser_json_inf_nan="strings")
+    # JSON has no numbers for losses that aren't finite, and earlier results also say how evenly
+    # samples were dealt to ranks.
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
 
     name: str
     """The contestant's name in the config."""
@@ -190,9 +178,6 @@ class ContestantResult(Section):
 
     row_travel: RowTravel | None = None
     """The travel of a `GradientSync`'s row gradients; None for other syncs."""
-
-    dealt: DealtSamples | None = None
-    """The samples that were dealt by cost; None if none were."""
 
     compute: ComputeTimes | None = None
     """The processor time of all blocks' steps; None on accelerators."""
@@ -271,3 +256,7 @@ class BenchResult(JsonFile):
         return tuple(
             contestant for contestant in self.contestants if contestant.outcome is Outcome.MEASURED
         )
+
+    def has_dealt(self, name: str) -> bool:
+        """Tell whether a contestant dealt its samples to ranks by cost, as earlier ones could."""
+        return bool(self.setting.config.get("contestants", {}).get(name, {}).get(DEALT_KEY))

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
+from torchrec_2dsp.programs.bench.results import DEALT_KEY, BenchResult, ContestantResult
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.bench.config import BenchConfig
 
 NUM_RESAMPLES = 10_000
 """Bootstrap draws."""
+
+_FORMER_KEYS = (DEALT_KEY, "moment_rho")
+"""Keys that contestants of earlier results have."""
 
 CONFIDENCE = 0.95
 """The share of resampled medians that an interval holds."""
@@ -177,9 +180,13 @@ def config_of(result: BenchResult) -> "BenchConfig":
     from torchrec_2dsp.programs.bench.config import BenchConfig
     from torchrec_2dsp.programs.config.config_file import make_config
 
-    return make_config(
-        BenchConfig, result.setting.config, source=f"the config in {result.setting.title!r}"
-    )
+    tree = result.setting.config
+    contestants = {
+        name: {key: value for key, value in section.items() if key not in _FORMER_KEYS}
+        for name, section in tree["contestants"].items()
+    }
+    source = f"the config in {result.setting.title!r}"
+    return make_config(BenchConfig, {**tree, "contestants": contestants}, source=source)
 
 
 def summarize(result: BenchResult) -> Summary:
@@ -191,6 +198,7 @@ def summarize(result: BenchResult) -> Summary:
         contestant
         for contestant in result.measured()
         if is_stock(config.contestants.get(contestant.name))
+        and not result.has_dealt(contestant.name)
     ]
     best_stock = fastest(stock)
     best_plain = fastest(each for each in stock if not config.planned[each.name].full_duplex)

@@ -242,29 +242,6 @@ def dense_table(result: BenchResult) -> Table | None:
     return _table([_NAME, "fp32 MB", "sent MB", "fewer", "density", "residual norm"], rows)
 
 
-def balance_table(result: BenchResult) -> Table | None:
-    """Show how even the ranks' work was; `None` unless a contestant balances its samples."""
-    if not any(contestant.dealt for contestant in result.measured()):
-        return None
-    rows = []
-    for contestant in result.measured():
-        dealt, compute = contestant.dealt, contestant.compute
-        figures, times = [MISSING] * 4, [MISSING] * 3
-        if dealt is not None:
-            figures = [
-                f"{dealt.imbalance_before:.3f}",
-                f"{dealt.imbalance_after:.3f}",
-                f"{dealt.moved_share:.0%}",
-                _megabytes(dealt.sent_bytes),
-            ]
-        if compute is not None:
-            lost_s = compute.slowest_s - compute.mean_s
-            times = [ms(seconds) for seconds in (compute.mean_s, compute.slowest_s, lost_s)]
-        rows.append([contestant.name, *figures, *times])
-    headings = ("as read", "as dealt", "moved", "sent MB", "computing ms", "slowest", "lost")
-    return _table([_NAME, *headings], rows)
-
-
 def shares_table(result: BenchResult) -> Table | None:
     """Show how busy ranks were, and the slowest rank's cost; `None` without processor times."""
     rows = []

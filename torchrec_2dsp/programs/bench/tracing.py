@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec_2dsp.comms.counting import Collective, EncodedBytes
 from torchrec_2dsp.programs.bench.results import (
     ComputeTimes,
-    DealtSamples,
     DenseTraffic,
     EncodedTraffic,
     MeasuredTraffic,
@@ -24,7 +23,6 @@ from torchrec_2dsp.programs.dilation import dilation
 from torchrec_2dsp.programs.launch import silenced
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, mean_step, step_mark
 from torchrec_2dsp.replicas.sync_action import SyncReport
-from torchrec_2dsp.samples.dealer import BalanceReport
 
 Numbers = TypeVar("Numbers", bound=Section)
 
@@ -42,8 +40,6 @@ class Traced:
     """Dense gradient bytes, if these are thresholded."""
     row_travel: RowTravel | None
     """The time that row gradients could travel, and that the lookup waited for them."""
-    balance: BalanceReport | None
-    """The report on dealt samples, if they are dealt."""
     compute_s: tuple[float, ...]
     """Each step's processor time, for all blocks; empty on accelerators."""
     peak_memory_bytes: int | None
@@ -132,7 +128,6 @@ def traced_figures(ranks: Sequence[Traced], num_steps: int) -> dict[str, Any]:
         "encoded": mean_encoded([rank.encoded for rank in ranks]),
         "dense": mean_known([rank.dense for rank in ranks]),
         "row_travel": mean_known([rank.row_travel for rank in ranks]),
-        "dealt": dealt_samples([rank.balance for rank in ranks]),
         "peak_memory_bytes": max(peaks, default=None),
     }
 
@@ -156,20 +151,6 @@ def mean_known(ranks: Sequence[Numbers | None]) -> Numbers | None:
             name: sum(getattr(numbers, name) for numbers in measured) / len(measured)
             for name in kind.model_fields
         }
-    )
-
-
-def dealt_samples(reports: Sequence[BalanceReport | None]) -> DealtSamples | None:
-    """Summarize the ranks' reports on dealt samples, which are equal except for the bytes."""
-    by_rank = [report for report in reports if report is not None]
-    if not by_rank or not by_rank[0].num_batches:
-        return None
-    first = by_rank[0]
-    return DealtSamples(
-        imbalance_before=first.imbalance_before,
-        imbalance_after=first.imbalance_after,
-        moved_share=first.num_moved / first.num_samples,
-        sent_bytes=sum(report.num_bytes for report in by_rank) / len(by_rank) / first.num_batches,
     )
 
 

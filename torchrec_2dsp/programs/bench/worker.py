@@ -30,33 +30,25 @@ from torchrec_2dsp.programs.bench.tracing import (
     profiled,
     row_travel_between,
 )
-from torchrec_2dsp.programs.config.sections import BalanceConfig
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.launch import quiet_upstream
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
-from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.replicas.sync_action import SyncReason, SyncReport
-from torchrec_2dsp.samples.balanced_batches import BalancedBatches
-from torchrec_2dsp.samples.dealer import BalanceReport
 
-_AHEAD = 4
-"""Batches that the pipeline and whoever deals samples take ahead of a step."""
+_AHEAD = 3
+"""Batches that the pipeline takes ahead of a step."""
 
 
 class Feed(Iterator[Batch]):
-    """Batches made ahead, outside the timed steps.
-
-    Dealing samples to ranks is timed: it is part of the contestant's work.
-    """
+    """Batches made ahead, outside the timed steps."""
 
     def __init__(self, config: BenchConfig, *, rank: int, world_size: int, cycle: int) -> None:
         """Make the rank's part of each batch; after ``cycle`` batches the first comes again."""
         self.cycle = cycle
         """Different batches; 0 if all differ."""
-        self._model = config.model
         dataset = dataset_for(config.model, config.data.dataset())
         batches = dataset.batches(
             Split.TRAIN,
@@ -66,29 +58,6 @@ class Feed(Iterator[Batch]):
         )
         self._batches = itertools.cycle(islice(batches, cycle)) if cycle else batches
         self._ready: deque[Batch] = deque()
-        self._given: Iterator[Batch] = self._read()
-        self._dealt: BalancedBatches[Batch] | None = None
-
-    def deal(self, balance: BalanceConfig) -> None:
-        """Deal samples to ranks by their cost from now on; all ranks call it.
-
-        Batches that come again are dealt here, so that later steps need no other rank.
-        """
-        self._given = self._dealt = deal_batches(self._given, balance, self._model)
-        if self.cycle:
-            batches = list(islice(self._dealt, self.cycle))
-            self._dealt.close()
-            self._given = itertools.cycle(batches)
-
-    @property
-    def report(self) -> BalanceReport | None:
-        """The report on all batches so far; `None` if their samples aren't dealt."""
-        return None if self._dealt is None else self._dealt.report
-
-    def note_seconds(self, seconds: float) -> None:
-        """Tell the dealer the last step's processor time, for measured speeds."""
-        if self._dealt is not None:
-            self._dealt.note_seconds(seconds)
 
     def prepare(self, num_steps: int) -> None:
         """Make enough batches for these steps, prefetched batches included."""
@@ -96,12 +65,7 @@ class Feed(Iterator[Batch]):
             self._ready.append(next(self._batches))
 
     def __next__(self) -> Batch:
-        return next(self._given)
-
-    def _read(self) -> Iterator[Batch]:
-        """Yield the batches as this rank reads them, endlessly."""
-        while True:
-            yield self._ready.popleft() if self._ready else next(self._batches)
+        return self._ready.popleft() if self._ready else next(self._batches)
 
 
 LEAD_IN_STEPS = 1
@@ -179,8 +143,6 @@ class Worker:
         # Asked for first: all other methods need it.
         self._trainer: Trainer = build_trainer(self._config, self._planned, mesh, speeds, dense)
         self._trainer.model.train()
-        if self._planned.balance is not None:
-            self._feed.deal(self._planned.balance)
         return Built(self._trainer.model.plan, self._trainer.dense_plan)
 
     def warm_up(self) -> float:
@@ -246,8 +208,7 @@ class Worker:
         trace = profiled(self._step, num_steps, self._settle)
         split = RankSplit.of_trace(self._place.rank, trace)
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
-        balance = self._feed.report
-        return Traced(split, seen.records, encoded, dense, travel, balance, compute_s, grown)
+        return Traced(split, seen.records, encoded, dense, travel, compute_s, grown)
 
     def _settle(self) -> None:
         """Wait for all collectives that steps have left in flight."""
@@ -288,4 +249,3 @@ class Worker:
         loss, _, _ = self._trainer.pipeline.progress(self._feed)
         self._losses.append(loss.detach())
         self._compute_s.append(time.thread_time() - start)
-        self._feed.note_seconds(self._compute_s[-1])

@@ -22,7 +22,6 @@ from torchrec_2dsp.programs.train.results import (
 )
 from torchrec_2dsp.programs.train.sharded import PlannedRun
 from torchrec_2dsp.report.table import MISSING, Table
-from torchrec_2dsp.samples.dealer import BalanceReport
 
 
 class TrainDisplay(TrainWatcher):
@@ -77,8 +76,6 @@ class TrainDisplay(TrainWatcher):
     def run_finished(self, result: RunResult) -> None:
         """Stop the bar; say so if the run ended before its last step."""
         self.close()
-        if result.balance is not None:
-            self._say(f"{result.name}: {balance_text(result.balance)}")
         if len(result.losses) < self._asked_steps:
             self._say(f"{result.name}: ended after step {len(result.losses)}: {result.ending}")
 
@@ -106,16 +103,6 @@ def progress_text(progress: StepsTrained, num_steps: int) -> str:
     if progress.dense_density is not None:
         parts.append(f"dense {progress.dense_density:.2%}")
     return "  ".join(parts)
-
-
-def balance_text(report: BalanceReport) -> str:
-    """Say in one line how even a run's samples were dealt."""
-    before, after = report.imbalance_before, report.imbalance_after
-    moved = report.num_moved / max(1, report.num_samples)
-    return (
-        f"slowest rank by the mean, by the samples' costs:  {before:.3f} as read, {after:.3f} as "
-        f"dealt  {moved:.0%} of the samples moved"
-    )
 
 
 def plan_table(name: str, planned: PlannedRun) -> Table:

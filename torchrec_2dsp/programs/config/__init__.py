@@ -2,7 +2,7 @@
 
 - `section`: `Section`, the base for every part of a config; atomic file writes.
 - `config_file`: read a file, apply ``--set``, resolve paths, explain errors.
-- `sections`: optimizers, exchange, replication, splits, balanced samples.
+- `sections`: optimizers, exchange, replication, splits.
 - `dense`: the dense part, one class per kind.
 - `machines`: machines that needn't be there.
 

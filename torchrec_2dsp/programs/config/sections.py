@@ -1,7 +1,7 @@
 """Config sections that several programs share: model, optimizers, and training options."""
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from torchrec.modules.embedding_configs import DataType
@@ -22,14 +22,10 @@ from torchrec_2dsp.plan.sync import (
     parse_policy,
 )
 from torchrec_2dsp.programs.config.section import Section
-from torchrec_2dsp.samples.deal import SampleCost, check_speeds
 
 SplitPlace = Literal["embeddings", "dense", "over"]
 """The places where a model may be split: after the lookup, and after the first layer and ReLU in
 the dense arch and in the over arch."""
-
-MEASURED = "measured"
-"""The `rank_speeds` value for speeds measured during training."""
 
 _SYNCS = (GradientSync.__name__, WeightSync.__name__)
 
@@ -347,90 +343,3 @@ class ReplicationConfig(Section):
             drift_every=self.drift_every,
             dense_above=self.dense_above,
         )
-
-
-class CostConfig(Section):
-    """A sample's cost by its length; only the ratio of the two numbers counts."""
-
-    linear: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """The cost per id."""
-
-    quadratic: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """The cost per pair of ids, as in attention."""
-
-    @model_validator(mode="after")
-    def _check_cost(self) -> Self:
-        if not self.linear and not self.quadratic:
-            raise ValueError(
-                "linear=0 and quadratic=0 make all samples free, so there is nothing to balance; "
-                "set one of them above 0"
-            )
-        return self
-
-    @property
-    def sample_cost(self) -> SampleCost:
-        """The cost as `BalancedBatches` takes it."""
-        return SampleCost(linear=self.linear, quadratic=self.quadratic)
-
-
-class BalanceConfig(Section):
-    """Samples dealt to ranks by cost, so that no rank waits for others."""
-
-    cost: CostConfig = CostConfig()
-    """A sample's cost; by default its length."""
-
-    lengths: tuple[str, ...] = ()
-    """The sparse features whose ids count as a sample's length. Empty for a sequence model's items,
-    and for all features in other models."""
-
-    shared_ids: float = Field(default=0.0, ge=0, lt=1)
-    """The share by which a rank's cost may grow to bring samples with equal ids together; 0 to
-    ignore equal ids."""
-
-    rank_speeds: Literal["measured"] | tuple[float, ...] = ()
-    """A speed for each rank, which gets samples in proportion; or "measured", from the processor
-    time of each rank's steps. Empty for equally fast ranks."""
-
-    smoothing: float = Field(default=0.1, gt=0, le=1)
-    """The newest step's weight in measured speeds."""
-
-    mean_over_samples: bool = False
-    """Confirm that your own model's loss is a mean over the rank's samples. That is required, and
-    only the model's author can know."""
-
-    @field_validator("rank_speeds", mode="before")
-    @classmethod
-    def _check_speeds(cls, speeds: Any) -> Any:
-        if speeds == MEASURED:
-            return speeds
-        are_numbers = isinstance(speeds, list | tuple) and all(
-            isinstance(speed, int | float) and not isinstance(speed, bool) for speed in speeds
-        )
-        if not are_numbers:
-            raise ValueError(f"give a list with a number for each rank, or {MEASURED!r}")
-        check_speeds(speeds)
-        return tuple(map(float, speeds))
-
-    @model_validator(mode="after")
-    def _check_smoothing(self) -> Self:
-        if self.rank_speeds != MEASURED:
-            self.refuse_unread(
-                ["smoothing"], f"is for rank_speeds={MEASURED!r}; set that, or leave smoothing out"
-            )
-        return self
-
-
-class SamplesConfig(Section):
-    """The distribution of a global batch's samples over ranks."""
-
-    balance: BalanceConfig | None = None
-    """The deal of samples to ranks; without this section each rank trains those that it reads."""
-
-    @property
-    def balance_text(self) -> str:
-        """The difference from batches as they are read, in words; empty if there is none."""
-        if self.balance is None:
-            return ""
-        by_speed = " and ranks' speeds" if self.balance.rank_speeds else ""
-        shared = ", shared ids together" if self.balance.shared_ids else ""
-        return f", samples dealt by cost{by_speed}{shared}"

@@ -64,7 +64,8 @@ def _is_stock(result: BenchResult, contestant: ContestantResult) -> bool:
     """Tell whether TorchRec and torch have all that a contestant uses, except the full duplex."""
     config = result.setting.config.get("contestants", {}).get(contestant.name, {})
     dense = (config.get("dense") or {}).get("kind", "ddp")
-    return contestant.kind == "stock" and dense in STOCK_DENSE and not config.get("balance")
+    is_stock = contestant.kind == "stock" and dense in STOCK_DENSE
+    return is_stock and not result.has_dealt(contestant.name)
 
 
 def _is_exact(contestant: ContestantResult) -> bool:

@@ -14,8 +14,7 @@ from torchrec_2dsp.report.table import Table
 _SHARES_TEXT = (
     "Busy: the share of a step in which a rank computes. Lost: the share by which the slowest rank "
     "of each step computes longer than the mean, while the others wait for it; waiting for the "
-    "network isn't in it. Imbalance: the slowest rank's computing by the mean. By costs: the same "
-    "of what samples should take by their lengths, in all steps, where the run deals them."
+    "network isn't in it. Imbalance: the slowest rank's computing by the mean."
 )
 
 
@@ -26,30 +25,16 @@ def shares_table(runs: Sequence[RunPart]) -> Table:
         shares = rank_shares(run.splits)
         if shares is None:
             continue
-        record = run.record
-        by_costs = (
-            (None, None) if record is None else (record.imbalance_before, record.imbalance_after)
-        )
         rows.append(
             [
                 run.name,
-                "dealt by cost" if run.config.get("balance") is not None else "as read",
                 f"{shares.busy:.1%}",
                 f"{shares.lost:.1%}",
                 f"{shares.imbalance:.2f}",
-                *("" if cost is None else f"{cost:.2f}" for cost in by_costs),
             ]
         )
-    headings = (
-        "run",
-        "samples",
-        "busy",
-        "lost to the slowest",
-        "imbalance",
-        "by costs, as read",
-        "as dealt",
-    )
-    return Table(headings, rows, words=("run", "samples"))
+    headings = ("run", "busy", "lost to the slowest", "imbalance")
+    return Table(headings, rows, words=("run",))
 
 
 def ranks_table(splits: Sequence[RankSplit]) -> Table:

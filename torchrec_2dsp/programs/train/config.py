@@ -21,7 +21,6 @@ from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
     ReplicationConfig,
-    SamplesConfig,
     ScheduledOptimizerConfig,
     SplitConfig,
 )
@@ -36,7 +35,6 @@ from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 from torchrec_2dsp.programs.data.logs.table_data import TableData
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
-from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.kinds import metrics_of
 from torchrec_2dsp.programs.models.model import PlannedSection, ShardingTypes, table_name
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
@@ -210,8 +208,8 @@ def splits_of(dataset: Dataset) -> str:
     return ""
 
 
-class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
-    """One training of the model: mesh, replica sync, exchange, splits and sample balancing."""
+class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
+    """One training of the model: mesh, replica sync, exchange and splits."""
 
     stock: bool = False
     """True if TorchRec alone plans, shards and trains, as a baseline: its planner, its sharders and
@@ -385,7 +383,6 @@ class TrainConfig(Section):
         return () if isinstance(model, OwnModelConfig) else tuple(part.name for part in features)
 
     def _check_run(self, name: str, run: RunConfig) -> None:
-        check_balance(f"runs.{name}", run.balance, run.dense, self.model, self.loop.device)
         check_calibrated(f"runs.{name}", run.dense, run.calibration)
         optimizer = self.optimizer
         check_preconditioned(
@@ -453,9 +450,8 @@ class TrainConfig(Section):
 
     def check_world(self, world_size: int) -> None:
         """Raise `ConfigError` at the first value that ``world_size`` ranks can't run."""
-        for name, run in self.runs.items():
+        for name in self.runs:
             self.mesh(name, world_size)
-            check_speeds_fit(f"runs.{name}", run.balance, world_size)
         size, batch_size = self.loop.global_batch_size, self.loop.batch_size
         if batch_size % world_size:
             parts = world_size * self.loop.accumulate

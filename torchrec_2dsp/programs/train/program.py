@@ -8,7 +8,6 @@ train --> train_run --> RunTrainer: model, optimizers, batches
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ from torchrec_2dsp.programs.data.dataset import (
 )
 from torchrec_2dsp.programs.data.logs.batches import LogDataset
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig, click_probability
-from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.model import rank_device
@@ -64,8 +62,6 @@ from torchrec_2dsp.programs.train.steps import (
     middle_steps,
 )
 from torchrec_2dsp.replicas.sync_action import SyncReport
-from torchrec_2dsp.samples.balanced_batches import BalancedBatches
-from torchrec_2dsp.samples.dealer import BalanceReport
 
 Stepper = PipelinedSteps | AccumulatedSteps
 """The ways to train a step."""
@@ -203,7 +199,6 @@ class RunTrainer:
         self._base_rates = self._optimizers.rates()
         self._meter = Meter(self._world, self._device)
         self._history = RunHistory()
-        self._balance: BalanceReport | None = None
         dense = self._run.dense
         settings = RunSettings(config, name, dataset.fingerprint)
         members: dict[str, Any] = {"history": self._history, "settings": settings}
@@ -300,7 +295,7 @@ class RunTrainer:
         return StepProfiler(steps, self._device)
 
     def _result(self, ending: Ending) -> RunResult:
-        history, plan, balance = self._history, self.planned.plan, self._balance
+        history, plan = self._history, self.planned.plan
         last, metrics = history.losses[-self._loop.final_steps :], history.evaluations[-1].metrics
         return RunResult(
             name=self._name,
@@ -317,24 +312,17 @@ class RunTrainer:
             explanation=self.planned.explanation,
             memory_bytes=history.progress[-1].memory_bytes,
             resumed_from=self._resumed_from,
-            imbalance_before=None if balance is None else balance.imbalance_before,
-            imbalance_after=None if balance is None else balance.imbalance_after,
             plan2d=plan,
             losses=tuple(history.losses),
             train_loss=sum(last) / len(last),
-            balance=balance,
             **history.bytes_per_step,
         )
 
     def _train(self, profiler: StepProfiler) -> Ending:
-        balance, ending = self._run.balance, Ending.STEPS
+        ending = Ending.STEPS
         self._model.train()
-        with ExitStack() as opened:
-            own = self._batches(Split.TRAIN, start=self.step * self._loop.accumulate)
-            batches = opened.enter_context(closing_batches(own))
-            if balance is not None:
-                dealt = deal_batches(batches, balance, self._config.model)
-                batches = opened.enter_context(dealt)
+        start = self.step * self._loop.accumulate
+        with closing_batches(self._batches(Split.TRAIN, start=start)) as batches:
             stepper = self._stepper()
             while self.step < self._loop.steps:
                 if self._is_out_of_patience():
@@ -344,7 +332,6 @@ class RunTrainer:
                     ending = Ending.DATA
                     break
                 self._after_steps(stepper, profiler)
-        self._balance = batches.report if isinstance(batches, BalancedBatches) else None
         stepper.pause()
         profiler.finish()
         self._tell_traced(profiler)
@@ -406,11 +393,7 @@ class RunTrainer:
             self._set_rates(step)
             try:
                 with profiler.step(step + 1):
-                    # While a rank waits for others it uses no processor time.
-                    began_s = time.thread_time()
                     loss, _, labels = stepper.step(batches)
-                    if isinstance(batches, BalancedBatches):
-                        batches.note_seconds(time.thread_time() - began_s)
             except StopIteration:
                 has_more = False
                 break

@@ -145,6 +145,9 @@ def num_since_best(evaluations: Sequence[Evaluation], metric: str) -> int:
 class RunRecord(_Figures):
     """One run's figures."""
 
+    # Earlier records also say how evenly samples were dealt to ranks.
+    model_config = ConfigDict(extra="ignore")
+
     name: str
     """The run's name in the config."""
 
@@ -199,13 +202,6 @@ class RunRecord(_Figures):
 
     resumed_from: str = ""
     """The checkpoint from which the run last resumed."""
-
-    imbalance_before: float | None = None
-    """The slowest rank's cost relative to the mean, for the samples that ranks read; `None` unless
-    samples are balanced."""
-
-    imbalance_after: float | None = None
-    """The slowest rank's cost relative to the mean, for the samples as balanced."""
 
 
 class TrainRecord(JsonFile):

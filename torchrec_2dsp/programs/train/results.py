@@ -35,7 +35,6 @@ from torchrec_2dsp.programs.train.record import (
     TrainRecord,
 )
 from torchrec_2dsp.programs.train.sharded import PlannedRun
-from torchrec_2dsp.samples.dealer import BalanceReport
 
 
 class Ending(StrEnum):
@@ -64,10 +63,6 @@ class RunResult(RunRecord):
 
     train_loss: float = Field(exclude=True)
     """The mean of the last losses (`LoopConfig.final_steps`)."""
-
-    balance: BalanceReport | None = Field(default=None, exclude=True)
-    """The balance report since the last start, prefetched batches included; `None` unless
-    samples are balanced."""
 
     @property
     def evaluated(self) -> Evaluation:

@@ -38,7 +38,6 @@ from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
 from torchrec_2dsp.planner.planner2d import Planner2D, plan_on_rank_0
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
-from torchrec_2dsp.programs.models.balance import check_lengths, weigh_losses_
 from torchrec_2dsp.programs.models.dense import DensePart, autocast_, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
 from torchrec_2dsp.programs.models.model import rank_device, split_, tables_of
@@ -100,7 +99,6 @@ def sharded_model(
     """
     run, shape = config.runs[name], shape_of(config.data, dataset)
     device = rank_device(config.loop.device)
-    check_lengths(f"runs.{name}", run.balance, shape.features)
     model = make_model(config, run, shape)
     tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables_of(model)}
     num_steps = _num_steps(config, dataset)
@@ -110,8 +108,6 @@ def sharded_model(
         plan = _stock_plan(model, sharders, arguments)
         parallel_model = _stock_model(model, plan, sharders, device, seed=config.model.seed)
         return parallel_model, PlannedRun(plan, tables, num_steps)
-    if run.balance is not None:
-        weigh_losses_(model)
     types = {table.data_type for table in tables_of(model)}
     if config.optimizer.stochastic_rounding and types <= {DataType.FP32}:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Train one step: in a pipeline, or as several batches with one update.
 
 ```text
-this rank's batches (balanced, if configured) --> step --> loss, scores, labels
+this rank's batches --> step --> loss, scores, labels
 ```
 
 `StepProfiler` traces a few steps and splits them into phases.

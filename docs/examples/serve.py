@@ -1,6 +1,6 @@
 """Serve a request with a model that `torchrec-2dsp export` wrote, without this package.
 
-torchrec-2dsp export runs/demo --only exact --output served
+torchrec-2dsp export out --only exact --output served
 python docs/examples/serve.py served
 """
 

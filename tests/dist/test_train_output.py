@@ -115,6 +115,29 @@ def test_runs_that_are_trained_one_by_one_share_a_folder(ranks2: RankPool, tmp_p
     assert load_config(TrainConfig, tmp_path / "config.toml") == whole
 
 
+def start_twice(rank: int, world_size: int, config: TrainConfig) -> list[Any]:
+    """Train a run and start it again, which is refused; return its progress after each."""
+    folder, texts = Path(config.output.folder), []
+    for _ in range(2):
+        watchers = [RunFolder(folder, config)] if rank == 0 else []
+        try:
+            train(config, watchers)
+        except ConfigError as error:
+            texts.append(str(error))
+        texts.append(read_progress(folder / "first"))
+    return texts
+
+
+def test_a_start_that_is_refused_leaves_a_runs_progress(ranks2: RankPool, tmp_path: Path) -> None:
+    config = in_folder(tmp_path / "out", {"first": {}})
+    checkpoint = config.checkpoint.model_copy(update={"folder": str(tmp_path / "saved")})
+    config = config.model_copy(update={"checkpoint": checkpoint})
+    progress, text, after = ranks2.run(start_twice, config)[0]
+    assert progress
+    assert progress == after
+    assert "is newer than step 0, at which this run would begin" in text
+
+
 def test_a_plan_by_cost_is_explained_and_can_be_repeated(
     trained: tuple[TrainResult, TrainResult], folder: Path
 ) -> None:

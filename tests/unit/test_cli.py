@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.errors import RankError
 from torchrec_2dsp.programs.cli.app import app
+from torchrec_2dsp.programs.cli.train import saying_how_to_go_on
 from torchrec_2dsp.programs.config.config_file import (
     OutputPath,
     PathBesideConfig,
@@ -132,6 +135,18 @@ def test_one_path_is_a_text_and_may_begin_at_home(
     overrides = ["files=~/day_*.gz", "access=~/here"]
     config = load_config(Outer, path, overrides)
     assert (config.files, config.access) == (("/home/me/day_*.gz",), "/home/me/here")
+
+
+def test_a_rank_that_hears_of_another_ones_stop_stops(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(typer.Exit) as stopped, saying_how_to_go_on("saved"):
+        raise RankError("rank 1 failed at step 3, in the forward: KeyboardInterrupt", (1,))
+    assert stopped.value.exit_code == 130
+    assert "go on from the newest checkpoint in saved" in capsys.readouterr().err
+    with pytest.raises(RankError), saying_how_to_go_on("saved"):
+        raise RankError("rank 1 failed at step 3, in the loader: OSError: no such file", (1,))
 
 
 def test_what_is_written_may_begin_at_home_and_stays_beside_the_process(

@@ -98,7 +98,9 @@ def vocabulary_config(file: Path, folder: Path, **keys: Any) -> TableConfig:
     return table_config(file, prepared=str(folder), features=features, **keys)
 
 
-def test_a_vocabulary_has_frequent_values_first_and_is_used_again(tmp_path: Path) -> None:
+def test_a_vocabulary_has_frequent_values_first_and_is_used_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = make_rows(60)
     file = write_log(tmp_path / "a.csv", rows)
     folder = tmp_path / "prepared"
@@ -120,12 +122,17 @@ def test_a_vocabulary_has_frequent_values_first_and_is_used_again(tmp_path: Path
         for row, content in zip(part, content_of(batch), strict=True):
             assert content[2] == [user_rows.get(row.user, 1) if row.user else 0]
             assert content[3] == [tag_rows.get(tag, 1) for tag in row.tags]
-    # Another log has the ids of the first one.
+    caplog.clear()
+    vocabulary_config(file, folder, held_out={"share": 1 / 3}).dataset()
+    assert "another log" not in caplog.text
+    # Another log has the ids of the first one, and a warning says so.
     other = write_log(tmp_path / "b.csv", make_rows(30, seed=1)[:5])
     again = vocabulary_config(other, folder, held_out={"share": 0.0}).dataset()
     assert [feature.num_rows for feature in again.features] == [
         feature.num_rows for feature in data.features
     ]
+    assert "vocabulary_user.parquet, " in caplog.text
+    assert "made from another log, whose values keep their rows" in caplog.text
     (batch,) = global_batches(again, global_batch_size=5, world_size=1)
     for row, content in zip(make_rows(30, seed=1), content_of(batch), strict=False):
         assert content[2] == [user_rows.get(row.user, 1) if row.user else 0]

@@ -11,6 +11,7 @@ import torch
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.programs.access import AccessConfig
 from torchrec_2dsp.programs.config.config_file import load_config, make_config, overridden
 from torchrec_2dsp.programs.train.checkpoints import RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -257,6 +258,13 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
         "  loop.steps=0: input should be greater than or equal to 1",
         "  runs is missing; write it into the config, or use --set runs=...",
     ]
+
+
+def test_a_section_that_does_not_name_its_kind_is_told_the_kinds() -> None:
+    with pytest.raises(
+        tdsp.errors.ConfigError, match=r"data\.kind is missing; use one of avazu, criteo"
+    ):
+        make_config(AccessConfig, {"data": {"files": "log.csv"}})
 
 
 @pytest.mark.parametrize(

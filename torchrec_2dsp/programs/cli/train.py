@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from torchrec_2dsp.errors import RankError
 from torchrec_2dsp.programs.cli.console import (
     ReadingProgress,
     check_writable,
@@ -91,7 +92,7 @@ def _train(
     resume = starts.get(resumed, Path(resumed))
     profiled, loop = profiled_steps(profile) if profile else range(0), config.loop
     with (
-        _saying_how_to_go_on(config.checkpoint.folder),
+        saying_how_to_go_on(config.checkpoint.folder),
         launched_world(loop.device, "train", loop.timeout_s) as rank,
     ):
         console, is_first = Console(), rank == 0
@@ -119,11 +120,16 @@ def _train(
 
 
 @contextmanager
-def _saying_how_to_go_on(folder: str) -> Iterator[None]:
-    """Say on rank 0 how to go on, if a user stops the program; its exit code is that of a stop."""
+def saying_how_to_go_on(folder: str) -> Iterator[None]:
+    """Say on rank 0 how to go on, if a user stops the program; its exit code is that of a stop.
+
+    Ranks are stopped together, and some hear of another one's stop first.
+    """
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RankError) as error:
+        if isinstance(error, RankError) and KeyboardInterrupt.__name__ not in str(error):
+            raise
         if os.environ.get("RANK") == "0":
             text = (
                 f"stopped; to go on from the newest checkpoint in {folder}, start the same command "

@@ -179,7 +179,8 @@ def _meaning(result: TrainResult, *, has_gap: bool) -> str:
     texts = []
     if has_gap:
         texts.append(
-            "Gap: the largest difference of a step's train loss; with GradientSync, float rounding."
+            "Gap: the largest difference of a step's train loss; with GradientSync, float rounding "
+            "that has grown with the steps."
         )
     if result.metric == "ne":
         planted = result.planted_ne

@@ -298,13 +298,19 @@ def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
     if details["type"] == "union_tag_invalid":
         kind_key, tag = details["ctx"]["discriminator"].strip("'"), details["ctx"]["tag"]
         return f"{key}.{kind_key}={tag!r}: use one of {details['ctx']['expected_tags']}"
+    if details["type"] == "union_tag_not_found":
+        kind_key = details["ctx"]["discriminator"].strip("'")
+        return f"{key}.{kind_key} is missing; use one of {', '.join(allowed_keys)}"
     if isinstance(details["input"], Mapping):
         return f"{key}: {rule}" if key else rule
     return f"{key}={details['input']!r}: {rule}"
 
 
 def _located(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[str]]:
-    """Locate an error in the config: its key as a user writes it, and its section's keys."""
+    """Locate an error in the config: its key as a user writes it, and its section's keys.
+
+    For a section that doesn't name its kind, these are the kinds.
+    """
     schema = kind.model_json_schema()
     node, parts, allowed_keys = schema, [], list(schema["properties"])
     for part in location:
@@ -321,4 +327,6 @@ def _located(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list
             below = sections[0] if len(sections) == 1 else below
         reference = below.get("$ref", "")
         node = schema["$defs"][reference.rpartition("/")[2]] if reference else below
+    if "oneOf" in node:
+        allowed_keys = list(node["discriminator"]["mapping"])
     return parts, allowed_keys

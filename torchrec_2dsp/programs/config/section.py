@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import core_schema
 
 from torchrec_2dsp.errors import ConfigError, OutputError, TwoDError
@@ -150,6 +150,11 @@ def reading(path: str | Path, what_it_is: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except ValidationError as error:
+        first, *others = error.errors()
+        reason = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+        rest = f", and {len(others)} more" if others else ""
+        raise ConfigError(f"{path} is not {what_it_is}: {reason}{rest}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not {what_it_is}: {error}") from error
 

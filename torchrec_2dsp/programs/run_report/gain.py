@@ -79,8 +79,9 @@ def add_gain(page: Page, contents: RunContents) -> None:
         page.add_text(text)
     if not contents.benches:
         page.add_text(
-            "How fast this is beside TorchRec's best wasn't measured: torchrec-2dsp bench --output "
-            f"{contents.folder / 'gain.md'} does, and this page then begins with it."
+            "How fast this is beside TorchRec's best wasn't measured. Begin this page with it by "
+            "torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config bench "
+            f"--output {contents.folder / 'gain.md'}"
         )
     for result in contents.benches:
         _add_bench(page, result)

@@ -129,14 +129,13 @@ def train_run(
 ) -> RunResult:
     """Plan, train and evaluate one run; see `train`."""
     trainer = RunTrainer(config, name, dataset, watchers)
+    # First: watchers begin their files anew, and a start that is refused leaves them as they are.
+    path = trainer.resume(resume)
     # A watcher's failure, such as a full disk, is raised on all ranks.
     with agreeing(world_group()):
         for watcher in watchers:
             watcher.run_planned(name, trainer.planned, config)
-    path = trainer.resume(resume)
-    with agreeing(world_group()):
-        if path is not None:
-            for watcher in watchers:
+            if path is not None:
                 watcher.run_resumed(name, path, trainer.step)
     result = trainer.run(profiled)
     # Only after a success: after a failure the other ranks may never come.

@@ -33,6 +33,7 @@ from torchrec_2dsp.programs.train.record import (
     RunRecord,
     StepsTrained,
     TrainRecord,
+    read_progress,
 )
 from torchrec_2dsp.programs.train.sharded import PlannedRun
 
@@ -184,7 +185,7 @@ class RunFolder(TrainWatcher):
         others = {
             name: section
             for name, section in earlier.pop("runs", {}).items()
-            if name not in content["runs"] and (self._folder / name).exists()
+            if name not in content["runs"] and read_progress(self._folder / name)
         }
         if others and earlier != {key: part for key, part in content.items() if key != "runs"}:
             raise self._error(next(iter(others)))

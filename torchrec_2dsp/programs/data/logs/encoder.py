@@ -32,6 +32,7 @@ from torchrec_2dsp.programs.data.logs.ids import (
     rows_of,
     texts_of,
     times_of,
+    warn_of_other_logs,
     write_vocabulary,
 )
 from torchrec_2dsp.programs.data.logs.source import Selection
@@ -393,6 +394,7 @@ class Prepared:
         self, selection: Selection, progress: Progress | None = None
     ) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
         """Return the vocabularies by feature and the scales by column, built from training rows."""
+        log = f"{selection.source.fingerprint}, {selection.num_rows} rows"
         counters = {
             name: ValueCounter() for name in self._features if not self._file(name).exists()
         }
@@ -402,9 +404,8 @@ class Prepared:
             self._pass(selection, counters, moments, progress)
             for name, counter in counters.items():
                 feature = self._features[name]
-                most = max(feature.num_rows - NUM_RESERVED, 0)
-                table = counter.frequent(feature.min_count, most)
-                write_vocabulary(self._file(name), table, _rules(feature))
+                table = counter.frequent(feature.min_count, max(feature.num_rows - NUM_RESERVED, 0))
+                write_vocabulary(self._file(name), table, _rules(feature), log)
             scales |= {name: moment.scale(name) for name, moment in moments.items()}
         if moments:
             content = {
@@ -412,7 +413,9 @@ class Prepared:
                 for name, scale in scales.items()
             }
             write_prepared(self._folder / _SCALES, json.dumps(content, indent=2).encode())
-        return self._vocabularies(), scales
+        vocabularies = self._vocabularies()
+        warn_of_other_logs(map(self._file, self._features), log)
+        return vocabularies, scales
 
     def read(self) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
         """Return the existing vocabularies by feature and scales by column.

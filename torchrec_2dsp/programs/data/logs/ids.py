@@ -1,8 +1,9 @@
 """Convert column values to text, and text to times or, by hash or vocabulary, to ids."""
 
 import hashlib
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 import pyarrow.types as pt
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError
@@ -30,6 +32,8 @@ Hashes = NDArray[np.uint64]
 
 TIMES = pa.timestamp("us")
 """The type of times in converted files."""
+
+logger = logging.getLogger(__name__)
 
 _MAX_PENDING = 4_000_000
 _WORD_BYTES = 8
@@ -366,17 +370,34 @@ class ValueCounter:
         return pa.table({"value": summed["value"], "count": summed["count_sum"]})
 
 
-def write_vocabulary(path: Path, table: pa.Table, rules: str) -> None:
+def write_vocabulary(path: Path, table: pa.Table, rules: str, log: str = "") -> None:
     """Write a vocabulary.
 
     Args:
         path: the file.
         table: the column "value", and others that describe values, such as "count".
         rules: the selection rules, which must match when it is read.
+        log: the log whose values they are.
     """
     sink = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({"rules": rules}), sink)
+    pq.write_table(table.replace_schema_metadata({"rules": rules, "log": log}), sink)
     write_prepared(path, sink.getvalue().to_pybytes())
+
+
+def warn_of_other_logs(paths: Iterable[Path], log: str) -> None:
+    """Warn on rank 0 of vocabularies that hold another log's values; older files don't say."""
+    others = [
+        str(path)
+        for path in paths
+        if (pq.read_schema(path).metadata or {}).get(b"log", b"").decode() not in ("", log)
+    ]
+    if others and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning(
+            "%s: made from another log, whose values keep their rows; all others have row %d. To "
+            "count this log instead, delete what was made, or name another folder (prepared)",
+            ", ".join(others),
+            UNKNOWN_ROW,
+        )
 
 
 def read_vocabulary(path: Path, rules: str) -> pa.BinaryArray:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 NUM_RESAMPLES = 10_000
 """Bootstrap draws."""
 
-_FORMER_KEYS = (DEALT_KEY, "moment_rho")
 """Keys that contestants of earlier results have."""
 
 CONFIDENCE = 0.95
@@ -182,7 +181,7 @@ def config_of(result: BenchResult) -> "BenchConfig":
 
     tree = result.setting.config
     contestants = {
-        name: {key: value for key, value in section.items() if key not in _FORMER_KEYS}
+        name: {key: value for key, value in section.items() if key != DEALT_KEY}
         for name, section in tree["contestants"].items()
     }
     source = f"the config in {result.setting.title!r}"

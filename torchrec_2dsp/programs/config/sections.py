@@ -1,7 +1,7 @@
 """Config sections that several programs share: model, optimizers, and training options."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from torchrec.modules.embedding_configs import DataType
@@ -300,6 +300,13 @@ class ReplicationConfig(Section):
     moment_scale: float | Literal["from_mesh"] = "from_mesh"
     """Row-wise AdaGrad's moment scale; "from_mesh" is the number of groups for WeightSync and 1
     otherwise."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_former_key(cls, tree: Any) -> Any:
+        """Drop a key without effect that run folders and results of earlier versions have."""
+        is_section = isinstance(tree, dict)
+        return {key: tree[key] for key in tree if key != "moment_rho"} if is_section else tree
 
     @field_validator("sync")
     @classmethod

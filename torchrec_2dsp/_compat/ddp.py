@@ -5,6 +5,7 @@ ranks' numbers are added. A run's first steps use the order of the parameters, l
 in which gradients arrived. A resumed run has to start with the latter to compute the same bits.
 """
 
+from collections.abc import Callable
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -125,6 +126,7 @@ def refuse_unreduced(model: DistributedModelParallel) -> None:
     if ddp is not None:
         _refuse_thawed(ddp)
         _refuse_unseen_loss(ddp)
+        _refuse_another_graph(ddp)
 
 
 def _refuse_thawed(ddp: DistributedDataParallel) -> None:
@@ -153,9 +155,9 @@ def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
 
     With a static graph DDP does so where the gradient of the first step reaches an output, and it
     finds outputs in tuples, lists and dicts alone; or where `torch.autograd.grad` reaches one
-    before. Otherwise ranks would go apart.
+    before. Otherwise ranks would go apart. Checkpointed layers have a backward inside that one.
     """
-    hooks, reduced_in = list[RemovableHandle](), list[int]()
+    hooks, reduced_in, is_over = list[RemovableHandle](), list[int](), list[bool]()
     if has_synced(ddp):
         return
 
@@ -167,9 +169,11 @@ def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
     def note(grad: torch.Tensor) -> None:
         if not has_synced(ddp):
             reduced_in[:] = [running_backward()]
+            is_over.clear()
+            _at_end_of_backward(lambda: is_over.append(True))
 
     def check(backward: int) -> None:
-        if has_synced(ddp) and reduced_in == [backward]:
+        if has_synced(ddp) and (reduced_in == [backward] or not is_over):
             for hook in hooks:
                 hook.remove()
         elif has_synced(ddp):
@@ -188,13 +192,50 @@ def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
             )
 
     def queue(param: torch.Tensor) -> None:
-        end = partial(check, running_backward())
-        Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
+        _at_end_of_backward(partial(check, running_backward()))
 
     hooks.append(ddp.register_forward_hook(watch))
     for name, param in ddp.module.named_parameters():
         if param.requires_grad and name not in ddp.parameters_to_ignore:
             hooks.append(param.register_post_accumulate_grad_hook(queue))
+
+
+def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
+    """Raise at the end of a backward in which a static graph's parameters didn't all have a part.
+
+    DDP doesn't end such a step's reduction, and tells only the next training forward, after ranks
+    have stepped by their own gradients.
+    """
+
+    def watch(module: nn.Module, inputs: object, outputs: object) -> None:
+        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync and has_synced(ddp)):
+            return
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(queue)
+
+    def queue(grad: torch.Tensor) -> None:
+        # Behind DDP's own end of the backward, which is queued after this.
+        _at_end_of_backward(lambda: _at_end_of_backward(check))
+
+    def check() -> None:
+        try:
+            # Since the second forward this does nothing else than ask whether all is reduced.
+            ddp.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            raise UnsupportedError(
+                "this backward reached other dense parameters than the first one, so DDP, whose "
+                "graph is static, didn't add their gradients up: train the same parameters in each "
+                "step, or give data_parallel_wrapper=DefaultDataParallelWrapper("
+                "static_graph=False, find_unused_parameters=True)"
+            ) from error
+
+    if ddp.static_graph:
+        ddp.register_forward_hook(watch)
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    Variable._execution_engine.queue_callback(call)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def has_synced(part: DistributedDataParallel) -> bool:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 NUM_RESAMPLES = 10_000
 """Bootstrap draws."""
 
-"""Keys that contestants of earlier results have."""
-
 CONFIDENCE = 0.95
 """The share of resampled medians that an interval holds."""
 

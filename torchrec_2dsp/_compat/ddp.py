@@ -97,6 +97,11 @@ def _make_static(reducer: dist.Reducer, logger: dist.Logger) -> None:
 def _settle(reducer: dist.Reducer) -> None:
     """Make the reducer keep the parameter order that it was created with."""
     reducer._push_all_rebuilt_params()
+    _rebuild(reducer)
+
+
+def _rebuild(reducer: dist.Reducer) -> None:
+    """Raise unless the last step is reduced; put parameters into buckets anew, if that is due."""
     reducer._rebuild_buckets()
 
 
@@ -221,7 +226,7 @@ def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
     def check() -> None:
         try:
             # Since the second forward this does nothing else than ask whether all is reduced.
-            ddp.reducer._rebuild_buckets()
+            _rebuild(ddp.reducer)
         except RuntimeError as error:
             raise UnsupportedError(
                 "this backward reached other dense parameters than the first one, so DDP, whose "

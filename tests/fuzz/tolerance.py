@@ -4,6 +4,7 @@ Where numbers are rounded on their way, there are two answers: how far rounding 
 for all of a case, and what rounding really gives, as long as errors haven't grown.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -187,7 +188,10 @@ def _largest_of(tensors: dict[Any, torch.Tensor], table: str) -> float:
 def _gaps(exact: dict[Any, torch.Tensor], noisy: list[dict[Any, torch.Tensor]]) -> dict[str, float]:
     differences: dict[str, list[torch.Tensor]] = defaultdict(list)
     for key, tensor in exact.items():
-        differences[_table_of(key)] += [tensor - values[key].double() for values in noisy]
+        # Noise may make a moment that is about 0 negative, and what follows of it no number.
+        differences[_table_of(key)] += [
+            (tensor - values[key].double()).nan_to_num(nan=math.inf) for values in noisy
+        ]
     return {name: _largest(of_table) for name, of_table in differences.items()}
 
 

@@ -71,7 +71,7 @@ def test_ranks_compute_side_by_side_and_wait_for_the_slowest(tmp_path: Path, hos
 
 PROGRAMS = {
     "bench": (*COMMAND, "--output", "OUT/page.md"),
-    "calibrate": ("-m", "torchrec_2dsp", "calibrate", "--out", "OUT/hardware.toml"),
+    "calibrate": ("-m", "torchrec_2dsp", "calibrate", "--output", "OUT/hardware.toml"),
     "train": (
         *("-m", "torchrec_2dsp", "train", "--config", "demo", "--set", "output.folder=OUT/runs"),
         *("--set", "loop.steps=3", "--set", "loop.eval_steps=1", "--output", "OUT/record.json"),

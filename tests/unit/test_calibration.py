@@ -270,7 +270,7 @@ def test_times_that_nothing_explains_are_named() -> None:
     calibration = tdsp.Calibration.load("emulated_1gbit")
     assert not unexplained(calibration, 1.0)
     doubtful = with_part(calibration, "collectives", all_reduce=fit_collective(wild))
-    assert re.search("^all_reduce: no constants explain .* idle", unexplained(doubtful, 1.0))
+    assert re.search("^all_reduce: the cost model doesn't fit .* idle", unexplained(doubtful, 1.0))
     assert not unexplained(doubtful, 10.0)
     find = fit_kernel([KernelSample(1.0, 0.0, sample.timed) for sample in wild])
     assert unexplained(with_part(calibration, "kernels", find=find), 1.0).startswith("find:")

@@ -78,7 +78,7 @@ def test_nothing_else_would_be_better_for_a_single_table() -> None:
 def test_tables_nobody_counted_are_said() -> None:
     result = planner(mesh=MESH)
     result.plan(tables(), SHARDERS)
-    assert "Nothing was counted for 3 of 3 tables" in str(result.explain()).replace("\n", " ")
+    assert "No access statistics for 3 of 3 tables" in str(result.explain()).replace("\n", " ")
 
 
 def test_what_rounding_would_gain_is_said_where_it_is_not_allowed() -> None:

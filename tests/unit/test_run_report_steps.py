@@ -62,7 +62,7 @@ def test_without_a_benchmark_a_page_says_how_to_measure_the_gain(tmp_path: Path)
     records = [run_record("alone", samples_per_s=1600.0), run_record("ours")]
     folder = write_run(tmp_path / "run", records, sections={"alone": {"stock": True}, "ours": {}})
     words = " ".join(words_of(page_of(folder)).split())
-    assert f"torchrec-2dsp bench --output {folder / 'gain.md'} does" in words
+    assert f"bench --config bench --output {folder / 'gain.md'}" in words
     assert "in units of alone&#x27;s, which is TorchRec alone: ours 4.00." in words
 
 

@@ -168,7 +168,9 @@ class CostSetting:
     """The cost of tables that another mesh repeats, and of nothing but those."""
 
     def __str__(self) -> str:
-        words = self.pipeline.value.replace("_", " "), *["full duplex"] * self.full_duplex
+        is_base = self.pipeline is Pipeline.BASE
+        pipeline = "no pipeline" if is_base else self.pipeline.value.replace("_", " ")
+        words = pipeline, *["full duplex"] * self.full_duplex
         return f"{self.mesh}, {' in '.join(words)}"
 
     @property

@@ -27,7 +27,7 @@ _HEADINGS = (
 )
 _WORDS = (
     *("table", "sharded", "exchange", "instead"),
-    *("part of a step", "kept by the fullest rank", "what else was found", ""),
+    *("part of a step", "kept by the fullest rank", "alternatives", ""),
 )
 """Headings of columns without numbers."""
 _WIDTH = 100
@@ -196,13 +196,13 @@ class Explanation:
         if not unknown:
             return ""
         skews = {work.skew for work in self.setting.workload.tables.values() if not work.access}
-        alike = "alike, which makes row exchange dearer than it is"
+        alike = "assuming that all rows are used alike, which makes row exchange dearer than it is"
         span = f"{min(skews):.3g}" if len(skews) == 1 else f"{min(skews):.2f} to {max(skews):.2f}"
-        used = alike if skews == {0.0} else f"as by Zipf's law ({span}), and none is hot"
+        zipf = f"assuming Zipf exponents of {span} and no hot rows"
+        used = alike if skews == {0.0} else zipf
         remedy = "; parallelize(sample=...) learns it" if skews == {ASSUMED_SKEW} else ""
         return (
-            f"Nothing was counted for {unknown:,} of {len(self.tables):,} tables: all their "
-            f"rows count as used {used}{remedy}."
+            f"No access statistics for {unknown:,} of {len(self.tables):,} tables: {used}{remedy}."
         )
 
     @property
@@ -257,7 +257,7 @@ class Explanation:
                 zip(self.busy_by_rank.tolist(), self.bytes_by_rank.tolist(), strict=True)
             )
         ]
-        return Table(("rank of a group", "busy ms", "", "GB", "of the room"), rows, _WORDS)
+        return Table(("rank of a group", "busy ms", "", "GB", "of capacity"), rows, _WORDS)
 
     def other_rows(self) -> Table:
         """Return a row for each placement, and for each attempt on the front."""
@@ -270,7 +270,7 @@ class Explanation:
             )
             for point in self.front
         ]
-        return Table(("what else was found", "ms", "GB per rank"), [*placed, *front], _WORDS)
+        return Table(("alternatives", "ms", "GB per rank"), [*placed, *front], _WORDS)
 
     def write_html(self, path: str | Path, title: str = "Why this plan") -> None:
         """Write the report as one page with plots, which needs nothing else to be read.
@@ -295,9 +295,9 @@ class Explanation:
         full = _ranks_chart(self.bytes_by_rank / 1e9, "GB")
         page.add_bars("How full the ranks of a group are", full, upright=True)
         plan = self.cost.total_s, float(self.bytes_by_rank.max(initial=0.0))
-        page.add_lines("Time and memory of what else was found", _front_chart(self.front, plan))
+        page.add_lines("Time and memory of the alternatives", _front_chart(self.front, plan))
         page.add_table("Memory of the fullest rank", self.memory_rows())
-        page.add_table("What else was found", self.other_rows())
+        page.add_table("Alternatives", self.other_rows())
         return page
 
     def _parts(self) -> Iterator[Table | str]:

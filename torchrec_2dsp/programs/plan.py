@@ -232,8 +232,8 @@ def to_plan(
     section = section.model_copy(update=update)
     title, runs = f"The run {chosen!r}", _searched(config)
     if chosen not in runs:
-        hint = f" (--only {next(iter(runs))} keeps to a run)" if runs else ""
-        title = f"All left to the planner{hint}"
+        hint = f" (--only {next(iter(runs))} plans that run)" if runs else ""
+        title = f"Every choice is the planner's{hint}"
     config = config.model_copy(update={"runs": {chosen: section}})
     config.check_world(machines.num_ranks)
     dataset = dataset_for(config.model, open_alone(config.data, progress))

@@ -39,7 +39,7 @@ class Gap:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Student's interval of the mean gap; the whole line with a single seed."""
+        """Student's interval of the mean gap; the whole line with a single seed, which has none."""
         count = len(self.gaps)
         if count < 2:
             return float("-inf"), float("inf")
@@ -154,12 +154,13 @@ def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
     for gap in gaps:
         run = runs[gap.name]
         low, high = (1e5 * end for end in gap.interval)
+        interval = f" [{low:.1f}, {high:.1f}]" if len(gap.gaps) > 1 else ""
         rows.append(
             [
                 gap.name,
                 run.sync if run.num_groups > 1 else "one group",
                 _optimizer(records[0], run),
-                f"{1e5 * gap.mean:.1f} [{low:.1f}, {high:.1f}]",
+                f"{1e5 * gap.mean:.1f}{interval}",
                 f"{1e5 * min(gap.gaps):.1f} to {1e5 * max(gap.gaps):.1f}",
                 f"{run.sync_bytes_per_step / 1e6:.3f}",
             ]

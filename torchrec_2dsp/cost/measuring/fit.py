@@ -162,8 +162,8 @@ def unexplained(calibration: Calibration, tolerance: float) -> str:
         for name, cost in part:
             if cost is not None and cost.median_error > tolerance * limit:
                 return (
-                    f"{name}: no constants explain what was measured: half of the longer times are "
-                    f"more than {cost.median_error:.0%} off. Was something else running? Calibrate "
-                    "again on idle machines"
+                    f"{name}: the cost model doesn't fit what was measured: the median error of "
+                    f"the longer times is {cost.median_error:.0%}. Was something else running? "
+                    "Calibrate again on idle machines"
                 )
     return ""

@@ -1,4 +1,4 @@
-"""Benchmarks: train one model in several ways, in turns, and compare their speed.
+"""Benchmarks: train one model in several ways, interleaved, and compare their speed.
 
 A *contestant* is a way to train: TorchRec's, this package's, or a *ceiling*, which repeats another
 one with collectives that cost nothing. Each has a process of its own on every rank, so that one

@@ -52,7 +52,7 @@ _SHARES = (
     "thread of a rank computes, in processor time, which doesn't grow while a rank waits. *Lost to "
     "imbalance*: the share by which the slowest rank of each step computes longer than the mean, "
     "while the others wait for it. *Other*: waiting for the network, for another process, or for a "
-    "core, where ranks share them. *Imbalance*: the slowest rank's computing by the mean."
+    "core, where ranks share them. *Imbalance*: the slowest rank's computing divided by the mean."
 )
 _TRAVEL = (
     "Row gradients are sent behind the step. *Window*: from then until a lookup needs their rows, "
@@ -193,7 +193,7 @@ def _who_is_best(result: BenchResult, summary: Summary) -> str:
         text += f"; of those with gloo's own, it is {escaped(str(summary.best_plain_stock))}"
     if summary.ceiling is not None:
         text += f". The lowest ceiling is {escaped(summary.ceiling)}"
-    return f"{text}. Losses are held against those of {escaped(result.reference)}."
+    return f"{text}. Losses are compared with those of {escaped(result.reference)}."
 
 
 def _contestants(results: Sequence[BenchResult]) -> str:

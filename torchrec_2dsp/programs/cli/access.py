@@ -62,7 +62,7 @@ def access(
 
 def show_access(result: "AccessResult", console: Console) -> None:
     """Print a line for each table, and what its numbers mean."""
-    headings = ("rows", "used", "lookups\nper sample", "top 1 %\ntake", "values\nthat share")
+    headings = ("rows", "used", "lookups\nper sample", "top 1 %\ntake", "colliding\nvalues")
     rows = [
         [
             line.table,
@@ -76,9 +76,9 @@ def show_access(result: "AccessResult", console: Console) -> None:
     ]
     console.print(Table(["table", *headings], rows, words={"table"}))
     console.print(
-        f"{result.num_samples:,} rows of the log were read, {result.num_malformed:,} of which "
-        "could not be and were left to their neighbours. Top 1 %: of the rows that are used, by "
-        "lookups. Values that share: how many values are expected to share their row with another "
-        "one, since ids are hashes; more rows make them fewer.",
+        f"Read {result.num_samples:,} rows; {result.num_malformed:,} were malformed, and replaced "
+        "by the row before. Top 1 %: of the rows that are used, by lookups. Colliding values: the "
+        "expected share of values that have a row with others, since ids are hashes; it falls with "
+        "more rows.",
         highlight=False,
     )

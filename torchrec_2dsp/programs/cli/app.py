@@ -38,6 +38,7 @@ app = typer.Typer(
     name="torchrec-2dsp",
     help="2D sparse parallelism, hot rows and row exchange for TorchRec.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )

@@ -54,7 +54,7 @@ def bench(
         typer.Option(help="Write a report here, such as out.md, and its numbers to out.json."),
     ] = None,
 ) -> None:
-    """Train one model in several ways, in turns, and compare their speed.
+    """Train one model in several ways, interleaved, and compare their speed.
 
     Start it with torchrun, which starts the ranks:
 

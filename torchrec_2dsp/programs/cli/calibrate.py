@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 @shown_errors()
 def calibrate(
-    out: Annotated[
-        Path, typer.Option(help="Write the calibration here, such as hardware/my_cluster.toml.")
+    output: Annotated[
+        Path,
+        typer.Option(
+            *("--output", "--out"),
+            help="Write the calibration here, such as hardware/my_cluster.toml.",
+        ),
     ],
     name: Annotated[
         str | None,
@@ -25,11 +29,11 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the tables: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measure what collectives and work on rows take here, in under 3 minutes.
+    """Measure the cost of collectives and of work on rows on this cluster, in under 3 minutes.
 
     Start it on all hosts that a model will train on, or on two of them, with torchrun:
 
-    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp calibrate --out FILE
+    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp calibrate --output FILE
 
     Nothing else should run on them meanwhile.
     """
@@ -48,7 +52,7 @@ def calibrate(
         import torch
 
         if not rank:
-            check_writable(out)
+            check_writable(output)
         torch.set_num_threads(1)
         world = world_group()
         if world.size() == 1:
@@ -68,15 +72,15 @@ def calibrate(
                     console.print(f"measuring {what}")
 
             calibration = measure(
-                world, local_world_size=local_world_size, name=name or out.stem, progress=show
+                world, local_world_size=local_world_size, name=name or output.stem, progress=show
             )
         if error := unexplained(calibration, CAREFUL.tolerance):
             raise CalibrationError(error)
         if rank:
             return
         show_calibration(calibration, console)
-        calibration.save(out)
-        console.print(f"wrote {out}", soft_wrap=True)
+        calibration.save(output)
+        console.print(f"wrote {output}", soft_wrap=True)
 
 
 def show_calibration(calibration: "Calibration", console: Console) -> None:

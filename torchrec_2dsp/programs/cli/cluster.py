@@ -18,7 +18,9 @@ def cluster(
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
     ranks_per_host: Annotated[int, typer.Option(help="How many ranks a host has.")] = 2,
     link: Annotated[str, typer.Option(help="Each host's rate: 200mbit, 1gbit, none.")] = "1gbit",
-    delay_ms: Annotated[float, typer.Option(help="Delay one way, if the kernel can.")] = 0.0,
+    delay_ms: Annotated[
+        float, typer.Option(help="One-way delay in ms, if the kernel supports it.")
+    ] = 0.0,
     processor_per_rank: Annotated[
         bool,
         typer.Option(
@@ -31,7 +33,7 @@ def cluster(
     if_permitted: Annotated[
         bool,
         typer.Option(
-            "--if-permitted", help="Where no cluster can be emulated, say why and leave it at that."
+            "--if-permitted", help="Where no cluster can be emulated, say why and succeed."
         ),
     ] = False,
 ) -> None:
@@ -74,5 +76,5 @@ def cluster(
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:
-    print(message, file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
     raise SystemExit(exit_code)

@@ -37,10 +37,13 @@ def train_study(
         list[Path],
         typer.Argument(metavar="RECORD.json...", help="Records that train --output wrote."),
     ],
-    reference: Annotated[str, typer.Option(help="The run that the others are held against.")],
+    reference: Annotated[str, typer.Option(help="The run to compare the others with.")],
     output: Annotated[Path, typer.Option(help="The page to write, such as results/quality.md.")],
     baseline: Annotated[
-        str, typer.Option(help="The run whose gap to the reference the others may close.")
+        str,
+        typer.Option(
+            help="A lossy run: tell how much of its gap to the reference each other run closes."
+        ),
     ] = "",
     only: Annotated[
         list[str] | None, typer.Option(metavar="RUN", help="Compare only these runs; repeatable.")

@@ -14,7 +14,7 @@ from torchrec_2dsp.report.table import Table
 _SHARES_TEXT = (
     "Busy: the share of a step in which a rank computes. Lost: the share by which the slowest rank "
     "of each step computes longer than the mean, while the others wait for it; waiting for the "
-    "network isn't in it. Imbalance: the slowest rank's computing by the mean."
+    "network isn't in it. Imbalance: the slowest rank's computing divided by the mean."
 )
 
 

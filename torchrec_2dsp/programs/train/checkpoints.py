@@ -247,7 +247,7 @@ class RunSettings:
             ConfigError: they differ; it names the first key that does.
         """
         for key, saved, now in self.differences(state):
-            remedy = "put the files back as they were" if key.startswith(_LOG) else "set it back"
+            remedy = "put the files back as they were" if key.startswith(_LOG) else "restore it"
             raise ConfigError(
                 f"{key} was {saved} when the checkpoint was saved, and is {now} now, which would "
                 f"be another run; {remedy}, or start a new run in another folder"

@@ -229,10 +229,10 @@ def test_the_command_line_returns_what_the_command_does() -> None:
     code, errors = exit_code(*single, *PROGRAM, "leave", "3")
     assert code == 1  # torchrun's
     assert "rank 0 (exit code 3)" in errors
-    assert exit_code() == (2, "nothing to do; give a command after `--`, or --check\n")
+    assert exit_code() == (2, "error: nothing to do; give a command after `--`, or --check\n")
     code, errors = exit_code("--link", "fast", "--check")
     assert code == 2
-    assert "link='fast' is not a rate" in errors
+    assert "error: --link='fast' is not a rate" in errors
 
 
 def test_an_error_inside_removes_the_network() -> None:

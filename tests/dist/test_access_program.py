@@ -181,7 +181,7 @@ def test_the_command(tmp_path: Path) -> None:
         "torchrec_2dsp", "access", "--config", str(config), "--output", str(output), ranks=2
     )
     assert process.returncode == 0, process.stderr
-    assert "Read 300 rows; 0 were malformed" in process.stdout
+    assert "Read 300 rows of the log; 0 were malformed" in process.stdout
     assert process.stdout.count("t_user") == 1
     stats = AccessStats.load(output)
     assert np.isclose(stats["t_user"].num_lookups, len(ROWS))

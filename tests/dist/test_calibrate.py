@@ -100,7 +100,7 @@ def test_an_unknown_device(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_writes_a_calibration(tmp_path: Path) -> None:
     out = tmp_path / "mine.toml"
-    done = torchrun(*COMMAND, "--out", str(out), timeout_s=240, columns=100)
+    done = torchrun(*COMMAND, "--output", str(out), timeout_s=240, columns=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert tdsp.Calibration.load(out).hardware.name == "mine"
     for text in ("measuring all_reduce, in hosts", "host's link", "ns per row", f"wrote {out}"):

@@ -80,7 +80,7 @@ def test_it_chooses_rows_and_a_pipeline_and_says_so(two_hosts: RankPool) -> None
         assert len(set(losses)) == 6
     first, *others = (reasons for _, _, reasons in answers)
     lines = first.splitlines()
-    assert lines[0].startswith("torchrec_2dsp: 3 row wise, row")
+    assert lines[0].startswith("torchrec_2dsp: 3 row-wise, row")
     assert "a step should take" in lines[1]
     assert "Zipf" in lines[-1]
     assert all("this isn't rank 0" in reasons for reasons in others)
@@ -202,7 +202,7 @@ def test_a_sample_tells_ids_per_bag_and_how_unevenly_rows_are_used(two_hosts: Ra
     assert told["differs"]
     assert told["kept"] == (["row_wise"], [tdsp.Exchange.ROW], [4.0])
     assert told["lacking"] == ["t0", "t1"]
-    assert re.search(r"as by Zipf's law \(0\.\d\d to 1\.\d\d\)", reasons)
+    assert re.search(r"Zipf exponents of 0\.\d\d to 1\.\d\d and", reasons)
     for _, (_, *errors) in answers:
         assert errors == [empty, no_tensor, others, on_some]
     assert "sample has no batch, or one without samples" in empty

@@ -80,13 +80,13 @@ def test_a_cluster_that_cannot_be_is_left_out_if_the_user_says_so(
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 0
     assert result.stderr == (
-        "no cluster can be emulated here, so this is left out: network namespaces need root\n"
+        "skipped, because no cluster can be emulated here: network namespaces need root\n"
     )
 
 
 def test_the_help_of_access_names_the_section() -> None:
-    result = CliRunner().invoke(app, ["access", "--help"], env={"COLUMNS": "200"})
-    assert "A config with a section [data], such as one of train" in result.output
+    result = CliRunner().invoke(app, ["access", "-h"], env={"COLUMNS": "200"})
+    assert "A config with a section [data], such as one for train" in result.output
 
 
 class Inner(BaseModel):

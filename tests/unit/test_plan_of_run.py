@@ -72,7 +72,7 @@ def test_a_log_is_planned_from_an_empty_folder(tmp_path: Path) -> None:
     # The machines are those of the calibration: two hosts with two ranks.
     assert "The run 'main': 40 samples per step on 4 ranks, 2 per host." in text
     assert "batch 10 per rank" in text
-    assert "TorchRec's planner, told the same bandwidths" in text
+    assert "TorchRec's planner, given the same bandwidths" in text
     assert "--set runs.planned.plan=plan.json --only planned" in text
     plan = load("plan.json")
     names = {name for _, part in plan.modules() for name, _ in part.tables()}

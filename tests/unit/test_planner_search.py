@@ -207,7 +207,7 @@ def test_stats_report_the_plan_and_the_mesh(caplog: pytest.LogCaptureFixture) ->
     lines = [record.getMessage() for record in caplog.records]
     assert any("RW: 2" in line for line in lines)
     assert sum("2 sharding groups of Mesh2D(2x2, strided)" in line for line in lines) == 1
-    assert any("kept equal by WeightSync()" in line for line in lines)
+    assert any("synced by WeightSync()" in line for line in lines)
     assert set(types_of(plan).values()) == {"2d_row_wise"}
 
 

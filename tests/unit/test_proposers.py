@@ -220,9 +220,7 @@ def test_what_is_reported_is_one_group_and_its_sync(caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO", logger="torchrec_2dsp"):
         stock_planner(proposer, stats=Stats2D(seen)).plan(tables(), SHARDERS)
     assert seen.world_size == 2
-    assert (
-        "one of 2 sharding groups of Mesh2D(2x2, strided), kept equal by WeightSync" in caplog.text
-    )
+    assert "one of 2 sharding groups of Mesh2D(2x2, strided), synced by WeightSync" in caplog.text
 
 
 def test_what_fits_nowhere_is_the_planners_error() -> None:

@@ -95,7 +95,7 @@ def test_a_page_says_what_was_trained_and_how_it_went(tmp_path: Path) -> None:
     assert "all steps are trained" in words
     assert EXPLANATION in words
     assert "row, hash owners, in fp16, 2 hot" in words
-    assert re.search(r"t_user\s+1,000\s+16\s+2d_row_wise\s+0\+1  2\+3", words)
+    assert re.search(r"t_user\s+1,000\s+16\s+row-wise\s+0\+1  2\+3", words)
     assert "2.13.0" in words
     assert "global_batch_size = 64" in words
     assert "nan" not in words.lower()
@@ -107,12 +107,12 @@ def test_what_was_chosen_is_said_in_words(tmp_path: Path) -> None:
     duplex = plan([1, 2]) | {"pipeline": "row_prefetch", "full_duplex": True}
     folder = write_run(tmp_path / "run", records, sections=sections, plans={"by_cost": duplex})
     words = " ".join(words_of(page_of(folder)).split())
-    tables = "1 table 2d_row_wise (row, hash owners, in fp16)."
+    tables = "1 table row-wise (row, hash owners, in fp16)."
     assert (
         f"by_cost: 2 groups of 2 ranks, GradientSync. {tables} Every rank has a copy of 2 hot "
-        f"rows. Pipeline: row_prefetch, with full-duplex all-to-alls. {EXPLANATION}"
+        f"rows. Pipeline: row prefetch, with full-duplex all-to-alls. {EXPLANATION}"
     ) in words
-    assert f"{tables} Pipeline: sparse_dist. TorchRec&#x27;s own planner chose it" in words
+    assert f"{tables} Pipeline: sparse dist. TorchRec&#x27;s own planner chose it" in words
     assert "It was read from p.json." in words
     assert "The config gives the mesh and the exchange" in words
 

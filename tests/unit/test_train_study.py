@@ -102,6 +102,7 @@ def test_the_page_says_how_runs_were_updated_and_how_much_of_a_gap_is_closed() -
     assert "The gap of *averaged* is closed by: one_group 100%, scaled 67%." in page
     assert "10,240 samples in 20 steps, 4 ranks" in page
     assert "closed by" not in study_report(RECORDS, reference="one_group")
+    assert "| 4000.0 |" in study_report(RECORDS[:1], reference="one_group")  # Without interval.
 
 
 @pytest.mark.parametrize(

@@ -168,10 +168,8 @@ class CostSetting:
     """The cost of tables that another mesh repeats, and of nothing but those."""
 
     def __str__(self) -> str:
-        is_base = self.pipeline is Pipeline.BASE
-        pipeline = "no pipeline" if is_base else self.pipeline.value.replace("_", " ")
-        words = pipeline, *["full duplex"] * self.full_duplex
-        return f"{self.mesh}, {' in '.join(words)}"
+        duplex = ", full duplex" if self.full_duplex else ""
+        return f"{self.mesh}, {self.pipeline}{duplex}"
 
     @property
     def prefetches_rows(self) -> bool:

@@ -189,6 +189,9 @@ class Pipeline(enum.Enum):
     ROW_PREFETCH = "row_prefetch"
     """`TrainPipelineRowPrefetch`: the next batch's rows travel as well."""
 
+    def __str__(self) -> str:
+        return "no pipeline" if self is Pipeline.BASE else self.value.replace("_", " ")
+
 
 IN_8_BITS = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
 """The sharding types of tables in 8 bits: a part of a row would have a scale of its own."""

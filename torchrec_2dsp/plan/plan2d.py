@@ -194,8 +194,7 @@ class Plan2D(ShardingPlan):
 
     def __str__(self) -> str:
         duplex = ", full-duplex all-to-alls" if self.full_duplex else ""
-        pipeline = f"pipeline {self.pipeline.value}"
-        return f"{self.mesh}, {self.sync}, {pipeline}{duplex}\n{super().__str__()}"
+        return f"{self.mesh}, {self.sync}, {self.pipeline}{duplex}\n{super().__str__()}"
 
 
 def _repeated(

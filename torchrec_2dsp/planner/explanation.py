@@ -107,7 +107,7 @@ def _exchange(choice: Choice) -> str:
 
 def _kind(choice: Choice) -> str:
     parts = f" / {choice.column_shards}" if choice.column_shards > 1 else ""
-    return choice.kind.value.replace("_", " ") + parts
+    return choice.kind.value.replace("_", "-") + parts
 
 
 def _difference(chosen: Choice, other: Choice) -> str:
@@ -182,7 +182,7 @@ class Explanation:
         if self.torchrec_s is None:
             return ""
         sentence = (
-            "TorchRec's planner, told the same bandwidths, makes a plan for one group that is "
+            "TorchRec's planner, given the same bandwidths, makes a plan for one group that is "
             f"predicted to take {milliseconds(self.torchrec_s)} ms per step"
         )
         if not self.cost.total_s:
@@ -196,14 +196,15 @@ class Explanation:
         if not unknown:
             return ""
         skews = {work.skew for work in self.setting.workload.tables.values() if not work.access}
-        alike = "assuming that all rows are used alike, which makes row exchange dearer than it is"
-        span = f"{min(skews):.3g}" if len(skews) == 1 else f"{min(skews):.2f} to {max(skews):.2f}"
-        zipf = f"assuming Zipf exponents of {span} and no hot rows"
-        used = alike if skews == {0.0} else zipf
-        remedy = "; parallelize(sample=...) learns it" if skews == {ASSUMED_SKEW} else ""
-        return (
-            f"No access statistics for {unknown:,} of {len(self.tables):,} tables: {used}{remedy}."
-        )
+        if skews == {0.0}:
+            assumed = "equally used rows, which makes row exchange look slower than it is"
+        elif len(skews) == 1:
+            assumed = f"a Zipf exponent of {min(skews):.3g} and no hot rows"
+        else:
+            assumed = f"Zipf exponents of {min(skews):.2f} to {max(skews):.2f} and no hot rows"
+        remedy = "; parallelize(sample=...) measures it" if skews == {ASSUMED_SKEW} else ""
+        tables = f"{unknown:,} of {len(self.tables):,} tables"
+        return f"No access statistics for {tables}: assuming {assumed}{remedy}."
 
     @property
     def advice(self) -> str:
@@ -211,7 +212,7 @@ class Explanation:
         if self.gain_by_int4 < _WORTH_SAYING:
             return ""
         return (
-            f"Rows in int4 would make a step {self.gain_by_int4:.1f} times as fast, and round: "
+            f"Rows in int4 would make a step {self.gain_by_int4:.1f} times as fast, with rounding: "
             "precision='any'."
         )
 
@@ -245,9 +246,10 @@ class Explanation:
     def rank_rows(self) -> Table:
         """Return the time and memory of each rank of a group."""
         longest = float(self.busy_by_rank.max(initial=0.0)) or 1.0
+        is_alone = self.setting.mesh.group_size == 1
         rows = [
             (
-                str(rank),
+                "each rank" if is_alone else str(rank),
                 milliseconds(busy),
                 "#" * round(_BAR * busy / longest),
                 _gigabytes(num_bytes),
@@ -260,8 +262,9 @@ class Explanation:
         return Table(("rank of a group", "busy ms", "", "GB", "of capacity"), rows, _WORDS)
 
     def other_rows(self) -> Table:
-        """Return a row for each placement, and for each attempt on the front."""
-        placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in self.meshes]
+        """Return a row for each placement and each attempt on the front but for the plan."""
+        others, plan = self.meshes[1:], (str(self.setting), milliseconds(self.cost.total_s))
+        placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in others]
         front = [
             (
                 f"{point.setting}, {point.ways or 'dealt evenly'}",
@@ -269,6 +272,7 @@ class Explanation:
                 _gigabytes(point.bytes_of_rank),
             )
             for point in self.front
+            if (str(point.setting), milliseconds(point.seconds)) != plan
         ]
         return Table(("alternatives", "ms", "GB per rank"), [*placed, *front], _WORDS)
 
@@ -297,7 +301,8 @@ class Explanation:
         plan = self.cost.total_s, float(self.bytes_by_rank.max(initial=0.0))
         page.add_lines("Time and memory of the alternatives", _front_chart(self.front, plan))
         page.add_table("Memory of the fullest rank", self.memory_rows())
-        page.add_table("Alternatives", self.other_rows())
+        if (others := self.other_rows()).rows:
+            page.add_table("Alternatives", others)
         return page
 
     def _parts(self) -> Iterator[Table | str]:
@@ -314,7 +319,8 @@ class Explanation:
         # The busiest ones, where there are many.
         order = sorted(range(len(ranks.rows)), key=lambda rank: -self.busy_by_rank[rank])
         yield replace(ranks, rows=[ranks.rows[rank] for rank in sorted(order[:_MAX_RANKS])])
-        yield self.other_rows()
+        if (others := self.other_rows()).rows:
+            yield others
 
 
 def _gigabytes(num_bytes: float) -> str:

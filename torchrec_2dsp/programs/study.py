@@ -110,7 +110,7 @@ def study_report(
     Args:
         records: one for each pair of seeds.
         reference: the run that the others are compared with.
-        baseline: the run whose gap to the reference the others may close.
+        baseline: the run of whose gap the page says how much the others close.
         title: the page's title.
         plot: the plot's path as seen from the page, if there is one.
         data: each record's JSON path as seen from the page.
@@ -121,7 +121,7 @@ def study_report(
     facts = [
         f"{first.num_samples:,} samples in {first.config['loop']['steps']:,} steps, "
         f"{first.world_size} ranks",
-        f"{len(records)} seeds of data and initial weights: {seeds}",
+        f"Seeds of data and initial weights: {seeds}",
     ]
     if (planted := _planted(records)) is not None:
         facts.append(f"The model behind the labels has a normalized entropy of {planted:.5f}")
@@ -143,8 +143,8 @@ def study_report(
 
 _HOW_TO_READ = (
     "*Gap* is how much higher a run's is with the same seeds, in units of 1e-5: the mean over the "
-    "seeds with its {confidence:.0f}% interval (Student's), then the smallest and the largest. The "
-    "sync MB are those that a rank sends per step."
+    "seeds with its {confidence:.0f}% interval (Student's; two seeds or more), then the smallest "
+    "and the largest. *Sync MB* is sent per rank and step."
 )
 
 

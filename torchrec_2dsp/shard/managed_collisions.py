@@ -1,4 +1,4 @@
-"""Managed collisions: ids without an end, mapped to rows by one map for the whole world.
+"""Managed collisions: unbounded ids, mapped to rows by one map for the whole world.
 
 Each rank holds TorchRec's own id maps, unsharded. Before ids travel to tables, all ranks send each
 other the ids of their batches, so that every map sees the batches of the world in rank order and

@@ -261,7 +261,7 @@ class Stats2D(Stats):
         self.inner.log(*call.args[1:], **call.kwargs)
         if mesh is not None:
             logger.info(
-                "the above is one of %d sharding groups of %s, kept equal by %s",
+                "the above is one of %d sharding groups of %s, synced by %s",
                 mesh.num_groups,
                 mesh,
                 sync,

@@ -25,7 +25,7 @@ def access(
     config: Annotated[
         str,
         typer.Option(
-            metavar="NAME|FILE", help=r"A config with a section \[data], such as one of train."
+            metavar="NAME|FILE", help=r"A config with a section \[data], such as one for train."
         ),
     ],
     output: Annotated[
@@ -33,9 +33,9 @@ def access(
     ],
     overrides: Annotated[list[str] | None, set_option("data.num_rows=100000")] = None,
 ) -> None:
-    """Count how often the training rows of a log use each row of a table, in one pass.
+    """Count how often a log's training samples use each row of the tables, in one pass.
 
-    Start it alone, or with torchrun, whose ranks read different parts:
+    Start it alone, or with torchrun to divide the log among ranks:
 
     torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp access --config FILE --output stats/
     """
@@ -76,9 +76,9 @@ def show_access(result: "AccessResult", console: Console) -> None:
     ]
     console.print(Table(["table", *headings], rows, words={"table"}))
     console.print(
-        f"Read {result.num_samples:,} rows; {result.num_malformed:,} were malformed, and replaced "
-        "by the row before. Top 1 %: of the rows that are used, by lookups. Colliding values: the "
-        "expected share of values that have a row with others, since ids are hashes; it falls with "
-        "more rows.",
+        f"Read {result.num_samples:,} rows of the log; {result.num_malformed:,} were malformed and "
+        "replaced by neighbouring rows. Top 1 %: the share of lookups that goes to the most used "
+        "1 % of the used rows. Colliding values: the expected share of values that are hashed to "
+        "the row of another value; give the table more rows for fewer collisions.",
         highlight=False,
     )

@@ -31,22 +31,22 @@ def bench(
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="What to compare: bench or another config that ships, or a TOML file.",
+            help="What to compare: a TOML file, or a config that ships, such as bench.",
         ),
     ],
     workload: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="The data and the model, instead of those that the config includes: "
-            "criteo_one_hot or another workload that ships, or a TOML file.",
+            help="The data and the model, instead of the config's own: a TOML file, or a workload "
+            "that ships, such as criteo_one_hot.",
         ),
     ] = None,
     overrides: Annotated[list[str] | None, set_option("schedule.rounds=9")] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="CONTESTANT", help="Run only this contestant, and the reference. Repeatable."
+            metavar="CONTESTANT", help="Run only this one and the reference. Can be repeated."
         ),
     ] = None,
     output: Annotated[
@@ -60,7 +60,7 @@ def bench(
 
     torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config bench
 
-    The exit code is 1 if a contestant crashed, hung, or trained something else.
+    The exit code is 1 if a contestant crashed, hung, or trained differently.
     """
     from torchrec_2dsp.programs.bench.config import BenchConfig
     from torchrec_2dsp.programs.bench.program import run_bench
@@ -193,13 +193,13 @@ def bench_report(
         Path, typer.Option(help="The page to write, such as docs/benchmarks/demo.md.")
     ],
     plots: Annotated[
-        bool, typer.Option(help="Also draw plots over several results, which needs matplotlib.")
+        bool, typer.Option(help="Also draw plots that compare the results; needs matplotlib.")
     ] = True,
 ) -> None:
-    """Write a Markdown page on benchmark results, with its plots and data beside it.
+    """Write a Markdown page on benchmark results, with plots and data beside it.
 
-    The data is copied as NAME_1.json and so on, so that the page can be made again from the
-    repository alone.
+    The results are copied to NAME_1.json and so on, so that the page can be written again from
+    its folder alone.
     """
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.bench.page import markdown_report
@@ -233,7 +233,7 @@ def bench_report(
 def bench_compare(
     results: _Results,
     tolerance: Annotated[
-        float, typer.Option(help="How far a contestant's medians may differ, as a share.")
+        float, typer.Option(help="Largest relative difference of a contestant's medians.")
     ] = 0.1,
 ) -> None:
     """Check that several runs of a benchmark agree; exit code 1 if they don't."""
@@ -246,8 +246,8 @@ def bench_compare(
     console.print(agreement_table(agreement))
     if agreement.probes_s:
         console.print(
-            "\n(machine): processor time of a fixed piece of work, in ms; where it differs, the "
-            "machine was not equally fast."
+            "\n(machine): processor time of a fixed piece of work, in ms; where it differs, so did "
+            "the machine's speed."
         )
     console.print()
     for pair in agreement.swapped:
@@ -258,9 +258,9 @@ def bench_compare(
         console.print(Text(text, style="bold red"))
     limit = f"{agreement.tolerance:.0%}"
     if agreement.passed:
-        text = f"The runs agree: medians within {limit}, and no clear order that another run turns."
+        text = f"The runs agree: medians within {limit}, and no clear order reversed."
         console.print(Text(text, style="green"))
     else:
-        text = f"The runs don't agree: medians more than {limit} apart, failures, or turned orders."
+        text = f"The runs don't agree: medians over {limit} apart, failures, or reversed orders."
         console.print(Text(text, style="bold red"))
         raise typer.Exit(code=1)

@@ -19,23 +19,21 @@ def calibrate(
     output: Annotated[
         Path,
         typer.Option(
-            *("--output", "--out"),
-            help="Write the calibration here, such as hardware/my_cluster.toml.",
+            *("--output", "--out"), help="Write the calibration here, such as my_cluster.toml."
         ),
     ],
     name: Annotated[
-        str | None,
-        typer.Option(help="Name of this hardware; the file's name by default."),
+        str | None, typer.Option(help="Name of this hardware.", show_default="the file's name")
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the tables: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measure the cost of collectives and of work on rows on this cluster, in under 3 minutes.
+    """Measure the cost of collectives and row operations on this cluster, in under 3 minutes.
 
     Start it on all hosts that a model will train on, or on two of them, with torchrun:
 
     torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp calibrate --output FILE
 
-    Nothing else should run on them meanwhile.
+    Nothing else should run on these hosts meanwhile.
     """
     from torchrec_2dsp._compat.torchrec import get_local_size
     from torchrec_2dsp.comms.groups import world_group
@@ -106,19 +104,19 @@ def show_calibration(calibration: "Calibration", console: Console) -> None:
     for name in ("lookup", "update"):
         cost = getattr(calibration.kernels, name)
         console.print(
-            f"{name}: besides, {_speed(cost.per_vector_byte_s)} of vectors that bags give, and "
-            f"{_speed(cost.per_row_byte_s)} of rows the first time that a batch has them.",
+            f"{name}: in addition {_speed(cost.per_vector_byte_s)} of pooled vectors, and "
+            f"{_speed(cost.per_row_byte_s)} of a batch's distinct rows.",
             soft_wrap=True,
         )
     console.print(
-        f"Between two computations a collective takes {1e6 * calibration.turn_s:,.0f} us more; "
-        f"computing hides {calibration.hidden_share:.0%} of what travels beside it."
+        f"Between two computations a collective takes {1e6 * calibration.turn_s:,.0f} us longer; "
+        f"computing hides {calibration.hidden_share:.0%} of the communication beside it."
     )
     console.print(
-        "Shortest: what a message takes between two ranks, or a call, however little there is to "
-        "do. In a host: what a rank sends to its neighbours per second; host's link: what all its "
-        "ranks send to others. Error: how far the longer half of the measurements is from these "
-        "constants, by the median, and the largest."
+        "Shortest: the time of the smallest message between two ranks, or of the smallest call. In "
+        "a host: what a rank sends to its neighbours per second; host's link: what all ranks of a "
+        "host send to other hosts. Error: the distance of these constants from the longer half of "
+        "the measurements, in the median, and the largest."
     )
 
 

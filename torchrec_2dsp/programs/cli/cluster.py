@@ -1,5 +1,6 @@
 """`cluster`: runs a command on an emulated cluster, or measures the cluster's links."""
 
+import re
 import signal
 import sys
 from typing import Annotated, NoReturn
@@ -15,8 +16,8 @@ def cluster(
         list[str] | None,
         typer.Argument(help="After `--`: a script, or -m and a module; then its arguments."),
     ] = None,
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
-    ranks_per_host: Annotated[int, typer.Option(help="How many ranks a host has.")] = 2,
+    hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
+    ranks_per_host: Annotated[int, typer.Option(help="Number of ranks per host.")] = 2,
     link: Annotated[str, typer.Option(help="Each host's rate: 200mbit, 1gbit, none.")] = "1gbit",
     delay_ms: Annotated[
         float, typer.Option(help="One-way delay in ms, if the kernel supports it.")
@@ -25,10 +26,10 @@ def cluster(
         bool,
         typer.Option(
             "--processor-per-rank",
-            help="Run as if each rank had a processor of its own, in slower time.",
+            help="Slow time down, so that each rank seems to have a processor of its own.",
         ),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds for the command.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(help="Deadline of the command, in seconds.")] = 3600.0,
     check: Annotated[bool, typer.Option("--check", help="Measure the links first.")] = False,
     if_permitted: Annotated[
         bool,
@@ -39,7 +40,7 @@ def cluster(
 ) -> None:
     """Run a Python command on hosts emulated by network namespaces, one torchrun on each.
 
-    It needs Linux and the rights of root, and leaves nothing behind:
+    It needs Linux and root, and leaves nothing behind:
 
     torchrec-2dsp cluster --hosts 2 --link 1gbit -- -m torchrec_2dsp train --config FILE
     """
@@ -50,7 +51,7 @@ def cluster(
     if not command and not check:
         _fail("nothing to do; give a command after `--`, or --check", 2)
     if if_permitted and (refusal := available()):
-        print(f"no cluster can be emulated here, so this is left out: {refusal}", file=sys.stderr)
+        print(f"skipped, because no cluster can be emulated here: {refusal}", file=sys.stderr)
         return
     try:
         with EmulatedCluster(
@@ -68,7 +69,9 @@ def cluster(
     except CommandFailed as error:
         _fail(str(error), next((code for code in error.exit_codes if code), _TOO_LATE))
     except ClusterError as error:
-        _fail(str(error), 2)
+        # Arguments are named as options, such as --ranks-per-host=0.
+        text = re.sub(r"^\w+=", lambda name: "--" + name[0].replace("_", "-"), str(error))
+        _fail(text, 2)
     except Terminated as error:
         _fail(str(error), 128 + error.number)
     except KeyboardInterrupt:

@@ -24,7 +24,7 @@ def doctor(
         bool, typer.Option("--run", help="Also load the libraries, compute, and use gloo.")
     ] = False,
 ) -> None:
-    """Check this installation and name the fix for what is wrong."""
+    """Check this installation, and say how to repair it."""
     checks = run_health_checks(run=run)
     console = Console()
     show_checks(checks, console)

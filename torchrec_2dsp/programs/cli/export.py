@@ -19,34 +19,34 @@ def export(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN|CHECKPOINT",
-            help="The output.folder of a training program, or a checkpoint.",
+            metavar="FOLDER|CHECKPOINT",
+            help="The folder that train wrote to (its output.folder), or a checkpoint.",
         ),
     ],
     output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Write the model here; a new folder.")
+        Path, typer.Option(metavar="FOLDER", help="Write the model to this new folder.")
     ],
     config: Annotated[
         str,
         typer.Option(
-            metavar="NAME|FILE", help="The config that a CHECKPOINT was trained by; none for a RUN."
+            metavar="NAME|FILE", help="The config that trained a CHECKPOINT; a FOLDER has its own."
         ),
     ] = "",
     only: Annotated[
-        str, typer.Option(metavar="RUN", help="Which run of the config, if it has several.")
+        str, typer.Option(metavar="RUN", help="The run to export, if the config has several.")
     ] = "",
     max_loss: Annotated[
         float,
         typer.Option(
             min=0.0,
             metavar="NUMBER",
-            help="How much worse the config's metric (usually NE) of the served model may be.",
+            help="How much worse the served model may be, by the config's metric (usually NE).",
         ),
     ] = 0.001,
 ) -> None:
-    """Write a trained model as one that serves without this package, with int8 tables.
+    """Export a trained model for serving without this package, with int8 tables.
 
-    It is compared with the trained model on the held-out batches of the config.
+    It is compared with the trained model on the config's held-out batches.
     """
     from torchrec_2dsp.programs.export.export import check_output, export_model
     from torchrec_2dsp.programs.export.source import ExportSource
@@ -71,7 +71,7 @@ def show_export(record: "ExportRecord", console: Console) -> None:
     megabytes = record.table_bytes / 1e6, record.served_table_bytes / 1e6
     console.print(
         Text(
-            f"{record.num_samples:,} held-out samples; the largest difference of two scores is "
+            f"{record.num_samples:,} held-out samples; the largest difference between scores is "
             f"{record.largest_difference:.2e}. {record.metric} is worse by {record.worse_by:.2e}, "
             f"and may be by {record.max_loss:g}. Tables: {megabytes[0]:,.2f} MB trained, "
             f"{megabytes[1]:,.2f} MB served."

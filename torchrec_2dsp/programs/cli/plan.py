@@ -23,8 +23,8 @@ _Config = Annotated[
     str,
     typer.Option(
         metavar="NAME|FILE",
-        help=r"A config of train, or one with a model and \[machines]: a TOML file, or the name of "
-        "one that ships, such as demo or plan.",
+        help=r"A config for train, or one with a model and \[machines]: a TOML file, or one that "
+        "ships, such as demo or plan.",
     ),
 ]
 _Only = Annotated[
@@ -32,20 +32,20 @@ _Only = Annotated[
     typer.Option(
         "--only",
         metavar="RUN",
-        help="The run of a train config to plan: by default the only one, or one that leaves all "
-        "to the planner.",
+        help="Plan this run of a train config.",
+        show_default="the only run, or else every choice left to the planner",
     ),
 ]
 _Calibration = Annotated[
     str,
     typer.Option(
         metavar="NAME|FILE",
-        help="The machines: a file from calibrate, or the name of one that ships, such as "
-        "emulated_1gbit. By default what the config names.",
+        help="The machines: a file from calibrate, or one that ships, such as emulated_1gbit.",
+        show_default="the config's",
     ),
 ]
 _RanksPerHost = Annotated[
-    int | None, typer.Option(min=1, help="Ranks that share a host; by default as calibrated.")
+    int | None, typer.Option(min=1, help="Ranks per host.", show_default="as calibrated")
 ]
 _Overrides = Annotated[list[str] | None, set_option("batch_size=512 or machines.slower.link=2")]
 
@@ -57,22 +57,22 @@ def plan(
     only: _Only = "",
     calibration: _Calibration = "",
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks; by default as calibrated.")
+        int | None, typer.Option(min=1, help="Number of ranks.", show_default="as calibrated")
     ] = None,
     ranks_per_host: _RanksPerHost = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "--json", help="Write the plan here: a run's `plan = FILE` trains by it."
+            *("--output", "--json"), help="Write the plan here; a run with `plan = FILE` uses it."
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page with plots here, which needs plotly.")
+        Path | None, typer.Option(help="Write an HTML page with plots here; needs plotly.")
     ] = None,
 ) -> None:
-    """Plan the tables of a model by predicted cost, and say why each is sharded as it is.
+    """Plan a model's tables by predicted cost, and explain each choice.
 
-    Neither the machines nor the model's weights have to be there:
+    It needs neither the machines nor the model's weights:
 
     torchrec-2dsp plan --config demo --calibration emulated_1gbit
     """
@@ -97,7 +97,7 @@ def plan(
     explained = work.explained()
     typer.echo(f"{fill(work.title, 100)}\n\n{explained}" if work.title else str(explained))
     if work.dense is not None:
-        typer.echo(f"\nThe dense part, by predicted time; the first is best.\n\n{work.dense}")
+        typer.echo(f"\nWays to run the dense part, by predicted time:\n\n{work.dense}")
     if output is not None:
         save(planned, output)
     if html is not None:
@@ -107,7 +107,7 @@ def plan(
             console.print(f"wrote {written}", soft_wrap=True)
     if output is not None and work.title:
         how = f"train --config {config} --set runs.{OPEN_RUN}.plan={output} --only {OPEN_RUN}"
-        console.print(f"a run trains by it: {how}", soft_wrap=True, highlight=False)
+        console.print(f"to train by it: {how}", soft_wrap=True, highlight=False)
 
 
 def _with_machines(
@@ -129,15 +129,17 @@ def _with_machines(
 @shown_errors()
 def simulate(
     config: _Config,
-    ranks: Annotated[str, typer.Option(help="Sizes of the world, such as 256,512,1024,2048,4096.")],
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 256,512,1024,2048,4096.")],
     overrides: _Overrides = None,
     only: _Only = "",
     calibration: _Calibration = "",
     ranks_per_host: _RanksPerHost = None,
 ) -> None:
-    """Predict the best plan's step on worlds of several sizes.
+    """Predict the best plan's step time for several numbers of ranks.
 
-    The global batch of a train config is the same on all of them.
+    The global batch of a train config is the same for all of them:
+
+    torchrec-2dsp simulate --config demo --calibration emulated_1gbit --ranks 4,8,16
     """
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.launch import quiet_upstream
@@ -146,7 +148,7 @@ def simulate(
     quiet_upstream()
     sizes = ranks.replace(" ", "").split(",")
     if not all(size.isdecimal() and int(size) for size in sizes):
-        raise ConfigError(f"--ranks {ranks}: give sizes of worlds, such as 256,512")
+        raise ConfigError(f"--ranks {ranks}: give numbers of ranks, such as 256,512")
     console = Console()
     changes = _with_machines(overrides, calibration, ranks_per_host)
     with ReadingProgress(console) as progress:
@@ -202,8 +204,8 @@ def _show_dense(
 ) -> None:
     """Print the best way to run each world's dense part."""
     console.print(
-        "The steps above have the computing of the dense part, but not what it sends. By itself it "
-        "is run best so:"
+        "The steps above include the dense part's computation, but not its communication. The best "
+        "way to run it alone:"
     )
     rows = [
         [

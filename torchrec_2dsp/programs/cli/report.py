@@ -14,13 +14,16 @@ from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
 def report(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="The folder that train wrote to: its output.folder."),
+        typer.Argument(metavar="FOLDER", help="The folder that train wrote to: its output.folder."),
     ],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="The page; RUN/report.html by default.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", help="The page to write.", show_default="FOLDER/report.html"
+        ),
     ] = None,
 ) -> None:
-    """Write one HTML page on a training run, also while it trains; it needs no network."""
+    """Write a self-contained HTML page on a training run, finished or still running."""
     from torchrec_2dsp.programs.run_report.contents import RunContents
     from torchrec_2dsp.programs.run_report.page import run_page
 
@@ -35,22 +38,19 @@ def report(
 def train_study(
     records: Annotated[
         list[Path],
-        typer.Argument(metavar="RECORD.json...", help="Records that train --output wrote."),
+        typer.Argument(metavar="RECORD.json...", help="Records written by train --output."),
     ],
     reference: Annotated[str, typer.Option(help="The run to compare the others with.")],
     output: Annotated[Path, typer.Option(help="The page to write, such as results/quality.md.")],
     baseline: Annotated[
-        str,
-        typer.Option(
-            help="A lossy run: tell how much of its gap to the reference each other run closes."
-        ),
+        str, typer.Option(help="Say how much of this run's gap to the reference the others close.")
     ] = "",
     only: Annotated[
-        list[str] | None, typer.Option(metavar="RUN", help="Compare only these runs; repeatable.")
+        list[str] | None, typer.Option(metavar="RUN", help="Compare this run. Can be repeated.")
     ] = None,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Quality",
 ) -> None:
-    """Write a Markdown page on runs with several seeds, with its plot and its data beside it."""
+    """Write a Markdown page that compares runs over several seeds, with plot and data beside it."""
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.study import study_plot, study_report
     from torchrec_2dsp.programs.train.record import TrainRecord, joined

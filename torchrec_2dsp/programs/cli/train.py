@@ -27,7 +27,8 @@ def train(
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="What to train: demo or another config that ships, or a TOML file.",
+            help="What to train: a TOML file, or a config that ships: demo, sequence, criteo, "
+            "avazu, movielens and others.",
         ),
     ],
     overrides: Annotated[
@@ -40,21 +41,21 @@ def train(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Write the results of the runs here, as JSON for train-study."),
+        typer.Option(help="Write the runs' results here, as JSON for train-study."),
     ] = None,
     resume: Annotated[
         str,
         typer.Option(
             metavar="auto|never|PATH",
-            help="Go on from the newest checkpoint of each run, if there is one; begin anew; or "
-            "go on from this checkpoint.",
+            help="auto: continue each run from its newest checkpoint, if it has one; never: start "
+            "anew; PATH: continue from this checkpoint.",
         ),
     ] = "never",
     profile: Annotated[
         str,
         typer.Option(
             metavar="FIRST:LAST",
-            help="Write a trace of these steps of each rank, for Perfetto, to output.folder.",
+            help="Trace these steps on each rank, for Perfetto, into output.folder.",
         ),
     ] = "",
 ) -> None:

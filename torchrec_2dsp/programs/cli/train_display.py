@@ -109,9 +109,8 @@ def progress_text(progress: StepsTrained, num_steps: int) -> str:
 def plan_table(name: str, planned: PlannedRun) -> Table:
     """Return a table with one row per embedding table; replica peers are joined by a plus."""
     plan = planned.plan
-    is_exact, sync = isinstance(plan.sync, GradientSync), type(plan.sync).__name__
-    kept = f", {'kept equal' if is_exact else 'averaged'} by {sync}"
-    how = kept if plan.mesh.num_groups > 1 else ""
+    verb = "kept equal" if isinstance(plan.sync, GradientSync) else "averaged"
+    how = f", {verb} by {type(plan.sync).__name__}" if plan.mesh.num_groups > 1 else ""
     how += f"; dense part: {planned.dense}" if planned.dense else ""
     table = RunPlan.model_validate_json(serialize.to_json(plan)).table(planned.tables)
     if all(row[-1] == Exchange.POOLED.value for row in table.rows):

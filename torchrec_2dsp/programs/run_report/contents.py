@@ -71,6 +71,11 @@ class PlannedTable(_Part):
         return num_rows, dim
 
     @property
+    def type_text(self) -> str:
+        """The sharding type, as plans are explained: "table-wise" for "2d_table_wise"."""
+        return self.sharding_type.removeprefix("2d_").replace("_", "-")
+
+    @property
     def exchange_text(self) -> str:
         """The way rows travel, with their owners and wire format where these aren't TorchRec's."""
         owners = "" if self.owners == "block" else f", {self.owners} owners"
@@ -121,9 +126,7 @@ class RunPlan(JsonFile):
         groups = "1 group" if mesh.num_groups == 1 else f"{mesh.num_groups} groups"
         ranks = "1 rank" if mesh.group_size == 1 else f"{mesh.group_size} ranks"
         sync = f", {self.sync_kind}" if self.sync_kind else ""
-        kinds = Counter(
-            f"{table.sharding_type} ({table.exchange_text})" for _, table in self.tables
-        )
+        kinds = Counter(f"{table.type_text} ({table.exchange_text})" for _, table in self.tables)
         tables = "; ".join(
             f"{count} {'table' if count == 1 else 'tables'} {kind}"
             for kind, count in kinds.most_common()
@@ -131,7 +134,8 @@ class RunPlan(JsonFile):
         num_hot = sum(table.num_hot for _, table in self.tables)
         hot = f" Every rank has a copy of {num_hot:,} hot rows." if num_hot else ""
         duplex = ", with full-duplex all-to-alls" if self.full_duplex else ""
-        return f"{groups} of {ranks}{sync}. {tables}.{hot} Pipeline: {self.pipeline}{duplex}."
+        pipeline = "none" if self.pipeline == "base" else self.pipeline.replace("_", " ")
+        return f"{groups} of {ranks}{sync}. {tables}.{hot} Pipeline: {pipeline}{duplex}."
 
     def table(self, sizes: Mapping[str, tuple[int, int]] = {}) -> Table:
         """Show the plan table by table, with ``sizes`` (rows, dim) for tables without shards."""
@@ -141,7 +145,7 @@ class RunPlan(JsonFile):
             size = ("" if num_rows is None else f"{num_rows:,}", "" if dim is None else str(dim))
             hot = f", {table.num_hot:,} hot" if table.num_hot else ""
             exchange = table.exchange_text + hot
-            rows.append((name, *size, table.sharding_type, self._ranks(table), exchange))
+            rows.append((name, *size, table.type_text, self._ranks(table), exchange))
         has_peers = any("+" in ranks for *_, ranks, _ in rows)
         ranks = "ranks (+: replica peers)" if has_peers else "ranks"
         headings = ("table", "rows", "dim", "type", ranks, "exchange")

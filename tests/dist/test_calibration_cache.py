@@ -140,7 +140,7 @@ def test_rough_times_are_used_once(ranks4: RankPool, tmp_path: Path) -> None:
     starts = ranks4.run(start_without_measuring, tmp_path, 1, 5.0)
     assert has_measured(starts)
     (warning,) = starts[0].warnings
-    assert warning.startswith("the planner goes by rough times, which aren't kept: find: no const")
+    assert warning.startswith("the planner goes by rough times, which aren't kept: find: the cost")
     assert has_measured(ranks4.run(start_without_measuring, tmp_path))
 
 

@@ -209,13 +209,17 @@ def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
     """Raise at the end of a backward in which a static graph's parameters didn't all have a part.
 
     DDP doesn't end such a step's reduction, and tells only the next training forward, after ranks
-    have stepped by their own gradients.
+    have stepped by their own gradients. From the third step on, whose forward makes buckets anew.
     """
+    num_forwards = 0
 
     def watch(module: nn.Module, inputs: object, outputs: object) -> None:
-        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync and has_synced(ddp)):
+        nonlocal num_forwards
+        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
             return
-        for output in tree_leaves(outputs):
+        # A graph that isn't known, as at first and after `start_in_order`, has no steps yet.
+        num_forwards = num_forwards + 1 if has_synced(ddp) else 0
+        for output in tree_leaves(outputs) if num_forwards > 1 else ():
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(queue)
 
@@ -225,7 +229,7 @@ def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
 
     def check() -> None:
         try:
-            # Since the second forward this does nothing else than ask whether all is reduced.
+            # With buckets that have been made anew it only asks whether all is reduced.
             _rebuild(ddp.reducer)
         except RuntimeError as error:
             raise UnsupportedError(

@@ -119,6 +119,8 @@ def test_the_search_takes_the_pipeline_and_the_all_to_all_that_pay() -> None:
     alone = planner(mesh=tdsp.Mesh2D(4, 1), sync=tdsp.WeightSync(policy=tdsp.never()))
     plan = alone.plan(model, SHARDERS)
     assert (plan.pipeline, plan.full_duplex) == (Pipeline.BASE, False)
+    assert alone.explain().headline.startswith("Mesh2D(4x1, strided), no pipeline on ")
+    assert [row[0] for row in alone.explain().rank_rows().rows] == ["each rank"]
 
 
 @pytest.mark.parametrize("pipeline", Pipeline)

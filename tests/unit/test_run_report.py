@@ -198,7 +198,7 @@ def test_runs_that_are_not_over_show_what_they_have(tmp_path: Path) -> None:
     page = run_page(contents)
     assert list(figure(page, "Training loss")["running"].x) == [10, 20]
     assert list(figure(page, "Training loss")["done"].x) == [10, 20, 30]
-    assert "Not over, so that some figures are missing: running, waiting." in words_of(page)
+    assert "Unfinished, so some figures are missing: running, waiting." in words_of(page)
 
 
 def test_the_first_run_has_a_page_before_there_is_a_record(tmp_path: Path) -> None:

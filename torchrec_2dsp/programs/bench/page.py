@@ -56,7 +56,7 @@ _SHARES = (
 )
 _TRAVEL = (
     "Row gradients are sent behind the step. *Window*: from then until a lookup needs their rows, "
-    "in which they travel for nothing; *waited*: what the lookup still waits. Means over ranks, of "
+    "in which they travel at no cost; *waited*: how long it still waits. Means over ranks, of "
     "steps without a profiler."
 )
 _ENCODED = (

@@ -81,7 +81,7 @@ def _headline(contents: RunContents) -> Iterator[str]:
     )
     open_runs = [run.name for run in contents.runs if run.record is None]
     if open_runs:
-        yield f"Not over, so that some figures are missing: {', '.join(open_runs)}."
+        yield f"Unfinished, so some figures are missing: {', '.join(open_runs)}."
     planted = None if contents.record is None else contents.record.planted_ne
     if planted is not None and math.isfinite(planted):
         yield f"The model behind the labels, which nothing beats, has an NE of {planted:.4f}."
@@ -161,11 +161,10 @@ def _add_amounts(page: Page, contents: RunContents) -> None:
     )
     page.add_small_charts([(heading, chart) for heading, chart in charts if chart is not None])
     page.add_text(
-        "Memory: the most that each rank's process has used since it began: of its GPU, or of the "
-        "host. Runs are trained one after the other, so a later run never shows less. Bytes, as "
-        "means over the run: rows are counted where a transport encodes them, dense gradients "
-        "where they are thresholded; replicas: what copies of a row, hot rows too, send to each "
-        "other."
+        "Memory: the peak of each rank's process so far, on its GPU or else on the host. Runs are "
+        "trained one after the other, so a later run never shows less. Bytes: means over the run. "
+        "Rows are counted where a transport encodes them, dense gradients where they are "
+        "thresholded; replicas: bytes that copies of a row, hot rows too, send to each other."
     )
 
 

@@ -14,7 +14,7 @@ from torchrec_2dsp.report.table import Table
 _SHARES_TEXT = (
     "Busy: the share of a step in which a rank computes. Lost: the share by which the slowest rank "
     "of each step computes longer than the mean, while the others wait for it; waiting for the "
-    "network isn't in it. Imbalance: the slowest rank's computing divided by the mean."
+    "network doesn't count. Imbalance: the slowest rank's computing divided by the mean."
 )
 
 
@@ -250,6 +250,6 @@ def _chart_text(runs: Sequence[RunPart]) -> str:
             f"longest, {last.all_computing_us / 1e3:.2f} ms"
         )
     return (
-        f"{left_out}Each bar is the mean step of a rank, on the host; for the slowest, which "
-        f"computes longest, the others wait. {'; '.join(steps)}."
+        f"{left_out}Each bar is the mean step of a rank, on the host; the others wait for the "
+        f"slowest, which computes longest. {'; '.join(steps)}."
     )

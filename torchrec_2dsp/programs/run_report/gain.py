@@ -117,8 +117,8 @@ def _add_bench(page: Page, result: BenchResult) -> None:
     where = setting.cluster or setting.network
     page.add_text(
         f"{setting.title}, on {setting.hosts} x {setting.ranks_per_host} ranks (hosts x ranks per "
-        f"host), {where}; medians of {rounds} rounds, in each of which all contestants trained in "
-        "turns. Exactly: as one table would on the global batch, within float rounding."
+        f"host), {where}; medians of {rounds} rounds, in each of which every contestant "
+        "trained. Exactly: as one table would on the global batch, within float rounding."
     )
     shown = [contestant for contestant in result.measured() if contestant.kind != "ceiling"]
     if shown:

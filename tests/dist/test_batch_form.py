@@ -206,6 +206,15 @@ def in_a_dict_without_a_feature(batch: KeyedJaggedTensor) -> Any:
     return in_a_dict(without_a_feature(batch))
 
 
+def in_a_dict_of_padded_bags(batch: KeyedJaggedTensor) -> Any:
+    return TensorDict({name: torch.ones(batch.stride(), 3) for name in batch.to_dict()})
+
+
+def in_a_dict_with_a_padded_feature(batch: KeyedJaggedTensor) -> Any:
+    features = {name: nested(part) for name, part in batch.to_dict().items()}
+    return TensorDict({**features, "f0": torch.ones(batch.stride(), 3)})
+
+
 def with_fractions(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return with_parts(batch, values=batch.values().float())
 
@@ -243,6 +252,8 @@ def with_weights_to_train(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 REFUSED: dict[Change, str] = {
     without_a_feature: "has no feature 'f0'",
     in_a_dict_without_a_feature: "has no feature 'f0'",
+    in_a_dict_of_padded_bags: "has no feature 'f0', but []; give each batch",
+    in_a_dict_with_a_padded_feature: "has no feature 'f0', but ['f1', ",
     with_fractions: "are torch.float32; make them int32 or int64",
     with_long_lengths: "add up to",
     with_a_negative_length: "a length of this rank's batch is -1",

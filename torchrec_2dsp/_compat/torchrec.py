@@ -209,16 +209,19 @@ def jagged_features(batch: Any, needed: Iterable[str]) -> KeyedJaggedTensor:
     """Return a batch as TorchRec's jagged features.
 
     Those of a `TensorDict` are found by name, where TorchRec takes their place in the first batch.
+    Features that aren't jagged are missing in what is returned.
     """
     if isinstance(batch, TensorDict):
-        given = set(batch.keys())
-        names = [name for name in dict.fromkeys(needed) if name in given]
-        if names and all(batch[name].is_nested for name in names):
+        jagged = {name for name, part in batch.items() if part.layout is torch.jagged}
+        names = [name for name in dict.fromkeys(needed) if name in jagged]
+        if names:
             return maybe_td_to_kjt(cast(Any, batch), names)
+        device = next((part.device for part in batch.values()), None) or torch.device("cpu")
+        return KeyedJaggedTensor.empty(device=device)
     if not isinstance(batch, KeyedJaggedTensor):
         raise UnsupportedError(
-            "a batch must be a KeyedJaggedTensor, or a TensorDict with a jagged nested tensor for "
-            f"each feature, but it is a {type(batch).__name__}; convert it first"
+            "a batch must be a KeyedJaggedTensor, or a TensorDict of jagged nested tensors, but it "
+            f"is a {type(batch).__name__}; convert it first"
         )
     return batch
 

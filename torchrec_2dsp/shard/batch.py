@@ -245,8 +245,8 @@ class BatchForm:
         missing = sorted(self._needed.difference(batch.keys()))
         if missing:
             return InputError(
-                f"this rank's batch has no feature {missing[0]!r}, but features "
-                f"{', '.join(batch.keys())}; give each batch the features of all tables"
+                f"this rank's batch has no feature {missing[0]!r}, but {batch.keys()}; give each "
+                "batch the features of all tables, in a TensorDict as jagged nested tensors"
             )
         if ids.dim() != 1 or lengths.dim() != 1:
             return InputError(

@@ -212,7 +212,11 @@ def jagged_features(batch: Any, needed: Iterable[str]) -> KeyedJaggedTensor:
     Features that aren't jagged are missing in what is returned.
     """
     if isinstance(batch, TensorDict):
-        jagged = {name for name, part in batch.items() if part.layout is torch.jagged}
+        jagged = {
+            name
+            for name, part in batch.items()
+            if isinstance(part, torch.Tensor) and part.layout is torch.jagged
+        }
         names = [name for name in dict.fromkeys(needed) if name in jagged]
         if names:
             return maybe_td_to_kjt(cast(Any, batch), names)

@@ -302,7 +302,10 @@ def test_a_log_that_changed_is_refused_by_name(ranks2: RankPool, tmp_path: Path)
     for _, resumed in ranks2.run(on_from, older):
         assert resumed == {"main": 2}, "older checkpoints don't say what the log was"
     (log / "b.parquet").unlink()
-    for _, resumed in ranks2.run(on_from, config):
+    log.rename(tmp_path / "moved")
+    files = (str(tmp_path / "moved/*.parquet"),)
+    moved = section.model_copy(update={"files": files, "malformed_limit": 2, "num_ahead": 1})
+    for _, resumed in ranks2.run(on_from, config.model_copy(update={"data": moved})):
         assert resumed == {"main": 2}
 
 

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from tests.support.train_runs import click_data, config_with, plain_metrics
+from tests.support.train_runs import TREE, click_data, config_with, plain_metrics
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.train_state.hyper_parameters import (
     check_hyper_parameters,
@@ -150,6 +150,30 @@ def test_settings_name_the_key_that_has_changed() -> None:
     older = {key: value for key, value in first.items() if not key.startswith("run.")}
     assert len(older) < len(first)
     settings(runs={"split": SPLIT}).check_state_dict(older)
+
+
+def test_a_log_may_move_and_be_read_otherwise() -> None:
+    def settings(**keys: Any) -> RunSettings:
+        log = {"kind": "table", "label": "y", "features": [{"name": "user", "num_rows": 9}]}
+        return RunSettings(config_with({**TREE, "data": {**log, **keys}}), "one_group")
+
+    held_out = {"by": "files", "files": ["late.csv"]}
+    first = settings(files=["logs/a.csv", "logs/day_*.csv"], held_out=held_out).state_dict()
+    # Earlier checkpoints say where the log was, and how it was read.
+    earlier = {
+        **first,
+        "data.files": '["/home/u/logs/a.csv", "/home/u/logs/day_*.csv"]',
+        "data.malformed_limit": "0",
+        "data.num_ahead": "4",
+        "data.prepared": '""',
+    }
+    moved = {"by": "files", "files": ["/new/late.csv"]}
+    reading = {"malformed_limit": 3, "num_ahead": 0, "prepared": "elsewhere"}
+    other = settings(files=["/new/a.csv", "s3://new/day_*.csv"], held_out=moved, **reading)
+    for state in (first, earlier):
+        other.check_state_dict(state)
+        with pytest.raises(ConfigError, match=r'data.files was \["a.csv", "day_\*.csv"\] when'):
+            settings(files=["logs/b.csv"], held_out=held_out).check_state_dict(state)
 
 
 def test_a_member_that_refuses_its_state_is_named() -> None:

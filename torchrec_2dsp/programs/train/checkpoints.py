@@ -208,6 +208,10 @@ _RUN, _LOG = "run.", "the log's "
 checkpoints have none."""
 _RUN_KEYS = {"splits", "split_threshold", "moment_scale"}
 """The run's own values: splits are a part of its model, and the scale of its tables' optimizer."""
+_NOT_COMPARED = {"data.malformed_limit", "data.num_ahead", "data.prepared"}
+"""Keys that change no sample, which earlier checkpoints have all the same."""
+_FILES = ("data.files", "data.held_out.files")
+"""The keys for files. A log may move: its fingerprint says whether it is the same."""
 
 
 class RunSettings:
@@ -229,8 +233,8 @@ class RunSettings:
         }
         if any(schedule.depends_on_length for schedule in optimizer.schedules):
             settings["loop"]["steps"] = loop.steps
-        values = _flat("", settings)
-        self._values = {key: value for key, value in values if _LATER.get(key) != value}
+        values = _compared(dict(_flat("", settings)))
+        self._values = {key: value for key, value in values.items() if _LATER.get(key) != value}
         self._values |= {f"{_LOG}{name}": value for name, value in (log or {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,11 +262,20 @@ class RunSettings:
         unsaid = [
             start for start in (_RUN, _LOG) if not any(key.startswith(start) for key in state)
         ]
+        state = _compared(state)
         for key in sorted(state.keys() | self._values.keys()):
             unsaved = _LATER.get(key, "nothing")
             saved, now = (values.get(key, unsaved) for values in (state, self._values))
             if saved != now and not key.startswith(tuple(unsaid)):
                 yield key, saved, now
+
+
+def _compared(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that tell runs apart, with the names of files instead of their paths."""
+    compared = {key: value for key, value in values.items() if key not in _NOT_COMPARED}
+    for key in compared.keys() & set(_FILES):
+        compared[key] = json.dumps([Path(path).name for path in json.loads(compared[key])])
+    return compared
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:

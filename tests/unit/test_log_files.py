@@ -32,7 +32,7 @@ from torchrec_2dsp.programs.data.logs import conversion, text
 from torchrec_2dsp.programs.data.logs.conversion import ConvertedFile
 from torchrec_2dsp.programs.data.logs.files import list_files
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
-from torchrec_2dsp.programs.data.logs.text import TextParser
+from torchrec_2dsp.programs.data.logs.text import ColumnKind, FileLayout, LogColumn, TextParser
 
 ROWS = make_rows(40)
 BAD_LINES = {
@@ -99,6 +99,26 @@ def test_too_many_malformed_lines_are_an_error_that_names_them(tmp_path: Path) -
     assert message.startswith("more than malformed_limit=1 lines can't be read; check the columns")
     assert f"{file}:3: 2 values for 4 columns: '1,2'" in message
     assert f"{file}:4: label is b'a', which isn't a number: 'a,3,ann,t1'" in message
+
+
+NUMBERS = ("inf", "-Infinity", " 1.5", "2 ", "+3", "4.", " nan", "9_0", "1.5.", " ", "0x10")
+INTEGERS = (" 5", "6 ", "0x10", "1414368000000000000", "9223372036854775807", "7.0", "inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"), [(ColumnKind.NUMBER, NUMBERS), (ColumnKind.INTEGER, INTEGERS)]
+)
+def test_a_malformed_line_changes_no_other(kind: ColumnKind, values: tuple[str, ...]) -> None:
+    layout = FileLayout(names=(), delimiter=",", quote='"', block_bytes=1, block_rows=1)
+    parser = TextParser(["a"], layout, {"a": LogColumn(kind)})
+    num_readable = 0
+    for value in values:
+        alone = parser.parse(f"{value}\n".encode())
+        beside = parser.parse(f"{value}\nx\n".encode())
+        assert str(beside.table["a"].to_pylist()) == str(alone.table["a"].to_pylist()), value
+        assert beside.reasons == {**alone.reasons, 1: "a is b'x', which isn't a number"}
+        num_readable += alone.table.num_rows
+    assert num_readable == (7 if kind is ColumnKind.NUMBER else 5)
 
 
 def test_malformed_lines_are_held_out_with_their_stand_ins(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ _PATTERNS = {
     ColumnKind.TIME: _NUMBER,
     ColumnKind.LABEL: _NUMBER,
 }
+_BLANKS = " \t"
+"""What pyarrow's parser skips around numbers."""
 _BOM = b"\xef\xbb\xbf"
 _LINE_END, _RETURN = b"\n", b"\r"
 _MAX_LINE_BYTES = 64 * 2**20
@@ -361,15 +363,28 @@ def _numbers(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str
         texts = table[name]
         if column.kind in _PATTERNS:
             texts = _with_nulls(texts)
-            pattern = _PATTERNS[column.kind]
-            is_number = compute.match_substring_regex(texts, pattern).fill_null(True)
-            for row in np.flatnonzero(~np.asarray(is_number)).tolist():
-                unreadable[row] = f"{name} is {texts[row].as_py()!r}, which isn't a number"
-            texts = compute.if_else(is_number, texts, _NO_TEXT).cast(pa.string())
+            pattern, number_type = _PATTERNS[column.kind], COLUMN_TYPES[column.kind]
+            is_usual = compute.match_substring_regex(texts, pattern).fill_null(True)
+            is_number = np.array(is_usual)
+            for row in np.flatnonzero(~is_number).tolist():
+                text = texts[row].as_py()
+                is_number[row] = _is_number(text, number_type)
+                if not is_number[row]:
+                    unreadable[row] = f"{name} is {text!r}, which isn't a number"
+            texts = compute.if_else(pa.array(is_number), texts, _NO_TEXT).cast(pa.string())
             # pyarrow reads a plus sign before numbers, but not before integers.
-            texts = compute.utf8_ltrim(texts, "+").cast(COLUMN_TYPES[column.kind])
+            texts = compute.utf8_ltrim(compute.utf8_trim(texts, _BLANKS), "+").cast(number_type)
         arrays[name] = texts
     return pa.table(arrays), unreadable
+
+
+def _is_number(text: bytes, number_type: pa.DataType) -> bool:
+    """Return whether pyarrow reads an unusual number, such as inf, or one between blanks."""
+    try:
+        pa.scalar(text.decode("utf-8", "replace").strip(_BLANKS)).cast(number_type)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _times(table: pa.Table, columns: Columns) -> tuple[pa.Table, dict[int, str]]:

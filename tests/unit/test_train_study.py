@@ -1,6 +1,7 @@
 """Runs with several seeds: gaps by seed, intervals, the page and the plot."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
-from torchrec_2dsp.programs.study import gaps_to, study_report
+from torchrec_2dsp.programs.study import _curves, gaps_to, study_plot, study_report
 from torchrec_2dsp.programs.train.record import RunRecord, StepsTrained, TrainRecord, joined
 
 NE = {"one_group": [0.80, 0.82, 0.81], "averaged": [0.84, 0.86, 0.82], "scaled": [0.81, 0.83, 0.82]}
@@ -105,9 +106,33 @@ def test_the_page_says_how_runs_were_updated_and_how_much_of_a_gap_is_closed() -
     assert "| 4000.0 |" in study_report(RECORDS[:1], reference="one_group")  # Without interval.
 
 
+def test_runs_may_end_at_different_steps(tmp_path: Path) -> None:
+    runs = list(RECORDS[1].runs)
+    runs[1] = runs[1].model_copy(update={"curve": runs[1].curve[:1]})
+    records = [RECORDS[0], RECORDS[1].model_copy(update={"runs": tuple(runs)})]
+    page = study_report(records, reference="one_group")
+    assert "5,120 to 10,240 samples in 10 to 20 steps, 4 ranks" in page
+    study_plot(records, tmp_path / "gaps.svg", reference="one_group")
+    samples, gaps = _curves(records, "averaged", "one_group")
+    assert samples == [0.00512]
+    assert gaps == [pytest.approx([0.04, 0.04])]
+    assert len(_curves(records, "scaled", "one_group")[0]) == 2
+
+
+def test_runs_without_a_normalized_entropy_are_refused() -> None:
+    runs = [run.model_copy(update={"eval_ne": math.nan}) for run in RECORDS[0].runs]
+    record = RECORDS[0].model_copy(update={"runs": tuple(runs)})
+    with pytest.raises(ConfigError, match=r"^the run 'one_group' with the seeds \(0, 0\) has the"):
+        study_report([record], reference="one_group")
+    fewer = RECORDS[1].model_copy(update={"runs": RECORDS[1].runs[:2]})
+    with pytest.raises(ConfigError, match=r"the seeds \(1, 1\) has no run 'scaled'; train it"):
+        gaps_to([RECORDS[0], fewer], "one_group")
+
+
 @pytest.mark.parametrize(
     ("run", "optimizer"),
     [
+        ({"moment_scale": "expected"}, "row-wise AdaGrad, moment / expected inflation"),
         ({"num_groups": 4}, "row-wise AdaGrad"),
         ({"sync": "WeightSync", "moment_scale": 2.5}, "row-wise AdaGrad, moment / 2.5"),
         ({"sync": "WeightSync", "delayed_moment": True}, "row-wise AdaGrad, delayed moment"),

@@ -3,6 +3,7 @@
 Gaps are between runs with the same seed.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,7 +94,23 @@ def _without_seeds(record: TrainRecord) -> dict[str, object]:
 
 
 def _evaluated(records: Sequence[TrainRecord], name: str) -> list[float]:
-    return [run.eval_ne for record in records for run in record.runs if run.name == name]
+    """Return a run's normalized entropies, by record."""
+    entropies = []
+    for record in records:
+        run = record.find(name)
+        if run is None:
+            raise ConfigError(
+                f"the record with the seeds {record.seeds} has no run {name!r}; train it, or "
+                "leave it out by --only"
+            )
+        if not math.isfinite(run.eval_ne):
+            raise ConfigError(
+                f"the run {name!r} with the seeds {record.seeds} has the normalized entropy "
+                f"{run.eval_ne}, and studies compare it: give finite runs of models that predict "
+                "clicks"
+            )
+        entropies.append(run.eval_ne)
+    return entropies
 
 
 def study_report(
@@ -118,9 +135,14 @@ def study_report(
     gaps = gaps_to(records, reference)
     first = records[0]
     seeds = ", ".join(str(record.seeds) for record in records)
+    batch_size = first.config["loop"]["global_batch_size"]
+    steps = sorted({run.curve[-1].step for record in records for run in record.runs})
+    samples, lengths = (
+        " to ".join(f"{factor * end:,}" for end in dict.fromkeys((steps[0], steps[-1])))
+        for factor in (batch_size, 1)
+    )
     facts = [
-        f"{first.num_samples:,} samples in {first.config['loop']['steps']:,} steps, "
-        f"{first.world_size} ranks",
+        f"{samples} samples in {lengths} steps, {first.world_size} ranks",
         f"Seeds of data and initial weights: {seeds}",
     ]
     if (planted := _planted(records)) is not None:
@@ -176,6 +198,8 @@ def _optimizer(record: TrainRecord, run: RunRecord) -> str:
     if tree.get("delayed_moment"):
         return "row-wise AdaGrad, delayed moment"
     scale, sync = (tree.get(name, fields[name].get_default()) for name in ("moment_scale", "sync"))
+    if scale == "expected":
+        return "row-wise AdaGrad, moment / expected inflation"
     if scale == "from_mesh":
         scale = run.num_groups if sync == WeightSync.__name__ else 1
     return "row-wise AdaGrad" + (f", moment / {scale:g}" if scale != 1 else "")
@@ -219,16 +243,18 @@ def study_plot(records: Sequence[TrainRecord], path: str | Path, *, reference: s
 def _curves(
     records: Sequence[TrainRecord], name: str, reference: str
 ) -> tuple[list[float], list[list[float]]]:
-    """Return the samples in millions, and at each point the gaps by seed."""
+    """Return the samples in millions, and at each point that all reached the gaps by seed."""
     batch_size = records[0].config["loop"]["global_batch_size"]
-    samples: list[float] = []
     by_seed = []
     for record in records:
-        curves = {run.name: run.curve for run in record.runs}
-        samples = [point.step * batch_size / 1e6 for point in curves[name]]
-        pairs = zip(curves[name], curves[reference], strict=True)
-        by_seed.append([point.ne - base.ne for point, base in pairs])
-    return samples, [list(values) for values in zip(*by_seed, strict=True)]
+        own, base = (
+            {point.step: point.ne for run in record.runs if run.name == of for point in run.curve}
+            for of in (name, reference)
+        )
+        by_seed.append({step: own[step] - base[step] for step in own if step in base})
+    steps = [step for step in by_seed[0] if all(step in gaps for gaps in by_seed)]
+    samples = [step * batch_size / 1e6 for step in steps]
+    return samples, [[gaps[step] for gaps in by_seed] for step in steps]
 
 
 def _planted(records: Sequence[TrainRecord]) -> float | None:

@@ -229,12 +229,6 @@ class TrainRecord(JsonFile):
     """The runs, in config order."""
 
     @property
-    def num_samples(self) -> int:
-        """Samples that each run was trained on."""
-        loop = self.config["loop"]
-        return loop["steps"] * loop["global_batch_size"]
-
-    @property
     def seeds(self) -> tuple[int, int]:
         """The seeds for the data and the initial weights."""
         return self.config["data"].get("seed", 0), self.config["model"].get("seed", 0)

@@ -213,8 +213,12 @@ class RunFolder(TrainWatcher):
         self._progress[name] = ProgressFile(folder)
         with writing(folder / "plan.json"):
             serialize.save(planned.plan, folder / "plan.json")
+        explanation = folder / "explanation.txt"
         if planned.explanation:
-            write_whole(folder / "explanation.txt", planned.explanation + "\n")
+            write_whole(explanation, planned.explanation + "\n")
+        else:
+            with writing(explanation):
+                explanation.unlink(missing_ok=True)
 
     def run_resumed(self, name: str, path: Path, step: int) -> None:
         """Keep the earlier progress up to the checkpoint."""

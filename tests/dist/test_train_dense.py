@@ -12,10 +12,13 @@ import pytest
 from tests.support.ranks import RankPool
 from tests.support.train_runs import SEQUENCES, config_with
 from torchrec_2dsp.dense.pipelined import cut_stack
+from torchrec_2dsp.parallel.checkpoint.load import load_weights
 from torchrec_2dsp.programs.bench.config import StockContestant, TwoDContestant
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.dense import PowerSGDConfig
+from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.train import planner
+from torchrec_2dsp.programs.train.config import shape_of
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunResult, TrainWatcher, largest_loss_gap
 
@@ -147,6 +150,32 @@ def test_runs_send_dense_gradients_as_they_say(ranks2: RankPool) -> None:
             zip(by_run[name][0], by_run["ddp"][0], strict=True)
         ):
             assert (abs(loss - expected) < 1e-7) == (step <= NUM_DENSE_STEPS), (name, step)
+
+
+def ends_of_delayed_runs(rank: int, world_size: int, folder: Path) -> list[tuple[Any, ...]]:
+    """Return runs' last evaluations and saved weights, without and with a stop at the last step."""
+    ends = []
+    for every in (5, 4):
+        saved = folder / str(every)
+        config = config_with(
+            TINY_RUNS,
+            runs={"delayed": {"dense": {"kind": "delayed"}}},
+            loop={"eval_every": every},
+            checkpoint={"folder": str(saved), "every": every},
+        )
+        (run,) = train(config).runs
+        model = build_any_model(shape_of(config.data, config.data.dataset()), config.model)
+        load_weights(saved / "delayed" / "last" / "8", model)
+        weights = {name: weight.tolist() for name, weight in model.state_dict().items()}
+        ends.append((run.evaluated, weights))
+    return ends
+
+
+def test_the_last_delayed_gradients_are_evaluated_and_saved(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    for apart, together in ranks2.run(ends_of_delayed_runs, tmp_path):
+        assert together == apart
 
 
 @pytest.mark.parametrize("kind", ["stock", "two_d"])

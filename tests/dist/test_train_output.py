@@ -92,6 +92,8 @@ def one_by_one(rank: int, world_size: int, config: TrainConfig) -> None:
 
 def test_runs_that_are_trained_one_by_one_share_a_folder(ranks2: RankPool, tmp_path: Path) -> None:
     config = in_folder(tmp_path, {"first": {}, "second": {"num_groups": 2}})
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "explanation.txt").write_text("Why an earlier plan was as it was.")
     ranks2.run(one_by_one, config)
     together = load_config(TrainConfig, tmp_path / "config.toml")
     assert together == config
@@ -99,6 +101,7 @@ def test_runs_that_are_trained_one_by_one_share_a_folder(ranks2: RankPool, tmp_p
     assert sorted(run.name for run in record.runs) == ["first", "second"]
     assert record.config == config.model_dump(mode="json")
     assert [bool(part.curve) for part in RunContents.read(tmp_path).runs] == [True, True]
+    assert [part.explanation for part in RunContents.read(tmp_path).runs] == ["", ""]
 
     first = config.only(["first"])
     message = "has the run 'second', which another config or number of ranks trained; use another"
@@ -392,7 +395,9 @@ def refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         for name, run in cases.items()
     }
     no_folder = refusal(rank, world_size, config_with(), profiled=range(1, 3))
-    return messages | {"no folder": no_folder}
+    output, late = {"folder": str(folder / "unprofiled")}, range(300, 311)
+    no_step = refusal(rank, world_size, config_with(output=output), profiled=late)
+    return messages | {"no folder": no_folder, "no step": no_step}
 
 
 def sync_of_a_plan(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:
@@ -423,6 +428,27 @@ def test_files_that_do_not_fit_are_refused_on_all_ranks(
     assert "runs.odd has WeightSync" in first["other sync"]
     assert "let the run say what the plan says" in first["other sync"]
     assert first["no folder"] == "--profile writes to the output folder; set output.folder"
+    late = (
+        "--profile 300:310 begins after the last step of runs.one_group, which is 8; give earlier"
+    )
+    assert first["no step"].startswith(late)
+
+
+def profiled_too_late(rank: int, world_size: int, folder: Path) -> list[tuple[Any, ...]]:
+    """Go on from step 4 and profile earlier steps; return the warnings."""
+    checkpoint, output = {"folder": str(folder / "saved")}, {"folder": str(folder / "output")}
+    for steps in (4, 6):
+        loop = {"steps": steps, "global_batch_size": 32, "eval_steps": 1}
+        config = config_with(loop=loop, checkpoint=checkpoint, output=output)
+        with patch.object(program, "logger") as log:
+            train(config, resume="auto", profiled=range(1, 3))
+    return [call.args for call in log.warning.call_args_list]
+
+
+def test_steps_before_a_resume_are_not_profiled(ranks2: RankPool, tmp_path: Path) -> None:
+    (text, *values), *others = ranks2.run(profiled_too_late, tmp_path)[0]
+    assert text % tuple(values) == "--profile 1:2 traces nothing: one_group begins after step 4"
+    assert not others
 
 
 def test_runs_leave_their_mesh_to_the_planner() -> None:

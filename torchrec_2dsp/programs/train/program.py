@@ -6,6 +6,7 @@ train --> train_run --> RunTrainer: model, optimizers, batches
 ```
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -62,6 +63,8 @@ from torchrec_2dsp.programs.train.steps import (
     middle_steps,
 )
 from torchrec_2dsp.replicas.sync_action import SyncReport
+
+logger = logging.getLogger(__name__)
 
 Stepper = PipelinedSteps | AccumulatedSteps
 """The ways to train a step."""
@@ -129,6 +132,11 @@ def train_run(
 ) -> RunResult:
     """Plan, train and evaluate one run; see `train`."""
     trainer = RunTrainer(config, name, dataset, watchers)
+    if profiled and profiled.start > trainer.planned.num_steps:
+        raise ConfigError(
+            f"--profile {profiled.start}:{profiled[-1]} begins after the last step of runs.{name}, "
+            f"which is {trainer.planned.num_steps}; give earlier steps"
+        )
     # First: watchers begin their files anew, and a start that is refused leaves them as they are.
     path = trainer.resume(resume)
     # A watcher's failure, such as a full disk, is raised on all ranks.
@@ -285,6 +293,12 @@ class RunTrainer:
         """
         folder = self._config.output.folder
         if profiled:
+            if profiled.stop <= self.step + 1 and dist.get_rank(self._world) == 0:
+                first, last = profiled.start, profiled[-1]
+                logger.warning(
+                    "--profile %d:%d traces nothing: %s begins after step %d",
+                    *(first, last, self._name, self.step),
+                )
             file = f"trace_rank{dist.get_rank(self._world)}.json"
             return StepProfiler(profiled, self._device, Path(folder) / self._name / file)
         num_steps = self._config.output.traced_steps if folder else 0
@@ -348,15 +362,22 @@ class RunTrainer:
             for every in (self._recut_every, self._loop.eval_every, self._checkpoints.every)
         )
         is_cut &= self.step < self._loop.steps
+        is_over = self.step >= self.planned.num_steps
         if is_cut or is_evaluated or is_saved:
             profiler.interrupt()
         if is_cut:
             stepper.pause()
             self._move_layers()
+        if is_over:
+            # Evaluated and saved with the last gradients; `run` comes too late for that.
+            stepper.pause()
+            apply_late_gradients(self._model, self._optimizers.whole)
         if is_evaluated:
             stepper.pause()
             self._evaluate()
         if is_saved:
+            if self._is_out_of_patience():
+                apply_late_gradients(self._model, self._optimizers.whole)
             self._count_bytes()
             self._checkpoints.save()
 

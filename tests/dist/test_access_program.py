@@ -27,6 +27,7 @@ from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.access import AccessConfig, AccessResult, count_access
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
 ROWS = make_rows(300)
 
@@ -110,6 +111,10 @@ def test_sequences(ranks2: RankPool, tmp_path: Path) -> None:
     config = AccessConfig(data=InteractionsConfig(files=(str(file),)))
     # The last item of each user is held out.
     assert ranks2.run(sequences_are_counted, config) == [15.0, 15.0]
+    # A sequence model looks up negatives as well.
+    model = SequenceModelConfig(num_negatives=6)
+    with_negatives = config.model_copy(update={"model": model})
+    assert ranks2.run(sequences_are_counted, with_negatives) == [45.0, 45.0]
 
 
 def test_errors_are_those_of_all_ranks(ranks2: RankPool, tmp_path: Path) -> None:

@@ -1,18 +1,31 @@
 """Every kind of model is built from its section, the same on every rank; so is a user's own."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torchrec.distributed.planner.types import Topology
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+import torchrec_2dsp as tdsp
+from tests.support.planning import SHARDERS
 from torchrec_2dsp.dense.thresholded import Thresholded
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.sections import ModelConfig, OptimizerConfig, SplitConfig
+from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
+from torchrec_2dsp.programs.config.sections import (
+    ExchangeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SplitConfig,
+)
 from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
 from torchrec_2dsp.programs.data.negatives import WithNegatives
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig, make_batch
@@ -27,6 +40,7 @@ from torchrec_2dsp.programs.models.kinds import (
 from torchrec_2dsp.programs.models.model import build_model, split_
 from torchrec_2dsp.programs.models.optimizer import plain_dense_optimizer
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
+from torchrec_2dsp.programs.models.planned import pinned, planner_arguments
 from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
 
@@ -35,6 +49,48 @@ DATA = SyntheticConfig(
     features=(SparseFeature(name="user", num_rows=20), SparseFeature(name="item", num_rows=30)),
 )
 NO_MODEL = "a text"
+
+
+class SharedTable(nn.Module):
+    """A model whose table isn't named by a feature, and has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        features = ["user", "item"]
+        table = EmbeddingBagConfig(32, 8, name="both", feature_names=features)
+        self.bags = EmbeddingBagCollection(device=torch.device("meta"), tables=[table])
+
+
+def planned_table(types: list[str], **exchange: Any) -> tdsp.ParameterSharding2D:
+    """Plan the shared table with sharding types, pin an exchange, and return its sharding."""
+    model, topology = SharedTable(), Topology(world_size=2, compute_device="cpu")
+    arguments = planner_arguments(model, DATA, types, topology, 8)
+    mesh, sync = tdsp.Mesh2D(1, 2), tdsp.GradientSync()
+    plan = search_as_torchrec(model, SHARDERS, mesh=mesh, sync=sync, **arguments)
+    plan = pinned(model, plan, ExchangeConfig(**exchange), DATA)
+    ((_, table),) = next(part for _, part in plan.modules()).tables()
+    return table
+
+
+def test_an_own_models_tables_are_planned_by_their_names() -> None:
+    for kind in ("row_wise", "table_wise"):
+        table = planned_table([kind], hot_rows=3)
+        assert table.sharding_type == f"2d_{kind}"
+        lookups: defaultdict[int, float] = defaultdict(float)
+        for feature in DATA.features:
+            zipf, ranks = DATA.distribution(feature), np.arange(1, feature.num_rows + 1)
+            shares = zipf.probability(ranks).tolist()
+            for row, share in zip(zipf.row_of_rank(ranks).tolist(), shares, strict=True):
+                lookups[row] += share
+        assert table.hot_set is not None
+        by_use = sorted(lookups, key=lambda row: -lookups[row])
+        assert table.hot_set.row_ids == tuple(sorted(by_use[:3]))
+
+
+def test_rows_in_8_bits_need_a_type_that_fits() -> None:
+    assert planned_table(["row_wise"], stored_as="int8").stored_as.value == "int8"
+    with pytest.raises(ConfigError, match=r"stored_as='int8' is for tables sharded table_wise, ro"):
+        planned_table(["data_parallel"], stored_as="int8")
 
 
 class OwnModel(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torchrec_2dsp.cost.workload import DenseWork
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.serialize import load
 from torchrec_2dsp.programs.cli.app import app
@@ -74,6 +74,9 @@ def test_a_log_is_planned_from_an_empty_folder(tmp_path: Path) -> None:
     assert "batch 10 per rank" in text
     assert "TorchRec's planner, given the same bandwidths" in text
     assert "--set runs.planned.plan=plan.json --only planned" in text
+    code, text = run("plan", "--output", "plan.json", "--set", "model.dense_layers=[8, 4]")
+    assert code == 0, text
+    assert "--set 'model.dense_layers=[8, 4]' --set runs.planned.plan=plan.json --only" in text
     plan = load("plan.json")
     names = {name for _, part in plan.modules() for name, _ in part.tables()}
     assert names == {"t_user", "t_item"}
@@ -109,6 +112,12 @@ def test_negatives_count_as_the_lookups_that_they_are(monkeypatch: pytest.Monkey
     assert 4 < dense.forward_s / once.forward_s < 10
     assert dense.gradient_bytes == once.gradient_bytes
     assert work.dense is not None
+
+
+def test_the_reserved_memory_is_the_machines() -> None:
+    assert workload_of(source("machines.reserved=0.5", "machines.memory_gib=0.01")).tables
+    with pytest.raises(PlanError, match="memory"):
+        workload_of(source("machines.reserved=0.999", "machines.memory_gib=0.01"))
 
 
 def test_what_a_run_says_is_kept() -> None:

@@ -134,6 +134,7 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
         ("data.features.0.min_ids=2", "data.features.0: min_ids=2 is above max_ids=1"),
         ("data.features=[]", "data: features is empty; describe at least one"),
         ("optimizer.lr=inf", "optimizer.lr=inf: input should be a finite number"),
+        ("loop.timeout_s=inf", "loop.timeout_s=inf: input should be less than or equal to 10000"),
         ("model.dim=6", "model.dim=6: input should be a multiple of 4"),
         ("model.sharding_types=['row']", "sharding type 'row' has no 2D form; use one of data_"),
         ("model.sharding_types=[]", "it is empty; name at least one sharding type"),

@@ -9,18 +9,28 @@ from typing import ClassVar
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.programs.data.dataset import Progress, Split, open_together
+from torchrec_2dsp.programs.config.sections import ModelConfig
+from torchrec_2dsp.programs.data.dataset import BatchShape, Progress, Split, open_together
 from torchrec_2dsp.programs.data.logs.ids import MISSING_ROW, collision_rate, values_behind
 from torchrec_2dsp.programs.data.logs.sections import LoggedData
-from torchrec_2dsp.programs.models.model import bags_of, table_name
+from torchrec_2dsp.programs.data.negatives import WithNegatives
+from torchrec_2dsp.programs.models.kinds import (
+    ModelSection,
+    PlannedModelConfig,
+    TrainedModelConfig,
+    build_any_model,
+    dataset_for,
+)
+from torchrec_2dsp.programs.models.model import bags_of, tables_of
 
 
 class AccessConfig(BaseModel):
-    """The section ``[data]`` of a training config; its other sections are ignored.
+    """The sections ``[data]`` and ``[model]`` of a training config; others are ignored.
 
     Example:
         >>> from torchrec_2dsp.programs.access import AccessConfig
@@ -36,6 +46,9 @@ class AccessConfig(BaseModel):
 
     data: LoggedData
     """The log."""
+
+    model: TrainedModelConfig = PlannedModelConfig()
+    """The model, whose tables are counted; a DLRM has one for each feature."""
 
 
 _COUNTED_DIM = 4
@@ -80,7 +93,7 @@ class AccessResult:
     """The number of malformed rows among them."""
 
     tables: tuple[TableReport, ...]
-    """A summary per table, in feature order."""
+    """A summary per table, in the model's order."""
 
 
 def count_access(
@@ -103,18 +116,21 @@ def count_access(
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     data = open_together(config.data, group, progress)
-    tables = bags_of(data.features, _COUNTED_DIM, "meta").embedding_bag_configs()
+    tables, dataset = _tables(config.model, data), dataset_for(config.model, data)
     counter = RowCounter(tables)
-    num_rows, total = 0, data.num_rows(Split.TRAIN) / world_size
+    num_rows, num_all = 0, data.num_rows(Split.TRAIN)
     with (
         agreeing(group),
         data.samples_once(Split.TRAIN, rank=rank, world_size=world_size) as batches,
     ):
         for batch in batches:
+            if isinstance(dataset, WithNegatives):
+                # Any numbers do that no other sample has.
+                batch = dataset.with_negatives(batch, Split.TRAIN, rank * num_all + num_rows)
             counter.update(batch.sparse_features)
             num_rows += batch.labels.numel()
             if progress is not None:
-                progress("counting rows", num_rows, round(total))
+                progress("counting rows", num_rows, round(num_all / world_size))
     stats = counter.gather(group)
     numbers: list[tuple[int, int]] = [(0, 0)] * world_size
     dist.all_gather_object(numbers, (num_rows, len(data.malformed)), group=group)
@@ -124,10 +140,17 @@ def count_access(
         num_samples=sum(rows for rows, _ in numbers),
         num_malformed=sum(malformed for _, malformed in numbers),
         tables=tuple(
-            _report(stats, table_name(feature.name), feature.name in hashed)
-            for feature in data.features
+            _report(stats, table.name, not hashed.isdisjoint(table.feature_names))
+            for table in tables
         ),
     )
+
+
+def _tables(model: ModelSection, data: BatchShape) -> list[BaseEmbeddingConfig]:
+    """List a model's tables; those of a DLRM need no model, and so no dense features."""
+    if isinstance(model, ModelConfig):
+        return [*bags_of(data.features, _COUNTED_DIM, "meta").embedding_bag_configs()]
+    return tables_of(build_any_model(data, model, tables_device="meta"))
 
 
 def _hashed_features(config: AccessConfig) -> frozenset[str]:

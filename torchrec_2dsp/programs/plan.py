@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 from torchrec.distributed.types import ModuleSharder
 
@@ -42,7 +41,7 @@ from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.kinds import dataset_for, transformer_of
 from torchrec_2dsp.programs.models.model import build_model, table_name
 from torchrec_2dsp.programs.models.optimizer import STATE_PER_WEIGHT
-from torchrec_2dsp.programs.models.planned import StockSequenceSharder, true_access
+from torchrec_2dsp.programs.models.planned import ReservedShare, StockSequenceSharder, true_access
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
 from torchrec_2dsp.programs.train.planner import access_of, planner_by_cost
 from torchrec_2dsp.programs.train.sharded import make_model, make_sharders
@@ -138,7 +137,7 @@ def torchrec_cost(setting: CostSetting, model: nn.Module, topology: Topology) ->
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=setting.workload.batch_size,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
+        storage_reservation=ReservedShare(0.0),
         constraints=constraints,
         debug=False,
     )
@@ -223,7 +222,7 @@ def to_plan(
             raise ConfigError(f"{name} is a config for plan, which has no runs; leave {run!r} out")
         return load_config(PlanConfig, name, overrides)
     of_machines = [text for text in overrides if text.startswith(_MACHINES)]
-    config = load_config(TrainConfig, name, [text for text in overrides if text not in of_machines])
+    config = load_config(TrainConfig, name, of_training(overrides))
     chosen, section = _chosen_run(config, run)
     machines = _machines(name, of_machines, [section, *config.runs.values()])
     # As if the run named it: what it leaves out is chosen.
@@ -243,6 +242,11 @@ def to_plan(
 
 
 _MACHINES = "machines."
+
+
+def of_training(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a training program's config, without those of the machines."""
+    return [text for text in overrides if not text.startswith(_MACHINES)]
 
 
 def _chosen_run(config: TrainConfig, name: str) -> tuple[str, RunConfig]:
@@ -303,7 +307,16 @@ def _planning_of_run(source: RunToPlan, calibration: Calibration, topology: Topo
     config.check_world(world_size)
     ((name, run),) = config.runs.items()
     model = make_model(config, run, shape)
-    planner = planner_by_cost(config, name, shape, model, topology, calibration, source.access)
+    planner = planner_by_cost(
+        config,
+        name,
+        shape,
+        model,
+        topology,
+        calibration,
+        source.access,
+        reserved=source.machines.reserved,
+    )
     transformer, dense = transformer_of(config.model), None
     if transformer is not None and calibration.kernels.matmul is not None:
         state = STATE_PER_WEIGHT[config.optimizer.dense_optimizer]
@@ -332,7 +345,7 @@ def _planning_of_config(
     planner = Planner2D(
         topology=topology,
         batch_size=config.batch_size,
-        storage_reservation=FixedPercentageStorageReservation(config.machines.reserved),
+        storage_reservation=ReservedShare(config.machines.reserved),
         constraints=constraints,
         mesh=_mesh(config),
         sync=config.replicas.sync_config,

@@ -211,7 +211,7 @@ def _stock(
     codecs = _codecs(contestant.qcomms, device)
     sharders = stock_sharders(config.optimizer, bags, qcomm_codecs_registry=codecs)
     planner = EmbeddingShardingPlanner(
-        **_planner_arguments(config, contestant, speeds), stats=NoopEmbeddingStats()
+        **_planner_arguments(config, contestant, model, speeds), stats=NoopEmbeddingStats()
     )
     return DistributedModelParallel(
         model,
@@ -259,7 +259,7 @@ def _two_d(
             sharders=sharders,
             data_parallel_wrapper=wrapper,
         )
-    arguments = _planner_arguments(config, contestant, speeds)
+    arguments = _planner_arguments(config, contestant, model, speeds)
     if contestant.by_cost:
         planner = Planner2D(
             **arguments,
@@ -302,13 +302,12 @@ def _first_batch(config: BenchConfig) -> Batch:
 
 
 def _planner_arguments(
-    config: BenchConfig, contestant: PlannedContestant, speeds: LinkSpeeds
+    config: BenchConfig, contestant: PlannedContestant, model: nn.Module, speeds: LinkSpeeds
 ) -> dict[str, Any]:
     """Return the arguments that TorchRec's planner and ours share."""
     topology = planner_topology(config, contestant.bandwidths, speeds)
-    return planner_arguments(
-        shape_of(config.data), contestant.sharding_types, topology, config.schedule.batch_size
-    )
+    data, batch_size = shape_of(config.data), config.schedule.batch_size
+    return planner_arguments(model, data, contestant.sharding_types, topology, batch_size)
 
 
 def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -> Topology:

@@ -1,11 +1,13 @@
 """`plan` and `simulate`: what would be trained how, on machines that needn't be there."""
 
 from pathlib import Path
+from shlex import quote
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from torchrec_2dsp.programs.cli.console import (
     ReadingProgress,
@@ -78,7 +80,7 @@ def plan(
     """
     from torchrec_2dsp.plan.serialize import save
     from torchrec_2dsp.programs.launch import quiet_upstream
-    from torchrec_2dsp.programs.plan import OPEN_RUN, planning, to_plan
+    from torchrec_2dsp.programs.plan import OPEN_RUN, of_training, planning, to_plan
     from torchrec_2dsp.report.page import graph_objects
 
     quiet_upstream()
@@ -106,8 +108,10 @@ def plan(
         if written is not None:
             console.print(f"wrote {written}", soft_wrap=True)
     if output is not None and work.title:
-        how = f"train --config {config} --set runs.{OPEN_RUN}.plan={output} --only {OPEN_RUN}"
-        console.print(f"to train by it: {how}", soft_wrap=True, highlight=False)
+        values = [*of_training(changes), f"runs.{OPEN_RUN}.plan={output}"]
+        sets = " ".join(f"--set {quote(value)}" for value in values)
+        how = f"train --config {quote(config)} {sets} --only {OPEN_RUN}"
+        console.print(Text(f"to train by it: {how}"), soft_wrap=True)
 
 
 def _with_machines(

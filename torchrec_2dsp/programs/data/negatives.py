@@ -149,9 +149,10 @@ class WithNegatives:
         )
         share = global_batch_size // world_size
         for number, batch in zip(count(start), batches, strict=False):
-            yield self._with_negatives(batch, split, number * global_batch_size + rank * share)
+            yield self.with_negatives(batch, split, number * global_batch_size + rank * share)
 
-    def _with_negatives(self, batch: Batch, split: Split, first_sample: int) -> Batch:
+    def with_negatives(self, batch: Batch, split: Split, first_sample: int) -> Batch:
+        """Return a batch with the negatives of its samples, numbered from ``first_sample`` on."""
         sparse = batch.sparse_features
         samples, num_negatives = first_sample + np.arange(sparse.stride()), self._counts[split]
         seed = (self._seed + _SEED_OFFSET) * len(Split) + split.value

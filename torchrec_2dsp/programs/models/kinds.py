@@ -1,14 +1,17 @@
 """All kinds of models that a config may name: how each is built, fed and evaluated."""
 
+from typing import Annotated
+
 import torch
 from torch import nn
 
 from torchrec_2dsp.cost.dense import Transformer
+from torchrec_2dsp.programs.config.section import Kinds
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.data.negatives import WithNegatives, feature_of
 from torchrec_2dsp.programs.models.dense import Layered
-from torchrec_2dsp.programs.models.model import build_model
+from torchrec_2dsp.programs.models.model import PlannedSection, build_model
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig, build_own_model
 from torchrec_2dsp.programs.models.ranking import RankingConfig
 from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
@@ -18,6 +21,16 @@ from torchrec_2dsp.programs.models.sequence_layers import (
 )
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
 from torchrec_2dsp.shard.initial_tables import draw_whole_tables_
+
+
+class PlannedModelConfig(ModelConfig, PlannedSection):
+    """TorchRec's DLRM or DCN, with planner options."""
+
+
+TrainedModelConfig = Annotated[
+    PlannedModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig, Kinds()
+]
+"""The section ``[model]`` of a training program's config."""
 
 ModelSection = ModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig
 """The section ``[model]`` of a config, told apart by its `kind`."""

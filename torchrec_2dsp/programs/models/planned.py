@@ -17,6 +17,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_2dsp.access.stats import AccessStats
@@ -43,28 +44,58 @@ from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
 from torchrec_2dsp.programs.config.sections import ExchangeConfig, OptimizerConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
-from torchrec_2dsp.programs.models.model import table_name
+from torchrec_2dsp.programs.models.model import table_name, tables_of
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_
 
-_RESERVATION = 0.15
+RESERVED = 0.15
 """The share of memory that isn't for tables."""
 
 
+class ReservedShare(FixedPercentageStorageReservation):
+    """Keeps a share of each rank's memory from the tables, also on CPUs, where TorchRec's doesn't.
+
+    Example:
+        >>> from torch import nn
+        >>> from torchrec.distributed.planner.types import Topology
+        >>> from torchrec_2dsp.programs.models.planned import ReservedShare
+        >>> cpus = Topology(world_size=1, compute_device="cpu", ddr_cap=1000)
+        >>> reserved = ReservedShare(0.25).reserve(cpus, 8, nn.Module(), [])
+        >>> reserved.devices[0].storage.ddr
+        750
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__(share)
+        self._share = share
+
+    def reserve(self, topology: Topology, *arguments: Any, **named: Any) -> Topology:
+        """Copy the topology, with the memory that tables get."""
+        reserved = super().reserve(topology, *arguments, **named)
+        for device in reserved.devices if topology.compute_device == "cpu" else ():
+            device.storage.ddr = int((1 - self._share) * device.storage.ddr)
+        return reserved
+
+
 def planner_arguments(
-    data: BatchShape, sharding_types: Sequence[str], topology: Topology, batch_size: int
+    model: nn.Module,
+    data: BatchShape,
+    sharding_types: Sequence[str],
+    topology: Topology,
+    batch_size: int,
 ) -> dict[str, Any]:
     """Return the arguments that TorchRec's planner and this package's both take."""
+    mean_ids = {feature.name: feature.mean_ids for feature in data.features}
     return {
         "topology": topology,
         "batch_size": batch_size,
         "constraints": {
-            table_name(feature.name): ParameterConstraints(
+            table.name: ParameterConstraints(
                 sharding_types=list(sharding_types) or None,
-                pooling_factors=[feature.mean_ids],
+                pooling_factors=[mean_ids.get(name, 1.0) for name in table.feature_names],
             )
-            for feature in data.features
+            for table in tables_of(model)
         },
-        "storage_reservation": FixedPercentageStorageReservation(_RESERVATION),
+        "storage_reservation": ReservedShare(RESERVED),
     }
 
 
@@ -98,14 +129,18 @@ def pinned_plan(
         lambda: search_as_torchrec(model, sharders, mesh=mesh, sync=sync, **arguments),
         world_group(),
     )
-    return pinned(plan, pins, data, access)
+    return pinned(model, plan, pins, data, access)
 
 
 _DATA_PARALLEL = ShardingType2D.DATA_PARALLEL.base.value
 
 
 def pinned(
-    plan: Plan2D, config: ExchangeConfig, data: BatchShape, access: AccessStats | None = None
+    model: nn.Module,
+    plan: Plan2D,
+    config: ExchangeConfig,
+    data: BatchShape,
+    access: AccessStats | None = None,
 ) -> Plan2D:
     """Pin a config's exchange and pipeline in a plan, as far as its sharding types allow."""
     if config.prefetch_rows and config.exchange not in ROW_EXCHANGES:
@@ -130,30 +165,47 @@ def pinned(
             owners=config.owners,
             transport=config.row_transport if travels else None,
         )
-    for name in types if config.stored_as is not RowStorage.PLAIN else ():
-        if ShardingType(types[name]) in IN_8_BITS:
+    if config.stored_as is not RowStorage.PLAIN:
+        whole_rows = [name for name, kind in types.items() if ShardingType(kind) in IN_8_BITS]
+        if not whole_rows:
+            kinds = ", ".join(kind.value for kind in IN_8_BITS)
+            raise ConfigError(
+                f"stored_as={config.stored_as.value!r} is for tables sharded {kinds}, and the plan "
+                "has none: set sharding_types"
+            )
+        for name in whole_rows:
             plan = pin(plan, name, stored_as=config.stored_as)
-    for feature in data.features if config.hot_rows else ():
-        name = table_name(feature.name)
-        if types.get(name, _DATA_PARALLEL) == _DATA_PARALLEL:
-            continue  # The model has no such table, or all its rows are on every rank already.
-        plan = pin(plan, name, hot_rows=_hottest(feature, config.hot_rows, data, access))
+    for table in tables_of(model) if config.hot_rows else ():
+        if types.get(table.name, _DATA_PARALLEL) == _DATA_PARALLEL:
+            continue  # It isn't sharded, or all its rows are on every rank already.
+        hot_rows = _hottest(table, config.hot_rows, data, access)
+        plan = pin(plan, table.name, hot_rows=hot_rows)
     pipeline = Pipeline.ROW_PREFETCH if config.prefetch_rows else Pipeline.SPARSE_DIST
     return replace(plan, pipeline=pipeline)
 
 
 def _hottest(
-    feature: Any, num_rows: int, data: BatchShape, access: AccessStats | None
+    table: BaseEmbeddingConfig, num_rows: int, data: BatchShape, access: AccessStats | None
 ) -> list[int]:
     """Return a table's most used rows."""
     if access is not None:
-        return access[table_name(feature.name)].rows[:num_rows].tolist()
-    if not isinstance(data, SyntheticConfig):
+        return access[table.name].rows[:num_rows].tolist()
+    rows, lookups = [], []
+    if isinstance(data, SyntheticConfig):
+        for feature in (part for part in data.features if part.name in table.feature_names):
+            # A row that isn't among a feature's hottest has few lookups of it.
+            zipf = data.distribution(feature)
+            ranks = np.arange(1, min(num_rows, feature.num_rows) + 1)
+            rows.append(zipf.row_of_rank(ranks))
+            lookups.append(feature.mean_ids * zipf.probability(ranks))
+    if not rows:
         raise ConfigError(
-            f"hot_rows={num_rows} needs to know which rows are used most; give access statistics"
+            f"hot_rows={num_rows} needs to know which rows of table {table.name!r} are used most; "
+            "give access statistics"
         )
-    ranks = np.arange(1, min(num_rows, feature.num_rows) + 1)
-    return data.distribution(feature).row_of_rank(ranks).tolist()
+    used, places = np.unique(np.concatenate(rows), return_inverse=True)
+    by_use = np.argsort(-np.bincount(places, np.concatenate(lookups)), kind="stable")
+    return used[by_use[:num_rows]].tolist()
 
 
 _LOG_LENGTH = 1e9

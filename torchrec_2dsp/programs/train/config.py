@@ -19,7 +19,6 @@ from torchrec_2dsp.programs.config.dense import (
 from torchrec_2dsp.programs.config.section import Kinds, Section
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
-    ModelConfig,
     ReplicationConfig,
     ScheduledOptimizerConfig,
     SplitConfig,
@@ -35,8 +34,8 @@ from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 from torchrec_2dsp.programs.data.logs.table_data import TableData
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
-from torchrec_2dsp.programs.models.kinds import metrics_of
-from torchrec_2dsp.programs.models.model import PlannedSection, ShardingTypes, table_name
+from torchrec_2dsp.programs.models.kinds import PlannedModelConfig, TrainedModelConfig, metrics_of
+from torchrec_2dsp.programs.models.model import ShardingTypes, table_name
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
@@ -84,7 +83,7 @@ class LoopConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """The device on which each rank computes."""
 
-    timeout_s: float = Field(default=1800, gt=0)
+    timeout_s: float = Field(default=1800, gt=0, le=1e9)
     """Seconds that a rank may keep the others waiting before all give up and name it. Work on a
     single rank, such as building a vocabulary, has to finish in time."""
 
@@ -161,10 +160,6 @@ class OutputConfig(Section):
         return self
 
 
-class PlannedModelConfig(ModelConfig, PlannedSection):
-    """TorchRec's DLRM or DCN, with planner options."""
-
-
 DataConfig = Annotated[
     SyntheticConfig
     | SyntheticSequencesConfig
@@ -175,11 +170,6 @@ DataConfig = Annotated[
     Kinds(),
 ]
 """The section ``[data]``: each kind has a method ``dataset()`` that builds the `Dataset`."""
-
-TrainedModelConfig = Annotated[
-    PlannedModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig, Kinds()
-]
-"""The section ``[model]``."""
 
 _ENDLESS = ("synthetic", "synthetic_sequences")
 """Data kinds whose batches never end."""

@@ -24,7 +24,12 @@ from torchrec_2dsp.programs.data.dataset import (
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.kinds import transformer_of
 from torchrec_2dsp.programs.models.model import tables_of
-from torchrec_2dsp.programs.models.planned import planner_arguments, true_access
+from torchrec_2dsp.programs.models.planned import (
+    RESERVED,
+    ReservedShare,
+    planner_arguments,
+    true_access,
+)
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
 
 _COUNTED_IDS, _COUNTED_BATCHES = 2**21, 8
@@ -34,10 +39,11 @@ _EXACT_ROWS = 2**22
 
 
 def arguments_of(
-    config: TrainConfig, run: RunConfig, shape: BatchShape, topology: Topology
+    config: TrainConfig, run: RunConfig, shape: BatchShape, model: nn.Module, topology: Topology
 ) -> dict[str, Any]:
     """Return the arguments that TorchRec's planner and this package's share."""
     return planner_arguments(
+        model,
         shape,
         run.sharding_types or config.model.sharding_types,
         topology,
@@ -53,6 +59,8 @@ def planner_by_cost(
     topology: Topology,
     calibration: Calibration,
     access: AccessStats | None,
+    *,
+    reserved: float = RESERVED,
 ) -> Planner2D:
     """Build the planner for a run on calibrated machines, which needn't be there.
 
@@ -64,17 +72,22 @@ def planner_by_cost(
         topology: the calibration's, for the ranks that train.
         calibration: the machines.
         access: row frequencies; `None` on ranks that don't search.
+        reserved: the share of memory that isn't for tables.
     """
     run = config.runs[name]
-    arguments = arguments_of(config, run, shape, topology)
+    arguments = arguments_of(config, run, shape, model, topology)
+    arguments["storage_reservation"] = ReservedShare(reserved)
     batch_size, types = arguments["batch_size"], run.sharding_types or config.model.sharding_types
-    # What was counted here knows better how many ids a sample has.
+    # Counts know better how many ids a sample has, and alone if the data lacks a feature.
     is_counted = access is not None and not run.access
-    by_features = {} if is_counted else arguments["constraints"]
+    described = set() if is_counted else {feature.name for feature in shape.features}
+    by_features = arguments["constraints"]
     arguments["constraints"] = constraints = {
         table.name: ParameterConstraints2D(
             sharding_types=list(types),
-            pooling_factors=getattr(by_features.get(table.name), "pooling_factors", [1.0]),
+            pooling_factors=by_features[table.name].pooling_factors
+            if described.issuperset(table.feature_names)
+            else [1.0],
             exchange=[run.exchange] if run.exchange is not Exchange.POOLED else None,
             transport=[run.row_transport] if run.row_transport is not Transport.FP32 else None,
             stored_as=run.stored_as,

@@ -104,7 +104,7 @@ def sharded_model(
     num_steps = _num_steps(config, dataset)
     if run.stock:
         sharders = stock_sharders(config.optimizer)
-        arguments = arguments_of(config, RunConfig(), shape, _topology(config))
+        arguments = arguments_of(config, RunConfig(), shape, model, _topology(config))
         plan = _stock_plan(model, sharders, arguments)
         parallel_model = _stock_model(model, plan, sharders, device, seed=config.model.seed)
         return parallel_model, PlannedRun(plan, tables, num_steps)
@@ -193,7 +193,7 @@ def _plan_run(
         if run.plan:
             return _plan_of_file(name, run, world_size), ""
         topology = _topology(config, calibration)
-        arguments = arguments_of(config, run, shape, topology)
+        arguments = arguments_of(config, run, shape, model, topology)
         mesh, sync = config.mesh(name, world_size), run.sync_config
         if calibration is not None:
             # Only rank 0 searches.

@@ -61,6 +61,15 @@ def test_the_closing_table_fits_a_log_file() -> None:
     assert "1,260.0  1,290.0  1,390.0  1.28 [1.26, 1.28]" in text
 
 
+def test_a_name_has_the_room_of_a_column_without_figures() -> None:
+    named = {"parallelized_any": {"kind": "parallelized"}}
+    steps_ms = STEPS_MS | {"parallelized_any": [100.0] * 7}
+    contestants = named | CONTESTANTS
+    text = printed(bench_result(contestants=contestants, steps_ms=steps_ms, failed=FAILED))
+    assert "parallelized_any  " in text
+    assert "of\nceiling" not in text
+
+
 def test_the_closing_table_says_what_it_compares_with_and_who_failed() -> None:
     text = " ".join(printed(bench_result(failed=FAILED)).split())
 

@@ -74,7 +74,8 @@ def test_contestants_of_earlier_results_may_have_dealt_their_samples(tmp_path: P
     sections = tree["setting"]["config"]["contestants"]
     for section in sections.values():
         section |= {} if section["kind"] == "ceiling" else {"balance": None}
-        section |= {"moment_rho": 0.01} if section["kind"] == "two_d" else {}
+        former = {"moment_scale": "expected", "moment_rho": 0.01}
+        section |= former if section["kind"] == "two_d" else {}
     for contestant in tree["contestants"]:
         contestant["dealt"] = None
     sections["stock_duplex"]["balance"] = {"cost": {"linear": 1.0, "quadratic": 0.0}}

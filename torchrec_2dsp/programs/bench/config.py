@@ -69,7 +69,7 @@ class ScheduleConfig(Section):
     traced_steps: int = Field(default=4, ge=1)
     """Steps in the traced block, whose times only count for the split by phase."""
 
-    deadline_s: float = Field(default=180.0, gt=0)
+    deadline_s: float = Field(default=180.0, gt=0, le=1e9)
     """Seconds without an answer to "build", "trace" or a block after which a contestant is out."""
 
     seed: int = Field(default=0, ge=0)

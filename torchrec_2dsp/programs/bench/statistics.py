@@ -179,7 +179,12 @@ def config_of(result: BenchResult) -> "BenchConfig":
 
     tree = result.setting.config
     contestants = {
-        name: {key: value for key, value in section.items() if key != DEALT_KEY}
+        name: {
+            key: value
+            for key, value in section.items()
+            # What earlier versions had; figures that depend on it are in the result.
+            if key != DEALT_KEY and (key, value) != ("moment_scale", "expected")
+        }
         for name, section in tree["contestants"].items()
     }
     source = f"the config in {result.setting.title!r}"

@@ -120,7 +120,8 @@ def _gap(figures: ContestantSummary, result: BenchResult, field: str, form: str)
 def closing_table(result: BenchResult, summary: Summary) -> Table:
     """Show the figures that fit into 80 columns, which is what a log file gets."""
     is_counted = counts_link(summary)
-    headings = ("x best stock\n[low, high]", "of\nceiling", "MB/\nstep", "NE\ngap")
+    of_ceiling = ("of\nceiling",) if summary.ceiling else ()
+    headings = ("x best stock\n[low, high]", *of_ceiling, "MB/\nstep", "NE\ngap")
     rows = [
         [
             name,
@@ -128,7 +129,7 @@ def closing_table(result: BenchResult, summary: Summary) -> Table:
             ms(figures.step.median_s),
             ms(figures.step.max_s),
             str(figures.over_best_stock or MISSING),
-            _percent(figures.share_of_ceiling),
+            *(_percent(figures.share_of_ceiling) for _ in of_ceiling),
             _megabytes(figures.link_bytes if is_counted else figures.sent_bytes),
             _gap(figures, result, "ne_gap", "+.3%").replace("reference", MISSING),
         ]

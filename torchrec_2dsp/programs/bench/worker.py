@@ -176,6 +176,9 @@ class Worker:
         start = time.perf_counter()
         for _ in range(num_steps):
             self._step()
+        if self._config.schedule.device == "cuda":
+            # A GPU computes behind the calls.
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         # The next batch's ids may still be in flight, during another contestant's turn.
         dist.barrier(world_group())

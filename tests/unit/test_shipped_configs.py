@@ -97,9 +97,10 @@ def test_a_path_stays_a_path() -> None:
 
 @pytest.mark.parametrize("name", ["dmo", "", "elsewhere/demo", "../pyproject", "/runs/demo"])
 def test_an_unknown_name_lists_those_that_ship(name: str) -> None:
-    text = f"{name!r} is no file, and no config of that name ships with the package; use a path, or"
+    hint = "did you mean 'demo'? Otherwise " if name == "dmo" else ""
+    text = f"{name!r} is no file, and no config of that name ships with the package; {hint}"
     runs = ", ".join(sorted(path.stem for path in (CONFIGS / "runs").glob("*.toml")))
-    with pytest.raises(ConfigError, match=re.escape(f"{text} one of {runs}") + "$"):
+    with pytest.raises(ConfigError, match=re.escape(f"{text}use a path, or one of {runs}") + "$"):
         find_config(name)
 
 

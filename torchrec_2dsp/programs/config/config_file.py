@@ -47,7 +47,7 @@ def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "
         beside: the folder that paths are relative to; by default the process's own.
 
     Raises:
-        ConfigError: there is neither; the text lists the folder's names.
+        ConfigError: there is neither; the text has the closest of the folder's names, and all.
 
     Example:
         >>> from torchrec_2dsp.programs.config.config_file import find_config
@@ -61,9 +61,12 @@ def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "
         return shipped
     if path.is_file():
         return path
+    shipped = shipped_configs(folder)
+    closest = get_close_matches(str(name), shipped, n=1)
+    hint = f"did you mean {closest[0]!r}? Otherwise " if closest else ""
     raise ConfigError(
-        f"{str(name)!r} is no file, and no config of that name ships with the package; use a "
-        f"path, or one of {', '.join(shipped_configs(folder))}"
+        f"{str(name)!r} is no file, and no config of that name ships with the package; {hint}"
+        f"use a path, or one of {', '.join(shipped)}"
     )
 
 

@@ -20,7 +20,6 @@ from torchrec_2dsp.programs.bench.contestants import build_trainer
 from torchrec_2dsp.programs.bench.page import markdown_report
 from torchrec_2dsp.programs.bench.replay import Mode, ReplayGroup, replay_backend
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, Outcome
-from torchrec_2dsp.programs.bench.worker import Feed
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.synthetic import make_batch
 
@@ -285,30 +284,20 @@ DENSE_CONFIG = make_config(
 )
 
 
-def built_and_trained(rank: int, world_size: int) -> dict[str, tuple[str, list[float]]]:
-    """Return the plan of each contestant's dense part, and its losses."""
-    reports = {}
-    for name, contestant in DENSE_CONFIG.planned.items():
-        trainer = build_trainer(DENSE_CONFIG, contestant, Mesh2D(1, world_size), NO_LINKS)
-        feed = Feed(DENSE_CONFIG, rank=rank, world_size=world_size, cycle=0)
-        feed.prepare(5)
-        losses = []
-        for _ in range(3):
-            loss = trainer.pipeline.progress(feed)[0].detach()
-            dist.all_reduce(loss)
-            losses.append(float(loss))
-        reports[name] = trainer.dense_plan, losses
-    return reports
+def dense_plans(rank: int, world_size: int) -> list[str]:
+    """Return the plan of each contestant's dense part."""
+    mesh = Mesh2D(1, world_size)
+    return [
+        build_trainer(DENSE_CONFIG, contestant, mesh, NO_LINKS).dense_plan
+        for contestant in DENSE_CONFIG.planned.values()
+    ]
 
 
 @pytest.mark.dealt_suite
-def test_a_planned_dense_part_is_named_and_trains_the_same(ranks2: RankPool) -> None:
-    first, second = ranks2.run(built_and_trained)
+def test_a_planned_dense_part_is_named(ranks2: RankPool) -> None:
+    first, second = ranks2.run(dense_plans)
     assert first == second
-    (no_plan, expected), (plan, losses) = first["ddp"], first["planned"]
-    assert no_plan == ""
-    assert plan
-    assert losses == pytest.approx(expected, abs=2e-6)
+    assert [bool(plan) for plan in first] == [False, True]
 
 
 def test_the_report_names_it() -> None:

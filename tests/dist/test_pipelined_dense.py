@@ -1,5 +1,7 @@
 """Pipelined layers against the unsharded model, and what their steps send, measure and clip."""
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -162,6 +164,61 @@ def evaluate(rank: int, world_size: int) -> tuple[float, ...]:
 def test_without_gradients_ranks_get_their_own_outputs(ranks4: RankPool) -> None:
     for gaps in ranks4.run(evaluate):
         assert max(gaps, default=0.0) < ROUNDING
+
+
+def under_autocast(rank: int, world_size: int, options: dict[str, Any]) -> list[float]:
+    """Return gaps to the uncut layers with and without autocast in turn, for equal inputs."""
+    cell, gaps = PipelineCell(options), []
+    whole = stack_model(cell.cell.spec).stack
+    given = torch.rand(7, WIDTH), torch.rand(7), torch.rand(7, 8)
+    with pipelined(cell.cell, cell.wrapper()) as (model, _):
+        (stack,) = [part for part in model.modules() if isinstance(part, tdsp.LayerStack)]
+        for is_enabled in (False, True, False):
+            with torch.autocast("cpu", enabled=is_enabled):
+                losses, expected = stack(*given), whole(*given)
+                with torch.no_grad():
+                    outputs, reference = stack(given[0]), whole(given[0])
+            losses.mean().backward()
+            assert losses.dtype == expected.dtype
+            assert outputs.dtype == reference.dtype
+            gaps += [relative_gap(losses.tolist(), expected.tolist())]
+            gaps += [(outputs - reference).abs().max().item()]
+    return gaps
+
+
+@pytest.mark.parametrize("options", [TWO_RANKS[0], FOUR_RANKS[4]], ids=["1F1B", "zero bubble"])
+def test_autocast_may_change_between_calls(ranks4: RankPool, options: dict[str, Any]) -> None:
+    for before, outputs_before, *rounded_gaps, after, outputs_after in ranks4.run(
+        under_autocast, options
+    ):
+        assert max(before, outputs_before, after, outputs_after) < ROUNDING
+        assert max(rounded_gaps) < 2**-5  # bf16 has 8 bits, and goes through eight layers.
+
+
+def freed(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    """Name what a step leaves behind without Python's search for cycles."""
+    cell = PipelineCell(options)
+    alive = []
+    with pipelined(cell.cell, cell.wrapper()) as (model, _):
+        gc.disable()
+        try:
+            losses = model(batch_for(cell, 0, 0, rank))
+            losses.mean().backward()
+            with pytest.raises(RuntimeError, match="a second time"):
+                losses.mean().backward()
+            references = {"trained": weakref.ref(losses)}
+            losses = model(batch_for(cell, 1, 0, rank))
+            references["not trained"] = weakref.ref(losses)
+            del losses
+            alive = [name for name, reference in references.items() if reference() is not None]
+        finally:
+            gc.enable()
+    return alive
+
+
+@pytest.mark.parametrize("options", [TWO_RANKS[0], SHARED[0]], ids=["copies", "shares"])
+def test_a_step_leaves_nothing_behind(ranks4: RankPool, options: dict[str, Any]) -> None:
+    assert ranks4.run(freed, options) == [[]] * 4
 
 
 def step_collectives(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, int]:

@@ -157,6 +157,7 @@ def called_wrongly(rank: int, world_size: int) -> list[str]:
     """Return the errors for invalid calls; the stack works after each."""
     stack, wrapper = stack_of(cell_of(world_size), nn.Identity())
     inputs, targets = torch.ones(3, 4, requires_grad=True), torch.ones(3, 4)
+    features = torch.ones(3, 4)
     is_first = rank % 2 == 0
 
     def backward(factor: float) -> None:
@@ -165,13 +166,22 @@ def called_wrongly(rank: int, world_size: int) -> list[str]:
     def uneven() -> None:
         stack(inputs, targets)[: 2 + is_first].sum().backward()
 
+    def in_two_types() -> None:
+        with torch.autocast("cpu", enabled=is_first):
+            stack(inputs, targets)
+
     answers = [
         error_text(lambda: stack(inputs, targets[: 3 - (not is_first)]), InputError),
         error_text(lambda: stack(inputs, torch.ones(3, 4 + is_first)), InputError),
         error_text(lambda: stack(inputs), UnsupportedError),
         error_text(lambda: backward(1.0 + is_first), UnsupportedError),
         error_text(uneven, UnsupportedError),
+        error_text(lambda: stack(features), UnsupportedError),
+        error_text(in_two_types, InputError),
     ]
+    outputs = stack.eval()(features)
+    assert torch.equal(stack.train().requires_grad_(False)(features), outputs)
+    stack.requires_grad_(True)
     inputs.grad = None
     backward(1.0)
     assert inputs.grad is not None
@@ -183,7 +193,7 @@ def test_calls_that_do_not_fit_are_errors_on_all_ranks(ranks4: RankPool) -> None
     answers = ranks4.run(called_wrongly)
     assert answers[0] == answers[1]
     # The other pipeline names its own ranks; what is about gradients all ranks say alike.
-    assert answers[0][2:] == answers[2][2:] == answers[3][2:]
+    assert answers[0][2:6] == answers[2][2:6] == answers[3][2:6]
     assert answers[0][0] == (
         "target 1 of a LayerStack has the shape (2, 4), for 3 samples; give tensors whose first "
         "dimension is the batch (found on rank 1)"
@@ -193,7 +203,9 @@ def test_calls_that_do_not_fit_are_errors_on_all_ranks(ranks4: RankPool) -> None
         "but rank 0 of its pipeline with float32[batch, 4] and float32[batch, 5] with gradients;"
     )
     assert answers[0][2].startswith("a pipelined LayerStack gives losses gradients, but no outputs")
-    for text in answers[0][3:]:
+    assert answers[0][5] == answers[0][2], "layers that are trained are refused as well"
+    assert "with gradients, under autocast to bfloat16; give all" in answers[1][6]
+    for text in answers[0][3:5]:
         assert text.startswith("the losses of a pipeline's samples don't count alike: relative to")
     assert "one of rank 0 counts 2, one of rank 1 1." in answers[0][3]
 

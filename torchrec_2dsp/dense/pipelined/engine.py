@@ -66,6 +66,14 @@ class LayerStage:
         self._splits_backward = splits_backward
         self._graphs: dict[int, _Graph] = {}
 
+    @property
+    def is_trained(self) -> bool:
+        """True if a layer in training mode has parameters that are trained."""
+        return any(
+            layer.training and any(param.requires_grad for param in layer.parameters())
+            for layer in self.layers
+        )
+
     def take_params(self) -> None:
         """Look up the parameters again, after the modules got others."""
         self.params = [param for param in self.modules.parameters() if param.requires_grad]

@@ -215,6 +215,12 @@ class Given:
     trains: bool
     """Whether gradients are enabled."""
 
+    trains_layers: bool = False
+    """Whether this rank has layers in training mode, with parameters that are trained."""
+
+    autocast: torch.dtype | None = None
+    """The data type of the caller's autocast, which decides those of activations."""
+
     problem: str = ""
     """The reason why the call can't run, if any."""
 
@@ -222,8 +228,10 @@ class Given:
     """In training, the seed of the layers' random numbers, of which the first rank's counts."""
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], *, trains: bool) -> "Given":
-        """Describe inputs and targets."""
+    def of(
+        cls, tensors: Sequence[torch.Tensor], *, trains: bool, trains_layers: bool = False
+    ) -> "Given":
+        """Describe inputs and targets, and the state in which they are given."""
         num_samples = tensors[0].shape[0] if tensors[0].dim() else 0
         problem = ""
         for number, tensor in enumerate(tensors):
@@ -234,11 +242,15 @@ class Given:
                     f"{num_samples} samples; give tensors whose first dimension is the batch"
                 )
                 break
+        device = tensors[0].device.type
+        has_autocast = torch.is_autocast_enabled(device)
         return cls(
             num_samples,
             tuple(TensorKind.of(tensor) for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
             trains,
+            trains_layers,
+            torch.get_autocast_dtype(device) if has_autocast else None,
             problem,
             draw_seed() if trains else 0,
         )
@@ -246,7 +258,7 @@ class Given:
     @property
     def signature(self) -> tuple[object, ...]:
         """Everything that must be equal on all ranks of a pipeline."""
-        return self.kinds, self.trains
+        return self.kinds, self.trains, self.autocast
 
 
 @dataclass(frozen=True)
@@ -307,7 +319,8 @@ def exchange(own: Given, group: dist.ProcessGroup) -> GivenTogether:
                 f"pipeline with {_text(together.first)}; give all ranks of a pipeline tensors of "
                 "one shape, but for the number of samples, and call it on all of them alike"
             )
-    if own.trains and len(own.kinds) == 1 and together.need_gradients[0]:
+    is_trained = together.need_gradients[0] or any(given.trains_layers for given in gathered)
+    if own.trains and len(own.kinds) == 1 and is_trained:
         raise UnsupportedError(
             "a pipelined LayerStack gives losses gradients, but no outputs; call it with targets, "
             "or under torch.no_grad()"
@@ -317,10 +330,16 @@ def exchange(own: Given, group: dist.ProcessGroup) -> GivenTogether:
 
 def _text(given: Given) -> str:
     tensors = [
-        f"{str(kind.dtype).removeprefix('torch.')}[{', '.join(map(str, ('batch', *kind.shape)))}]"
+        f"{_name(kind.dtype)}[{', '.join(map(str, ('batch', *kind.shape)))}]"
         for kind in given.kinds
     ]
-    return f"{' and '.join(tensors)} {'with' if given.trains else 'without'} gradients"
+    autocast = "" if given.autocast is None else f", under autocast to {_name(given.autocast)}"
+    gradients = "with gradients" if given.trains else "without gradients"
+    return f"{' and '.join(tensors)} {gradients}{autocast}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def send_together(

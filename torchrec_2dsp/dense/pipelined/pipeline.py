@@ -4,7 +4,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -192,7 +192,11 @@ class StackPipeline:
         inputs, targets = _arrived(inputs), tuple(_arrived(target) for target in targets)
         trains = torch.is_grad_enabled() and bool(targets)
         self._together.raise_failure()
-        own = Given.of([inputs, *targets], trains=torch.is_grad_enabled())
+        own = Given.of(
+            [inputs, *targets],
+            trains=torch.is_grad_enabled(),
+            trains_layers=any(stage.is_trained for stage in self._engine.stages.values()),
+        )
         given = exchange(own, self._groups.agreements)
         if not trains:
             with self._together, self.layers.whole():
@@ -204,7 +208,7 @@ class StackPipeline:
     def train(
         self, inputs: torch.Tensor, targets: Sequence[torch.Tensor], given: GivenTogether
     ) -> "TrainedBatch":
-        """Run a batch's forwards and backwards; weight gradients stay with the result."""
+        """Run a batch's forwards and backwards; return this rank's losses, and all gradients."""
         with self._together:
             # Ranks that compute a stage together draw the same numbers, other stages others.
             draws = drawing_from(given.first.seed + self._groups.position, self._groups.device)
@@ -213,7 +217,7 @@ class StackPipeline:
             losses = self._outputs(computed, given)
             gradients = self._gradients(computed, given)
             self.layers.broadcast_buffers()
-        return TrainedBatch(losses, gradients, weight_gradients, given)
+        return TrainedBatch(losses, gradients, weight_gradients)
 
     def _compute(
         self,
@@ -290,8 +294,15 @@ class StackPipeline:
         self._backward.finish()
         return gradients
 
-    def apply_factors(self, batch: "TrainedBatch", gradient: torch.Tensor) -> list[Any]:
+    def apply_factors(
+        self, saved: Sequence[torch.Tensor | None], given: GivenTogether, gradient: torch.Tensor
+    ) -> list[Any]:
         """Add up weight gradients over copies; return this rank's input and target gradients.
+
+        Args:
+            saved: the batch's gradients: of the input, of each target, then of the weights.
+            given: the calls on all ranks.
+            gradient: of the losses.
 
         Collectives:
             A 24-byte all-gather over all ranks, and those of `HeldLayers.add_mean`.
@@ -300,11 +311,12 @@ class StackPipeline:
         factor, pipeline_factor = common_factors(
             gradient.double() / expected, self._groups, self._reduction
         )
-        self.layers.add_mean(batch.weight_gradients, pipeline_factor / self._groups.size)
-        needs = batch.given.ranks[self._groups.rank].need_gradients
+        needs = given.ranks[self._groups.rank].need_gradients
+        weight_gradients = cast(Sequence[torch.Tensor], saved[len(needs) :])
+        self.layers.add_mean(weight_gradients, pipeline_factor / self._groups.size)
         return [
             None if rows is None or not is_needed else rows * factor
-            for rows, is_needed in zip(batch.gradients, needs, strict=True)
+            for rows, is_needed in zip(saved, needs, strict=False)
         ]
 
 
@@ -313,8 +325,8 @@ class TrainedBatch(NamedTuple):
 
     losses: torch.Tensor
     gradients: list[torch.Tensor | None]
+    """Of the input, then of each target."""
     weight_gradients: list[torch.Tensor]
-    given: GivenTogether
 
 
 class _Trained(torch.autograd.Function):
@@ -329,15 +341,19 @@ class _Trained(torch.autograd.Function):
         inputs: torch.Tensor,
         *targets: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.pipeline, ctx.batch = pipeline, pipeline.train(inputs, targets, given)
-        return ctx.batch.losses
+        batch = pipeline.train(inputs, targets, given)
+        ctx.pipeline, ctx.given = pipeline, given
+        # Saved, they are freed by the backward; and a context with the losses would be in a cycle.
+        ctx.save_for_backward(*batch.gradients, *batch.weight_gradients)
+        return batch.losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # of the decorator
         ctx: Any, *gradients: torch.Tensor
     ) -> Any:
-        return None, None, None, *ctx.pipeline.apply_factors(ctx.batch, gradients[0])
+        applied = ctx.pipeline.apply_factors(ctx.saved_tensors, ctx.given, gradients[0])
+        return None, None, None, *applied
 
 
 def _arrived(tensor: Any) -> torch.Tensor:

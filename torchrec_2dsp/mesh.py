@@ -49,8 +49,7 @@ class Mesh2D:
 
     def __post_init__(self) -> None:
         _check_positive(num_groups=self.num_groups, group_size=self.group_size)
-        if not isinstance(self.layout, RankLayout):
-            raise MeshError(f"layout={self.layout!r} is not a RankLayout; use one of {_LAYOUTS}")
+        _check_layout(self.layout)
 
     @classmethod
     def for_world(
@@ -210,6 +209,7 @@ class DenseMesh:
 
     def __post_init__(self) -> None:
         _check_positive(dp=self.dp, tp=self.tp, pp=self.pp)
+        _check_layout(self.layout)
 
     @classmethod
     def for_world(
@@ -279,6 +279,11 @@ class DenseMesh:
 
     def _neighbours(self, size: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(range(first, first + size)) for first in range(0, self.world_size, size))
+
+
+def _check_layout(layout: object) -> None:
+    if not isinstance(layout, RankLayout):
+        raise MeshError(f"layout={layout!r} is not a RankLayout; use one of {_LAYOUTS}")
 
 
 def _check_positive(**numbers: object) -> None:

@@ -129,6 +129,9 @@ def demands_of_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
         {"calibration": "emulated_200mbit", "mesh": tdsp.Mesh2D(3, 1) if is_last else None},
         {"calibration": "emulated_200mbit", "batch_size": 0 if is_last else 8},
         {"plan": plan, "mesh": ONE},
+        {"plan": plan, "sync": tdsp.GradientSync()},
+        {"plan": plan, "precision": "exact"},
+        {"device": "no device" if is_last else "cpu", "calibration": "emulated_200mbit"},
         {"plan": str(Path(folder) / "none.json") if is_last else plan},
     ]
     known: dict[str, Any] = {"device": rank_device(), "batch_size": 8, "optimizer": ADAGRAD}
@@ -215,12 +218,15 @@ def test_what_one_rank_gets_wrong_is_one_error_on_all(two_hosts: RankPool, tmp_p
     answers = two_hosts.run(demands_of_one_rank, str(tmp_path))
     for errors in zip(*answers, strict=True):
         assert len(set(errors)) == 1, errors
-    file, precision, mesh, size, both, plan = answers[0]
+    file, precision, mesh, size, both, sync, exact, device, plan = answers[0]
     assert "none.toml can't be read" in file
     assert "precision='int3'" in precision
     assert "Mesh2D(3x1" in mesh
     assert "batch_size" in size
     assert "plan and mesh are both given" in both
+    assert "plan and sync are both given" in sync
+    assert "plan and precision are both given" in exact
+    assert "no device" in device
     assert "none.json can't be read" in plan
 
 

@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp import HotSet
+from torchrec_2dsp import HotSet, Mesh2D, Plan2D, pin
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.shard.batch import BadIds, IdCheck
 from torchrec_2dsp.shard.hot_rows import split_hot_rows
@@ -50,6 +53,36 @@ def test_bad_ids_are_refused(row_ids: tuple[int, ...], message: str) -> None:
 def test_of_refuses_what_has_no_ids() -> None:
     with pytest.raises(PlanError, match="at least one row id"):
         HotSet.of(torch.empty(0, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.tensor([True, False]),
+        torch.tensor([3.0, 4.0]),
+        np.array([True]),
+        np.array([1.5]),
+        [torch.tensor(2.0)],
+        [True],
+        torch.tensor([[3]]),
+    ],
+)
+def test_a_mask_or_counts_are_no_ids(rows: Any) -> None:
+    stock = ShardingPlan({"ebc": EmbeddingModuleShardingPlan({})})
+    plan = Plan2D.from_stock(stock, Mesh2D(1, 2))
+    for build in (HotSet.of, lambda rows: pin(plan, "t", hot_rows=rows)):
+        with pytest.raises(PlanError, match=r"^hot row .* is a (bool|float|list), not a row id; "):
+            build(rows)
+
+
+def test_ids_may_be_integers_of_any_kind() -> None:
+    of_kinds = [
+        np.array([3, 7]),
+        np.array([7, 3], np.int32),
+        [torch.tensor(7), np.int64(3)],
+        {7, 3},
+    ]
+    assert {HotSet.of(rows) for rows in of_kinds} == {HotSet((3, 7))}
 
 
 def test_ids_have_to_fit_the_table() -> None:

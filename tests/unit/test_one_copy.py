@@ -19,6 +19,7 @@ from torchrec_2dsp.cost.loads import Placed
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.errors import MeshError
+from torchrec_2dsp.mesh import DenseMesh
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank
 from torchrec_2dsp.plan.serialize import from_json, to_json
 
@@ -253,6 +254,8 @@ def test_sizes_are_positive_integers(field: str, size: object) -> None:
 
 
 def test_a_layout_is_a_rank_layout() -> None:
+    with pytest.raises(MeshError, match=r"layout='contiguous' is not a RankLayout; use one of"):
+        DenseMesh(2, layout="contiguous")  # type: ignore[arg-type]
     with pytest.raises(MeshError, match=r"layout='strided' is not a RankLayout; use one of Rank"):
         Mesh2D(2, 2, "strided")  # type: ignore[arg-type]
 

@@ -39,7 +39,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     num_rows,
     type_2d,
 )
-from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, as_plan_2d, plan_for_rank
 
 
 def plan_of(
@@ -96,6 +96,29 @@ def test_the_sync_config_reaches_every_module() -> None:
     stock = ShardingPlan({"a": EmbeddingModuleShardingPlan(), "b": EmbeddingModuleShardingPlan()})
     plan = Plan2D.from_stock(stock, Mesh2D(2, 2), WeightSync())
     assert [module.sync for _, module in plan.modules()] == [WeightSync(), WeightSync()]
+
+
+@given(plans(), meshes)
+def test_a_changed_mesh_or_sync_reaches_every_module(plan: Plan2D, mesh: Mesh2D) -> None:
+    before = copy.deepcopy(plan)
+    assigned = copy.deepcopy(plan)
+    assigned.sync, assigned.mesh = WeightSync(), mesh
+    for changed in (replace(plan, sync=WeightSync(), mesh=mesh), as_plan_2d(assigned)):
+        assert list(changed.plan) == list(plan.plan)
+        for path, module in changed.modules():
+            assert (module.mesh, module.sync) == (mesh, WeightSync())
+            assert dict(module) == dict(before.plan[path])  # type: ignore[call-overload]
+    assert plan == before
+    assert all(module.sync == before.sync for _, module in plan.modules())
+
+
+@given(plans())
+def test_from_stock_keeps_a_2d_plans_mesh_and_sync(plan: Plan2D) -> None:
+    averaged = replace(plan, sync=WeightSync())
+    for again in (Plan2D.from_stock(averaged), Plan2D.from_stock(averaged, plan.mesh)):
+        assert again == averaged
+        assert all(module.sync == WeightSync() for _, module in again.modules())
+    assert Plan2D.from_stock(averaged, sync=GradientSync()).sync == GradientSync()
 
 
 def test_only_embedding_plans_have_a_2d_form() -> None:

@@ -255,7 +255,7 @@ class HotSet:
         """Build a hot set from ids in any order, with or without duplicates."""
         if isinstance(ids, HotSet):
             return ids
-        return cls(tuple(sorted({int(value) for value in ids})))
+        return cls(tuple(sorted(set(whole_row_ids(ids)))))
 
     @classmethod
     def from_stats(
@@ -303,3 +303,16 @@ class HotSet:
     def tensor(self, device: torch.device | None = None) -> torch.Tensor:
         """Return the ids as an int64 tensor."""
         return torch.tensor(self.row_ids, dtype=torch.int64, device=device)
+
+
+def whole_row_ids(ids: "Iterable[Any] | torch.Tensor") -> list[int]:
+    """Return ids as Python's integers, or raise a `PlanError`: a mask or counts aren't ids."""
+    values = ids.tolist() if isinstance(ids, torch.Tensor | np.ndarray) else ids
+    plain = [value.item() if hasattr(value, "item") else value for value in values]
+    for value in plain:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise PlanError(
+                f"hot row {value!r} is a {type(value).__name__}, not a row id; give integers, such "
+                "as mask.nonzero().flatten() for a mask, or topk(...).indices"
+            )
+    return [int(value) for value in plain]

@@ -30,7 +30,7 @@ from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.parallel.pipelines import AnyPipeline, combined_optimizer, make_pipeline
 from torchrec_2dsp.plan.fits_module import check_model
-from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
+from torchrec_2dsp.plan.plan2d import Plan2D, as_plan_2d
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_action import SyncReason, SyncReport
 from torchrec_2dsp.shard.default_sharders import (
@@ -118,7 +118,7 @@ class ModelParallel2D(DMPCollection):
     def __init__(
         self,
         module: nn.Module,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         plan: ShardingPlan | None = None,
         sharders: Sequence[ModuleSharder[Any]] | None = None,
         *,
@@ -143,9 +143,9 @@ class ModelParallel2D(DMPCollection):
             An agreement of all ranks on the arguments, then process groups and broadcasts; without
             a plan, one broadcast of it before.
         """
-        device = torch.device("cpu") if device is None else device
         sharders = get_default_sharders() if sharders is None else list(sharders)
         with agreeing(world_group()) as facts:
+            device = torch.device(device or "cpu")
             check_can_start(module)
             facts["whether there is a plan"] = str(plan is not None)
         explanation: Explanation | None = None
@@ -457,13 +457,7 @@ def _checked_plan(
             f"ModelParallel2D doesn't take {', '.join(sorted(unsupported))}: mesh and sync come "
             "from the plan, submodule configs and FULLY_SHARDED aren't supported"
         )
-    if isinstance(plan, ShardingPlan) and is_proposed(plan):
-        plan = Plan2D.from_stock(plan)
-    if not isinstance(plan, Plan2D):
-        raise ConfigError(
-            f"plan is a {type(plan).__name__}; pass Planner2D's, or Plan2D.from_stock(plan, "
-            "mesh=Mesh2D.for_world(...))"
-        )
+    plan = as_plan_2d(plan)
     plan.mesh.check_world(dist.get_world_size())
     plan.validate()
     by_type = {sharder.module_type: sharder for sharder in sharders}

@@ -31,7 +31,7 @@ from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.serialize import load
-from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
+from torchrec_2dsp.plan.sync import SyncConfig
 from torchrec_2dsp.shard.default_sharders import (
     FeatureProcessedEmbeddingBagCollectionSharder2D,
     ManagedCollisionEmbeddingBagCollectionSharder2D,
@@ -50,13 +50,13 @@ def parallelize(
     module: nn.Module,
     *,
     batch_size: int,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     optimizer: Optimizer | None = None,
-    precision: "Transport | str | Sequence[Transport | str]" = "exact",
+    precision: "Transport | str | Sequence[Transport | str] | None" = None,
     exchange: "Exchange | str | Sequence[Exchange | str] | None" = None,
     calibration: Calibration | str | Path | None = None,
     mesh: Mesh2D | None = None,
-    sync: SyncConfig = EXACT_SYNC,
+    sync: SyncConfig | None = None,
     sample: KeyedJaggedTensor | Sequence[KeyedJaggedTensor] | None = None,
     constraints: Mapping[str, ParameterConstraints] | None = None,
     access: AccessStats | None = None,
@@ -90,13 +90,13 @@ def parallelize(
         device: this rank's device, CPU by default.
         optimizer: of the tables; not needed with ``sharders``, or where
             ``apply_optimizer_in_backward`` gave each table one.
-        precision: "exact" trains as the unsharded model; "any" lets the search round rows and
-            gradients that travel, a list of transports only by these.
+        precision: "exact", the default, trains as the unsharded model; "any" lets the search round
+            rows and gradients that travel, a list of transports only by these.
         exchange: the exchanges allowed, by default all.
         calibration: of these machines, a file or its name. By default they are measured, in 20 s at
             most, and the result is kept in the user's cache folder for the next start.
         mesh: the ranks that repeat the plan; by default what is best.
-        sync: keeps replicas equal.
+        sync: keeps replicas equal, by default exactly: `GradientSync`.
         sample: the sparse features of a batch on this rank, or of several, which tell the search
             how many ids bags have and how unevenly rows are used. Without them, bags have one id,
             and rows are used as in public click logs.
@@ -115,10 +115,9 @@ def parallelize(
         An agreement of all ranks, those of `find_plan` unless there is a plan, and those of
         `ModelParallel2D`.
     """
-    device = torch.device("cpu") if device is None else device
     demands = {
-        "precision": None if precision == "exact" else precision,
-        "sync": None if sync == EXACT_SYNC else sync,
+        "precision": precision,
+        "sync": sync,
         "exchange": exchange,
         "calibration": calibration,
         "mesh": mesh,
@@ -129,6 +128,7 @@ def parallelize(
     }
     given = {name: demand for name, demand in demands.items() if demand is not None}
     with agreeing(world_group()) as facts:
+        device = torch.device(device or "cpu")
         check_can_start(module)
         sharders = _sharders(module, optimizer, sharders)
         if plan is not None and given:

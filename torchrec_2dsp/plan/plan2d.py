@@ -18,9 +18,9 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
-from torchrec_2dsp.access.table_access import HotSet
+from torchrec_2dsp.access.table_access import HotSet, whole_row_ids
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.fits_mesh import check_fits_mesh
 from torchrec_2dsp.plan.parameter_sharding import (
@@ -64,11 +64,11 @@ class ModulePlan2D(EmbeddingModuleShardingPlan):
         """Return the same plan for other tables."""
         return ModulePlan2D(tables, mesh=self.mesh, sync=self.sync, full_duplex=self.full_duplex)
 
-    def in_full_duplex(self, full_duplex: bool) -> "ModulePlan2D":
-        """Return this plan if it is, or isn't, full duplex; else a copy that is, or isn't."""
-        if self.full_duplex == full_duplex:
+    def run_as(self, mesh: Mesh2D, sync: SyncConfig, *, full_duplex: bool) -> "ModulePlan2D":
+        """Return this plan if it runs so already, else a copy that does."""
+        if (self.mesh, self.sync, self.full_duplex) == (mesh, sync, full_duplex):
             return self
-        return ModulePlan2D(self, mesh=self.mesh, sync=self.sync, full_duplex=full_duplex)
+        return ModulePlan2D(self, mesh=mesh, sync=sync, full_duplex=full_duplex)
 
     def tables(self) -> Iterable[tuple[str, ParameterSharding2D]]:
         """Return table names with their shardings, typed."""
@@ -110,9 +110,9 @@ class Plan2D(ShardingPlan):
     `torchrec_2dsp.comms.full_duplex`. It changes no number, and nothing on NCCL."""
 
     def __post_init__(self) -> None:
-        # So `dataclasses.replace(plan, full_duplex=...)` reaches every module.
+        # So `dataclasses.replace(plan, sync=...)` reaches every module, which sharders ask.
         self.plan = {
-            path: module.in_full_duplex(self.full_duplex)
+            path: module.run_as(self.mesh, self.sync, full_duplex=self.full_duplex)
             if isinstance(module, ModulePlan2D)
             else module
             for path, module in self.plan.items()
@@ -127,9 +127,10 @@ class Plan2D(ShardingPlan):
         Args:
             plan: a plan for one sharding group, left as it is; a `Plan2D` keeps its pipeline and
                 whether it is full duplex.
-            mesh: the mesh that repeats it; a plan of this package's proposers knows it.
-            sync: how replicas stay equal: as these proposers were told, or else `GradientSync`
-                (exact).
+            mesh: the mesh that repeats it; a `Plan2D` or a plan of this package's proposers knows
+                it.
+            sync: how replicas stay equal: as in a `Plan2D`, as the proposers were told, or else
+                `GradientSync` (exact).
         """
         mesh, sync = _repeated(plan, mesh, sync)
         modules: dict[str, dict[str, ParameterSharding2D]] = {}
@@ -200,7 +201,9 @@ class Plan2D(ShardingPlan):
 def _repeated(
     plan: ShardingPlan, mesh: Mesh2D | None, sync: SyncConfig | None
 ) -> tuple[Mesh2D, SyncConfig]:
-    """Return the plan's mesh and sync config, as given or else as proposers chose them."""
+    """Return the plan's mesh and sync config, as given or else as the plan has them."""
+    if isinstance(plan, Plan2D):
+        return mesh or plan.mesh, sync or plan.sync
     proposed = _proposed_types(plan)
     given = [] if mesh is None else [mesh]
     meshes = list(dict.fromkeys(given + [kind.mesh for kind in proposed]))
@@ -228,6 +231,19 @@ def _proposed_types(plan: ShardingPlan) -> list[ProposedType]:
 def is_proposed(plan: ShardingPlan) -> bool:
     """Return whether this package's proposers chose a plan inside TorchRec's planner."""
     return bool(_proposed_types(plan))
+
+
+def as_plan_2d(plan: ShardingPlan | None) -> Plan2D:
+    """Return the plan to run, or raise a `ConfigError` for a stock one."""
+    if isinstance(plan, Plan2D):
+        # A copy hands what was assigned to the plan, such as its sync, on to the modules.
+        return replace(plan)
+    if isinstance(plan, ShardingPlan) and is_proposed(plan):
+        return Plan2D.from_stock(plan)
+    raise ConfigError(
+        f"plan is a {type(plan).__name__}; pass Planner2D's, or Plan2D.from_stock(plan, "
+        "mesh=Mesh2D.for_world(...))"
+    )
 
 
 def pin(
@@ -316,7 +332,7 @@ def _member(kind: type[enum.Enum], name: str, value: enum.Enum | str) -> enum.En
 
 
 def _hot_set_of(rows: "Iterable[int] | torch.Tensor | HotSet") -> HotSet | None:
-    row_ids = rows if isinstance(rows, HotSet) else [int(row) for row in rows]
+    row_ids = rows.row_ids if isinstance(rows, HotSet) else whole_row_ids(rows)
     return HotSet.of(row_ids) if row_ids else None
 
 

@@ -14,8 +14,8 @@ row-wise AdaGrad.
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -54,18 +54,11 @@ class MomentScaledRowWiseAdaGrad:
     eps: float = 1e-8
     """Added to the root of the scaled moment."""
 
-    moment_scale: float | FromMesh | Mapping[str, float] = field(default=FROM_MESH, hash=False)
-    """The c above: a number, what the mesh and the sync config imply, or a number for each table by
-    its name."""
+    moment_scale: float | FromMesh = FROM_MESH
+    """The c above: a number, or what the mesh and the sync config imply."""
 
     def __post_init__(self) -> None:
-        scales = self.moment_scale
-        if isinstance(scales, Mapping):
-            # A copy, in one order: ranks compare what it prints.
-            object.__setattr__(self, "moment_scale", dict(sorted(scales.items())))
-        by_table = scales if isinstance(scales, Mapping) else {"": scales}
-        for scale in by_table.values():
-            check_hyperparameters(self.lr, self.eps, scale)
+        check_hyperparameters(self.lr, self.eps, self.moment_scale)
 
 
 class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):
@@ -134,7 +127,7 @@ def check_hyperparameters(lr: float, eps: float, moment_scale: float | FromMesh)
     if not (math.isfinite(eps) and eps >= 0):
         raise ConfigError(f"eps={eps} must be a finite number >= 0")
     if not isinstance(moment_scale, FromMesh) and not (
-        math.isfinite(moment_scale) and moment_scale > 0
+        isinstance(moment_scale, float | int) and math.isfinite(moment_scale) and moment_scale > 0
     ):
         raise ConfigError(f"moment_scale={moment_scale} must be a finite number > 0, or FROM_MESH")
 

@@ -42,9 +42,9 @@ def construct(
     sharder: Any = None,
     change: Callable[[tdsp.Plan2D], Any] = lambda plan: plan,
     **options: Any,
-) -> None:
+) -> Any:
     """Shard the cell's model, or another, with its sharder, or another, by its changed plan."""
-    tdsp.ModelParallel2D(
+    return tdsp.ModelParallel2D(
         build(cell.spec) if model is None else model,
         plan=change(planned(cell)),
         sharders=[make_sharder(cell) if sharder is None else sharder],
@@ -85,10 +85,9 @@ def with_first_table(**changes: Any) -> Any:
     return build(ModelSpec((replace(FIRST, **changes), *OTHERS)))
 
 
-def scaled(scale: Any, sync: Any) -> None:
+def scaled_by_sharder() -> None:
     """Shard tables with scaled moments."""
-    rule = tdsp.MomentScaledRowWiseAdaGrad(lr=0.1, moment_scale=scale)
-    construct(replace(CELL, sync=sync), sharder=sharder_of(rule))
+    construct(sharder=sharder_of(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1, moment_scale=2.0)))
 
 
 def scaled_in_backward(rank: int) -> None:
@@ -186,16 +185,8 @@ CONFIG_ERRORS: dict[str, Case] = {
         lambda rank: construct(sharder=EmbeddingBagCollectionSharder()),
     ),
     "a kernel that fails": ("no_such_parameter", with_a_parameter_that_no_kernel_has),
-    "a scale of exact moments": (NO_SCALE, lambda rank: scaled(2.0, tdsp.GradientSync())),
-    "scales of exact moments": (
-        NO_SCALE,
-        lambda rank: scaled(dict.fromkeys(("t0", "t1", "t2"), 2.0), tdsp.GradientSync()),
-    ),
+    "a scale of exact moments": (NO_SCALE, lambda rank: scaled_by_sharder()),
     "a scale of exact moments in backward": (NO_SCALE, scaled_in_backward),
-    "scales of some tables": (
-        "moment_scale has nothing for table 't1'",
-        lambda rank: scaled({"t0": 2.0}, tdsp.WeightSync()),
-    ),
     "a policy for moments of SGD": (
         "that moments_policy=every(4) could sync;",
         lambda rank: construct(Cell(TWO, optimizer="sgd", sync=MOMENTS_POLICY)),
@@ -289,6 +280,24 @@ UNSUPPORTED: dict[str, Case] = {
     "an optimizer that needs more than gradients": (
         "from row gradients",
         lambda rank: construct(sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)),
+    ),
+    "an average of touched rows where others change": (
+        "EMAINPLACE_ROWWISE_ADAGRAD changes rows that no batch touched, which WeightSync wouldn't",
+        lambda rank: construct(
+            Cell(TWO, sync=tdsp.WeightSync(policy=tdsp.every(4))),
+            sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD),
+        ),
+    ),
+    "a lookup in two calls": (
+        "ShardedEmbeddingBagCollection2D has no compute() and output_dist() of its own; call",
+        lambda rank: construct().module.ebc.compute(None, None),
+    ),
+    "equal ids found on a CPU": (
+        "use_index_dedup=True is for CUDA",
+        lambda rank: construct(
+            Cell(tdsp.Mesh2D(1, 4), spec=SEQUENCES),
+            sharder=tdsp.EmbeddingCollectionSharder2D(EmbOptimType.EXACT_SGD, use_index_dedup=True),
+        ),
     ),
     "tables in bf16 with an optimizer that has no rule": (
         "can't update on a CPU; use FP32 or FP16, or one of EmbOptimType.ADAM",

@@ -5,6 +5,7 @@ from typing import cast
 
 import pytest
 import torch
+from torchrec.distributed import comm_ops
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -215,27 +216,40 @@ def test_wrapped_optimizers(ranks4: RankPool) -> None:
 class ClippedModel(BagModel):
     """Clips every bag's gradient, as FBGEMM's kernels clip their output's."""
 
+    bound: float
+
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         pooled = self.ebc(features)
         parts = [pooled[name] for name in self.features]
         for part in parts:
-            part.register_hook(lambda grad: grad.clamp(-MAX_GRADIENT, MAX_GRADIENT))
+            part.register_hook(lambda grad: grad.clamp(-self.bound, self.bound))
         return self.over(torch.cat(parts, dim=1)).squeeze(1)
 
 
 MAX_GRADIENT = 0.02
 
 
-def fused_clipped(rank: int, world_size: int, cell: Cell) -> tuple[float, float]:
+def fused_clipped(
+    rank: int, world_size: int, cell: Cell, divides: bool = True
+) -> tuple[float, float]:
     """Return the gaps to a clipping oracle and to a plain one."""
     params = {"gradient_clipping": True, "max_gradient": MAX_GRADIENT}
     params |= {"learning_rate": LR, "eps": cell.eps}
     sharder = tdsp.EmbeddingBagCollectionSharder2D(FUSED[cell.optimizer], fused_params=params)
     sharder.accumulates = cell.accumulates
     parallel, stream = shard(cell, sharder), make_stream(cell, STEPS)
-    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
+    comm_ops.set_gradient_division(divides)
+    try:
+        plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
+    finally:
+        comm_ops.set_gradient_division(True)
     torch.manual_seed(0)
-    clipping, plain = oracle_of(cell, ClippedModel(cell.spec)), oracle_of(cell)
+    model = ClippedModel(cell.spec)
+    clipping, plain = oracle_of(cell, model), oracle_of(cell)
+    # Kernels clip what they get: gradients of the ranks' own losses, if nothing divides them.
+    factor = 1 if divides else world_size
+    clipping.table_factor = plain.table_factor = float(factor)
+    model.bound = MAX_GRADIENT / factor
     for oracle in (clipping, plain):
         for batches in stream:
             oracle.accumulate([batches])
@@ -265,3 +279,10 @@ def test_fused_clipping(ranks4: RankPool, cell: Cell) -> None:
     """The bound is that of one group, whatever the mesh."""
     for clipped, plain in ranks4.run(fused_clipped, cell):
         assert clipped < ROUNDING < plain
+
+
+@pytest.mark.parametrize("cell", [EXACT, replace(ONE_GROUP, exchange="row")], ids=str)
+def test_fused_clipping_of_gradients_that_are_summed(ranks4: RankPool, cell: Cell) -> None:
+    for clipped, plain in ranks4.run(fused_clipped, cell, False):
+        # Gradients, and so their roundings, are four times as large as elsewhere.
+        assert clipped < 4 * ROUNDING < plain

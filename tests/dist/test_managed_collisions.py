@@ -224,6 +224,10 @@ def around_training(rank: int, world_size: int, case: Case) -> list[str]:
     errors.append(error_of(lambda: parallel(wrong)))
     parallel.train()
     errors.append(error_of(lambda: parallel(wrong)))
+    wrong, right = batches[0], batches[0]
+    if rank == 1:
+        wrong = KeyedJaggedTensor(right.keys(), right.values(), lengths=right.lengths()[1:])
+    errors.append(error_of(lambda: parallel(wrong)))
     if case.policy in HASHED:
         wrong = batches[0]
         if rank == 2:
@@ -262,6 +266,7 @@ def test_pauses_evaluations_and_wrong_batches(ranks4: RankPool, case: Case) -> N
     assert others == [first] * 3
     assert first[0].startswith("ConfigError: the model trains on rank 0 and is evaluated on rank 2")
     assert first[1].startswith("InputError: this rank's batch has no feature 'f1'")
+    assert "lengths, but" in first[2]
 
 
 def drop_a_batch(

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -361,12 +361,14 @@ def test_an_optimizer_with_two_groups_of_a_parameter_gets_back_both(
 
 
 def travel(rank: int, world_size: int, folder: Path, cells: tuple[Cell, Cell]) -> list[float]:
-    """Save a halved learning rate in one cell, and return the rates in another after a load."""
-    saved, loaded = (shard(cell) for cell in cells)
-    saved.fused_optimizer.update_hyper_parameters({"lr": 0.0625})
+    """Save other hyper-parameters in one cell, and return those in another after a load."""
+    saved, loaded = (cast(tdsp.ModelParallel2D, shard(cell)) for cell in cells)
+    saved.fused_optimizer.update_hyper_parameters({"lr": 0.0625, "eps": 0.125})
     tdsp.save_checkpoint(folder, saved, train_state=tdsp.TrainState(saved))
     tdsp.load_checkpoint(folder, loaded, train_state=tdsp.TrainState(loaded))
-    return [group["lr"] for group in loaded.fused_optimizer.param_groups]
+    rates = [group["lr"] for group in loaded.fused_optimizer.param_groups]
+    kernels = [tbe for tables in loaded.sharded_tables() for tbe in tables.tbes()]
+    return rates + [tbe.optimizer_args.eps / 2 for tbe in kernels]
 
 
 def test_tables_may_have_another_class_of_fused_optimizer(ranks2: RankPool, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Oracles of loops and algorithms that aren't one exact update per step."""
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ class LoopOracle(Oracle):
     """Clip the dense gradient to this norm."""
     table_factor: float = 1.0
     """What embedding gradients are multiplied by; the world size where they are summed."""
-    moment_scale: float | Mapping[str, float] = 1.0
+    moment_scale: float = 1.0
     """That of `MomentScaledRowWiseAdaGrad`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,13 +47,10 @@ class LoopOracle(Oracle):
     def _update_(self, name: str, grad: torch.Tensor) -> None:
         self.grads[name] = grad
         state = (self.weights[name], grad, self.moments[name][:, 0])
-        scale = self.moment_scale
-        if isinstance(scale, Mapping):
-            scale = scale[name]
-        if scale == 1.0:
+        if self.moment_scale == 1.0:
             super()._update_(name, grad)
         else:
-            row_wise_adagrad_(*state, lr=self.lr, eps=self.eps, moment_scale=scale)
+            row_wise_adagrad_(*state, lr=self.lr, eps=self.eps, moment_scale=self.moment_scale)
 
 
 class Emulation:
@@ -63,11 +59,7 @@ class Emulation:
     Hot rows see the mean of all groups' gradients, unscaled, and are not averaged.
     """
 
-    def __init__(
-        self,
-        cell: Cell,
-        moment_scale: float | Mapping[str, float] = 1.0,
-    ) -> None:
+    def __init__(self, cell: Cell, moment_scale: float = 1.0) -> None:
         self._mesh = cell.mesh
         self._hot_rows = {table: list(rows) for table, rows in cell.hot_rows}
         self.groups = [

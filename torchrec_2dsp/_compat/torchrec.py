@@ -156,12 +156,6 @@ class InBackwardOptimizers:
         param._optimizer_kwargs = [dict(kwargs) for kwargs in self.kwargs]  # type: ignore[attr-defined]
 
 
-def detach_in_backward_optimizers(param: torch.nn.Parameter) -> None:
-    """Remove from ``param`` what `InBackwardOptimizers.attach_to` wrote."""
-    for name in ("_optimizer_classes", "_optimizer_kwargs"):
-        delattr(param, name)
-
-
 def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | None:
     """Copy what `apply_optimizer_in_backward` left on ``param``, if anything."""
     classes = getattr(param, "_optimizer_classes", None)

@@ -214,7 +214,8 @@ class WeightSync:
     """The steps at which the optimizer state is averaged; `None` for together with the weights."""
 
     rows: SyncedRows = SyncedRows.TOUCHED
-    """The rows that are sent. Both give the same weights; touched rows cost what has changed."""
+    """The rows that are sent. Both give the same weights, as only looked up rows change; touched
+    rows cost what has changed."""
 
     transport: Transport = Transport.FP32
     """The wire format of touched rows. Other formats than fp32 send the change since the last sync,

@@ -276,16 +276,8 @@ class ShardedManagedCollisions2D(TablesAndMore):
         """
         ctx.given = features
         with record_function(_LABEL):
-            ctx.mapped = self._mapped(ctx, jagged_features(features, self._features))
+            ctx.mapped = self._mapped(ctx, features)
         return self._embedding_module.input_dist(ctx.of_tables, ctx.mapped.features)
-
-    def compute(self, ctx: MappedContext, dist_input: Any) -> Any:
-        """Look up in the tables."""
-        return self._embedding_module.compute(ctx.of_tables, dist_input)
-
-    def output_dist(self, ctx: MappedContext, output: Any) -> Any:
-        """Return the tables' output, and the mapped features where they are asked for."""
-        return self._embedding_module.output_dist(ctx.of_tables, output), self._features_of(ctx)
 
     def compute_and_output_dist(self, ctx: MappedContext, input: Any) -> Any:
         """Reset what was evicted, then look up in the tables.
@@ -304,21 +296,24 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._waiting = self._waiting[len(due) :]
         return output, self._features_of(ctx)
 
-    def _mapped(self, ctx: MappedContext, features: KeyedJaggedTensor) -> MappedBatch:
+    def _mapped(self, ctx: MappedContext, given: Any) -> MappedBatch:
         self._in_flight = [batch for batch in self._in_flight if batch.is_in_flight]
         for batch in self._in_flight:
             # A pipeline that is attached again distributes its next batch for a second time.
-            if batch.source() is features:
+            if batch.source() is given:
                 return batch
+        features = jagged_features(given, self._features)
         # Also in contiguous memory, in which TorchRec sums the lengths of variable sizes.
         bags = distinct_bags(features, self._features)
         # A batch that can't be right is refused by the tables, on all ranks.
         is_right = bags.error is None and self._form.error_in(bags.features) is None
         no_ids = features.lengths().new_empty(0, dtype=torch.int64)
-        bounds = bags.features.offset_per_key()
-        places = {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
-        own = self._hashed(features, places) if is_right else dict.fromkeys(self._features, no_ids)
-        mapped = MappedBatch(features, weakref.ref(features), weakref.ref(ctx))
+        own, places = dict.fromkeys(self._features, no_ids), {}
+        if is_right:
+            bounds = bags.features.offset_per_key()
+            places = {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
+            own = self._hashed(features, places)
+        mapped = MappedBatch(features, weakref.ref(given), weakref.ref(ctx))
         is_training = self._managed_collision_collection.training
         hour, of_world = self._world.gathered(
             own, self._map_of, is_training=is_training, fingerprint=self._fingerprint

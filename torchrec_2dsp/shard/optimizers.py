@@ -14,7 +14,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec_2dsp._compat.fbgemm import HAS_ROW_WISE_MOMENT, EmbOptimType, needs_rule
 from torchrec_2dsp._compat.torchrec import (
     InBackwardOptimizers,
-    detach_in_backward_optimizers,
     in_backward_optimizers,
 )
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
@@ -31,7 +30,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     fused_type_of,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.plan.sync import GradientSync, WeightSync
+from torchrec_2dsp.plan.sync import GradientSync, SyncedRows, WeightSync
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE, OWN_PARAMS, ROUNDING_SEED
 
 Optimizer = MomentScaledRowWiseAdaGrad | EmbOptimType
@@ -46,6 +45,10 @@ ON_CPU = frozenset(
 )
 """FBGEMM's kernels on a CPU; `needs_rule` says for which others there are rules on tensors."""
 
+_CHANGES_ALL_ROWS = (
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD,
+)
 _IGNORED_ON_CPU = ("weight_decay", "max_norm")
 _ONLY_ON_CUDA = ("extra_optimizer_config", "optimizer_state_dtypes", "weight_decay_mode")
 
@@ -122,9 +125,7 @@ def params_for_plan(
     """Return a sharder's fused parameters, completed by the plan."""
     params = dict(params or {})
     if isinstance(optimizer, MomentScaledRowWiseAdaGrad):
-        scale = optimizer.moment_scale
-        if not isinstance(scale, Mapping):
-            params[MOMENT_SCALE] = _resolved(scale, plan)
+        params[MOMENT_SCALE] = _resolved(optimizer.moment_scale, plan)
     if keeps_exact_copies(plan):
         # FBGEMM rounds 16-bit tables at random by default, and each rank its own way.
         params.setdefault("stochastic_rounding", False)
@@ -179,6 +180,12 @@ def check_optimizers(
             raise UnsupportedError(
                 f"FBGEMM has no CPU kernel for {_name(optimizer)}; use one of "
                 f"{_names(ON_CPU | _ADAMS)}"
+            )
+        sends_touched = isinstance(plan.sync, WeightSync) and plan.sync.rows is SyncedRows.TOUCHED
+        if optimizer in _CHANGES_ALL_ROWS and sends_touched and plan.mesh.num_groups > 1:
+            raise UnsupportedError(
+                f"{_name(optimizer)} changes rows that no batch touched, which WeightSync wouldn't "
+                "send; use WeightSync(rows='all')"
             )
         by_row = keeps_exact_copies(plan) or is_data_parallel(plan, table)
         if by_row and optimizer not in FROM_ROW_GRADIENTS:
@@ -349,21 +356,15 @@ def _resolved(scale: float | FromMesh, plan: ModulePlan2D) -> float:
 
 
 @contextmanager
-def stock_optimizer_classes(
-    module: nn.Module, plan: ModulePlan2D, optimizer: Optimizer | None = None
-) -> Iterator[None]:
+def stock_optimizer_classes(module: nn.Module, plan: ModulePlan2D) -> Iterator[None]:
     """Show TorchRec a class that it knows for parameters with our optimizer class.
 
     TorchRec also edits the parameters' optimizer arguments in place; everything is restored.
     """
-    saved: list[tuple[nn.Parameter, InBackwardOptimizers | None]] = []
-    own = _scaled_by_table(module, plan, optimizer)
-    for name, param in module.named_parameters():
+    saved: list[tuple[nn.Parameter, InBackwardOptimizers]] = []
+    for param in module.parameters():
         original = in_backward_optimizers(param)
         if original is None:
-            if name in own:
-                saved.append((param, None))
-                own[name].attach_to(param)
             continue
         saved.append((param, original))
         classes, kwargs = list(original.classes), [dict(entry) for entry in original.kwargs]
@@ -381,10 +382,7 @@ def stock_optimizer_classes(
         yield
     finally:
         for param, original in saved:
-            if original is None:
-                detach_in_backward_optimizers(param)
-            else:
-                original.attach_to(param)
+            original.attach_to(param)
 
 
 def _rates_of(kind: type[TorchOptimizer]) -> dict[str, float]:
@@ -392,36 +390,6 @@ def _rates_of(kind: type[TorchOptimizer]) -> dict[str, float]:
     arguments = signature(kind).parameters
     defaults = {name: arguments[name].default for name in ("lr", "eps") if name in arguments}
     return {name: rate for name, rate in defaults.items() if isinstance(rate, float)}
-
-
-def _scaled_by_table(
-    module: nn.Module, plan: ModulePlan2D, optimizer: Optimizer | None
-) -> dict[str, InBackwardOptimizers]:
-    """Return optimizers with their table's moment scale, by parameter."""
-    if not isinstance(optimizer, MomentScaledRowWiseAdaGrad):
-        return {}
-    scales = optimizer.moment_scale
-    if not isinstance(scales, Mapping):
-        return {}
-    tables = [name for name, _ in plan.tables()]
-    if missing := [name for name in tables if name not in scales]:
-        raise ConfigError(
-            f"moment_scale has nothing for table {missing[0]!r}; it needs a number for each of "
-            f"{', '.join(tables)}"
-        )
-    return {
-        name: InBackwardOptimizers(
-            [RowWiseAdagrad],
-            [
-                {
-                    "lr": optimizer.lr,
-                    "eps": optimizer.eps,
-                    MOMENT_SCALE: _resolved(scales[table_of(name)], plan),
-                }
-            ],
-        )
-        for name, _ in module.named_parameters()
-    }
 
 
 def table_of(parameter: str) -> str:

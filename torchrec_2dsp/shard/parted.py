@@ -29,6 +29,7 @@ from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.fits_module import FUSED, SHARDED_TYPES, is_left_whole
 from torchrec_2dsp.shard.optimizers import table_of
 from torchrec_2dsp.shard.sharded_modules import (
+    LooksUpAtOnce,
     ShardedEmbeddingBagCollection2D,
     ShardedEmbeddingCollection2D,
 )
@@ -57,7 +58,9 @@ class PartContexts(Multistreamable):
             ctx.record_stream(stream)
 
 
-class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizerModule):
+class PartedModule(
+    LooksUpAtOnce, ShardedModule[Any, Any, Output, PartContexts], FusedOptimizerModule
+):
     """Shows several sharded modules as one: those of several meshes, and of frozen tables.
 
     Parts aren't submodules, like TorchRec's lookups: names and pipelines see one module.
@@ -149,22 +152,6 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         exchanges = [part.input_dist(part_ctx, features) for part, part_ctx in self.paired(ctx)]
         return KJTListSplitsAwaitable(exchanges, ctx)
 
-    def compute(self, ctx: PartContexts, dist_input: Any) -> list[Any]:
-        """Look up in all parts."""
-        rows = []
-        for (part, part_ctx), ids in zip(self.paired(ctx), dist_input, strict=True):
-            with _gradients_of(part):
-                rows.append(part.compute(part_ctx, ids))
-        return rows
-
-    def output_dist(self, ctx: PartContexts, output: Any) -> LazyAwaitable[Output]:
-        """Join the parts' outputs."""
-        outputs: list[LazyAwaitable[Any]] = []
-        for (part, part_ctx), rows in zip(self.paired(ctx), output, strict=True):
-            with _gradients_of(part):
-                outputs.append(_WaitAsPart(part, part.output_dist(part_ctx, rows)))
-        return _Joined(outputs, self._names, self._order)
-
     def compute_and_output_dist(self, ctx: PartContexts, input: Any) -> LazyAwaitable[Output]:
         """Look up part by part; rows travel while the next part looks up."""
         outputs: list[LazyAwaitable[Any]] = []
@@ -223,7 +210,7 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         return IncompatibleKeys(missing, unexpected)
 
 
-class TablesAndMore(ShardedModule[Any, Any, Any, Any]):
+class TablesAndMore(LooksUpAtOnce, ShardedModule[Any, Any, Any, Any]):
     """A sharded module that holds others under TorchRec's names: tables, and what is beside them.
 
     PyTorch wouldn't find the names in a `PartedModule`, whose parts aren't submodules.
@@ -464,5 +451,5 @@ def _replaced(
         own = {key: value for key, value in state.items() if table_of(key) in tables.table_names}
         new_part.load_state_dict(own)
         new_part.train(part.training)
-    new_parts[0].tables.num_bad_ids = part.tables.num_bad_ids
+        tables.num_bad_ids = part.tables.num_bad_ids
     return new_parts

@@ -210,14 +210,6 @@ class ShardedFeatureProcessors2D(TablesAndMore):
                 features = processed(features, self._feature_processors)
         return self._embedding_bag_collection.input_dist(ctx, features)
 
-    def compute(self, ctx: Any, dist_input: Any) -> Any:
-        """Look up in the tables."""
-        return self._embedding_bag_collection.compute(ctx, dist_input)
-
-    def output_dist(self, ctx: Any, output: Any) -> Any:
-        """Return the tables' output."""
-        return self._embedding_bag_collection.output_dist(ctx, output)
-
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Look up in the tables; rows travel meanwhile."""
         return self._embedding_bag_collection.compute_and_output_dist(ctx, input)

@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_2dsp._compat.torchrec import ColumnWiseSequences, CwPooledEmbeddingSharding
 from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,
@@ -48,7 +49,22 @@ from torchrec_2dsp.shard.stages import (
 from torchrec_2dsp.shard.tables import Tables2D
 
 
-class RunsPlan2D:
+class LooksUpAtOnce:
+    """A sharded module whose lookup and output exchange are a single call."""
+
+    def compute(self, ctx: Any, dist_input: Any) -> Any:
+        """Raise: between the two calls nothing would complete the rows."""
+        raise UnsupportedError(
+            f"{type(self).__name__} has no compute() and output_dist() of its own; call "
+            "compute_and_output_dist()"
+        )
+
+    def output_dist(self, ctx: Any, output: Any) -> Any:
+        """Raise as `compute` does."""
+        return self.compute(ctx, output)
+
+
+class RunsPlan2D(LooksUpAtOnce):
     """A sharded module with this package's sharding types and stages."""
 
     tables: Tables2D

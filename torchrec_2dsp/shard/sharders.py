@@ -24,7 +24,7 @@ from torchrec_2dsp._compat.torchrec import get_local_size, without_weights
 from torchrec_2dsp._compat.triton import runs_triton
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.fits_module import (
     check_alone,
     check_holder,
@@ -188,9 +188,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         with (
             agreeing(world_group()),
             groups.node_groups(),
-            stock_optimizer_classes(
-                part.module, part.plan, None if part.are_frozen else self.optimizer
-            ),
+            stock_optimizer_classes(part.module, part.plan),
         ):
             sharded = make(
                 part.module,
@@ -397,6 +395,11 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         """
 
         def make(*args: Any, **kwargs: Any) -> ShardedEmbeddingCollection2D:
+            if dedups_ids(self) and kwargs["device"].type == "cpu":
+                raise UnsupportedError(
+                    "use_index_dedup=True is for CUDA: FBGEMM finds equal ids by a CUDA kernel; "
+                    "leave it out"
+                )
             return ShardedEmbeddingCollection2D(*args, use_index_dedup=dedups_ids(self), **kwargs)
 
         configs = module.embedding_configs()

@@ -30,6 +30,7 @@ from torchrec_2dsp._compat.torchrec import (
     EmbeddingShardingContext,
     GridPooledEmbeddingSharding,
     GroupedEmbeddingConfig,
+    KJTAllToAllSplitsAwaitable,
     RwPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
     SequenceShardingContext,
@@ -57,6 +58,7 @@ from torchrec_2dsp.shard.nonempty import (
 from torchrec_2dsp.shard.row_exchange.exchange import RowContext, RowFetch, SequenceRowContext
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup, config_by_row
 from torchrec_2dsp.shard.row_exchange.requests import RowBlock, RowRequests
+from torchrec_2dsp.shard.stages import BatchNotes
 
 Device = torch.device | None
 
@@ -66,6 +68,25 @@ def widen_contexts(contexts: list[Any], shardings: Sequence[Any]) -> None:
     for index, sharding in enumerate(shardings):
         if isinstance(sharding, _NonEmpty | _ExchangesRows):
             contexts[index] = sharding.widened_context(contexts[index])
+
+
+def completed_input(notes: BatchNotes, arrived: Any) -> Any:
+    """Return the input exchange's result, with contexts that know all batch sizes.
+
+    A pipeline that is attached again starts its next batch's exchange twice, and looks up the
+    result of the first one. Nobody waits for the second one, so its context lacks the other ranks'
+    batch sizes, which TorchRec takes for equal sizes.
+
+    Collectives:
+        The rest of the second exchange, on all ranks alike, if there was one.
+    """
+    is_incomplete = any(
+        isinstance(awaitable, KJTAllToAllSplitsAwaitable)
+        and context is not None
+        and not context.batch_size_per_rank
+        for awaitable, context in zip(notes.asked.awaitables, notes.shardings, strict=True)
+    )
+    return notes.asked.wait().wait() if is_incomplete else arrived
 
 
 class _SendsIds(EmbeddingSharding[Any, Any, Any, Any]):

@@ -37,7 +37,7 @@ from torchrec.streamable import Multistreamable
 from torchrec_2dsp._compat.fbgemm import starts_of
 from torchrec_2dsp._compat.shardings import distributed_ahead
 from torchrec_2dsp._compat.tensors import held_weakly
-from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext
+from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, get_gradient_division
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.errors import ConfigError, TwoDError, UnsupportedError
@@ -461,9 +461,9 @@ class ClipGradients(Stage):
     exchanged rows after their sum.
     """
 
-    def __init__(self, bounds: Mapping[str, float]) -> None:
-        self._bounds = dict(bounds)
-        """The largest gradient, by output name."""
+    def __init__(self, bounds: Mapping[str, float], num_ranks: int) -> None:
+        self._bounds, self._num_ranks = dict(bounds), num_ranks
+        """The largest gradient, by output name, and the ranks that divide gradients later."""
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
         """Return the output, whose gradient will be clipped."""
@@ -472,17 +472,23 @@ class ClipGradients(Stage):
         if isinstance(output, KeyedTensor):
             columns = zip(output.keys(), output.length_per_key(), strict=True)
             bounds = [bound for name, dim in columns for bound in [self._bound(name)] * dim]
-            _clip_gradient(output.values(), bounds)
+            self._clip(output.values(), bounds)
             return output
         for name, rows in output.items():
-            _clip_gradient(rows.values(), [self._bound(name)])
+            self._clip(rows.values(), [self._bound(name)])
         return output
 
     def _bound(self, name: str) -> float:
         return self._bounds.get(name, math.inf)
 
+    def _clip(self, output: torch.Tensor, bounds: Sequence[float]) -> None:
+        if not output.requires_grad:
+            return
+        after_division = output.new_tensor(bounds)
 
-def _clip_gradient(output: torch.Tensor, bounds: Sequence[float]) -> None:
-    if output.requires_grad:
-        largest = output.new_tensor(bounds)
-        output.register_hook(lambda grad: grad.clamp(-largest, largest))
+        def clip(gradient: torch.Tensor) -> torch.Tensor:
+            # By TorchRec's switch at this moment, as when it divides.
+            largest = after_division * (self._num_ranks if get_gradient_division() else 1)
+            return gradient.clamp(-largest, largest)
+
+        output.register_hook(clip)

@@ -16,6 +16,8 @@ from torchrec_2dsp._compat.fbgemm import (
     HAS_ROW_WISE_MOMENT,
     SplitTableBatchedEmbeddingBagsCodegen,
     has_own_rows,
+    keeps_untouched_rows,
+    set_iteration,
     set_rounding,
 )
 from torchrec_2dsp._compat.shardings import (
@@ -26,7 +28,7 @@ from torchrec_2dsp._compat.shardings import (
     wrap_optimizer,
 )
 from torchrec_2dsp._compat.tensors import Upstream, running_backward
-from torchrec_2dsp._compat.torchrec import KJTAllToAllSplitsAwaitable, jagged_features
+from torchrec_2dsp._compat.torchrec import jagged_features
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.errors import UnsupportedError
@@ -53,7 +55,7 @@ from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
-from torchrec_2dsp.shard.shardings import widen_contexts
+from torchrec_2dsp.shard.shardings import completed_input, widen_contexts
 from torchrec_2dsp.shard.stages import (
     BagContext,
     BatchNotes,
@@ -65,6 +67,8 @@ from torchrec_2dsp.shard.stages import (
 )
 
 Module = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+CHANGEABLE = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")
+"""The hyper-parameters beside the learning rate that FBGEMM can change."""
 Context = TypeVar("Context", BagContext, SequenceContext)
 
 
@@ -91,6 +95,8 @@ class Tables2D:
         all_configs = replication.tables_beside or configs
         is_weighted, alarm = has_weights(unsharded), self.groups.alarm
         self._batch_check = BatchCheck(all_configs, replication.bad_ids, alarm, is_weighted)
+        # Each of a module's parts checks the whole batch.
+        self._counts_bad_ids = self.table_names[0] == min(config.name for config in all_configs)
         hot_rows = self._make_hot_rows(configs, plan, replication, device)
         self.hot_sets: HotSets = hot_rows.sets
         self.hot_rows = hot_rows if self.hot_sets.by_table else None
@@ -115,7 +121,7 @@ class Tables2D:
             OneBatchSize(all_configs, _pack_size(module, plan)),
             StrayGradients(table_modules, self.tbes()),
             self._batch_check,
-            ClipGradients(self._bounds(configs, plan)),
+            self._clipping(configs, plan),
             outputs,
             *([] if self.hot_rows is None else [self.hot_rows]),
             *([] if arrangement is None else [arrangement]),
@@ -127,20 +133,18 @@ class Tables2D:
         self._features = features_of(all_configs)
         self._watch_state()
 
-    def _bounds(self, configs: list[Any], plan: ModulePlan2D) -> dict[str, float]:
-        """Return the bounds of outputs' gradients that are clipped, by output name.
-
-        A group clips after dividing by the number of ranks over which it averages.
-        """
+    def _clipping(self, configs: list[Any], plan: ModulePlan2D) -> ClipGradients:
+        """Return the stage that clips outputs' gradients."""
         num_groups = plan.mesh.num_groups if isinstance(plan.sync, GradientSync) else 1
-        num_ranks, fused_params = plan.mesh.group_size * num_groups, fused_params_of(self.module)
-        return {
-            output: fused_params[config.name].get("max_gradient", 1.0) * num_ranks
+        fused_params = fused_params_of(self.module)
+        bounds = {
+            output: fused_params[config.name].get("max_gradient", 1.0)
             for config, outputs in zip(configs, get_embedding_names_by_table(configs), strict=True)
             for output in outputs
             if fused_params.get(config.name, {}).get("gradient_clipping")
             and not is_data_parallel(plan, config.name)
         }
+        return ClipGradients(bounds, plan.mesh.group_size * num_groups)
 
     def _make_hot_rows(
         self, configs: list[Any], plan: ModulePlan2D, replication: Replication, device: torch.device
@@ -208,7 +212,7 @@ class Tables2D:
     @property
     def num_bad_ids(self) -> int:
         """This rank's bad ids so far, see `BadIds`."""
-        return self._batch_check.ids.num_bad
+        return self._batch_check.ids.num_bad if self._counts_bad_ids else 0
 
     @num_bad_ids.setter
     def num_bad_ids(self, count: int) -> None:
@@ -395,17 +399,30 @@ class SyncedOptimizer(CombinedOptimizer):
     def set_optimizer_step(self, step: int) -> None:
         """Sync what is pending, then set the iteration."""
         self._tables.replicas.reach(SyncReason.READ)
-        super().set_optimizer_step(step)
-        for tbe in self._tables.hot_tbes():
-            tbe.set_optimizer_step(step)
+        for tbe in self._tables.tbes():
+            set_iteration(tbe, step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Sync what is pending, then change the running kernels."""
         self._tables.replicas.reach(SyncReason.READ)
-        if "lr" in params_dict:
-            # The kernels take it from here at the next training lookup.
-            for group in cast(list[dict[str, Any]], self.param_groups):
-                group["lr"] = params_dict["lr"]
+        for tbe in self._tables.tbes():
+            if params_dict.get("weight_decay") and keeps_untouched_rows(tbe):
+                raise UnsupportedError(
+                    f"weight_decay={params_dict['weight_decay']} can't be set while these tables "
+                    "train: they were built without one; give it to the sharder, in fused_params"
+                )
+        self._change_kernels(params_dict)
+        # The kernels take the learning rate from here at the next training lookup, and a train
+        # state all of them.
+        for group in cast(list[dict[str, Any]], self.param_groups):
+            group.update(params_dict)
+
+    def restore_hyper_parameters(self) -> None:
+        """Hand what `update_hyper_parameters` once set, and a train state has kept, to kernels."""
+        for group in cast(list[dict[str, Any]], self.param_groups):
+            self._change_kernels({name: group[name] for name in CHANGEABLE if name in group})
+
+    def _change_kernels(self, params_dict: dict[str, Any]) -> None:
         super().update_hyper_parameters(params_dict)
         for tbe in self._tables.hot_tbes():
             tbe.update_hyper_parameters(params_dict)
@@ -425,25 +442,6 @@ def _row_exchanges(module: Module) -> list[tuple[RowLookup, RowFetch] | None]:
         (cast(RowLookup, lookup), output_dist) if isinstance(output_dist, RowFetch) else None
         for lookup, output_dist in pairs
     ]
-
-
-def completed_input(notes: BatchNotes, arrived: Any) -> Any:
-    """Return the input exchange's result, with contexts that know all batch sizes.
-
-    A pipeline that is attached again starts its next batch's exchange twice, and looks up the
-    result of the first one. Nobody waits for the second one, so its context lacks the other ranks'
-    batch sizes, which TorchRec takes for equal sizes.
-
-    Collectives:
-        The rest of the second exchange, on all ranks alike, if there was one.
-    """
-    is_incomplete = any(
-        isinstance(awaitable, KJTAllToAllSplitsAwaitable)
-        and context is not None
-        and not context.batch_size_per_rank
-        for awaitable, context in zip(notes.asked.awaitables, notes.shardings, strict=True)
-    )
-    return notes.asked.wait().wait() if is_incomplete else arrived
 
 
 def _round_updates(

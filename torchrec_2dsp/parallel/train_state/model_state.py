@@ -25,6 +25,7 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.managed_collisions import managed_collisions
 from torchrec_2dsp.shard.parted import frozen_names, sharded_tables
+from torchrec_2dsp.shard.tables import SyncedOptimizer
 
 
 def complete_model(model: nn.Module) -> None:
@@ -172,6 +173,14 @@ def restore_rank_state(model: nn.Module, saved: dict[str, Any]) -> None:
         ):
             set_iteration(tbe, iteration)
             set_learning_rate(tbe, learning_rate)
+
+
+def restore_optimizer_arguments(model: nn.Module) -> None:
+    """Hand kernels the hyper-parameters that their optimizers' groups have had restored."""
+    for tables in sharded_tables(model):
+        optimizer = tables.module.fused_optimizer
+        if isinstance(optimizer, SyncedOptimizer):
+            optimizer.restore_hyper_parameters()
 
 
 def restore_iterations(model: nn.Module, saved: dict[str, int]) -> None:

@@ -328,8 +328,9 @@ class TrainState:
             load_states(name, member, saved.members.get(name, [{}]))
         for kind, optimizers in self._optimizers().items():
             restore_hyper_parameters(header["hyper_parameters"][kind], *optimizers)
-        # Hands learning rates to the kernels.
+        # Hands learning rates to the kernels, then what else the optimizers know.
         model.fused_optimizer.step()
+        model_state.restore_optimizer_arguments(model)
         model_state.restore_whole_state(model, header["model"], step=self.step)
         if is_same_plan and saved.own is not None:
             model_state.restore_rank_state(model, saved.own)

@@ -159,7 +159,7 @@ def ends_of_delayed_runs(rank: int, world_size: int, folder: Path) -> list[tuple
         saved = folder / str(every)
         config = config_with(
             TINY_RUNS,
-            runs={"delayed": {"dense": {"kind": "delayed"}}},
+            runs={"delayed": TINY_RUNS["runs"]["delayed"]},
             loop={"eval_every": every},
             checkpoint={"folder": str(saved), "every": every},
         )

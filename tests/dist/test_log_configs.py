@@ -74,15 +74,15 @@ def test_exact_copies_train_a_real_log_as_torchrec_alone(ranks4: RankPool, name:
         pytest.skip("the log isn't on this machine")
     figures, splits = ranks4.run(train_log, name, (f"data.files={log}", *overrides))[0]
     check_equal(figures, num_steps=6 if name == "movielens" else 12)
-    assert (
-        splits
-        == {
-            "criteo": "6,170 rows to train on, 1,030 rows held out: the last 14.3%",
-            "avazu": "7,278 rows to train on, 809 rows held out: the last 10%",
-            "movielens": "943 users with 100,000 uses of 1,682 items; held out: "
-            "the last of each user",
-        }[name]
-    )
+    words, num_evaluated = {
+        "criteo": ("6,170 rows to train on, 1,030 rows held out: the last 14.3%", 384),
+        "avazu": ("7,278 rows to train on, 809 rows held out: the last 10%", 384),
+        "movielens": (
+            "943 users with 100,000 uses of 1,682 items; held out: the last of each user",
+            128,
+        ),
+    }[name]
+    assert splits == f"{words}; an evaluation takes {num_evaluated} of them (loop.eval_steps)"
 
 
 def test_the_config_takes_days_of_criteo(ranks4: RankPool, tmp_path: Path) -> None:
@@ -93,8 +93,11 @@ def test_the_config_takes_days_of_criteo(ranks4: RankPool, tmp_path: Path) -> No
     files = (f"data.files={tmp_path}/day_*.gz", "data.held_out.share=0.25")
     figures, splits = ranks4.run(train_log, "criteo", (*files, *CLICKS, "loop.steps=5"))[0]
     check_equal(figures, num_steps=5)
-    assert splits == "914 rows to train on, 305 rows held out: the last 25%"
+    evaluated = 'an evaluation takes {} of them (whole batches; data.rest = "pad" takes all)'
+    held_out = "914 rows to train on, 305 rows held out: the last 25%"
+    assert splits == f"{held_out}; {evaluated.format(256)}"
     last_day = f'{{by = "files", files = "{tmp_path}/day_10.gz"}}'
     files = (f"data.files={tmp_path}/day_?.gz", f"data.held_out={last_day}")
     _, splits = ranks4.run(train_log, "criteo", (*files, *CLICKS, "loop.steps=1"))[0]
-    assert splits == f"809 rows to train on, 410 rows held out: those of {tmp_path}/day_10.gz"
+    held_out = f"809 rows to train on, 410 rows held out: those of {tmp_path}/day_10.gz"
+    assert splits == f"{held_out}; {evaluated.format(384)}"

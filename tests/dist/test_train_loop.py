@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 
 from tests.support.logs import make_rows, table_config, write_log
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_of
 from tests.support.train_runs import TREE, PlainRun, click_data, config_with, plain_metrics
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.groups import world_group
@@ -163,6 +163,9 @@ def test_a_difference_between_ranks_is_named_without_the_commas_around_it(
 class Short(SyntheticDataset):
     """Data that ends: a few batches to train on, and a few that are held out."""
 
+    def num_train_batches(self, global_batch_size: int) -> Any:
+        return 5
+
     def batches(self, split: Split, **options: Any) -> Iterator[Batch]:
         num_left = 5 - options["start"] if split is Split.TRAIN else 2
         for _, batch in zip(range(num_left), super().batches(split, **options), strict=False):
@@ -183,6 +186,7 @@ def ends(rank: int, world_size: int) -> dict[str, Any]:
     empty = config_with(loop={"accumulate": 8, "global_batch_size": 64})
     with pytest.raises(ConfigError) as raised:
         train_run(empty, "one_group", Short(click_data(empty)))
+    meeting = config_with(runs={"local": {"dense": {"kind": "local", "local_steps": 4}}})
     return {
         "impatient": impatient,
         "is best": [call.kwargs["is_best"] for call in watcher.evaluated.call_args_list],
@@ -190,6 +194,7 @@ def ends(rank: int, world_size: int) -> dict[str, Any]:
         "data": by_data,
         "cut": by_step,
         "empty": str(raised.value),
+        "apart": error_of(lambda: train_run(meeting, "local", Short(click_data(meeting)))),
     }
 
 
@@ -204,6 +209,7 @@ def test_runs_end_by_patience_or_with_their_data(ranks2: RankPool) -> None:
     # Five batches make two steps of two; what is left makes none.
     assert (seen["cut"].ending, len(seen["cut"].losses)) == (Ending.DATA, 2)
     assert seen["empty"] == "the data has too few samples for a single step"
+    assert "ends after 5 steps, and its ranks meet after every 4; set loop.steps=4" in seen["apart"]
 
 
 def test_a_batch_is_cut_over_ranks_and_parts() -> None:

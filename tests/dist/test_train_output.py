@@ -1,6 +1,7 @@
 """A training program's plan and what it leaves: the run's folder, traces and scalars."""
 
 import json
+import re
 import time
 import tomllib
 from pathlib import Path
@@ -30,6 +31,7 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import ProgressFile, TrainRecord, read_progress
 from torchrec_2dsp.programs.train.results import RunFolder, TensorBoardWatcher, TrainResult
+from torchrec_2dsp.programs.train.sharded import PlannedRun
 from torchrec_2dsp.programs.train.steps import (
     PipelinedSteps,
     StepProfiler,
@@ -108,20 +110,25 @@ def test_runs_that_are_trained_one_by_one_share_a_folder(ranks2: RankPool, tmp_p
     other = first.model_copy(update={"loop": first.loop.model_copy(update={"steps": 9})})
     with pytest.raises(ConfigError, match=message):
         RunFolder(tmp_path, other)
-    planned = Mock(plan=Mock(mesh=Mock(world_size=4)))
+    elsewhere = Mock(plan=Mock(mesh=Mock(world_size=4)))
     with pytest.raises(ConfigError, match=message):
-        RunFolder(tmp_path, first).run_planned("first", planned, first)
+        RunFolder(tmp_path, first).run_planned("first", elsewhere, first)
     assert load_config(TrainConfig, tmp_path / "config.toml") == config
     # No run is lost where all are trained anew.
     whole = config.model_copy(update={"loop": other.loop})
-    RunFolder(tmp_path, whole)
+    anew = RunFolder(tmp_path, whole)
+    assert load_config(TrainConfig, tmp_path / "config.toml") == config
+    planned = PlannedRun(load(tmp_path / "first" / "plan.json"), tables={}, num_steps=9)
+    anew.run_planned("first", planned, whole)
     assert load_config(TrainConfig, tmp_path / "config.toml") == whole
 
 
 def start_twice(rank: int, world_size: int, config: TrainConfig) -> list[Any]:
-    """Train a run and start it again, which is refused; return its progress after each."""
+    """Train a run and start another, which is refused; return its progress after each."""
     folder, texts = Path(config.output.folder), []
-    for _ in range(2):
+    for report_every in (1, 2):
+        loop = config.loop.model_copy(update={"report_every": report_every})
+        config = config.model_copy(update={"loop": loop})
         watchers = [RunFolder(folder, config)] if rank == 0 else []
         try:
             train(config, watchers)
@@ -131,7 +138,7 @@ def start_twice(rank: int, world_size: int, config: TrainConfig) -> list[Any]:
     return texts
 
 
-def test_a_start_that_is_refused_leaves_a_runs_progress(ranks2: RankPool, tmp_path: Path) -> None:
+def test_a_start_that_is_refused_leaves_a_runs_files(ranks2: RankPool, tmp_path: Path) -> None:
     config = in_folder(tmp_path / "out", {"first": {}})
     checkpoint = config.checkpoint.model_copy(update={"folder": str(tmp_path / "saved")})
     config = config.model_copy(update={"checkpoint": checkpoint})
@@ -139,6 +146,7 @@ def test_a_start_that_is_refused_leaves_a_runs_progress(ranks2: RankPool, tmp_pa
     assert progress
     assert progress == after
     assert "is newer than step 0, at which this run would begin" in text
+    assert load_config(TrainConfig, tmp_path / "out" / "config.toml").loop.report_every == 1
 
 
 def test_a_plan_by_cost_is_explained_and_can_be_repeated(
@@ -384,11 +392,13 @@ def test_scalars_follow_rates_evaluations_speed_and_memory(
 
 def refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     plan = str(folder / "planned" / "planned" / "plan.json")
+    groups = 3 - load(Path(plan)).mesh.num_groups
     cases = {
         "no stats": {"access": str(folder / "nowhere"), "num_groups": 2, "hot_rows": 4},
         "no calibration": {"calibration": str(folder / "nowhere.toml")},
         "no plan": {"plan": str(folder / "nowhere.json")},
         "other sync": {"plan": plan, "sync": "WeightSync"},
+        "other groups": {"plan": plan, "num_groups": groups},
     }
     messages = {
         name: refusal(rank, world_size, config_with(runs={"odd": run}))
@@ -427,6 +437,7 @@ def test_files_that_do_not_fit_are_refused_on_all_ranks(
     assert "nowhere.json" in first["no plan"]
     assert "runs.odd has WeightSync" in first["other sync"]
     assert "let the run say what the plan says" in first["other sync"]
+    assert re.search(r"runs.odd has num_groups=[12], and the plan .* has", first["other groups"])
     assert first["no folder"] == "--profile writes to the output folder; set output.folder"
     late = (
         "--profile 300:310 begins after the last step of runs.one_group, which is 8; give earlier"

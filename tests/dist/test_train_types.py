@@ -142,6 +142,21 @@ def test_tables_in_16_bits_train_as_the_plain_model(
         assert (ends[first] == ends[second]).float().mean() < 0.9
 
 
+def in_8_bits(rank: int, world_size: int) -> list[tuple[float, ...]]:
+    """Return the losses with rows in 8 bits that are rounded to the nearest, and at random."""
+    runs, losses = {"rows": ROWS | {"stored_as": "int8"}}, []
+    for at_random in (False, True):
+        optimizer = {"lr": 0.05, "stochastic_rounding": at_random}
+        losses.append(train(config_with(TREE, optimizer=optimizer, runs=runs)).runs[0].losses)
+    return losses
+
+
+def test_rows_in_8_bits_round_at_random_where_the_config_says_so(ranks2: RankPool) -> None:
+    nearest, at_random = ranks2.run(in_8_bits)[0]
+    assert nearest != at_random
+    assert nearest == pytest.approx(at_random, abs=1e-2)
+
+
 def autocast_beside_plain(rank: int, world_size: int) -> tuple[dict[str, Losses], Losses]:
     """Return the losses of the program's runs, and those of the plain model."""
     kinds = {

@@ -156,7 +156,7 @@ def test_a_report_is_made_again_from_its_copies_in_another_order(tmp_path: Path)
         (["nowhere.json"], "x.md", "error: nowhere.json can't be read"),
         (["x.txt"], "x.md", "x.txt is not the JSON of a benchmark"),
         (["result_0.json"], "result_0.json", "no Markdown page; use a name that ends in .md"),
-        (["result_0.json"], "x.txt/x.md", "x.txt can't be written"),
+        (["result_0.json"], "x.txt/x.md", "x.txt/x.md can't be written: x.txt is no folder"),
     ],
 )
 def test_a_report_that_can_not_be_written_fails(

@@ -30,6 +30,7 @@ from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.traces import RankSplit, RankTrace, StepPhase, step_mark
+from torchrec_2dsp.programs.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORKLOADS = sorted((CONFIGS / "workloads").glob("*.toml"))
@@ -112,6 +113,14 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
             "by_cost = true chooses by itself; leave out: 3 hot rows per table",
         ),
         (
+            {"plain": {"kind": "stock"}, "ours": {"kind": "parallelized", "sync": "WeightSync"}},
+            """sync='WeightSync' is chosen by kind = "parallelized"; leave it out""",
+        ),
+        (
+            {"plain": {"kind": "stock"}, "ours": {"kind": "parallelized", "num_groups": 2}},
+            'kind = "parallelized" chooses groups by cost; leave num_groups and by_cost out',
+        ),
+        (
             {"plain": {"kind": "stock", "dense": {"kind": "planned"}}},
             'contestants.plain.dense.kind="planned" needs to know the machines',
         ),
@@ -167,6 +176,16 @@ def test_an_override_comes_after_what_is_included() -> None:
     assert config.model.dim == 128
     assert config.network.interface == "eth9"
     assert len(click_data(config).features) == 26
+
+
+def test_a_section_gets_the_kind_of_the_included_one_before_its_paths(tmp_path: Path) -> None:
+    log = '[data]\nkind = "table"\nlabel = "y"\nfeatures = [{ name = "f", num_rows = 9 }]\n'
+    (tmp_path / "log.toml").write_text(log)
+    (tmp_path / "run.toml").write_text(
+        'include = "log.toml"\n[data]\nfiles = ["day.csv"]\n[runs.a]\n'
+    )
+    data: Any = load_config(TrainConfig, tmp_path / "run.toml").data
+    assert data.files == (str(tmp_path / "day.csv"),)
 
 
 def test_a_missing_include_is_named(tmp_path: Path) -> None:

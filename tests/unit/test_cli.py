@@ -1,6 +1,7 @@
 """Common behaviour of all commands: errors, torchrun, the version."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torchrec_2dsp as tdsp
 from torchrec_2dsp.errors import RankError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.cli.train import saying_how_to_go_on
+from torchrec_2dsp.programs.cluster.emulated_cluster import rank_environment
 from torchrec_2dsp.programs.config.config_file import (
     OutputPath,
     PathBesideConfig,
@@ -82,6 +84,15 @@ def test_a_cluster_that_cannot_be_is_left_out_if_the_user_says_so(
     assert result.stderr == (
         "skipped, because no cluster can be emulated here: network namespaces need root\n"
     )
+
+
+def test_ranks_of_a_cluster_find_this_package_and_no_part_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    paths = rank_environment("emulated", "")["PYTHONPATH"].split(os.pathsep)
+    assert paths[-1] == "theirs"
+    assert all((Path(path) / "torchrec_2dsp").is_dir() for path in paths[:-1])
 
 
 def test_the_help_of_access_names_the_section() -> None:

@@ -169,7 +169,7 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
         ),
         ("runs.one.dense.kind=planned", "needs to know the machines"),
         ("runs.one={calibration='emulated_1gbit', hot_rows=3}", "hot_rows=3 can't be given as"),
-        ("runs.one={plan='p.json', num_groups=2}", "num_groups=2 can't be given as well: plan='p."),
+        ("runs.one={plan='p.json', hot_rows=2}", "hot_rows=2 can't be given as well: plan='p."),
         ("runs.one={access='stats', num_groups=2}", "access='stats' is for a plan by cost and for"),
         ("runs.one={stock=true, num_groups=2}", "num_groups=2 is this package's"),
         ("runs.one={stock=true, exchange='row'}", "exchange='row' is this package's"),

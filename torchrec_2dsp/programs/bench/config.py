@@ -117,7 +117,7 @@ class LossConfig(Section):
     """The NE bound for int8 communication: 8 bits, scaled by a row's largest number."""
 
     int4_ne_bound: float = Field(default=1e-2, gt=0)
-    """The NE bound for int4 communication: 4 bits, scaled by a row's largest number."""
+    """The NE bound for int4 and mx4 communication: 4 bits, scaled by the largest number."""
 
     nearly_ne_bound: float = Field(default=5e-2, gt=0)
     """The NE bound for another algorithm: averaged replicas, late updates, and optimizer state by
@@ -135,6 +135,7 @@ class LossConfig(Section):
             "bf16": self.bf16_ne_bound,
             "int8": self.int8_ne_bound,
             "int4": self.int4_ne_bound,
+            "mx4": self.int4_ne_bound,
         }
         return bounds[arithmetic]
 
@@ -177,7 +178,7 @@ class StockContestant(_Planned):
     """TorchRec's planner, sharder and `DistributedModelParallel`."""
 
     kind: Literal["stock"] = "stock"
-    qcomms: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
+    qcomms: Literal["fp32", "fp16", "bf16", "int8", "mx4"] = "fp32"
     """The wire format for pooled embeddings and gradients in TorchRec's quantised communication."""
 
     def describe(self) -> str:
@@ -219,10 +220,22 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     def _check_search(self) -> Self:
         if self.precision != "exact" and self.kind != "parallelized":
             raise ValueError('precision is for kind = "parallelized"')
+        if self.kind == "parallelized":
+            own = [*ReplicationConfig.model_fields, *_Planned.model_fields, "layout"]
+            self.refuse_unread(
+                [name for name in own if name not in ("moment_scale", "dense", "ne_bound")],
+                'is chosen by kind = "parallelized"; leave it out',
+            )
+            if self.num_groups != "any" or not self.by_cost:
+                raise ValueError(
+                    'kind = "parallelized" chooses groups by cost; leave num_groups and by_cost out'
+                )
         if self.num_groups == "any" and not (self.by_cost and self.sync == "GradientSync"):
             raise ValueError('num_groups = "any" is for by_cost = true and sync = "GradientSync"')
         if self.by_cost and self.exchange_text:
             raise ValueError(f"by_cost = true chooses by itself; leave out: {self.exchange_text}")
+        if self.by_cost:
+            self.refuse_unread(["prefetch_rows"], "is chosen by by_cost = true; leave it out")
         return self
 
     def describe(self) -> str:

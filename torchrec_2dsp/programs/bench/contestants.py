@@ -93,8 +93,9 @@ def workload_of(
     contestant: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
 ) -> Workload:
     """Return the work in a contestant's step with its own communication."""
-    # INT8 has a scale and an offset per row.
-    bytes_per_number = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 8 / dim}
+    # INT8 has a scale and an offset per row, MX4 an exponent for 32 numbers.
+    small = {"int8": 1 + 8 / dim, "mx4": 1 / 2 + 1 / 32}
+    bytes_per_number = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, **small}
     wire = bytes_per_number[contestant.qcomms]
     return replace(
         tables,

@@ -79,7 +79,16 @@ def check_writable(output: Path | None) -> None:
             # A failure later on leaves no empty file.
             output.unlink()
     except OSError as error:
-        raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
+        why = f"{error.filename} is no folder" if is_file else error.strerror
+        raise ConfigError(f"--output {output} can't be written: {why}") from error
+
+
+def check_page(output: Path) -> None:
+    """Raise `ConfigError` if ``output`` is no Markdown page, or can't be written."""
+    if output.suffix != ".md":
+        raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
+    check_writable(output)
 
 
 class ProgressBars:

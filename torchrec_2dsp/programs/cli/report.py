@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import check_page, check_writable, shown_errors
 
 
 @shown_errors()
@@ -51,12 +51,10 @@ def train_study(
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Quality",
 ) -> None:
     """Write a Markdown page that compares runs over several seeds, with plot and data beside it."""
-    from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.study import study_plot, study_report
     from torchrec_2dsp.programs.train.record import TrainRecord, joined
 
-    if output.suffix != ".md":
-        raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
+    check_page(output)
     compared = [record.only(only or []) for record in joined(list(map(TrainRecord.load, records)))]
     data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(compared) + 1)]
     plot = output.with_suffix(".svg")
@@ -68,7 +66,6 @@ def train_study(
         plot=plot.name,
         data=[path.name for path in data],
     )
-    check_writable(output)
     study_plot(compared, plot, reference=reference)
     for record, path in zip(compared, data, strict=True):
         record.save(path)

@@ -9,6 +9,7 @@ import re
 import resource
 import shlex
 import signal
+import site
 import subprocess
 import sys
 import threading
@@ -40,7 +41,7 @@ from torchrec_2dsp.programs.cluster.network import (
 GRACE_S = 15
 """The time that other hosts may continue after a failure, so that their errors show too."""
 
-_REPOSITORY = Path(__file__).parents[2]
+_SOURCES = str(Path(__file__).parents[3])
 _POLL_S = 0.1
 _LAST_WORDS_S = 5
 _TAIL_LINES = 60
@@ -215,12 +216,14 @@ class _Follower:
 
 def rank_environment(description: str, launcher: str) -> dict[str, str]:
     """Return the caller's environment plus ranks' settings and the cluster's description."""
-    inherited = os.environ.get("PYTHONPATH")
+    inherited = os.environ.get("PYTHONPATH", "")
+    # A checkout may not be installed.
+    own = "" if _SOURCES in site.getsitepackages() else _SOURCES
     return os.environ | {
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), *([inherited] if inherited else [])]),
+        "PYTHONPATH": os.pathsep.join(filter(None, (own, inherited))),
         "EMULATED_CLUSTER": description,
         "EMULATED_CLUSTER_LAUNCHER": launcher,
     }

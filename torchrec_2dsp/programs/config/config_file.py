@@ -120,14 +120,15 @@ def load_config(
     file = find_config(path)
     tree = _read(file)
     named = tree.pop("include", None)
-    tree = _with_paths(kind, tree, file.parent)
     included = None
     if include is not None:
         included = find_config(include, _WORKLOADS)
     elif named is not None:
         included = find_config(str(named), _WORKLOADS, beside=file.parent)
+    below = {} if included is None else _read(included)
+    tree = _with_paths(kind, _with_kinds(tree, below), file.parent)
     if included is not None:
-        tree = _merged(_with_paths(kind, _read(included), included.parent), tree)
+        tree = _merged(_with_paths(kind, below, included.parent), tree)
     _check_command(kind, tree, str(path))
     for override in overrides:
         tree = overridden(tree, override)
@@ -192,6 +193,16 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
             is_name = _MAY_BE_SHIPPED in field.metadata and _shipped_config(value, _HARDWARE)
             resolved[name] = value if is_name else _beside(folder, value)
     return resolved
+
+
+def _with_kinds(above: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a tree; a section that doesn't name its kind gets that of the section below it."""
+    copied = dict(above)
+    for name, section in above.items():
+        if isinstance(section, Mapping) and isinstance(own := below.get(name), Mapping):
+            kinds = {"kind": own["kind"]} if "kind" in own else {}
+            copied[name] = kinds | _with_kinds(section, own)
+    return copied
 
 
 def _beside(folder: Path, path: str) -> str:

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.optim import SemisyncOptimizer
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.dense.local_dense import DiLoCo, LocalDense
+from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.optim import (
     FROM_MESH,
     MomentScaledRowWiseAdaGrad,
@@ -33,14 +35,18 @@ def table_optimizer(
 
 
 def dense_optimizer(
-    optimizer: OptimizerConfig, parameters: Mapping[str, Any], *, clip_norm: float = 0.0
+    optimizer: OptimizerConfig,
+    parameters: Mapping[str, Any],
+    *,
+    clip_norm: float = 0.0,
+    wrapper: DataParallelWrapper | None = None,
 ) -> KeyedOptimizerWrapper:
     """Build the dense part's optimizer, by parameter name, with clipping above 0."""
 
     def made_for(unnamed: list[Any]) -> torch.optim.Optimizer:
         plain = plain_dense_optimizer(optimizer, unnamed)
         if clip_norm:
-            clip_before_steps(plain, clip_norm)
+            clip_before_steps(plain, clip_norm, wrapper)
         return plain
 
     return KeyedOptimizerWrapper(dict(parameters), made_for)
@@ -75,16 +81,23 @@ def plain_dense_optimizer(
     return kinds[optimizer.dense_optimizer](parameters, **rates)
 
 
-def clip_before_steps(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-    """Let every step of an optimizer begin by clipping all its parameters' gradients.
+def clip_before_steps(
+    optimizer: torch.optim.Optimizer, max_norm: float, wrapper: DataParallelWrapper | None = None
+) -> None:
+    """Let every step of a dense part's optimizer begin by clipping all its gradients together.
 
-    Sharded gradients, as FSDP2's are, count with the norm of all shards.
+    The norm is that of all shards of a sharded part, and of all stages of a pipeline.
 
     Collectives:
-        In each step of a fully sharded dense part, a one-number all-reduce over its ranks.
+        In each step of a fully sharded dense part, a one-number all-reduce over its ranks; of a
+        pipelined one, the same as `PipelinedDense.clip_grad_norm_`.
     """
 
     def clip(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(wrapper, PipelinedDense):
+            # A rank's optimizer has its own stage's parameters alone.
+            wrapper.clip_grad_norm_(max_norm)
+            return
         params = [param for group in stepped.param_groups for param in group["params"]]
         clip_(
             [gradient for param in params if (gradient := param.grad) is not None],

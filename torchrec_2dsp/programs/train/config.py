@@ -24,6 +24,7 @@ from torchrec_2dsp.programs.config.sections import (
     SplitConfig,
 )
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset, Split
+from torchrec_2dsp.programs.data.logs.batches import LogDataset
 from torchrec_2dsp.programs.data.logs.sections import (
     AvazuConfig,
     CriteoConfig,
@@ -183,19 +184,37 @@ def shape_of(config: DataConfig, dataset: Dataset) -> BatchShape:
     return config if isinstance(config, SyntheticConfig) else dataset
 
 
-def splits_of(dataset: Dataset) -> str:
-    """Name a log's training and held-out rows; empty for data without files."""
+def splits_of(dataset: Dataset, loop: LoopConfig) -> str:
+    """Name a log's rows for training and evaluation; empty for data without files."""
     if isinstance(dataset, TableData):
         rows, held_out = (dataset.num_rows(split) for split in (Split.TRAIN, Split.EVAL))
-        return f"{rows:,} rows to train on, {held_out:,} rows held out: {dataset.held_out.words}"
+        return (
+            f"{rows:,} rows to train on, {held_out:,} rows held out: {dataset.held_out.words}"
+            f"{_evaluated(dataset, loop)}"
+        )
     if isinstance(dataset, SequenceData):
         log = dataset.log
         left_out = f", {log.num_left_out:,} others have too few" if log.num_left_out else ""
         return (
             f"{log.num_users:,} users with {len(log.items):,} uses of {len(log.item_names):,} "
-            f"items{left_out}; held out: the last of each user"
+            f"items{left_out}; held out: the last of each user{_evaluated(dataset, loop)}"
         )
     return ""
+
+
+def _evaluated(dataset: LogDataset, loop: LoopConfig) -> str:
+    """Say how many held-out rows an evaluation takes, unless it takes all."""
+    num_batches = dataset.num_batches(Split.EVAL, loop.batch_size)
+    num_used = min(num_batches, loop.eval_steps or num_batches)
+    num_rows = num_used * loop.batch_size
+    if num_rows >= dataset.num_rows(Split.EVAL):
+        return ""
+    reason = (
+        "loop.eval_steps"
+        if num_used < num_batches
+        else 'whole batches; data.rest = "pad" takes all'
+    )
+    return f"; an evaluation takes {num_rows:,} of them ({reason})"
 
 
 class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
@@ -256,7 +275,7 @@ class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
             )
         if self.plan:
             self._check_left_out(
-                ("calibration", "access", "sharding_types", "num_groups", "layout", *_EXCHANGE),
+                ("calibration", "access", "sharding_types", "layout", *_EXCHANGE),
                 f"plan={self.plan!r} says it already",
             )
         elif self.is_planned_by_cost:

@@ -105,7 +105,7 @@ def train(
     opened: Dataset = open_together(config.data, world_group(), reading)
     if isinstance(opened, LogDataset):
         opened.check(config.loop.batch_size)
-    if text := splits_of(opened):
+    if text := splits_of(opened, config.loop):
         with agreeing(world_group()):
             for watcher in watchers:
                 watcher.data_opened(text)

@@ -157,7 +157,7 @@ class RunFolder(TrainWatcher):
     """
 
     def __init__(self, folder: str | Path, config: TrainConfig) -> None:
-        """Create the folder if needed, and write the config.
+        """Create the folder if needed; the first run that is planned writes the config.
 
         Raises:
             ConfigError: the folder can't be written to, or another config has other runs there.
@@ -171,9 +171,8 @@ class RunFolder(TrainWatcher):
             raise ConfigError(
                 f"output.folder={str(folder)!r} can't be written to: {error.strerror}; use another"
             ) from error
-        content = tomllib.loads(tomli_w.dumps(with_absolute_paths(config)))
-        self._others = self._take_others(content)
-        write_whole(self._folder / "config.toml", tomli_w.dumps(content))
+        self._content = tomllib.loads(tomli_w.dumps(with_absolute_paths(config)))
+        self._others = self._take_others(self._content)
 
     def _take_others(self, content: dict[str, Any]) -> TrainRecord | None:
         """Add the folder's other runs that wrote something to a config; return their record."""
@@ -203,10 +202,11 @@ class RunFolder(TrainWatcher):
         )
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
-        """Write the run's plan, and start its progress."""
+        """Write the config and the run's plan, and start its progress."""
         world_size = planned.plan.mesh.world_size
         if self._others and self._others.world_size != world_size:
             raise self._error(self._others.runs[0].name)
+        write_whole(self._folder / "config.toml", tomli_w.dumps(self._content))
         folder = self._folder / name
         with writing(folder):
             folder.mkdir(exist_ok=True)

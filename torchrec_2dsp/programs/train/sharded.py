@@ -25,6 +25,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.alarm import agreeing
@@ -34,9 +35,10 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize
-from torchrec_2dsp.plan.parameter_sharding import Pipeline
+from torchrec_2dsp.plan.parameter_sharding import Pipeline, RowStorage
 from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
 from torchrec_2dsp.planner.planner2d import Planner2D, plan_on_rank_0
+from torchrec_2dsp.programs.config.dense import LocalConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.models.dense import DensePart, autocast_, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
@@ -109,10 +111,17 @@ def sharded_model(
         parallel_model = _stock_model(model, plan, sharders, device, seed=config.model.seed)
         return parallel_model, PlannedRun(plan, tables, num_steps)
     types = {table.data_type for table in tables_of(model)}
-    if config.optimizer.stochastic_rounding and types <= {DataType.FP32}:
+    is_fp32 = types <= {DataType.FP32} and run.stored_as is not RowStorage.INT8
+    if config.optimizer.stochastic_rounding and is_fp32:
         raise ConfigError(
-            "optimizer.stochastic_rounding is for tables in 16 bits, of which the model has none; "
-            "leave it out"
+            "optimizer.stochastic_rounding is for tables in 16 or 8 bits, of which the model has "
+            "none; leave it out"
+        )
+    if isinstance(run.dense, LocalConfig) and num_steps % run.dense.local_steps:
+        last_meeting = num_steps - num_steps % run.dense.local_steps
+        raise ConfigError(
+            f"the data of runs.{name} ends after {num_steps} steps, and its ranks meet after every "
+            f"{run.dense.local_steps}; set loop.steps={last_meeting}, or other dense.local_steps"
         )
     sharders = make_sharders(config, run)
     plan, explanation = _plan_run(config, name, dataset, model, sharders)
@@ -227,10 +236,15 @@ def _topology(config: TrainConfig, calibration: Calibration | None = None) -> To
 def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
     plan = serialize.load(run.plan)
     plan.mesh.check_world(world_size)
+    stated = []
     if run.says_sync and plan.sync != run.sync_config:
+        stated.append((run.sync_config, plan.sync))
+    if run.num_groups not in (0, plan.mesh.num_groups):
+        stated.append((f"num_groups={run.num_groups}", plan.mesh))
+    for in_run, in_plan in stated:
         raise ConfigError(
-            f"runs.{name} has {run.sync_config}, and the plan {run.plan} has {plan.sync}; let the "
-            "run say what the plan says"
+            f"runs.{name} has {in_run}, and the plan {run.plan} has {in_plan}; let the run say "
+            "what the plan says"
         )
     return plan
 
@@ -335,7 +349,12 @@ def make_optimizers(
 ) -> RunOptimizers:
     """Build the tables' fused optimizers and the optimizer for everything else."""
     params = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense = dense_optimizer(config.optimizer, params, clip_norm=config.optimizer.dense_clip_norm)
+    dense = dense_optimizer(
+        config.optimizer,
+        params,
+        clip_norm=config.optimizer.dense_clip_norm,
+        wrapper=data_parallel_wrapper(model),
+    )
     fused: Any = model.fused_optimizer
     whole = CombinedOptimizer([fused, with_meetings(dense, run.dense, model)])
     return RunOptimizers(whole, fused, dense)

@@ -190,6 +190,36 @@ def save_with_adam(rank: int, world_size: int, path: Path) -> None:
     save_checkpoint(path, model, adam)
 
 
+def given_on_some_ranks(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Return the errors of saves and loads with an optimizer, or a train state, on one rank."""
+    model, _ = make(Cell(tdsp.Mesh2D(2, 1), "row_wise"))
+    adam = dense_optimizer("adam", model)
+    adam.init_state()
+    state = tdsp.TrainState(model, adam)
+    save_checkpoint(folder / "whole", model, adam, train_state=state)
+    before = full_state(model)
+    some_adam, some_state = (None, None) if rank else (adam, state)
+    errors = [
+        error_of(partial(call, path, model, optimizer, train_state=train_state))
+        for call, path in ((save_checkpoint, folder / "part"), (load_checkpoint, folder / "whole"))
+        for optimizer, train_state in ((some_adam, state), (adam, some_state))
+    ]
+    after = full_state(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not (folder / "part").exists()
+    load_checkpoint(folder / "whole", model, adam, train_state=state)
+    return errors
+
+
+def test_all_ranks_give_an_optimizer_and_a_train_state_or_none(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    ((*errors,),) = {tuple(errors) for errors in ranks2.run(given_on_some_ranks, tmp_path)}
+    rest = "differs between ranks: rank 0 has True, rank 1 has False; give all ranks the same"
+    whether = "ConfigError: whether there is"
+    assert errors == [f"{whether} an optimizer {rest}", f"{whether} a train state {rest}"] * 2
+
+
 def cut(folder: Path) -> str:
     file = max(folder.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:1000])

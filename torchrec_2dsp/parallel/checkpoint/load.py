@@ -89,6 +89,8 @@ def load_checkpoint(
         wait_for_save(world_group())
         folder = checked_folder(path, optimizer)
         facts["the checkpoint's path"] = str(folder)
+        facts["whether there is an optimizer"] = str(optimizer is not None)
+        facts["whether there is a train state"] = str(train_state is not None)
         check_belongs(train_state, model)
         if train_state is None:
             check_together(model)

@@ -197,6 +197,8 @@ def save_checkpoint(
         text = encoded(extra or {})
         facts["the checkpoint's path"], facts["extra"] = str(folder), text
         facts["asynchronous"] = str(asynchronous)
+        facts["whether there is an optimizer"] = str(optimizer is not None)
+        facts["whether there is a train state"] = str(train_state is not None)
     state = live_state(model, optimizer) | {EXTRA: as_tensor(text)}
     if train_state is not None:
         state[TRAIN_STATE] = train_state.state_dict()

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchrec_2dsp as tdsp
+from tests.support.loops import largest_gap, snapshot
 from tests.support.parity import Cell
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_of
 from tests.support.resuming import VARIANTS, Run, Variant
 from tests.support.slices import Deal
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
@@ -22,6 +24,7 @@ from torchrec_2dsp.codecs.sparse import ErrorFeedback, ThresholdRule
 from torchrec_2dsp.dense.gradient_sums import GradientRoute
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
 from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.train_state import state
 
 SIZES = (1, 7, 100, 1_023, 1_024, 5_000, 70_000)
 """The last one takes two blocks of a sparse message."""
@@ -320,6 +323,74 @@ def test_a_run_may_begin_to_keep_gradients_at_a_checkpoint(
     ranks2: RankPool, tmp_path: Path, name: str
 ) -> None:
     assert all(loss > 0 for loss in ranks2.run(change_wrapper, name, tmp_path))
+
+
+WRAPPERS = {name: VARIANTS[name].dense for name in ("thresholded", "delayed", "powersgd")} | {
+    "fp16": lambda: tdsp.HookedDataParallel("fp16")
+}
+
+
+def resume_otherwise(
+    rank: int, world_size: int, before: str, after: str, folder: Path, release: str
+) -> str:
+    """Save a run, and load it under another wrapper; return the error of that.
+
+    Saves of old releases don't name the wrapper; "flushed" ones hold no gradients.
+    """
+    cell = Cell(tdsp.Mesh2D(1, world_size))
+    run = Run(Variant(cell, dense=WRAPPERS[before]))
+    for _ in range(NUM_RESUMED_STEPS + 2):
+        run.step()
+    if release == "flushed":
+        wrapper_of(run).flush()
+        run.step()
+    with pytest.MonkeyPatch.context() as patch:
+        if release == "old":
+            patch.setattr(state, "kind_of_wrapper", lambda wrapper: None)
+        run.save(folder)
+    other = Run(Variant(cell, dense=WRAPPERS[after]))
+    other.step()
+    weights = snapshot(other.model)
+    text = error_of(partial(other.load, folder / str(run.state.step)))
+    if text:
+        assert largest_gap(weights, snapshot(other.model)) == 0
+    assert other.step() > 0
+    return text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("thresholded", "delayed"),
+        ("thresholded", "powersgd"),
+        ("delayed", "thresholded"),
+        ("delayed", "fp16"),
+        ("powersgd", "thresholded"),
+        ("powersgd", "fp16"),
+    ],
+)
+def test_another_wrapper_is_refused_before_anything_is_written(
+    ranks2: RankPool, tmp_path: Path, before: str, after: str
+) -> None:
+    (text,) = set(ranks2.run(resume_otherwise, before, after, tmp_path, "new"))
+    kind = type(WRAPPERS[before]()).__name__  # type: ignore[misc]
+    if {before, after} == {"powersgd", "fp16"}:
+        assert "'dense_gradients' in the train state can't be loaded: it holds what Powe" in text
+        return
+    assert text.startswith("CheckpointError: the train state holds dense gradients that weren't")
+    assert f"make it with {kind} as data_parallel_wrapper" in text
+
+
+def test_another_wrapper_goes_on_after_a_flush(ranks2: RankPool, tmp_path: Path) -> None:
+    where = "thresholded", "delayed", tmp_path
+    assert ranks2.run(resume_otherwise, *where, "flushed") == ["", ""]
+
+
+@pytest.mark.parametrize("name", ["thresholded", "delayed", "powersgd"])
+def test_saves_that_do_not_name_the_wrapper_are_loaded(
+    ranks2: RankPool, tmp_path: Path, name: str
+) -> None:
+    assert ranks2.run(resume_otherwise, name, name, tmp_path, "old") == ["", ""]
 
 
 def take_name(rank: int, world_size: int) -> None:

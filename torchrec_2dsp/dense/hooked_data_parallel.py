@@ -134,6 +134,14 @@ class HookedDataParallel(DataParallelWrapper):
         }
         return {"iteration": self._power_sgd.iter, **memories}
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise if a state has what PowerSGD hasn't sent, and this hook is another one."""
+        if self._power_sgd is None and state.get("error_dict"):
+            raise ConfigError(
+                "it holds what PowerSGD hasn't sent yet; make the model with "
+                'HookedDataParallel("powersgd"), as at the save, or load without train_state'
+            )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore PowerSGD's state, on the same ranks and buckets."""
         if self._power_sgd is None or not state:

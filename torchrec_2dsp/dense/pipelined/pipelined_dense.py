@@ -99,6 +99,9 @@ class PipelinedDense(DataParallelWrapper):
         )
     """
 
+    state_kind = ThresholdedDataParallel.__name__
+    """The wrapper whose states this one has and takes over."""
+
     def __init__(
         self,
         num_stages: int,

@@ -32,6 +32,7 @@ from torchrec_2dsp.parallel.train_state.values import (
     check_states,
     digest,
     from_plain,
+    kind_of_wrapper,
     load_states,
     random_state,
     restore_random_state,
@@ -226,6 +227,7 @@ class TrainState:
                 "step": self.step,
                 "num_ranks": num_ranks,
                 "is_whole": is_whole,
+                "wrapper": kind_of_wrapper(self._members.get(DENSE_GRADIENTS)),
                 "hyper_parameters": parameters,
                 "iterations": largest_iterations(summaries),
                 "model": model_state.whole_state(model),
@@ -299,6 +301,10 @@ class TrainState:
     def _check(self, saved: Saved) -> None:
         """Raise unless the state fits this run."""
         model_state.check_whole_state(self.model, saved.header["model"])
+        wrapper = saved.header.get("wrapper")
+        if wrapper not in (None, kind_of_wrapper(self._members.get(DENSE_GRADIENTS))):
+            # This model's wrapper would misread it, and starts as after a save without a wrapper.
+            check_left_out(saved.members.pop(DENSE_GRADIENTS, ()), wrapper)
         for name in sorted(saved.members.keys() ^ self._members.keys()):
             if name == DENSE_GRADIENTS:
                 check_left_out(saved.members.get(name, ()))

@@ -248,13 +248,25 @@ def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]])
                 ) from error
 
 
-def check_left_out(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise if dense gradients would be lost in a model that takes over none."""
+def kind_of_wrapper(wrapper: object) -> str:
+    """Return the name of the wrapper whose states this one takes over, empty if there is none."""
+    owners = (kind for kind in type(wrapper).__mro__ if "load_state_dict" in vars(kind))
+    return getattr(wrapper, "state_kind", next((kind.__name__ for kind in owners), ""))
+
+
+def check_left_out(states: Sequence[Mapping[str, Any]], kind: str | None = None) -> None:
+    """Raise if dense gradients of a wrapper would be lost in a model that doesn't take them over.
+
+    Args:
+        states: the wrapper's.
+        kind: the name of the wrapper, which older checkpoints don't have.
+    """
     if any(_holds_gradients(state.get("residuals", state)) for state in states):
         raise CheckpointError(
             "the train state holds dense gradients that weren't sent before the save, and this "
-            "model has no wrapper that sends them; make it with the data_parallel_wrapper of the "
-            "save, or save after a step that follows flush()"
+            f"model has no wrapper that sends them; make it with {kind or 'the wrapper'} as "
+            "data_parallel_wrapper, as at the save, or save after a step that follows the "
+            "wrapper's flush(), if it has one; without train_state, they are left out"
         )
 
 

@@ -80,7 +80,12 @@ def test_the_second_start_measures_nothing(ranks4: RankPool, tmp_path: Path) -> 
 
 
 def start_without_measuring(
-    rank: int, world_size: int, folder: Path, threads: int = 1, error: float = 0.0
+    rank: int,
+    world_size: int,
+    folder: Path,
+    threads: int = 1,
+    error: float = 0.0,
+    num_bytes: int = 2**33,
 ) -> Start:
     """Take a shipped calibration for what is measured."""
 
@@ -94,6 +99,7 @@ def start_without_measuring(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "calibrate", shipped)
+        patch.setattr(cache, "memory_bytes", lambda device: num_bytes)
         if rank == 3:
             patch.setattr(cache, "processor", lambda device: f"processor with {threads} threads")
         return start(folder)
@@ -112,6 +118,14 @@ def test_another_processor_on_one_rank_is_another_cluster(ranks4: RankPool, tmp_
         for threads in (1, 2, 2, 1)
     ]
     assert measured == [True, True, False, False]
+
+
+def test_a_container_with_less_memory_is_another_cluster(ranks4: RankPool, tmp_path: Path) -> None:
+    measured = [
+        has_measured(ranks4.run(start_without_measuring, tmp_path, 1, 0.0, num_bytes))
+        for num_bytes in (2**33, 2**33 - 2**22, 2**32, 2**33)
+    ]
+    assert measured == [True, False, True, False]
 
 
 def test_a_damaged_file_is_measured_again(ranks4: RankPool, tmp_path: Path) -> None:

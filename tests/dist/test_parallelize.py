@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.devices import are_equal, rank_device, rounded
+from tests.support.devices import are_equal, cpu_only, rank_device, rounded
 from tests.support.loops import LossModel, drain, plain_loop
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build, make_batch
 from tests.support.oracle import local_loss
@@ -23,6 +24,7 @@ from tests.support.parity import FOUR, ONE, TWO, Cell, check_cells, parallelized
 from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.serialize import save
+from torchrec_2dsp.planner.search import cost_search
 from torchrec_2dsp.programs.data.draws import Zipf
 
 LARGE = ModelSpec(tuple(TableSpec(f"t{n}", 30_000, 64, (f"f{n}",)) for n in range(3)))
@@ -212,6 +214,33 @@ def test_a_sample_tells_ids_per_bag_and_how_unevenly_rows_are_used(two_hosts: Ra
     assert no_tensor == empty
     assert "sample has the features other, with which no table is complete" in others
     assert "whether there is a sample" in on_some
+
+
+def plan_by_a_calibration_of_gpus(rank: int, world_size: int) -> tuple[list[str], float]:
+    """Return what is warned of, and a loss."""
+    warnings = BufferingHandler(capacity=100)
+    cost_search.logger.addHandler(warnings)
+    try:
+        model = tdsp.parallelize(
+            build(ModelSpec()),
+            device="cpu",
+            batch_size=8,
+            optimizer=ADAGRAD,
+            calibration="h100_8_datasheet",
+        )
+    finally:
+        cost_search.logger.removeHandler(warnings)
+    loss = local_loss(model(make_batch(ModelSpec(), seed=rank)))
+    return [record.getMessage() for record in warnings.buffer], loss.item()
+
+
+@cpu_only("the calibration is of GPUs")
+def test_a_calibration_of_other_devices_is_a_warning(two_hosts: RankPool) -> None:
+    answers = two_hosts.run(plan_by_a_calibration_of_gpus)
+    assert all(loss > 0 for _, loss in answers)
+    (text,) = answers[0][0]
+    assert text.startswith("calibration h100_8_datasheet is of other machines than those that are")
+    assert text.endswith("tables are on cpu, and were on cuda")
 
 
 def test_what_one_rank_gets_wrong_is_one_error_on_all(two_hosts: RankPool, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.support.planning import with_part
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import BagCost, KernelCost
 from torchrec_2dsp.cost.collectives import CollectiveCost, Span, Traffic, all_to_all
+from torchrec_2dsp.cost.measuring.calibrate import memory_limits
 from torchrec_2dsp.cost.measuring.fit import (
     CollectiveSample,
     KernelSample,
@@ -161,6 +162,39 @@ def test_other_hardware_is_told_apart() -> None:
         "hosts have 8 ranks, and had 2",
         "tables are on cuda, and were on cpu",
     ]
+
+
+def test_a_topology_may_be_of_other_devices_of_which_the_memory_is_not_known() -> None:
+    known = tdsp.Calibration.load("emulated_1gbit")
+    known = with_part(known, "hardware", memory_bytes=12_345)
+    own, other = known.topology(4, 2), known.topology(4, 2, device="cuda")
+    assert (own.compute_device, own.devices[0].storage.ddr) == ("cpu", 12_345)
+    assert other.compute_device == "cuda"
+    assert other.devices[0].storage.hbm != 12_345
+    assert other.inter_host_bw == own.inter_host_bw
+
+
+@pytest.mark.parametrize(
+    ("own_groups", "files", "limits"),
+    [
+        ("0::/", {"memory.max": "4096"}, [4096]),
+        ("0::/", {"memory.max": "max"}, []),
+        ("0::/job/step", {"job/memory.max": "7", "job/step/memory.max": "max"}, [7]),
+        ("3:cpu:/a\n4:memory:/a", {"memory/a/memory.limit_in_bytes": "9", "memory.max": "1"}, [9]),
+        ("0::/elsewhere", {"memory.max": "5"}, [5]),
+        (None, {"memory.max": "5"}, []),
+    ],
+)
+def test_the_memory_of_a_container_is_known(
+    tmp_path: Path, own_groups: str | None, files: dict[str, str], limits: list[int]
+) -> None:
+    listed, root = tmp_path / "cgroup", tmp_path / "root"
+    if own_groups is not None:
+        listed.write_text(f"{own_groups}\n")
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    assert list(memory_limits(listed, root)) == limits
 
 
 IN_HOST, ACROSS, ALL = Span(2, 2, 1), Span(2, 1, 2), Span(4, 2, 1)

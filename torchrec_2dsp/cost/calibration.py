@@ -305,14 +305,17 @@ class Calibration(CalibrationPart):
         other = self.collectives.full_duplex_all_to_all
         return other if full_duplex and other is not None else self.collectives.all_to_all
 
-    def topology(self, world_size: int, local_world_size: int, **more: Any) -> Topology:
+    def topology(
+        self, world_size: int, local_world_size: int, *, device: str = "", **more: Any
+    ) -> Topology:
         """Make a topology for TorchRec's own planner: all-to-all bandwidths, as it counts them.
 
-        A rank's memory is the calibration's, if that knows it.
+        A rank's memory is the calibration's, if that knows it, for the same kind of device.
 
         Args:
             world_size: ranks to plan for.
             local_world_size: ranks per host.
+            device: "cpu" or "cuda", by default the calibration's.
             more: arguments of TorchRec's `TrainerConfig`.
 
         Example:
@@ -323,8 +326,9 @@ class Calibration(CalibrationPart):
             True
         """
         cost = self.all_to_all(full_duplex=True)
-        memory = "ddr_cap_bytes" if self.hardware.device == "cpu" else "hbm_cap_bytes"
-        if self.hardware.memory_bytes:
+        device = device or self.hardware.device
+        memory = "ddr_cap_bytes" if device == "cpu" else "hbm_cap_bytes"
+        if self.hardware.memory_bytes and device == self.hardware.device:
             more.setdefault(memory, self.hardware.memory_bytes)
         return TopologyFactory.create_topology(
             TrainerConfig(world_size=world_size, local_world_size=local_world_size, **more),
@@ -334,7 +338,7 @@ class Calibration(CalibrationPart):
                 inter_host_bw=_per_ms(cost.link_s_per_byte, shared_by=local_world_size),
             ),
             # Without the second, TorchRec drops the bandwidths.
-            KernelConfig(compute_device=self.hardware.device, use_hardware_based_bandwidth=True),
+            KernelConfig(compute_device=device, use_hardware_based_bandwidth=True),
         )
 
     def check_covers(self, *, world_size: int, local_world_size: int) -> None:

@@ -82,7 +82,9 @@ def find_plan(
         }
         arguments["constraints"] = sampled | of_counted
     with agreeing(world):
-        topology = calibration.topology(world.size(), local_world_size)
+        # A calibration of other devices is one that the planner warns of.
+        device_type = "cpu" if device.type == "cpu" else "cuda"
+        topology = calibration.topology(world.size(), local_world_size, device=device_type)
         planner = Planner2D(topology, calibration=calibration, **arguments)
     plan = planner.collective_plan(module, list(sharders), world)
     if dist.get_rank(world):

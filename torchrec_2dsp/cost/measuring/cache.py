@@ -27,7 +27,12 @@ from torchrec_2dsp._compat.versions import find_versions
 from torchrec_2dsp._version import __version__
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.cost.calibration import CALIBRATION_FORMAT, Calibration
-from torchrec_2dsp.cost.measuring.calibrate import calibrate, check_world, processor
+from torchrec_2dsp.cost.measuring.calibrate import (
+    calibrate,
+    check_world,
+    memory_bytes,
+    processor,
+)
 from torchrec_2dsp.cost.measuring.clock import QUICK
 from torchrec_2dsp.cost.measuring.fit import unexplained
 from torchrec_2dsp.errors import CalibrationError
@@ -100,6 +105,8 @@ def facts_of_rank(device: torch.device, backend: str) -> dict[str, str]:
     versions = find_versions()
     return {
         "processor": processor(device),
+        # In three digits: a kernel keeps some megabytes more or less to itself.
+        "memory": f"{memory_bytes(device):.2e}",
         "threads": str(torch.get_num_threads()),
         "device": device.type,
         "backend": backend,

@@ -3,7 +3,8 @@
 import os
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -186,7 +187,8 @@ def _hardware(
     Collectives:
         An all-gather of objects.
     """
-    own = (processor(device), _memory_bytes(device, local_world_size))
+    num_sharing = 1 if device.type == "cuda" else local_world_size
+    own = (processor(device), memory_bytes(device) // num_sharing)
     gathered: list[tuple[str, int]] = [own] * world.size()
     dist.all_gather_object(gathered, own, group=world)
     return Hardware(
@@ -212,7 +214,29 @@ def processor(device: torch.device) -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
-def _memory_bytes(device: torch.device, local_world_size: int) -> int:
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory of a rank's GPU, or what all ranks of its host may use together."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *memory_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def memory_limits(own_groups: Path, root: Path) -> Iterator[int]:
+    """Yield the limits in bytes that a container, or a job's scheduler, sets on this process.
+
+    Args:
+        own_groups: the kernel's list of the process's control groups, of version 1 or 2.
+        root: the folder of all control groups.
+    """
+    with suppress(OSError):
+        for line in own_groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                name = "memory.limit_in_bytes" if controllers else "memory.max"
+                group = Path(path.lstrip("/"))
+                # In a container the root may be the group itself; limits of outer groups count.
+                for folder in (group, *group.parents):
+                    # A group without a limit says "max", or isn't there.
+                    with suppress(OSError, ValueError):
+                        yield int((root / controllers / folder / name).read_text())

@@ -107,11 +107,12 @@ def misuse_fully_sharded(rank: int, world_size: int) -> tuple[str, ...]:
         error_text(lambda: with_copies(1 + rank % 2), ConfigError),
         error_text(lambda: with_copies(0), ConfigError),
         error_text(with_a_parameter_beside, ConfigError),
+        error_text(lambda: model_of(cell, tdsp.FullyShardedDense([nn.GRU])), ConfigError),
     )
 
 
 def test_impossible_shards_are_refused(ranks4: RankPool) -> None:
-    ((no_divisor, differs, no_count, beside),) = set(ranks4.run(misuse_fully_sharded))
+    ((no_divisor, differs, no_count, beside, units),) = set(ranks4.run(misuse_fully_sharded))
     assert no_divisor == (
         "FullyShardedDense(num_copies=3) doesn't divide 4 ranks; use one of 1, 2, 4"
     )
@@ -120,6 +121,10 @@ def test_impossible_shards_are_refused(ranks4: RankPool) -> None:
     assert beside == (
         "the model holds the parameter 'scale' beside tables, which FullyShardedDense can't shard; "
         "put it into a module of its own"
+    )
+    assert units == (
+        "FullyShardedDense(units=...): no module of the dense part is a GRU; use some of Linear, "
+        "Sequential, Tanh, or leave it out"
     )
 
 

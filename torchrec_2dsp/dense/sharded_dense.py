@@ -268,6 +268,7 @@ class FullyShardedDense(DataParallelWrapper):
             check_untied(parts, "FullyShardedDense")
             num_ranks = dist.get_world_size(group)
             check_copies_fit("FullyShardedDense", self._num_copies, num_ranks, "ranks")
+            self._check_units(parts)
             facts["the settings of FullyShardedDense"] = (
                 f"{self._units}, {self._num_copies}, {self._reshards}, {self._precision}"
             )
@@ -282,6 +283,16 @@ class FullyShardedDense(DataParallelWrapper):
                     mesh=mesh,
                     reshard_after_forward=self._reshards,
                     mp_policy=self._precision,
+                )
+
+    def _check_units(self, parts: Mapping[str, nn.Module]) -> None:
+        modules = [module for part in parts.values() for module in part.modules()]
+        for unit in self._units:
+            if not any(isinstance(module, unit) for module in modules):
+                kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
+                raise ConfigError(
+                    f"FullyShardedDense(units=...): no module of the dense part is a "
+                    f"{unit.__name__}; use some of {kinds}, or leave it out"
                 )
 
 

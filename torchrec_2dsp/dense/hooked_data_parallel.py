@@ -132,7 +132,9 @@ class HookedDataParallel(DataParallelWrapper):
             name: {str(bucket): memory for bucket, memory in getattr(self._power_sgd, name).items()}
             for name in _MEMORIES
         }
-        return {"iteration": self._power_sgd.iter, **memories}
+        # What it draws for buckets that DDP still arranges anew.
+        draws = {"rng": self._power_sgd.rng.get_state()}
+        return {"iteration": self._power_sgd.iter, **draws, **memories}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise if a state has what PowerSGD hasn't sent, and this hook is another one."""
@@ -149,6 +151,8 @@ class HookedDataParallel(DataParallelWrapper):
         # DDP has the buckets of the save, or will arrange them anew.
         self._params = {}
         self._power_sgd.iter = int(state["iteration"])
+        if "rng" in state:  # Older checkpoints lack it.
+            self._power_sgd.rng.set_state(state["rng"])
         for name in _MEMORIES:
             memories = {
                 int(bucket): memory.to(self._device) for bucket, memory in state[name].items()

@@ -213,10 +213,10 @@ class Given:
 
     need_gradients: tuple[bool, ...]
     trains: bool
-    """Whether gradients are enabled."""
+    """True if gradients are enabled."""
 
     trains_layers: bool = False
-    """Whether this rank has layers in training mode, with parameters that are trained."""
+    """True if this rank has layers in training mode, with parameters that are trained."""
 
     autocast: torch.dtype | None = None
     """The data type of the caller's autocast, which decides those of activations."""

@@ -316,7 +316,7 @@ class StackPipeline:
         self.layers.add_mean(weight_gradients, pipeline_factor / self._groups.size)
         return [
             None if rows is None or not is_needed else rows * factor
-            for rows, is_needed in zip(saved, needs, strict=False)
+            for rows, is_needed in zip(saved[: len(needs)], needs, strict=True)
         ]
 
 
@@ -325,7 +325,7 @@ class TrainedBatch(NamedTuple):
 
     losses: torch.Tensor
     gradients: list[torch.Tensor | None]
-    """Of the input, then of each target."""
+    """The input's gradient, then each target's."""
     weight_gradients: list[torch.Tensor]
 
 

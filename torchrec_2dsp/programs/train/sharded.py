@@ -119,9 +119,10 @@ def sharded_model(
         )
     if isinstance(run.dense, LocalConfig) and num_steps % run.dense.local_steps:
         last_meeting = num_steps - num_steps % run.dense.local_steps
+        fewer_steps = f"loop.steps={last_meeting}, or " if last_meeting else ""
         raise ConfigError(
             f"the data of runs.{name} ends after {num_steps} steps, and its ranks meet after every "
-            f"{run.dense.local_steps}; set loop.steps={last_meeting}, or other dense.local_steps"
+            f"{run.dense.local_steps}; set {fewer_steps}other dense.local_steps"
         )
     sharders = make_sharders(config, run)
     plan, explanation = _plan_run(config, name, dataset, model, sharders)
@@ -236,16 +237,11 @@ def _topology(config: TrainConfig, calibration: Calibration | None = None) -> To
 def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
     plan = serialize.load(run.plan)
     plan.mesh.check_world(world_size)
-    stated = []
+    differs = f"and the plan {run.plan} has {plan.mesh}, {plan.sync}; let the run say the same"
     if run.says_sync and plan.sync != run.sync_config:
-        stated.append((run.sync_config, plan.sync))
+        raise ConfigError(f"runs.{name} has {run.sync_config}, {differs}")
     if run.num_groups not in (0, plan.mesh.num_groups):
-        stated.append((f"num_groups={run.num_groups}", plan.mesh))
-    for in_run, in_plan in stated:
-        raise ConfigError(
-            f"runs.{name} has {in_run}, and the plan {run.plan} has {in_plan}; let the run say "
-            "what the plan says"
-        )
+        raise ConfigError(f"runs.{name} has num_groups={run.num_groups}, {differs}")
     return plan
 
 

@@ -95,7 +95,7 @@ _PATTERNS = {
     ColumnKind.LABEL: _NUMBER,
 }
 _BLANKS = " \t"
-"""What pyarrow's parser skips around numbers."""
+"""The characters that pyarrow's parser skips around numbers."""
 _BOM = b"\xef\xbb\xbf"
 _LINE_END, _RETURN = b"\n", b"\r"
 _MAX_LINE_BYTES = 64 * 2**20

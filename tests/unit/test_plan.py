@@ -39,7 +39,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     num_rows,
     type_2d,
 )
-from torchrec_2dsp.plan.plan2d import ModulePlan2D, as_plan_2d, plan_for_rank
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank
 
 
 def plan_of(
@@ -103,7 +103,7 @@ def test_a_changed_mesh_or_sync_reaches_every_module(plan: Plan2D, mesh: Mesh2D)
     before = copy.deepcopy(plan)
     assigned = copy.deepcopy(plan)
     assigned.sync, assigned.mesh = WeightSync(), mesh
-    for changed in (replace(plan, sync=WeightSync(), mesh=mesh), as_plan_2d(assigned)):
+    for changed in (replace(plan, sync=WeightSync(), mesh=mesh), assigned):
         assert list(changed.plan) == list(plan.plan)
         for path, module in changed.modules():
             assert (module.mesh, module.sync) == (mesh, WeightSync())

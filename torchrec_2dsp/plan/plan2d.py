@@ -109,14 +109,12 @@ class Plan2D(ShardingPlan):
     """True if all-to-alls in sharding groups send and receive at the same time, by
     `torchrec_2dsp.comms.full_duplex`. It changes no number, and nothing on NCCL."""
 
-    def __post_init__(self) -> None:
-        # So `dataclasses.replace(plan, sync=...)` reaches every module, which sharders ask.
-        self.plan = {
-            path: module.run_as(self.mesh, self.sync, full_duplex=self.full_duplex)
-            if isinstance(module, ModulePlan2D)
-            else module
-            for path, module in self.plan.items()
-        }
+    def get_plan_for_module(self, module_path: str) -> ModuleShardingPlan | None:
+        """Return a module's plan, with the plan's mesh and sync config as they are now."""
+        module = self.plan.get(module_path)
+        if not isinstance(module, ModulePlan2D):
+            return module
+        return module.run_as(self.mesh, self.sync, full_duplex=self.full_duplex)
 
     @classmethod
     def from_stock(
@@ -184,7 +182,7 @@ class Plan2D(ShardingPlan):
 
     def modules(self) -> Iterable[tuple[str, ModulePlan2D]]:
         """Return module paths with their plans, typed."""
-        return ((path, cast(ModulePlan2D, plan)) for path, plan in self.plan.items())
+        return ((path, cast(ModulePlan2D, self.get_plan_for_module(path))) for path in self.plan)
 
     def validate(self) -> None:
         """Raise `PlanError` at the first table that this mesh can't run."""
@@ -236,8 +234,7 @@ def is_proposed(plan: ShardingPlan) -> bool:
 def as_plan_2d(plan: ShardingPlan | None) -> Plan2D:
     """Return the plan to run, or raise a `ConfigError` for a stock one."""
     if isinstance(plan, Plan2D):
-        # A copy hands what was assigned to the plan, such as its sync, on to the modules.
-        return replace(plan)
+        return plan
     if isinstance(plan, ShardingPlan) and is_proposed(plan):
         return Plan2D.from_stock(plan)
     raise ConfigError(

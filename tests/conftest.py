@@ -14,7 +14,9 @@ from tests.support.ranks import RankPool
 from tests.support.slices import (
     NUM_FILE_HANDS,
     NUM_SUITE_HANDS,
+    USUAL_SECONDS,
     Deal,
+    even_hands,
     hand_number,
     hand_of,
     parse_slice,
@@ -79,11 +81,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         files: dict[str, list[str]] = defaultdict(list)
         matrices: dict[str, list[str]] = defaultdict(list)
         suite: dict[str, list[str]] = defaultdict(list)
+        suite_seconds: dict[str, float] = {}
         for item in items:
             if item.get_closest_marker("slow"):
                 continue  # Slices choose among them already.
             if mark := item.get_closest_marker("dealt_suite"):
-                suite[mark.args[0] if mark.args else item.nodeid].append(item.nodeid)
+                group = mark.args[0] if mark.args else item.nodeid
+                suite[group].append(item.nodeid)
+                suite_seconds[group] = mark.kwargs.get("seconds", USUAL_SECONDS)
             elif item.get_closest_marker("alone"):
                 continue  # They are few.
             elif item.get_closest_marker("dealt_file"):
@@ -93,7 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen_hand = hand_number(text)
         for tests in files.values():
             left_out |= set(tests) - set(hand_of(tests, chosen_hand, NUM_FILE_HANDS))
-        for group in set(suite) - set(hand_of(sorted(suite), chosen_hand, NUM_SUITE_HANDS)):
+        suite_hands = even_hands(suite_seconds, NUM_SUITE_HANDS)
+        for group in set(suite) - suite_hands[chosen_hand % NUM_SUITE_HANDS]:
             left_out |= set(suite[group])
         for cells in matrices.values():
             left_out |= set(cells) - set(hand_of(cells, chosen_hand))

@@ -27,7 +27,7 @@ def link_bytes(contestant: ContestantResult) -> list[float]:
     return [num_bytes for num_bytes in counted if num_bytes is not None]
 
 
-@pytest.mark.dealt_suite
+@pytest.mark.dealt_suite(seconds=35)
 def test_a_report_counts_what_crosses_the_link_and_says_where_it_ran(tmp_path: Path) -> None:
     with EmulatedCluster(hosts=2, ranks_per_host=1, link="1gbit") as cluster:
         cluster.run([*COMMAND, "--output", str(tmp_path / "page.md")], timeout_s=300)
@@ -80,7 +80,7 @@ PROGRAMS = {
 
 
 @pytest.mark.alone
-@pytest.mark.dealt_suite
+@pytest.mark.dealt_suite(seconds=45)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_run_in_slower_time(tmp_path: Path, program: str) -> None:
     command = [part.replace("OUT", str(tmp_path)) for part in PROGRAMS[program]]

@@ -23,7 +23,7 @@ from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, 
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.synthetic import make_batch
 
-WHOLE = pytest.mark.dealt_suite("a whole benchmark")
+WHOLE = pytest.mark.dealt_suite("a whole benchmark", seconds=60)
 
 
 @pytest.fixture(scope="module")

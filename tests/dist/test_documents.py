@@ -29,7 +29,7 @@ def blocks(page: Path, info: str) -> list[str]:
     return re.findall(rf"^```{info}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.dealt_suite
+@pytest.mark.dealt_suite(seconds=30)
 def test_the_script_of_the_readme_runs_when_it_is_pasted(tmp_path: Path) -> None:
     (source,) = blocks(README, "python script")
     script = tmp_path / "train.py"

@@ -148,7 +148,7 @@ def test_closing_reports_exit_codes() -> None:
         pool.close()
 
 
-@pytest.mark.dealt_suite
+@pytest.mark.dealt_suite(seconds=25)
 def test_fresh_processes_for_one_call() -> None:
     assert run_ranks(sum_of_ranks, 2) == [1, 1]
     with pytest.raises(RanksFailed, match="rank 1: died with exit code 7"):

@@ -246,7 +246,7 @@ DEMO = ("torchrec_2dsp", "train", "--config", "configs/runs/demo.toml")
 """The demo's command, as a user starts it."""
 
 
-@pytest.mark.dealt_suite
+@pytest.mark.dealt_suite(seconds=40)
 def test_the_last_thing_that_torchrun_says_is_what_was_wrong() -> None:
     done = torchrun(*DEMO, "--set", "loop.steps=0")
 
@@ -256,7 +256,7 @@ def test_the_last_thing_that_torchrun_says_is_what_was_wrong() -> None:
     assert "Traceback" not in message
 
 
-@pytest.mark.dealt_suite
+@pytest.mark.dealt_suite(seconds=40)
 def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     folder, output = tmp_path / "tensorboard", tmp_path / "record.json"
     done = torchrun(

@@ -319,7 +319,7 @@ def train_traced(
     return both
 
 
-@pytest.mark.dealt_suite
+@pytest.mark.dealt_suite(seconds=25)
 def test_traced_steps_change_no_loss_and_are_written_for_every_kind_of_run(
     ranks2: RankPool, tmp_path: Path
 ) -> None:

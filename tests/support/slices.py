@@ -3,7 +3,7 @@
 import hashlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Protocol, TypeVar
@@ -32,6 +32,8 @@ NUM_FILE_HANDS = 10
 """How many commits it takes until every test marked `dealt_file` has run."""
 NUM_SUITE_HANDS = 4
 """How many commits it takes at the least until every test marked `dealt_suite` has run."""
+USUAL_SECONDS = 10
+"""What a test marked `dealt_suite` takes unless its mark says ``seconds=``."""
 
 _SHUFFLED = 36
 """The seed of a shuffle that leaves each sixth of a product of 4, 3 and 3 with all its factors."""
@@ -86,6 +88,17 @@ def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> l
     places = Random(_SHUFFLED).sample(range(len(cells)), len(cells))
     hand = places[number % min(num_hands, len(cells)) :: num_hands] if cells else []
     return [cells[place] for place in sorted(hand)]
+
+
+def even_hands(seconds: Mapping[str, float], num_hands: int) -> list[set[str]]:
+    """Deal tests so that all hands take about as long, each test to a single hand."""
+    hands: list[set[str]] = [set() for _ in range(num_hands)]
+    totals = [0.0] * num_hands
+    for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
+        shortest = totals.index(min(totals))
+        hands[shortest].add(name)
+        totals[shortest] += seconds[name]
+    return hands
 
 
 NUM_LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -3,11 +3,13 @@
 import sys
 
 import pytest
+from hypothesis import given, strategies as st
 
 from tests.support.programs import python
 from tests.support.slices import (
     NUM_HANDS,
     NUM_LANES,
+    even_hands,
     hand_number,
     hand_of,
     parse_slice,
@@ -48,6 +50,14 @@ def test_a_hand_has_some_of_every_factor() -> None:
             3,
             3,
         ]
+
+
+@given(st.dictionaries(st.text(), st.floats(1, 100)), st.integers(1, 6))
+def test_hands_take_about_as_long(seconds: dict[str, float], num_hands: int) -> None:
+    hands = even_hands(seconds, num_hands)
+    assert sorted(name for hand in hands for name in hand) == sorted(seconds)
+    totals = [sum(seconds[name] for name in hand) for hand in hands]
+    assert max(totals) - min(totals) <= max(seconds.values(), default=0) + 1e-6
 
 
 def test_the_commit_chooses_a_slice() -> None:

@@ -27,7 +27,6 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.run_report.steps import slowest
 from torchrec_2dsp.programs.traces import (
     PAYING,
-    HostSpan,
     PhaseAtMoment,
     RankSplit,
     RankTrace,
@@ -207,13 +206,13 @@ def test_a_trace_is_read_as_the_profiler_writes_it(tmp_path: Path) -> None:
     ],
 )
 def test_names_of_torch_and_torchrec_have_phases(name: str, phase: StepPhase) -> None:
-    assert OUTSIDE.inside(HostSpan(name, 0, 1)).phase is phase
+    assert OUTSIDE.inside(name).phase is phase
 
 
 def test_rows_are_updated_by_lookups() -> None:
-    update = OUTSIDE.inside(HostSpan("## apply rows ##", 0, 1))
-    lookup = HostSpan("fbgemm::split_embedding_codegen_lookup_sgd", 0, 1, is_operator=True)
-    assert update.inside(lookup).phase is StepPhase.TABLE_UPDATE
+    update = OUTSIDE.inside("## apply rows ##")
+    lookup = "fbgemm::split_embedding_codegen_lookup_sgd"
+    assert update.inside(lookup, is_operator=True).phase is StepPhase.TABLE_UPDATE
 
 
 @pytest.mark.parametrize(
@@ -226,15 +225,16 @@ def test_rows_are_updated_by_lookups() -> None:
     ],
 )
 def test_operators_wait_only_if_they_exchange(name: str, may_wait: bool) -> None:
-    span = HostSpan(f"autograd::engine::evaluate_function: {name}", 0, 1, is_operator=True)
-    assert replace(OUTSIDE, phase=StepPhase.DENSE_BACKWARD).inside(span).may_wait is may_wait
-    assert OUTSIDE.inside(HostSpan(name, 0, 1, is_operator=True)).may_wait is may_wait
+    backward = replace(OUTSIDE, phase=StepPhase.DENSE_BACKWARD)
+    node = f"autograd::engine::evaluate_function: {name}"
+    assert backward.inside(node, is_operator=True).may_wait is may_wait
+    assert OUTSIDE.inside(name, is_operator=True).may_wait is may_wait
 
 
 def test_collectives_that_a_backward_starts_are_of_dense_gradients() -> None:
-    backward = OUTSIDE.inside(HostSpan("## backward 3 ##", 0, 1))
-    sent = HostSpan("c10d::allreduce_", 0, 1, is_operator=True)
-    assert backward.inside(sent) == PhaseAtMoment(StepPhase.DENSE_GRADIENTS, may_wait=True)
+    backward = OUTSIDE.inside("## backward 3 ##")
+    sent = backward.inside("c10d::allreduce_", is_operator=True)
+    assert sent == PhaseAtMoment(StepPhase.DENSE_GRADIENTS, may_wait=True)
 
 
 def package_sources() -> list[tuple[Path, str]]:
@@ -259,9 +259,7 @@ def test_each_range_that_this_package_names_has_a_phase() -> None:
         for label in re.findall(r'f?"(## .* ##)"', source)
     }
     assert len(labels) > 10
-    nameless = [
-        label for label in labels if OUTSIDE.inside(HostSpan(label, 0, 1)).phase is StepPhase.OTHER
-    ]
+    nameless = [label for label in labels if OUTSIDE.inside(label).phase is StepPhase.OTHER]
     assert not nameless
 
 
@@ -277,7 +275,7 @@ def test_each_autograd_function_of_tables_has_a_phase_both_ways() -> None:
     assert {"_CapturedLookup", "_Pooled"} <= functions
     for name in functions:
         forward, backward = (
-            OUTSIDE.inside(HostSpan(each, 0, 1, is_operator=True)).phase
+            OUTSIDE.inside(each, is_operator=True).phase
             for each in (name, f"autograd::engine::evaluate_function: {name}Backward")
         )
         assert forward in (StepPhase.LOOKUP, StepPhase.ROWS), name

@@ -10,9 +10,9 @@ trace of a rank --RankTrace--> spans of its threads --RankSplit--> us of a mean 
 
 import json
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -76,7 +76,7 @@ class RankTrace:
     """The spans of each other thread on which torch ran a backward, as it does on GPUs."""
 
     collectives: tuple[tuple[float, float], ...]
-    """The times in which at least one collective was in flight, by start, in microseconds."""
+    """The times in which a collective was in flight, in microseconds."""
 
     dilation: float = 1.0
     """The factor by which time passed slower; waiting is divided by it."""
@@ -124,19 +124,19 @@ class RankTrace:
             steps=_outer_first(span for _, span in steps),
             training=_outer_first(training),
             backward=tuple(backward),
-            collectives=_joined(collectives),
+            collectives=tuple(collectives),
             dilation=dilation,
         )
 
 
 def _clock_awake(sleeps: Iterable[tuple[float, float]]) -> Callable[[float], float]:
     """Return what takes a trace's times to a clock that stands still in sleeps."""
-    joined = _joined(sleeps)
-    slept_us = [0.0, *accumulate(end_us - start_us for start_us, end_us in joined)]
+    in_order = sorted(sleeps)
+    slept_us = [0.0, *accumulate(end_us - start_us for start_us, end_us in in_order)]
 
     def awake(time_us: float) -> float:
-        place = bisect_left(joined, time_us, key=lambda sleep: sleep[1])
-        began_us = joined[place][0] if place < len(joined) else time_us
+        place = bisect_left(in_order, time_us, key=lambda sleep: sleep[1])
+        began_us = in_order[place][0] if place < len(in_order) else time_us
         return min(time_us, began_us) - slept_us[place]
 
     return awake
@@ -144,17 +144,6 @@ def _clock_awake(sleeps: Iterable[tuple[float, float]]) -> Callable[[float], flo
 
 def _outer_first(spans: Iterable[HostSpan]) -> tuple[HostSpan, ...]:
     return tuple(sorted(spans, key=lambda span: (span.start_us, -span.end_us)))
-
-
-def _joined(times: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Unite times that overlap."""
-    joined: list[tuple[float, float]] = []
-    for start_us, end_us in sorted(times):
-        if joined and start_us <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end_us))
-        else:
-            joined.append((start_us, end_us))
-    return tuple(joined)
 
 
 class StepPhase(StrEnum):
@@ -197,12 +186,9 @@ class PhaseAtMoment:
     """True if the thread waits while a collective is in flight: it runs no operator, and is where
     TorchRec or this package waits."""
 
-    def inside(self, span: HostSpan) -> "PhaseAtMoment":
-        """Return the meaning of ``span`` inside a span with this meaning."""
-        return self._inside(span.name, span.is_operator)
-
     @cache  # noqa: B019  # A trace has hundreds of thousands of spans, and few names.
-    def _inside(self, name: str, is_operator: bool) -> "PhaseAtMoment":
+    def inside(self, name: str, is_operator: bool = False) -> "PhaseAtMoment":
+        """Return the meaning of a span of this name inside a span with this meaning."""
         if name.startswith("c10d::"):
             sends_dense = self.phase is StepPhase.DENSE_BACKWARD
             phase = StepPhase.DENSE_GRADIENTS if sends_dense else self.phase
@@ -295,16 +281,13 @@ class StepTimes:
     """The whole step, waiting included."""
 
 
-_Segment = tuple[float, float, PhaseAtMoment]
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankSplit:
     """A rank's mean step by phase; computing and waiting add up to ``step_us``.
 
     A moment belongs to the training thread's innermost span. Where that is the backward itself, and
     torch runs the backward on threads of its own, it belongs to the innermost span of the first of
-    them that has one. Other threads overlap and aren't counted.
+    them that says more. Other threads overlap and aren't counted.
     """
 
     rank: int
@@ -332,30 +315,37 @@ class RankSplit:
         Raises:
             ConfigError: no step has a backward.
         """
+        cuts_us, place_of = _cuts(trace)
+        training = states = _innermost(_within_steps(trace), place_of, _OTHER)
+        for spans in trace.backward:
+            thread = _innermost(spans, place_of, _BACKWARD)
+            pairs = zip(states, thread, strict=True)
+            states = [other if state == _BACKWARD else state for state, other in pairs]
+        in_flight = {
+            place
+            for start_us, end_us in trace.collectives
+            for place in range(place_of[start_us], place_of[end_us])
+        }
         computing: dict[StepPhase, float] = defaultdict(float)
         waiting: dict[StepPhase, float] = defaultdict(float)
-        starts = [span.start_us for span in trace.training]
-        backward = [_innermost(spans, _BACKWARD) for spans in trace.backward]
         steps: dict[int, StepTimes] = {}
         for step in trace.steps:
-            first, last = bisect_left(starts, step.start_us), bisect_left(starts, step.end_us)
-            segments = _innermost([step, *trace.training[first:last]], _OTHER)
+            places = range(place_of[step.start_us], place_of[step.end_us])
             # A step for which the data had ended has no backward.
-            if all(state.phase is not StepPhase.DENSE_BACKWARD for _, _, state in segments):
+            if all(training[place].phase is not StepPhase.DENSE_BACKWARD for place in places):
                 continue
             computed_us = all_waited_us = 0.0
-            for segment in segments:
-                for start_us, end_us, state in _with_backward(segment, backward):
-                    waited_us = (
-                        _overlap_us(start_us, end_us, trace.collectives) if state.may_wait else 0.0
-                    )
-                    computing[state.phase] += end_us - start_us - waited_us
-                    computed_us += end_us - start_us - waited_us
-                    waited_us /= trace.dilation
-                    all_waited_us += waited_us
+            for place in places:
+                state, length_us = states[place], cuts_us[place + 1] - cuts_us[place]
+                if state.may_wait and place in in_flight:
                     # A backward that computes nothing and isn't over waits for dense gradients.
                     is_dense = state.phase is StepPhase.DENSE_BACKWARD
-                    waiting[StepPhase.DENSE_GRADIENTS if is_dense else state.phase] += waited_us
+                    phase = StepPhase.DENSE_GRADIENTS if is_dense else state.phase
+                    waiting[phase] += length_us / trace.dilation
+                    all_waited_us += length_us / trace.dilation
+                else:
+                    computing[state.phase] += length_us
+                    computed_us += length_us
             number = marked_step(step.name)
             assert number is not None, step.name
             steps[number] = StepTimes(computed_us, computed_us + all_waited_us)
@@ -395,66 +385,40 @@ def mean_step(splits: Sequence[RankSplit]) -> dict[str, tuple[float, float]]:
     }
 
 
-def _innermost(spans: Sequence[HostSpan], outside: PhaseAtMoment) -> list[_Segment]:
-    """Cut a thread's time into segments, each with the meaning of its innermost span.
+def _within_steps(trace: RankTrace) -> list[HostSpan]:
+    """Return the steps, each followed by the training thread's spans that start in it."""
+    starts = [span.start_us for span in trace.training]
+    spans: list[HostSpan] = []
+    for step in trace.steps:
+        first, last = bisect_left(starts, step.start_us), bisect_left(starts, step.end_us)
+        spans += [step, *trace.training[first:last]]
+    return spans
+
+
+def _cuts(trace: RankTrace) -> tuple[list[float], dict[float, int]]:
+    """Return all times at which a span or a collective starts or ends, and each one's place."""
+    threads = (trace.steps, trace.training, *trace.backward)
+    spans = [(span.start_us, span.end_us) for thread in threads for span in thread]
+    cuts_us = sorted({time_us for times in (*spans, *trace.collectives) for time_us in times})
+    return cuts_us, {time_us: place for place, time_us in enumerate(cuts_us)}
+
+
+def _innermost(
+    spans: Iterable[HostSpan], place_of: Mapping[float, int], outside: PhaseAtMoment
+) -> list[PhaseAtMoment]:
+    """Return what a thread does after each cut: the meaning of its innermost span.
 
     Spans come by start, outer ones first. A part that reaches beyond the span around it, because
     clocks are rounded, is cut off. ``outside`` is the meaning outside all spans.
     """
-    segments: list[_Segment] = []
-    open_spans: list[tuple[float, PhaseAtMoment]] = []
-    at_us = 0.0
-
-    def advance(to_us: float) -> None:
-        nonlocal at_us
-        if to_us > at_us:
-            if open_spans:
-                segments.append((at_us, to_us, open_spans[-1][1]))
-            at_us = to_us
-
+    states = [outside] * len(place_of)
+    ends = [len(place_of)] * len(place_of)
     for span in spans:
-        while open_spans and open_spans[-1][0] <= span.start_us:
-            advance(open_spans[-1][0])
-            open_spans.pop()
-        advance(span.start_us)
-        end_us, around = open_spans[-1] if open_spans else (span.end_us, outside)
-        open_spans.append((min(span.end_us, end_us), around.inside(span)))
-    while open_spans:
-        advance(open_spans[-1][0])
-        open_spans.pop()
-    return segments
-
-
-def _with_backward(segment: _Segment, threads: Sequence[Sequence[_Segment]]) -> Iterator[_Segment]:
-    """Cut a segment of the training thread where backward threads say more."""
-    start_us, end_us, state = segment
-    if not threads or state != _BACKWARD:
-        yield segment
-        return
-    thread, others = threads[0], threads[1:]
-    place = max(0, bisect_right(thread, start_us, key=lambda part: part[0]) - 1)
-    for part_start_us, part_end_us, part in thread[place:]:
-        if part_start_us >= end_us:
-            break
-        if part_end_us <= start_us:
-            continue
-        if part_start_us > start_us:
-            yield from _with_backward((start_us, part_start_us, state), others)
-        begun_us = max(start_us, part_start_us)
-        start_us = min(end_us, part_end_us)
-        yield begun_us, start_us, part
-    if start_us < end_us:
-        yield from _with_backward((start_us, end_us, state), others)
-
-
-def _overlap_us(start_us: float, end_us: float, times: Sequence[tuple[float, float]]) -> float:
-    """Measure how much of a time lies in ordered times that don't overlap."""
-    place = max(0, bisect_right(times, start_us, key=lambda time: time[0]) - 1)
-    overlap_us = 0.0
-    while place < len(times) and times[place][0] < end_us:
-        overlap_us += max(0.0, min(end_us, times[place][1]) - max(start_us, times[place][0]))
-        place += 1
-    return overlap_us
+        start = place_of[span.start_us]
+        end = min(place_of[span.end_us], ends[start])
+        states[start:end] = [states[start].inside(span.name, span.is_operator)] * (end - start)
+        ends[start:end] = [end] * (end - start)
+    return states
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
-from tests.support.bench_results import config_of
+from tests.support.bench_results import bench_result, config_of
 from tests.support.planning import SHARDERS, planner
 from tests.support.traces import COMPUTING_US, WAITING_US, step_events
 from tests.support.train_runs import click_data, click_model
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.programs.bench import contestants
-from torchrec_2dsp.programs.bench.config import BenchConfig, StockContestant, is_reference, is_stock
+from torchrec_2dsp.programs.bench.config import BenchConfig, StockContestant, is_reference
 from torchrec_2dsp.programs.bench.contestants import (
     planner_topology,
     tables_work,
@@ -197,9 +197,11 @@ def test_a_missing_include_is_named(tmp_path: Path) -> None:
 
 def test_what_this_package_adds_to_dense_parts_is_not_stock() -> None:
     kinds = ("ddp", "fp16", "powersgd", "thresholded", "delayed", "fully_sharded", "local")
-    contestants = [make_config(StockContestant, {"dense": {"kind": kind}}) for kind in kinds]
-    assert [is_stock(contestant) for contestant in contestants] == [True] * 3 + [False] * 4
-    assert [is_reference(contestant) for contestant in contestants] == [True] + [False] * 6
+    contestants = {kind: {"kind": "stock", "dense": {"kind": kind}} for kind in kinds}
+    result = bench_result(contestants=contestants, steps_ms=dict.fromkeys(kinds, [100.0] * 5))
+    assert [contestant.name for contestant in result.stock()] == ["ddp", "fp16", "powersgd"]
+    config = config_of(contestants)
+    assert [name for name in kinds if is_reference(config.contestants[name])] == ["ddp"]
 
 
 SPEEDS = LinkSpeeds(

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -18,9 +17,7 @@ from tests.support.run_folders import (
     write_splits,
 )
 from tests.support.traces import COMPUTING_US, WAITING_US, step_events
-from torchrec_2dsp.programs.config.dense import DensePartConfig
 from torchrec_2dsp.programs.run_report.contents import RunContents
-from torchrec_2dsp.programs.run_report.gain import STOCK_DENSE
 from torchrec_2dsp.programs.run_report.steps import common_steps, rank_shares, slowest_counts
 from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, StepTimes
 
@@ -64,11 +61,6 @@ def test_without_a_benchmark_a_page_says_how_to_measure_the_gain(tmp_path: Path)
     words = " ".join(words_of(page_of(folder)).split())
     assert f"bench --config bench --output {folder / 'gain.md'}" in words
     assert "in units of alone&#x27;s, which is TorchRec alone: ours 4.00." in words
-
-
-def test_kinds_of_dense_parts_that_torch_has_are_stock() -> None:
-    kinds = [kind for kind in get_args(get_args(DensePartConfig)[0]) if kind.is_stock]
-    assert {kind.model_fields["kind"].default for kind in kinds} == {*STOCK_DENSE}
 
 
 def test_a_benchmark_s_steps_stand_span_by_span_beside_torchrec_s(tmp_path: Path) -> None:

@@ -430,8 +430,3 @@ def is_reference(contestant: object) -> bool:
         and not contestant.full_duplex
         and contestant.dense == DDPConfig()
     )
-
-
-def is_stock(contestant: object) -> bool:
-    """Return whether TorchRec and torch have all that it uses, except the full duplex."""
-    return isinstance(contestant, StockContestant) and contestant.dense.is_stock

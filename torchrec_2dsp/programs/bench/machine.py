@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import platform
+import resource
 import shlex
 import sys
 import time
@@ -80,9 +81,15 @@ def sent_bytes() -> dict[str, int]:
     return counters
 
 
-def resident_bytes() -> int | None:
+def resident_bytes() -> int:
     """Read this process's memory."""
-    return _status_bytes("VmRSS")
+    num_pages = int((_PROC / "self/statm").read_text().split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes() -> int:
+    """Read this process's peak memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def give_back_memory() -> None:
@@ -91,20 +98,6 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc
     if trim is not None:
         trim(0)
-
-
-def peak_bytes() -> int | None:
-    """Read this process's peak memory."""
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(key: str) -> int | None:
-    try:
-        lines = (_PROC / "self/status").read_text().splitlines()
-    except OSError:
-        return None
-    values = [line.split()[1] for line in lines if line.startswith(f"{key}:")]
-    return int(values[0]) * 1024 if values else None
 
 
 def keep_libraries_in_memory() -> bool:

@@ -12,6 +12,9 @@ BENCH_RESULT_FORMAT = 2
 DEALT_KEY = "balance"
 """A contestant's section in earlier results: it dealt its samples to ranks by cost."""
 
+_STOCK_DENSE = ("ddp", "fp16", "powersgd")
+"""The kinds of dense part that torch implements alone."""
+
 
 class Outcome(enum.StrEnum):
     """A contestant's outcome."""
@@ -257,6 +260,14 @@ class BenchResult(JsonFile):
             contestant for contestant in self.contestants if contestant.outcome is Outcome.MEASURED
         )
 
-    def has_dealt(self, name: str) -> bool:
-        """Tell whether a contestant dealt its samples to ranks by cost, as earlier ones could."""
-        return bool(self.setting.config.get("contestants", {}).get(name, {}).get(DEALT_KEY))
+    def stock(self) -> list[ContestantResult]:
+        """Return the measured contestants of torch and TorchRec alone, full duplex apart."""
+
+        def is_stock(contestant: ContestantResult) -> bool:
+            section = self.setting.config.get("contestants", {}).get(contestant.name, {})
+            dense = (section.get("dense") or {}).get("kind", "ddp")
+            return (
+                contestant.kind == "stock" and dense in _STOCK_DENSE and not section.get(DEALT_KEY)
+            )
+
+        return list(filter(is_stock, self.measured()))

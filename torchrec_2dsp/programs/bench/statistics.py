@@ -7,7 +7,7 @@ from resampling whole blocks, since a block's steps share disturbances.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -193,15 +193,7 @@ def config_of(result: BenchResult) -> "BenchConfig":
 
 def summarize(result: BenchResult) -> Summary:
     """Compute all figures for the contestants that were measured."""
-    from torchrec_2dsp.programs.bench.config import is_stock
-
-    config = config_of(result)
-    stock = [
-        contestant
-        for contestant in result.measured()
-        if is_stock(config.contestants.get(contestant.name))
-        and not result.has_dealt(contestant.name)
-    ]
+    config, stock = config_of(result), result.stock()
     best_stock = fastest(stock)
     best_plain = fastest(each for each in stock if not config.planned[each.name].full_duplex)
     ceiling = fastest(
@@ -304,38 +296,36 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
     ]
     names = [contestant.name for contestant in results[0].contestants]
     steps = {name: [run.get(name) for run in runs] for name in names}
+    swapped = []
+    for first, second in combinations(names, 2):
+        faster_in, slower_in = (
+            _runs_faster(steps[first], steps[second]),
+            _runs_faster(steps[second], steps[first]),
+        )
+        if faster_in and slower_in:
+            pair = SwappedPair(first=first, second=second, run=faster_in[0], other_run=slower_in[0])
+            swapped.append(pair)
     probes_s = [
         [block.probe_s for contestant in result.measured() for block in contestant.blocks]
         for result in results
     ]
     return Agreement(
         medians_s={name: tuple(step and step.median_s for step in steps[name]) for name in names},
-        swapped=tuple(
-            pair
-            for first, second in combinations(names, 2)
-            if (pair := _swapped(first, second, steps[first], steps[second]))
-        ),
+        swapped=tuple(swapped),
         tolerance=tolerance,
         probes_s=tuple(float(np.median(of_run)) for of_run in probes_s) if all(probes_s) else (),
     )
 
 
-def _swapped(
-    first: str,
-    second: str,
-    first_steps: Sequence[StepTime | None],
-    second_steps: Sequence[StepTime | None],
-) -> SwappedPair | None:
-    for run, other_run in permutations(range(len(first_steps)), 2):
-        if _is_faster(first_steps[run], second_steps[run]) and _is_faster(
-            second_steps[other_run], first_steps[other_run]
-        ):
-            return SwappedPair(first=first, second=second, run=run, other_run=other_run)
-    return None
-
-
-def _is_faster(step: StepTime | None, other: StepTime | None) -> bool:
-    return step is not None and other is not None and step.high_s < other.low_s
+def _runs_faster(
+    steps: Sequence[StepTime | None], other_steps: Sequence[StepTime | None]
+) -> list[int]:
+    """Return the runs in which the first contestant's interval is below the other's."""
+    return [
+        run
+        for run, (step, other) in enumerate(zip(steps, other_steps, strict=True))
+        if step and other and step.high_s < other.low_s
+    ]
 
 
 def _identity(result: BenchResult) -> dict[str, Any]:

@@ -49,19 +49,6 @@ def shows_plain_stock(summary: Summary) -> bool:
     return summary.best_plain_stock not in (None, summary.best_stock)
 
 
-def phases_in(contestants: Iterable[ContestantResult]) -> list[tuple[str, bool]]:
-    """Return every phase once, as its name and whether it waits: waiting ones last."""
-    phases = dict.fromkeys(
-        (part.name, part.waiting) for contestant in contestants for part in contestant.phases
-    )
-    return sorted(phases, key=lambda phase: phase[1])
-
-
-def phase_label(name: str, waiting: bool) -> str:
-    """Return a phase's label, which says if it waits."""
-    return f"{name} (waits)" if waiting else name
-
-
 def overview_table(results: Sequence[BenchResult], summaries: Sequence[Summary]) -> Table:
     """Show median step times: a row for each contestant, a column for each setting."""
 
@@ -82,7 +69,46 @@ def overview_table(results: Sequence[BenchResult], summaries: Sequence[Summary])
 
 def step_table(result: BenchResult, summary: Summary) -> Table:
     """Show one result's main figures; contestants that failed have a row without figures."""
-    is_counted = counts_link(summary)
+    columns = _step_columns(result, summary)
+
+    def row(contestant: ContestantResult) -> list[str]:
+        figures = summary.contestants.get(contestant.name)
+        if figures is None:
+            return [contestant.name, MISSING, contestant.outcome, *[MISSING] * (len(columns) - 2)]
+        return [contestant.name, *(column(figures) for column in columns.values())]
+
+    return Table([_NAME, *columns], list(map(row, result.contestants)), words={_NAME})
+
+
+def closing_table(result: BenchResult, summary: Summary) -> Table:
+    """Show the figures that fit into 80 columns, which is what a log file gets."""
+    columns = _step_columns(result, summary)
+    headings = {
+        "min ms": "min\nms",
+        "median ms": "median\nms",
+        "max ms": "max\nms",
+        "x best stock": "x best stock\n[low, high]",
+        **({"of ceiling": "of\nceiling"} if summary.ceiling else {}),
+        "link MB" if counts_link(summary) else "sent MB": "MB/\nstep",
+        "NE gap": "NE\ngap",
+    }
+    rows = [
+        [name, *(columns[column](figures).replace("reference", MISSING) for column in headings)]
+        for name, figures in summary.contestants.items()
+    ]
+    return Table([_NAME, *headings.values()], rows, words={_NAME})
+
+
+def _step_columns(
+    result: BenchResult, summary: Summary
+) -> dict[str, Callable[[ContestantSummary], str]]:
+    """Return what each column shows of a contestant."""
+
+    def gap(figures: ContestantSummary, value: float | None, form: str) -> str:
+        if figures.result.name == result.reference:
+            return "reference"
+        return MISSING if value is None else f"{value:{form}}"
+
     columns: dict[str, Callable[[ContestantSummary], str]] = {
         "min ms": lambda figures: ms(figures.step.min_s),
         "median ms": lambda figures: ms(figures.step.median_s),
@@ -94,60 +120,28 @@ def step_table(result: BenchResult, summary: Summary) -> Table:
         "link MB": lambda figures: _megabytes(figures.link_bytes),
         "sent MB": lambda figures: _megabytes(figures.sent_bytes),
         "peak MB": lambda figures: _megabytes(figures.result.peak_memory_bytes, 0),
-        "loss gap": lambda figures: _gap(figures, result, "loss_gap", ".1e"),
-        "NE gap": lambda figures: _gap(figures, result, "ne_gap", "+.3%"),
+        "loss gap": lambda figures: gap(figures, figures.result.loss_gap, ".1e"),
+        "NE gap": lambda figures: gap(figures, figures.result.ne_gap, "+.3%"),
     }
-    del columns["sent MB" if is_counted else "link MB"]
+    del columns["sent MB" if counts_link(summary) else "link MB"]
     if not shows_plain_stock(summary):
         del columns["x best plain stock"]
-
-    def row(contestant: ContestantResult) -> list[str]:
-        figures = summary.contestants.get(contestant.name)
-        if figures is None:
-            return [contestant.name, MISSING, contestant.outcome, *[MISSING] * (len(columns) - 2)]
-        return [contestant.name, *(column(figures) for column in columns.values())]
-
-    return Table([_NAME, *columns], list(map(row, result.contestants)), words={_NAME})
-
-
-def _gap(figures: ContestantSummary, result: BenchResult, field: str, form: str) -> str:
-    if figures.result.name == result.reference:
-        return "reference"
-    gap = getattr(figures.result, field)
-    return MISSING if gap is None else f"{gap:{form}}"
-
-
-def closing_table(result: BenchResult, summary: Summary) -> Table:
-    """Show the figures that fit into 80 columns, which is what a log file gets."""
-    is_counted = counts_link(summary)
-    of_ceiling = ("of\nceiling",) if summary.ceiling else ()
-    headings = ("x best stock\n[low, high]", *of_ceiling, "MB/\nstep", "NE\ngap")
-    rows = [
-        [
-            name,
-            ms(figures.step.min_s),
-            ms(figures.step.median_s),
-            ms(figures.step.max_s),
-            str(figures.over_best_stock or MISSING),
-            *(_percent(figures.share_of_ceiling) for _ in of_ceiling),
-            _megabytes(figures.link_bytes if is_counted else figures.sent_bytes),
-            _gap(figures, result, "ne_gap", "+.3%").replace("reference", MISSING),
-        ]
-        for name, figures in summary.contestants.items()
-    ]
-    return Table([_NAME, "min\nms", "median\nms", "max\nms", *headings], rows, words={_NAME})
+    return columns
 
 
 def phase_table(result: BenchResult) -> Table | None:
     """Show the traced step by phase, in ms; `None` if nothing was traced."""
     traced = [contestant for contestant in result.measured() if contestant.phases]
-    columns = phases_in(traced)
+    # Phases that wait come last.
+    parts = dict.fromkeys((part.waiting, part.name) for each in traced for part in each.phases)
+    columns = sorted(parts, key=lambda phase: phase[0])
     rows = []
     for contestant in traced:
-        seconds = {(part.name, part.waiting): part.seconds for part in contestant.phases}
-        parts = [ms(seconds[column]) if column in seconds else MISSING for column in columns]
-        rows.append([contestant.name, *parts, ms(sum(seconds.values()))])
-    return _table([_NAME, *(phase_label(*column) for column in columns), "whole step"], rows)
+        seconds = {(part.waiting, part.name): part.seconds for part in contestant.phases}
+        cells = [ms(seconds[column]) if column in seconds else MISSING for column in columns]
+        rows.append([contestant.name, *cells, ms(sum(seconds.values()))])
+    headings = (f"{name} (waits)" if is_waiting else name for is_waiting, name in columns)
+    return _table([_NAME, *headings, "whole step"], rows)
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | None:

@@ -1,6 +1,7 @@
 """Profile a contestant's steps, and reduce all ranks' measurements to one mean rank."""
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -42,7 +43,7 @@ class Traced:
     """The time that row gradients could travel, and that the lookup waited for them."""
     compute_s: tuple[float, ...]
     """Each step's processor time, for all blocks; empty on accelerators."""
-    peak_memory_bytes: int | None
+    peak_memory_bytes: int
     """The peak memory beyond what the process started with."""
 
 
@@ -85,13 +86,12 @@ def measured_traffic(records: Iterable[Collective], num_steps: int) -> tuple[Mea
         records: all ranks' collectives.
         num_steps: the number of steps, all ranks' together.
     """
-    sums: dict[str, tuple[int, float]] = {}
+    sent_bytes: dict[str, list[float]] = defaultdict(list)
     for record in records:
-        calls, num_bytes = sums.get(record.op, (0, 0.0))
-        sums[record.op] = (calls + 1, num_bytes + record.sent_bytes)
+        sent_bytes[record.op].append(record.sent_bytes)
     return tuple(
-        MeasuredTraffic(name=op, calls=calls / num_steps, sent_bytes=num_bytes / num_steps)
-        for op, (calls, num_bytes) in sorted(sums.items())
+        MeasuredTraffic(name=op, calls=len(each) / num_steps, sent_bytes=sum(each) / num_steps)
+        for op, each in sorted(sent_bytes.items())
     )
 
 
@@ -120,7 +120,6 @@ def row_travel_between(before: SyncReport, after: SyncReport, num_steps: int) ->
 def traced_figures(ranks: Sequence[Traced], num_steps: int) -> dict[str, Any]:
     """Reduce all ranks' measurements in so many steps to `ContestantResult` fields, by name."""
     records = chain.from_iterable(rank.collectives for rank in ranks)
-    peaks = [rank.peak_memory_bytes for rank in ranks if rank.peak_memory_bytes is not None]
     return {
         "phases": phases_of([rank.split for rank in ranks]),
         "compute": compute_times([rank.compute_s for rank in ranks]),
@@ -128,7 +127,7 @@ def traced_figures(ranks: Sequence[Traced], num_steps: int) -> dict[str, Any]:
         "encoded": mean_encoded([rank.encoded for rank in ranks]),
         "dense": mean_known([rank.dense for rank in ranks]),
         "row_travel": mean_known([rank.row_travel for rank in ranks]),
-        "peak_memory_bytes": max(peaks, default=None),
+        "peak_memory_bytes": max(rank.peak_memory_bytes for rank in ranks),
     }
 
 

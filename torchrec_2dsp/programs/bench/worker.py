@@ -118,7 +118,7 @@ class Worker:
         )
         self._losses: list[torch.Tensor] = []
         self._compute_s: list[float] = []
-        self._start_bytes: int | None = None
+        self._start_bytes = 0
 
     def build(self) -> Built:
         """Plan and shard."""
@@ -210,8 +210,8 @@ class Worker:
         dist.barrier(world_group())
         trace = profiled(self._step, num_steps, self._settle)
         split = RankSplit.of_trace(self._place.rank, trace)
-        grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
-        return Traced(split, seen.records, encoded, dense, travel, compute_s, grown)
+        grown_bytes = peak - self._start_bytes
+        return Traced(split, seen.records, encoded, dense, travel, compute_s, grown_bytes)
 
     def _settle(self) -> None:
         """Wait for all collectives that steps have left in flight."""

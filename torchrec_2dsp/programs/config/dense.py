@@ -11,9 +11,6 @@ from torchrec_2dsp.programs.config.section import Kinds, Section
 
 
 class _DenseSection(Section):
-    is_stock: ClassVar[bool] = False
-    """True if torch and TorchRec implement it alone."""
-
     is_other_algorithm: ClassVar[bool] = False
     """True if results differ from DDP's by more than rounding."""
 
@@ -47,14 +44,12 @@ class DDPConfig(_AutocastSection):
     """DDP as it is."""
 
     kind: Literal["ddp"] = "ddp"
-    is_stock: ClassVar[bool] = True
 
 
 class FP16Config(_AutocastSection):
     """DDP with torch's fp16 hook."""
 
     kind: Literal["fp16"] = "fp16"
-    is_stock: ClassVar[bool] = True
     words: ClassVar[str] = "dense gradients in fp16"
 
 
@@ -62,7 +57,6 @@ class PowerSGDConfig(_WarmUp):
     """DDP with torch's PowerSGD hook."""
 
     kind: Literal["powersgd"] = "powersgd"
-    is_stock: ClassVar[bool] = True
     is_other_algorithm: ClassVar[bool] = True
     words: ClassVar[str] = "dense gradients by PowerSGD of rank {rank}"
 

@@ -10,9 +10,6 @@ from torchrec_2dsp.report.charts import PALETTE, BarChart, Bars
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import MISSING, Table
 
-STOCK_DENSE = ("ddp", "fp16", "powersgd")
-"""The kinds of dense part that torch implements alone."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Contenders:
@@ -33,7 +30,7 @@ class Contenders:
     @classmethod
     def of(cls, result: BenchResult) -> "Contenders":
         """Choose them among the contestants that were measured."""
-        stock = [contestant for contestant in result.measured() if _is_stock(result, contestant)]
+        stock = result.stock()
         own = [each for each in result.measured() if each.kind not in ("stock", "ceiling")]
         return cls(
             stock_exact=fastest(filter(_is_exact, stock)),
@@ -58,14 +55,6 @@ class Contenders:
             yield self.own, self.stock, "TorchRec's fastest"
         if self.own_exact and self.stock_exact and self.stock is not self.stock_exact:
             yield self.own_exact, self.stock_exact, "its fastest that trains exactly"
-
-
-def _is_stock(result: BenchResult, contestant: ContestantResult) -> bool:
-    """Tell whether TorchRec and torch have all that a contestant uses, except the full duplex."""
-    config = result.setting.config.get("contestants", {}).get(contestant.name, {})
-    dense = (config.get("dense") or {}).get("kind", "ddp")
-    is_stock = contestant.kind == "stock" and dense in STOCK_DENSE
-    return is_stock and not result.has_dealt(contestant.name)
 
 
 def _is_exact(contestant: ContestantResult) -> bool:

@@ -174,14 +174,13 @@ def test_text_fits_and_shows_every_cell(
     assert letters == sorted(expected.replace(" ", ""))
 
 
-def test_words_are_aligned_left_and_only_the_widest_column_is_folded() -> None:
+def test_a_long_name_stands_above_its_row_and_only_the_widest_column_is_folded() -> None:
     table = Table(("name", "ms"), [("a long name", "1.5"), ("b", "120.5")], words={"name"})
     assert table.text(12).splitlines() == [
         "name      ms",
         "────────────",
-        "a        1.5",
-        "long",
-        "name",
+        "a long name",
+        "         1.5",
         "b      120.5",
     ]
 

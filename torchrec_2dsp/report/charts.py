@@ -5,8 +5,7 @@ Equal numbers give equal files, byte for byte.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -205,8 +204,21 @@ def draw_lines(charts: Sequence[LineChart], path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is missing.
     """
-    with _plotting():
-        _save(_lines_figure(charts), path)
+    try:
+        from matplotlib import style
+    except ImportError as error:
+        raise ConfigError(
+            "plots need matplotlib, which is not installed; pip install 'torchrec-2dsp[report]', "
+            "or do without plots"
+        ) from error
+    # Without a date and a version, which differ between two plots of the same numbers.
+    metadata: dict[str, Any] = {"Date": None, "Creator": None}
+    drawn = StringIO()
+    # In this module's style; then the user's is restored.
+    with style.context(_STYLE, after_reset=True):
+        figure = _lines_figure(charts)
+        figure.savefig(drawn, format="svg", facecolor="white", metadata=metadata)
+    Path(path).write_text(_COORDINATES.sub(_with_two_decimals, drawn.getvalue()))
 
 
 def _lines_figure(charts: Sequence[LineChart]) -> "Figure":
@@ -215,8 +227,9 @@ def _lines_figure(charts: Sequence[LineChart]) -> "Figure":
     names = {line.name for chart in charts for line in chart.lines if line.name}
     num_columns = -(-len(names) // _MAX_NAMES_PER_COLUMN)
     widths = [chart.width_inches for chart in charts]
+    column_inches = 0.6 + max(map(len, names), default=0) / _LETTERS_PER_INCH
     figure = Figure(
-        figsize=(sum(widths) + num_columns * _legend_inches(names), _HEIGHT_INCHES),
+        figsize=(sum(widths) + num_columns * column_inches, _HEIGHT_INCHES),
         layout="constrained",
     )
     panels = figure.subplots(1, len(charts), sharey=True, squeeze=False, width_ratios=widths)[0]
@@ -283,34 +296,6 @@ def _show_axis(panel: "Axes", letter: str, axis: Axis) -> None:
         )
         ruler.set_minor_locator(NullLocator())
         ruler.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-
-
-def _legend_inches(names: "Sequence[str] | set[str]") -> float:
-    """Return a legend column's width."""
-    return 0.6 + max(map(len, names), default=0) / _LETTERS_PER_INCH
-
-
-@contextmanager
-def _plotting() -> Iterator[None]:
-    """Plot in this module's style, then restore the user's."""
-    try:
-        from matplotlib import style
-    except ImportError as error:
-        raise ConfigError(
-            "plots need matplotlib, which is not installed; pip install 'torchrec-2dsp[report]', "
-            "or do without plots"
-        ) from error
-    with style.context(_STYLE, after_reset=True):
-        yield
-
-
-def _save(figure: "Figure", path: str | Path) -> None:
-    """Write the SVG, with two decimals per coordinate."""
-    # Without a date and a version, which differ between two plots of the same numbers.
-    metadata: dict[str, Any] = {"Date": None, "Creator": None}
-    drawn = StringIO()
-    figure.savefig(drawn, format="svg", facecolor="white", metadata=metadata)
-    Path(path).write_text(_COORDINATES.sub(_with_two_decimals, drawn.getvalue()))
 
 
 _COORDINATES = re.compile(r' (?:d|x|y|transform)="[^"]*"')

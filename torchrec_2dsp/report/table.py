@@ -58,7 +58,7 @@ class Table:
     """Rich styles by row number, such as ``{0: "bold red"}``; only terminals show them."""
 
     def text(self, width: int = 100) -> str:
-        """Return lines with at most ``width`` characters; long cells are folded."""
+        """Return lines with at most ``width`` characters; long cells are folded, but for names."""
         return "\n".join(line for line, _ in self._styled_lines(width))
 
     def markdown(self) -> str:
@@ -94,10 +94,15 @@ class Table:
         if self.title:
             yield from ((line, "bold") for line in wrap(self.title, room))
         yield from ((line, "bold") for line in self._folded(self.headings, widths))
-        yield "─" * (sum(widths) + len(_GAP) * (len(widths) - 1)), ""
+        width = sum(widths) + len(_GAP) * (len(widths) - 1)
+        yield "─" * width, ""
         for number, row in enumerate(self.rows):
-            for line in self._folded(row, widths):
-                yield line, self.styles.get(number, "")
+            style = self.styles.get(number, "")
+            if self._is_words[0] and len(row) > 1 and len(row[0]) > widths[0]:
+                # A name that is too long stands above its row.
+                yield from ((line, style) for line in wrap(row[0], width))
+                row = ("", *row[1:])
+            yield from ((line, style) for line in self._folded(row, widths))
 
     def _widths(self, room: int) -> list[int]:
         columns = zip(self.headings, *self.rows, strict=True)

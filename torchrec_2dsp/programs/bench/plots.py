@@ -1,8 +1,8 @@
 """Plot benchmark results, as SVG files that are reproducible byte for byte."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +24,15 @@ def draw_plots(results: Sequence[BenchResult], page: Path) -> dict[str, Path]:
     Returns:
         The plots' paths by the names that `markdown_report` has for them.
     """
-    drawn = {}
-
-    def beside(name: str) -> Path:
-        drawn[name] = page.with_name(f"{page.stem}_{name}.svg")
-        return drawn[name]
-
+    plots: dict[str, Callable[[Sequence[BenchResult], Path], None]] = {}
     if len(results) > 1 and any(result.measured() for result in results):
-        scaling_plot(results, beside("scaling"))
+        plots["scaling"] = scaling_plot
     if sum(bool(predicted_in(result)) for result in results) > 1:
-        predicted_plot(results, beside("predicted"))
-    return drawn
+        plots["predicted"] = predicted_plot
+    paths = {name: page.with_name(f"{page.stem}_{name}.svg") for name in plots}
+    for name, draw in plots.items():
+        draw(results, paths[name])
+    return paths
 
 
 def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
@@ -114,24 +112,17 @@ def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, Li
     kinds = {
         contestant.name: contestant.kind for result in results for contestant in result.contestants
     }
-    looks: dict[str, Line] = {}
-    num_ceilings = num_others = 0
+    ceiling_markers, styles = cycle(_CEILING_MARKERS), cycle(product(_LAPS, PALETTE))
+    looks = {}
     for name in names:
+        look = Line(x=[], y=[], name=name)
         if kinds[name] == "ceiling":
-            marker = _CEILING_MARKERS[num_ceilings % len(_CEILING_MARKERS)]
-            looks[name] = Line(x=[], y=[], name=name, colour=_GREY, dash="--", marker=marker)
-            num_ceilings += 1
+            marker = next(ceiling_markers)
+            looks[name] = replace(look, colour=_GREY, dash="--", marker=marker)
         else:
-            lap, step = divmod(num_others, len(PALETTE))
-            looks[name] = Line(
-                x=[],
-                y=[],
-                name=name,
-                colour=PALETTE[step],
-                dash=_LAPS[lap % len(_LAPS)],
-                marker="o" if kinds[name] == "stock" else "s",
-            )
-            num_others += 1
+            dash, colour = next(styles)
+            marker = "o" if kinds[name] == "stock" else "s"
+            looks[name] = replace(look, colour=colour, dash=dash, marker=marker)
     return looks
 
 

@@ -70,6 +70,18 @@ def run_guarded(
         )
 
 
+def _judged(
+    name: str, is_good: bool, found: str, expected: str, remedy: tuple[str, ...]
+) -> CheckResult:
+    return CheckResult(
+        name=name,
+        status=Status.OK if is_good else Status.FAILED,
+        found=found,
+        expected=expected,
+        remedy=() if is_good else remedy,
+    )
+
+
 _FBGEMM_REMEDY = (
     "Reinstall fbgemm beside its torch: remove .venv and run `make test`, or repeat the pip"
     " commands of the Makefile in a new environment.",
@@ -101,13 +113,9 @@ def check_fbgemm_operators() -> CheckResult:
     computed = [pooled[:, 0].tolist(), table.split_embedding_weights()[0][:, 0].tolist()]
     expected = [[1.0, 2.0], [0.5, 0.0, 1.0]]
     good = computed == expected
-    return CheckResult(
-        name="fbgemm operators",
-        status=Status.OK if good else Status.FAILED,
-        found="forward and backward on the CPU" if good else f"computed {computed}",
-        expected=f"{expected}" if not good else "exact result",
-        remedy=() if good else _FBGEMM_REMEDY,
-    )
+    found = "forward and backward on the CPU" if good else f"computed {computed}"
+    wanted = "exact result" if good else f"{expected}"
+    return _judged("fbgemm operators", good, found, wanted, _FBGEMM_REMEDY)
 
 
 def check_torchrec() -> CheckResult:
@@ -117,12 +125,8 @@ def check_torchrec() -> CheckResult:
     library = import_module("torchrec_2dsp")
     for name in library.__all__:
         getattr(library, name)
-    return CheckResult(
-        name="torchrec import",
-        status=Status.OK,
-        found=f"{torchrec.distributed.__name__} and {library.__name__} import",
-        expected="imports",
-    )
+    found = f"{torchrec.distributed.__name__} and {library.__name__} import"
+    return _judged("torchrec import", True, found, "imports", ())
 
 
 _GLOO_REMEDY = (
@@ -141,13 +145,8 @@ def check_gloo() -> CheckResult:
     from torch import distributed as dist
 
     if not dist.is_gloo_available():
-        return CheckResult(
-            name="gloo",
-            status=Status.FAILED,
-            found="not built into this torch",
-            expected="available",
-            remedy=("Install a torch build that has gloo; those of the default index do.",),
-        )
+        remedy = "Install a torch build that has gloo; those of the default index do."
+        return _judged("gloo", False, "not built into this torch", "available", (remedy,))
     dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_GROUP_TIMEOUT
     )
@@ -157,13 +156,8 @@ def check_gloo() -> CheckResult:
     finally:
         dist.destroy_process_group()
     good = value.item() == 3.0
-    return CheckResult(
-        name="gloo",
-        status=Status.OK if good else Status.FAILED,
-        found="all-reduce in a group of one" if good else f"all-reduce of 3.0 gave {value.item()}",
-        expected="available",
-        remedy=() if good else _GLOO_REMEDY,
-    )
+    found = "all-reduce in a group of one" if good else f"all-reduce of 3.0 gave {value.item()}"
+    return _judged("gloo", good, found, "available", _GLOO_REMEDY)
 
 
 _CUDA_REMEDY = ("Check the driver with nvidia-smi; CUDA_VISIBLE_DEVICES='' runs without devices.",)
@@ -176,22 +170,13 @@ def check_cuda() -> CheckResult:
 
     if not torch.cuda.is_available():
         build = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU torch"
-        return CheckResult(
-            name="cuda",
-            status=Status.OK,
-            found=f"no device ({build}): CPU and gloo are used",
-            expected="optional",
-        )
+        return _judged("cuda", True, f"no device ({build}): CPU and gloo are used", "optional", ())
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     good = dist.is_nccl_available()
-    return CheckResult(
-        name="cuda",
-        status=Status.OK if good else Status.FAILED,
-        found=f"{len(names)} x {', '.join(sorted(set(names)))}, nccl "
-        + ("available" if good else "missing"),
-        expected="nccl beside the devices",
-        remedy=() if good else ("Install a CUDA build of torch that has NCCL.",),
-    )
+    nccl = "available" if good else "missing"
+    found = f"{len(names)} x {', '.join(sorted(set(names)))}, nccl {nccl}"
+    remedy = "Install a CUDA build of torch that has NCCL."
+    return _judged("cuda", good, found, "nccl beside the devices", (remedy,))
 
 
 def check_launch_environment(environ: Mapping[str, str]) -> CheckResult:
@@ -204,16 +189,10 @@ def check_launch_environment(environ: Mapping[str, str]) -> CheckResult:
     name, expected = "LOCAL_WORLD_SIZE", "ranks per host"
     if local is None:
         text = "not set; torchrun sets it, without it TorchRec takes 8 ranks per host"
-        return CheckResult(name=name, status=Status.OK, found=text, expected=expected)
+        return _judged(name, True, text, expected, ())
     fits = local.isdecimal() and int(local) > 0
     if fits and world is not None:
         fits = world.isdecimal() and int(world) % int(local) == 0
     of_world = "" if world is None else f" of WORLD_SIZE={world}"
     remedy = "Start with torchrun, or export LOCAL_WORLD_SIZE as a divisor of WORLD_SIZE."
-    return CheckResult(
-        name=name,
-        status=Status.OK if fits else Status.FAILED,
-        found=f"{local}{of_world}",
-        expected=expected,
-        remedy=() if fits else (remedy,),
-    )
+    return _judged(name, fits, f"{local}{of_world}", expected, (remedy,))

@@ -34,15 +34,6 @@ BenchModel = Annotated[ModelConfig | SequenceModelConfig, Kinds()]
 """A click or sequence model."""
 
 
-def check_pair(data: BenchData, model: BenchModel) -> None:
-    """Raise `ValueError` if a model can't train on the data."""
-    if isinstance(data, SyntheticConfig) is isinstance(model, SequenceModelConfig):
-        raise ValueError(
-            f"model.kind={model.kind!r} can't train on data.kind={data.kind!r}; use "
-            '"sequence" and "synthetic_sequences" together'
-        )
-
-
 def shape_of(data: BenchData) -> BatchShape:
     """Return a benchmark's features; synthetic clicks know their most used rows as well."""
     return data if isinstance(data, SyntheticConfig) else data.dataset()
@@ -321,7 +312,11 @@ class BenchConfig(Section):
 
     @model_validator(mode="after")
     def _check_kinds(self) -> "BenchConfig":
-        check_pair(self.data, self.model)
+        if isinstance(self.data, SyntheticConfig) is isinstance(self.model, SequenceModelConfig):
+            raise ValueError(
+                f"model.kind={self.model.kind!r} can't train on data.kind={self.data.kind!r}; use "
+                '"sequence" and "synthetic_sequences" together'
+            )
         if self.model.table_dtype == "bf16" and self.schedule.device == "cpu":
             raise ValueError(
                 "model.table_dtype='bf16': TorchRec, with which all is compared, can't look up "

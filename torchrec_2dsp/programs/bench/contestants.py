@@ -19,7 +19,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import (
@@ -49,6 +49,7 @@ from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,
     PlannedContestant,
+    StockContestant,
     TwoDContestant,
     shape_of,
 )
@@ -189,10 +190,26 @@ def build_trainer(
         state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
     )
     autocast_(unsharded, contestant.dense, device)
-    if isinstance(contestant, TwoDContestant):
-        model = _two_d(config, contestant, mesh, speeds, dense, unsharded, device, part.wrapper)
+    sharders = _sharders(config, contestant, device)
+    wrapping: dict[str, Any] = {
+        "device": device,
+        "sharders": sharders,
+        "data_parallel_wrapper": part.wrapper,
+    }
+    if isinstance(contestant, TwoDContestant) and contestant.kind == "parallelized":
+        model = parallelize(
+            unsharded,
+            batch_size=config.schedule.batch_size,
+            precision=contestant.precision,
+            sample=_first_batch(config).sparse_features.to(device),
+            calibration=config.calibration or None,
+            **wrapping,
+        )
     else:
-        model = _stock(config, contestant, speeds, unsharded, device, part.wrapper)
+        is_2d = isinstance(contestant, TwoDContestant)
+        wrapper = ModelParallel2D if is_2d else DistributedModelParallel
+        plan = _planned(config, contestant, mesh, speeds, dense, unsharded, sharders)
+        model = wrapper(unsharded, plan=plan, **wrapping)
     draw_sharded_tables_(model, tables, config.model.seed)
     optimizer = _optimizer(config, contestant.dense, model)
     pipeline = make_pipeline(model, optimizer, device)
@@ -200,26 +217,20 @@ def build_trainer(
     return Trainer(model, pipeline, optimizer, dense_plan)
 
 
-def _stock(
-    config: BenchConfig,
-    contestant: Any,
-    speeds: LinkSpeeds,
-    model: nn.Module,
-    device: torch.device,
-    wrapper: DataParallelWrapper | None,
-) -> DistributedModelParallel:
-    bags = _AnyTypeSharder if contestant.sharding_types else EmbeddingBagCollectionSharder
+def _sharders(
+    config: BenchConfig, contestant: PlannedContestant, device: torch.device
+) -> list[ModuleSharder[nn.Module]]:
     codecs = _codecs(contestant.qcomms, device)
-    sharders = stock_sharders(config.optimizer, bags, qcomm_codecs_registry=codecs)
-    planner = EmbeddingShardingPlanner(
-        **_planner_arguments(config, contestant, model, speeds), stats=NoopEmbeddingStats()
-    )
-    return DistributedModelParallel(
-        model,
-        device=device,
-        plan=planner.collective_plan(model, sharders, world_group()),
-        sharders=sharders,
-        data_parallel_wrapper=wrapper,
+    if isinstance(contestant, StockContestant):
+        bags = _AnyTypeSharder if contestant.sharding_types else EmbeddingBagCollectionSharder
+        return stock_sharders(config.optimizer, bags, qcomm_codecs_registry=codecs)
+    optimizer = table_optimizer(config.optimizer, contestant)
+    return cast(
+        list[ModuleSharder[nn.Module]],
+        [
+            EmbeddingBagCollectionSharder2D(optimizer, qcomm_codecs_registry=codecs),
+            EmbeddingCollectionSharder2D(optimizer, qcomm_codecs_registry=codecs),
+        ],
     )
 
 
@@ -230,63 +241,35 @@ class _AnyTypeSharder(EmbeddingBagCollectionSharder):
         return [kind.value for kind in ShardingType]
 
 
-def _two_d(
+def _planned(
     config: BenchConfig,
-    contestant: TwoDContestant,
+    contestant: PlannedContestant,
     mesh: Mesh2D,
     speeds: LinkSpeeds,
     dense: DenseWork | None,
     model: nn.Module,
-    device: torch.device,
-    wrapper: DataParallelWrapper | None,
-) -> ModelParallel2D:
-    optimizer = table_optimizer(config.optimizer, contestant)
-    codecs = _codecs(contestant.qcomms, device)
-    sharders = cast(
-        list[ModuleSharder[nn.Module]],
-        [
-            EmbeddingBagCollectionSharder2D(optimizer, qcomm_codecs_registry=codecs),
-            EmbeddingCollectionSharder2D(optimizer, qcomm_codecs_registry=codecs),
-        ],
+    sharders: list[ModuleSharder[nn.Module]],
+) -> ShardingPlan:
+    """Plan by the contestant's own planner, on all ranks."""
+    shape, topology = shape_of(config.data), planner_topology(config, contestant.bandwidths, speeds)
+    arguments = planner_arguments(
+        model, shape, contestant.sharding_types, topology, config.schedule.batch_size
     )
-    if contestant.kind == "parallelized":
-        return parallelize(
-            model,
-            device=device,
-            batch_size=config.schedule.batch_size,
-            precision=contestant.precision,
-            sample=_first_batch(config).sparse_features.to(device),
-            calibration=config.calibration or None,
-            sharders=sharders,
-            data_parallel_wrapper=wrapper,
-        )
-    arguments = _planner_arguments(config, contestant, model, speeds)
-    if contestant.by_cost:
-        planner = Planner2D(
-            **arguments,
-            mesh=None if contestant.num_groups == "any" else mesh,
-            sync=contestant.sync_config,
-            calibration=Calibration.load(config.calibration) if config.calibration else None,
-            workload=workload_of(contestant, tables_work(config), config.model.dim, dense),
-        )
-        plan = planner.collective_plan(model, sharders)
-    else:
-        plan = pinned_plan(
-            model,
-            sharders,
-            contestant,
-            shape_of(config.data),
-            arguments,
-            mesh=mesh,
-            sync=contestant.sync_config,
-        )
-    return ModelParallel2D(
-        model,
-        device=device,
-        plan=scheduled(plan, contestant),
-        sharders=sharders,
-        data_parallel_wrapper=wrapper,
+    if isinstance(contestant, StockContestant):
+        planner = EmbeddingShardingPlanner(**arguments, stats=NoopEmbeddingStats())
+        return planner.collective_plan(model, sharders, world_group())
+    sync = contestant.sync_config
+    if not contestant.by_cost:
+        plan = pinned_plan(model, sharders, contestant, shape, arguments, mesh=mesh, sync=sync)
+        return scheduled(plan, contestant)
+    planner = Planner2D(
+        **arguments,
+        mesh=None if contestant.num_groups == "any" else mesh,
+        sync=sync,
+        calibration=Calibration.load(config.calibration) if config.calibration else None,
+        workload=workload_of(contestant, tables_work(config), config.model.dim, dense),
     )
+    return planner.collective_plan(model, sharders)
 
 
 def _first_batch(config: BenchConfig) -> Batch:
@@ -300,15 +283,6 @@ def _first_batch(config: BenchConfig) -> Batch:
     )
     with closing_batches(batches) as opened:
         return next(opened)
-
-
-def _planner_arguments(
-    config: BenchConfig, contestant: PlannedContestant, model: nn.Module, speeds: LinkSpeeds
-) -> dict[str, Any]:
-    """Return the arguments that TorchRec's planner and ours share."""
-    topology = planner_topology(config, contestant.bandwidths, speeds)
-    data, batch_size = shape_of(config.data), config.schedule.batch_size
-    return planner_arguments(model, data, contestant.sharding_types, topology, batch_size)
 
 
 def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -> Topology:

@@ -39,9 +39,10 @@ def places(results: Sequence[BenchResult]) -> list[str]:
     ]
     configs = [config_of(result) for result in results]
     workloads = [_workload_id(config) for config in configs]
-    if not _are_shared(titled_places, workloads):
+    num_workloads = Counter(place for place, _ in set(zip(titled_places, workloads, strict=True)))
+    if max(num_workloads.values()) == 1:
         return titled_places
-    numbers = {workload: index + 1 for index, workload in enumerate(dict.fromkeys(workloads))}
+    numbers = {workload: number for number, workload in enumerate(dict.fromkeys(workloads), 1)}
     return [
         f"{place}, workload {numbers[workload]}"
         for place, workload in zip(titled_places, workloads, strict=True)
@@ -52,12 +53,6 @@ def _workload_id(config: BenchConfig) -> str:
     """Return a text that two configs share if they train the same model on the same data."""
     model = f"{config.model.model_dump_json(exclude={'seed'})}, {config.schedule.batch_size}"
     return f"{config.data.model_dump_json(exclude={'seed'})}, {model}"
-
-
-def _are_shared(names: Sequence[str], workloads: Sequence[str]) -> bool:
-    """Return whether a name stands for several workloads."""
-    pairs = set(zip(names, workloads, strict=True))
-    return max(Counter(name for name, _ in pairs).values()) > 1
 
 
 def workload_text(config: BenchConfig) -> str:

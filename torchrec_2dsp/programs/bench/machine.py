@@ -124,17 +124,11 @@ def keep_libraries_in_memory() -> bool:
 
 def describe_machine() -> dict[str, str]:
     """Return processor, cores, memory and kernel."""
-    model = platform.processor() or platform.machine()
-    try:
-        for line in (_PROC / "cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
+    lines = (_PROC / "cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "processor": model,
+        "processor": models[0] if models else platform.processor() or platform.machine(),
         "cores": str(os.cpu_count()),
         "memory": f"{pages / 2**30:.0f} GiB",
         "kernel": f"{platform.system()} {platform.release()}",

@@ -9,7 +9,6 @@ from scipy.stats import spearmanr
 from torchrec_2dsp.programs.bench.labels import setting_labels, workload_text
 from torchrec_2dsp.programs.bench.results import (
     BenchResult,
-    BenchSetting,
     ContestantResult,
     Outcome,
 )
@@ -250,8 +249,12 @@ def _coverage(summaries: Sequence[Summary]) -> str:
 
 def _facts(result: BenchResult) -> dict[str, str]:
     """Return a run's facts by heading: workload and place."""
-    config = config_of(result)
+    config, setting = config_of(result), result.setting
     schedule = config.schedule
+    speeds = {
+        name: "none" if speed is None else f"{speed / 1e6:,.1f} MB/s"
+        for name, speed in setting.link_speeds.items()
+    }
     return {
         "Workload": workload_text(config),
         "Schedule": (
@@ -259,17 +262,6 @@ def _facts(result: BenchResult) -> dict[str, str]:
             f"at most {schedule.max_block_steps:,} steps, after {schedule.warmup_steps:,} to warm "
             f"up; on {schedule.device}; seed {schedule.seed}"
         ),
-        **_setting_facts(result.setting),
-    }
-
-
-def _setting_facts(setting: BenchSetting) -> dict[str, str]:
-    """Return a place and its circumstances by heading."""
-    speeds = {
-        name: "none" if speed is None else f"{speed / 1e6:,.1f} MB/s"
-        for name, speed in setting.link_speeds.items()
-    }
-    return {
         "When": f"{escaped(setting.when)} (UTC)",
         "Ranks": f"{setting.hosts} x {setting.ranks_per_host} (hosts x ranks per host)",
         "Network": escaped(setting.network),

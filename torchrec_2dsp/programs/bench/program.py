@@ -51,7 +51,7 @@ from torchrec_2dsp.programs.bench.results import (
     ContestantResult,
     Outcome,
 )
-from torchrec_2dsp.programs.bench.tracing import Traced, traced_figures
+from torchrec_2dsp.programs.bench.tracing import traced_figures
 from torchrec_2dsp.programs.bench.worker import (
     LEAD_IN_STEPS,
     Built,
@@ -276,9 +276,9 @@ class _Bench:
         process = ContestantProcess(lambda: Worker(self._config, name, self._place, place))
         runner = _Runner(name, process)
         self._runners.append(runner)
-        built = self._ask(runner, "build")
-        warm = self._ask(runner, "warm_up") if built is not None else None
-        if built is None or warm is None:
+        if (built := self._ask(runner, "build")) is None:
+            return
+        if (warm := self._ask(runner, "warm_up")) is None:
             return
         first: Built = built[0]
         sharding = sharding_of(first.plan)
@@ -342,13 +342,11 @@ class _Bench:
         return sent / (steps * self._place.world_size)
 
     def _trace(self, runner: _Runner) -> None:
-        losses = self._ask(runner, "losses")
-        traced: list[Traced] | None
-        traced = self._ask(runner, "trace") if losses is not None else None
-        if losses is None or traced is None:
+        if (losses := self._ask(runner, "losses")) is None:
             return
-        num_steps = self._schedule.traced_steps
-        runner.figures |= {"losses": losses[0], **traced_figures(traced, num_steps)}
+        if traced := self._ask(runner, "trace"):
+            figures = traced_figures(traced, self._schedule.traced_steps)
+            runner.figures |= {"losses": losses[0], **figures}
 
     def _ask(self, runner: _Runner, method: str, *arguments: Any) -> list[Any] | None:
         """Return every rank's answer; none if the contestant is out, on all ranks alike."""

@@ -70,45 +70,6 @@ def check_command(command: Sequence[str]) -> None:
         )
 
 
-def launch_on_hosts(
-    network: Network,
-    ranks_per_host: int,
-    command: Sequence[str],
-    environment: dict[str, str],
-    folder: Path,
-    timeout_s: float,
-) -> LaunchResult:
-    """Run ``command`` on every rank of the network; raise `CommandFailed` unless all succeed."""
-    start = time.monotonic()
-    hosts: list[_Host] = []
-    follower = _Follower(folder / "host0")
-    try:
-        for number in range(len(network.hosts)):
-            host = _Host(network, number, ranks_per_host, folder / f"host{number}")
-            hosts.append(host)
-            host.start(command, environment)
-        late = _wait(hosts, start + timeout_s, follower)
-        if late:
-            _ask_for_stacks(hosts)
-    finally:
-        for host in hosts:
-            host.stop()
-        follower.catch_up()
-    wall_s = time.monotonic() - start
-    exit_codes = tuple(host.exit_code for host in hosts)
-    tails = tuple(host.tail() for host in hosts)
-    if any(exit_codes):
-        failed = ", ".join(
-            failure for host in hosts if host.exit_code for failure in host.failures()
-        )
-        what = f"failed after {wall_s:.0f} s: {failed}"
-    elif late:
-        what = f"missed the deadline of {timeout_s:g} s"
-    else:
-        return LaunchResult(tails, wall_s)
-    raise CommandFailed(f"`{shlex.join(command)}` {what}", exit_codes, tails)
-
-
 class _Host:
     """One host's processes."""
 
@@ -332,14 +293,38 @@ class EmulatedCluster:
         if self.dilation > 1.0:
             command = ["-m", dilation.__name__, *command]
             environment[dilation.VARIABLE] = str(self.dilation)
-        return launch_on_hosts(
-            self._network,
-            self.ranks_per_host,
-            command,
-            environment,
-            self.folder / f"run{next(self._run_numbers)}",
-            timeout_s,
-        )
+        return self._launch(command, environment, timeout_s)
+
+    def _launch(
+        self, command: Sequence[str], environment: dict[str, str], timeout_s: float
+    ) -> LaunchResult:
+        start = time.monotonic()
+        folder = self.folder / f"run{next(self._run_numbers)}"
+        hosts: list[_Host] = []
+        follower = _Follower(folder / "host0")
+        try:
+            for number in range(self.hosts):
+                host = _Host(self._network, number, self.ranks_per_host, folder / f"host{number}")
+                hosts.append(host)
+                host.start(command, environment)
+            late = _wait(hosts, start + timeout_s, follower)
+            if late:
+                _ask_for_stacks(hosts)
+        finally:
+            for host in hosts:
+                host.stop()
+            follower.catch_up()
+        wall_s = time.monotonic() - start
+        exit_codes = tuple(host.exit_code for host in hosts)
+        tails = tuple(host.tail() for host in hosts)
+        if any(exit_codes):
+            failures = [failure for host in hosts if host.exit_code for failure in host.failures()]
+            what = f"failed after {wall_s:.0f} s: {', '.join(failures)}"
+        elif late:
+            what = f"missed the deadline of {timeout_s:g} s"
+        else:
+            return LaunchResult(tails, wall_s)
+        raise CommandFailed(f"`{shlex.join(command)}` {what}", exit_codes, tails)
 
     def interface_bytes(self, host: int) -> InterfaceBytes:
         """Return the bytes that a host has sent and received so far."""

@@ -213,16 +213,16 @@ def bytes_chart(contents: RunContents) -> BarChart | None:
     sent_bytes: dict[str, dict[str, float]] = {phase: {} for phase in _PHASES}
     places = []
     for run in contents.runs:
-        before, after = _bytes_by_phase(run)
-        if not any([*before.values(), *after.values()]):
+        amounts = _bytes_by_phase(run)
+        if not any(map(any, amounts.values())):
             continue
-        states = [(run.name, after)]
-        if before != after:
-            states = [(f"{run.name}, before encoding", before), (f"{run.name}, sent", after)]
-        for place, by_phase in states:
+        states = {run.name: 1}
+        if any(before != after for before, after in amounts.values()):
+            states = {f"{run.name}, before encoding": 0, f"{run.name}, sent": 1}
+        for place, state in states.items():
             places.append(place)
-            for phase, num_bytes in by_phase.items():
-                sent_bytes[phase][place] = num_bytes
+            for phase, pair in amounts.items():
+                sent_bytes[phase][place] = pair[state]
     unit, unit_bytes = _unit(
         [sum(by_place.get(place, 0.0) for by_place in sent_bytes.values()) for place in places]
     )
@@ -247,25 +247,22 @@ def _unit(amounts: Sequence[float]) -> tuple[str, float]:
     return name, units[name]
 
 
-def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
+def _bytes_by_phase(run: RunPart) -> dict[str, tuple[float, float]]:
     """Return the bytes per step, by phase: before encoding, and as sent."""
-    before: dict[str, float] = {}
-    after: dict[str, float] = {}
+    amounts = {}
     record = run.record
     if record is not None:
-        if record.rows_bytes_per_step:
-            after["rows"] = record.rows_bytes_per_step
-            before["rows"] = record.rows_fp32_bytes_per_step or record.rows_bytes_per_step
-        after["replicas"] = record.sync_bytes_per_step
-        before["replicas"] = record.sync_fp32_bytes_per_step or record.sync_bytes_per_step
+        rows_bytes, sync_bytes = record.rows_bytes_per_step, record.sync_bytes_per_step
+        if rows_bytes:
+            amounts["rows"] = (record.rows_fp32_bytes_per_step or rows_bytes, rows_bytes)
+        amounts["replicas"] = (record.sync_fp32_bytes_per_step or sync_bytes, sync_bytes)
     dense = [point for point in run.curve if point.dense_bytes_per_step is not None]
     if dense:
         steps = _num_steps(run.curve)
         weights = [steps[point.step] for point in dense]
         sent, whole = zip(*map(_dense_bytes, dense), strict=True)
-        after["dense gradients"] = fmean(sent, weights)
-        before["dense gradients"] = fmean(whole, weights)
-    return before, after
+        amounts["dense gradients"] = (fmean(whole, weights), fmean(sent, weights))
+    return amounts
 
 
 def dense_bytes_chart(contents: RunContents) -> LineChart | None:

@@ -71,12 +71,12 @@ def run_guarded(
 
 
 def _judged(
-    name: str, is_good: bool, found: str, expected: str, remedy: tuple[str, ...]
+    name: str, is_good: bool, result: str, expected: str, remedy: tuple[str, ...]
 ) -> CheckResult:
     return CheckResult(
         name=name,
         status=Status.OK if is_good else Status.FAILED,
-        found=found,
+        found=result,
         expected=expected,
         remedy=() if is_good else remedy,
     )
@@ -113,9 +113,9 @@ def check_fbgemm_operators() -> CheckResult:
     computed = [pooled[:, 0].tolist(), table.split_embedding_weights()[0][:, 0].tolist()]
     expected = [[1.0, 2.0], [0.5, 0.0, 1.0]]
     good = computed == expected
-    found = "forward and backward on the CPU" if good else f"computed {computed}"
-    wanted = "exact result" if good else f"{expected}"
-    return _judged("fbgemm operators", good, found, wanted, _FBGEMM_REMEDY)
+    result = "forward and backward on the CPU" if good else f"computed {computed}"
+    needed = "exact result" if good else f"{expected}"
+    return _judged("fbgemm operators", good, result, needed, _FBGEMM_REMEDY)
 
 
 def check_torchrec() -> CheckResult:
@@ -125,8 +125,8 @@ def check_torchrec() -> CheckResult:
     library = import_module("torchrec_2dsp")
     for name in library.__all__:
         getattr(library, name)
-    found = f"{torchrec.distributed.__name__} and {library.__name__} import"
-    return _judged("torchrec import", True, found, "imports", ())
+    result = f"{torchrec.distributed.__name__} and {library.__name__} import"
+    return _judged("torchrec import", True, result, "imports", ())
 
 
 _GLOO_REMEDY = (
@@ -156,8 +156,8 @@ def check_gloo() -> CheckResult:
     finally:
         dist.destroy_process_group()
     good = value.item() == 3.0
-    found = "all-reduce in a group of one" if good else f"all-reduce of 3.0 gave {value.item()}"
-    return _judged("gloo", good, found, "available", _GLOO_REMEDY)
+    result = "all-reduce in a group of one" if good else f"all-reduce of 3.0 gave {value.item()}"
+    return _judged("gloo", good, result, "available", _GLOO_REMEDY)
 
 
 _CUDA_REMEDY = ("Check the driver with nvidia-smi; CUDA_VISIBLE_DEVICES='' runs without devices.",)
@@ -174,9 +174,9 @@ def check_cuda() -> CheckResult:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     good = dist.is_nccl_available()
     nccl = "available" if good else "missing"
-    found = f"{len(names)} x {', '.join(sorted(set(names)))}, nccl {nccl}"
+    result = f"{len(names)} x {', '.join(sorted(set(names)))}, nccl {nccl}"
     remedy = "Install a CUDA build of torch that has NCCL."
-    return _judged("cuda", good, found, "nccl beside the devices", (remedy,))
+    return _judged("cuda", good, result, "nccl beside the devices", (remedy,))
 
 
 def check_launch_environment(environ: Mapping[str, str]) -> CheckResult:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import torchrec_2dsp as tdsp
+from tests.support.buckets import bucket
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec
 from tests.support.parity import Cell, local_shards, make_oracle
 from tests.support.ranks import RankPool
@@ -96,6 +97,14 @@ TRIPS = [
 
 def test_a_model_travels_between_meshes(ranks4: RankPool, tmp_path: Path, dealt: Deal) -> None:
     check_arrivals(ranks4, dealt(TRIPS), tmp_path)
+
+
+def test_a_model_travels_through_an_object_store(ranks4: RankPool, tmp_path: Path) -> None:
+    trips = [trip((M22, "row_wise"), (M14, "table_wise"), hot_rows=(HOT, ()))]
+    check_arrivals(ranks4, trips, bucket(tmp_path))
+    files = {path.name for path in (tmp_path / "0").iterdir()}
+    assert files >= {".metadata", "checksums.json"}
+    assert files.isdisjoint({"save.lock", ".metadata.tmp"})
 
 
 TWO_RANK_TRIPS = [

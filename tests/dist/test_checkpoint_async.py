@@ -292,8 +292,8 @@ def one_bad_rank(rank: int) -> dict[str, Any]:
     return {"extra": {"step": {1} if rank else 1}}
 
 
-def an_address(rank: int) -> dict[str, Any]:
-    return {"path": "s3://bucket/x"}
+def an_unknown_address(rank: int) -> dict[str, Any]:
+    return {"path": "nowhere://x"}
 
 
 def nameless(rank: int) -> dict[str, Any]:
@@ -307,7 +307,7 @@ REFUSED_SAVES: dict[Arguments, str] = {
     one_bad_rank: f"extra={{'step': {{1}}}} {JSON} numbers (found on rank 1)",
     differs: 'extra differs between ranks: rank 0 has {"step": 0}, rank 1 has {"step": 1}; '
     "give all ranks the same",
-    an_address: "s3://bucket/x is an address; give a folder that all ranks have mounted",
+    an_unknown_address: "nowhere://x can't be opened: Protocol not known: nowhere",
     nameless: "the state of a SGD has no names; wrap it in TorchRec's KeyedOptimizerWrapper",
 }
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.support.buckets import bucket
 from tests.support.logs import make_rows, table_config, write_log
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.train_runs import TREE, config_with, refusal
@@ -119,7 +120,7 @@ def test_stopped_runs_go_on_with_the_same_bits(
             runs=chosen,
             model=model,
             loop={"accumulate": 2},
-            checkpoint={"asynchronous": True},
+            checkpoint={"asynchronous": True, "folder": str(bucket(tmp_path))},
         )
     expected = ranks2.run(through, whole, timeout_s=280)
     assert forget(tmp_path, after=4) >= 2 * len(whole.runs)

@@ -35,6 +35,7 @@ from tests.support.parity import (
 from tests.support.planning import AnyTypeSharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+from torchrec_2dsp.parallel.checkpoint.address import Place
 
 M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
 M22_CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
@@ -198,12 +199,12 @@ def distance(actual: dict[str, torch.Tensor], oracle: Oracle) -> float:
     return max((actual[name] - expected[name]).abs().max().item() for name in expected)
 
 
-def travel(rank: int, world_size: int, trips: list[Trip], folder: Path) -> list[Arrival]:
+def travel(rank: int, world_size: int, trips: list[Trip], folder: Place) -> list[Arrival]:
     """Train, save, load elsewhere, compare, go on training on both sides."""
     return [arrive(trip, folder / str(number), world_size) for number, trip in enumerate(trips)]
 
 
-def arrive(trip: Trip, path: Path, world_size: int) -> Arrival:
+def arrive(trip: Trip, path: Place, world_size: int) -> Arrival:
     source, source_optimizer = make(trip.source)
     train(source, source_optimizer, trip.source, range(3))
     expected = full_state(source)
@@ -240,7 +241,7 @@ def arrive(trip: Trip, path: Path, world_size: int) -> Arrival:
     )
 
 
-def check_arrivals(pool: RankPool, trips: list[Trip], folder: Path) -> None:
+def check_arrivals(pool: RankPool, trips: list[Trip], folder: Place) -> None:
     for of_rank in pool.run(travel, trips, folder, timeout_s=300):
         for trip, arrival in zip(trips, of_rank, strict=True):
             tables = len(trip.source.spec.tables)

@@ -212,6 +212,7 @@ RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
         ("optimizer.schedule.final=0.5", "final=0.5 is for kind='linear' or 'cosine'"),
         ("checkpoint.every=5", "checkpoint: every=5 is for checkpoints; set folder, or leave"),
         ("checkpoint={folder='x', keep_best=3}", "keep_best=3 is for loop.eval_every"),
+        ("output.folder=s3://x/y", "folder=s3://x/y is an address; give a local folder"),
         ("output.traced_steps=3", "traced_steps=3 is for the output folder; set folder"),
         ("data.interaction_rank=4", "data: interaction_rank=4 is for interaction_share"),
         (f"data={{{LOG}, min_count=3}}", "data: min_count=3 is for encoding='vocabulary'"),

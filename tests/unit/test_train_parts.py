@@ -4,6 +4,7 @@ import io
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
+from tests.support.buckets import bucket
 from tests.support.train_runs import TREE, click_data, config_with, plain_metrics
 from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.checkpoint.address import Place
 from torchrec_2dsp.parallel.train_state.hyper_parameters import (
     check_hyper_parameters,
     restore_hyper_parameters,
@@ -371,25 +374,34 @@ def test_a_counter_of_other_tables_is_refused() -> None:
         counter(sketch_rows=128).load_state_dict(counter().state_dict())
 
 
-def test_the_newest_finished_checkpoint_is_found(tmp_path: Path) -> None:
-    assert tdsp.latest_checkpoint(tmp_path / "nowhere") is None
+@pytest.mark.parametrize("place", [Path, bucket])
+def test_the_newest_finished_checkpoint_is_found(
+    tmp_path: Path, place: Callable[[Path], Place]
+) -> None:
+    folder = place(tmp_path)
+    assert tdsp.latest_checkpoint(folder / "nowhere") is None
     for name in ("step_9", "step_10", "step_11", "best", "notes_12"):
         (tmp_path / name).mkdir()
     (tmp_path / "13").touch()
-    assert tdsp.latest_checkpoint(tmp_path) is None
+    assert tdsp.latest_checkpoint(folder) is None
     for name in ("step_9", "step_10", "best"):
         (tmp_path / name / ".metadata").touch()
-    assert tdsp.latest_checkpoint(tmp_path) == tmp_path / "step_10"
+    newest = tdsp.latest_checkpoint(folder)
+    assert newest == folder / "step_10"
+    assert str(newest) == f"{folder}/step_10"
 
 
-def test_old_checkpoints_are_dropped_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [Path, bucket])
+def test_old_checkpoints_are_dropped_and_nothing_else(
+    tmp_path: Path, place: Callable[[Path], Place]
+) -> None:
     for step in (1, 2, 3, 4, 5, 6):
         (tmp_path / str(step)).mkdir()
         (tmp_path / str(step) / "__0_0.distcp").touch()
         if step not in (3, 6):
             (tmp_path / str(step) / ".metadata").touch()
     (tmp_path / "best").mkdir()
-    tdsp.drop_old_checkpoints(tmp_path, keep=2)
+    tdsp.drop_old_checkpoints(place(tmp_path), keep=2)
     # 6 may be a save that goes on; 3 has never been finished.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5", "6", "best"]
     tdsp.drop_old_checkpoints(tmp_path, keep=7)

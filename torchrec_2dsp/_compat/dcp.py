@@ -5,10 +5,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import IO, cast
 
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint._traverse import set_element as set_element
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION as CURRENT_DCP_VERSION,
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import Metadata
@@ -51,6 +55,12 @@ def wrong_chunks(metadata: Metadata) -> list[str]:
     """
     # The check compares volumes only if there are several plans, and reads nothing in them.
     return _validate_global_plan([SavePlan([])] * 2, metadata)
+
+
+def open_address(files: FileSystemWriter | FileSystemReader, address: str) -> None:
+    """Let DCP's writer or reader use the file system of an address, by fsspec."""
+    files.fs = cast(FileSystem, FsspecFileSystem())
+    files.path = files.fs.init_path(address)
 
 
 def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:

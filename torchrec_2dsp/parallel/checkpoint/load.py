@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +25,11 @@ from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from torchrec_2dsp._compat.dcp import set_element
+from torchrec_2dsp._compat.dcp import open_address, set_element
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.checkpoint.address import Address, Place, place_of
 from torchrec_2dsp.parallel.checkpoint.coordination import coordination_group, run_dcp
 from torchrec_2dsp.parallel.checkpoint.parts import (
     DENSE,
@@ -72,7 +72,7 @@ def load_checkpoint(
     it raises, model and optimizer are as they were. Nothing in a checkpoint can run code.
 
     Args:
-        path: the folder.
+        path: the folder, or its address.
         model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
         optimizer: as in `save_checkpoint`; without it, its saved state is left alone.
         train_state: the train state to load, in place; without it, the saved one is left alone.
@@ -135,7 +135,7 @@ Entries = dict[str, STORAGE_TYPES]
 """The shape, type and shards of everything in a checkpoint, by name."""
 
 
-def check_fits(group: dist.ProcessGroup, folder: Path, saved: Entries, state: Any) -> None:
+def check_fits(group: dist.ProcessGroup, folder: Place, saved: Entries, state: Any) -> None:
     """Raise on all ranks unless the model could have written the checkpoint.
 
     Collectives:
@@ -152,7 +152,7 @@ def check_fits(group: dist.ProcessGroup, folder: Path, saved: Entries, state: An
                 check_part(part, folder, saved, expected)
 
 
-def check_part(part: str, folder: Path, saved: Entries, expected: Metadata) -> None:
+def check_part(part: str, folder: Place, saved: Entries, expected: Metadata) -> None:
     """Compare a part's entries with those that a save would write."""
     live = expected.state_dict_metadata
     for name in sorted(name for name in saved.keys() | live if name.startswith(f"{part}.")):
@@ -182,7 +182,7 @@ def _had_dense_optimizer(path: Sequence[str], saved: Entries) -> bool:
     return is_fused and any(name.startswith(f"{DENSE}.state.{path[2]}.") for name in saved)
 
 
-def _check_column_shards(folder: Path, name: str, saved: Entries, expected: Metadata) -> None:
+def _check_column_shards(folder: Place, name: str, saved: Entries, expected: Metadata) -> None:
     """Raise if row-wise moments are stored for other column shards than the plan has."""
     live, param = expected.state_dict_metadata, expected.planner_data[name][2]
     if not all(len(getattr(entries[name], "size", ())) == 1 for entries in (saved, live)):
@@ -210,8 +210,10 @@ def _kind(entry: STORAGE_TYPES | None) -> str:
 class KnownMetadataReader(dcp.FileSystemReader):
     """Reads tensors from a folder; the metadata are given, because DCP would unpickle them."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    def __init__(self, folder: Place, metadata: Metadata) -> None:
         super().__init__(folder)
+        if isinstance(folder, Address):
+            open_address(self, str(folder))
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -391,7 +393,7 @@ def load_weights(path: str | PathLike[str], model: nn.Module) -> StoredCheckpoin
     Raises:
         CheckpointError: the save didn't finish, a file is damaged, or it is another model's.
     """
-    folder = Path(path)
+    folder = place_of(path)
     stored = StoredCheckpoint.open(folder)
     stored.check_sizes(0, 1)
     stored.verify([MODEL], 0, 1)

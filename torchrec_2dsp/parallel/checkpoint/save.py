@@ -20,6 +20,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.checkpoint.address import Address, Place, place_of
 from torchrec_2dsp.parallel.checkpoint.coordination import (
     background_group,
     coordination_group,
@@ -54,7 +55,7 @@ class PendingSave(Future[None]):
     next save or load.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         super().__init__()
         self.folder = folder
         """The folder of the checkpoint."""
@@ -81,7 +82,7 @@ class PendingSave(Future[None]):
 
 
 def start_save(
-    world: dist.ProcessGroup, folder: Path, save: Callable[[], object], is_staged: threading.Event
+    world: dist.ProcessGroup, folder: Place, save: Callable[[], object], is_staged: threading.Event
 ) -> PendingSave:
     """Run ``save`` in a thread, and return as soon as the state may change again.
 
@@ -164,7 +165,8 @@ def save_checkpoint(
     with it. The checkpoint exists when its last file does, and not before.
 
     Args:
-        path: a folder that all ranks see, without a checkpoint in it.
+        path: a folder that all ranks see, without a checkpoint in it, or an address that fsspec
+            opens, such as ``s3://bucket/run/1000``.
         model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
         optimizer: the optimizer of the other parameters, to save its state; it may contain the
             model's fused optimizer, which is stored once in any case.
@@ -213,7 +215,7 @@ def save_checkpoint(
 
 
 def _write(
-    folder: Path, state: dict[str, Any], planner: PlainDataSavePlanner, group: dist.ProcessGroup
+    folder: Place, state: dict[str, Any], planner: PlainDataSavePlanner, group: dist.ProcessGroup
 ) -> None:
     writer = ChecksumWriter(folder)
     try:
@@ -222,7 +224,8 @@ def _write(
             f"{folder} couldn't be written and holds no checkpoint",
         )
     finally:
-        writer.lock.release()
+        if writer.lock is not None:
+            writer.lock.release()
 
 
 def check_belongs(train_state: "TrainState | None", model: DistributedModelParallel) -> None:
@@ -233,16 +236,15 @@ def check_belongs(train_state: "TrainState | None", model: DistributedModelParal
         )
 
 
-def checked_folder(path: str | PathLike[str], optimizer: object) -> Path:
-    """Return the folder if it is local and the optimizer has names."""
-    if "://" in str(path):
-        raise CheckpointError(f"{path} is an address; give a folder that all ranks have mounted")
+def checked_folder(path: str | PathLike[str], optimizer: object) -> Place:
+    """Return the folder if it can be opened and the optimizer has names."""
+    folder = place_of(path)
     if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
         raise CheckpointError(
             f"the state of a {type(optimizer).__name__} has no names; wrap it in TorchRec's "
             "KeyedOptimizerWrapper"
         )
-    return Path(path)
+    return folder
 
 
 logger = logging.getLogger(__name__)
@@ -252,7 +254,15 @@ _FINISHED = ".metadata"
 """The file that a save writes last."""
 
 
-def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
+@overload
+def latest_checkpoint(folder: Path) -> Path | None: ...
+
+
+@overload
+def latest_checkpoint(folder: str | PathLike[str]) -> Place | None: ...
+
+
+def latest_checkpoint(folder: str | PathLike[str]) -> Place | None:
     """Return a folder's newest finished checkpoint, `None` if there is none.
 
     Checkpoints are sub-folders whose names end in a number, such as ``1000`` or ``step_1000``; the
@@ -261,7 +271,7 @@ def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
     With a process group, call it on all ranks: all get what rank 0 sees.
 
     Args:
-        folder: the folder of all checkpoints; it needn't exist yet.
+        folder: the folder of all checkpoints, or its address; it needn't exist yet.
 
     Raises:
         CheckpointError: rank 0 can't list the folder.
@@ -285,13 +295,13 @@ def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
     names: list[str | None] = [None]
     with agreeing(group) if group else nullcontext():
         if group is None or dist.get_rank() == 0:
-            names = [_newest_finished(Path(folder))]
+            names = [_newest_finished(place_of(folder))]
     if group is not None:
         dist.broadcast_object_list(names, group_src=0, group=group)
-    return None if names[0] is None else Path(folder) / names[0]
+    return None if names[0] is None else place_of(folder) / names[0]
 
 
-def _newest_finished(folder: Path) -> str | None:
+def _newest_finished(folder: Place) -> str | None:
     try:
         finished = [path for path in _numbered(folder) if (path / _FINISHED).exists()]
     except OSError as error:
@@ -329,20 +339,20 @@ def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     try:
-        numbered = _numbered(Path(folder))
+        numbered = _numbered(place_of(folder))
         finished = [path for path in numbered if (path / _FINISHED).exists()]
         newest = finished[-keep:]
         for path in numbered[: numbered.index(newest[-1])] if newest else ():
             if path not in newest:
                 # What makes it a checkpoint goes first, in case that deleting is cut short.
                 (path / _FINISHED).unlink(missing_ok=True)
-                shutil.rmtree(path)
+                path.delete() if isinstance(path, Address) else shutil.rmtree(path)
     except OSError as error:
         # The other ranks go on, so this one has to.
         logger.warning("old checkpoints in %s can't be deleted, and stay (%s)", folder, error)
 
 
-def _numbered(folder: Path) -> list[Path]:
+def _numbered(folder: Place) -> list[Place]:
     """List the sub-folders whose names end in a number, in ascending order."""
     if not folder.is_dir():
         return []

@@ -1,11 +1,9 @@
 """`StoredCheckpoint`: a checkpoint in a folder, and whether its bytes can be trusted."""
 
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrec_2dsp._compat.dcp import file_view
 from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.checkpoint.address import Place, size_of
 from torchrec_2dsp.parallel.checkpoint.metadata import read_metadata
 
 FILE_NAME = "checksums.json"
@@ -95,7 +94,7 @@ _BLOCK_BYTES = 8 * 2**20
 class StoredCheckpoint:
     """The checkpoint of a finished save in a folder."""
 
-    folder: Path
+    folder: Place
     metadata: Metadata
     """The stored entries and their places."""
     checksums: Checksums | None
@@ -104,7 +103,7 @@ class StoredCheckpoint:
     """A checksum of `.metadata`, by which ranks see that they read the same checkpoint."""
 
     @classmethod
-    def open(cls, folder: Path) -> "StoredCheckpoint":
+    def open(cls, folder: Place) -> "StoredCheckpoint":
         """Read the metadata and verify their checksum, if there is one."""
         metadata_file, checksum_file = folder / ".metadata", folder / FILE_NAME
         if not metadata_file.exists():
@@ -194,7 +193,7 @@ class StoredCheckpoint:
             sizes[chunk.file] = max(chunk.offset + chunk.length, sizes.get(chunk.file, 0))
         for name in sorted(sizes)[rank::num_ranks]:
             path = self.folder / name
-            size = path.stat().st_size if path.is_file() else 0
+            size = size_of(path)
             if size < sizes[name] or (self.checksums and size > sizes[name]):
                 raise CheckpointError(
                     f"{path} has {size} of its {sizes[name]} bytes; load another checkpoint"
@@ -268,19 +267,19 @@ def _is_in(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
 
 
-def _contents(path: Path) -> bytes:
+def _contents(path: Place) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
+def _unreadable(path: Place, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{path} can't be read ({os.strerror(error.errno or 0)}); give this program access to it, "
+        f"{path} can't be read ({error.strerror or error}); give this program access to it, "
         "or load another checkpoint"
     )
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
+def _damaged(path: Place, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {why}; load another checkpoint")

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchrec_2dsp._compat.dcp import CURRENT_DCP_VERSION, StorageInfo
+from torchrec_2dsp._compat.dcp import CURRENT_DCP_VERSION, StorageInfo, open_address
 from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.checkpoint.address import Address, Place
 from torchrec_2dsp.parallel.checkpoint.stored import FILE_NAME, MARK, Checksums, Chunk
 
 
@@ -107,17 +108,21 @@ class ChecksumWriter(dcp.FileSystemWriter):
     errors.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, overwrite=False)
+    def __init__(self, folder: Place) -> None:
+        is_local = isinstance(folder, Path)
+        super().__init__(folder, overwrite=False, sync_files=is_local)
+        if not is_local:
+            open_address(self, str(folder))
         self._folder = folder
-        self.lock = FolderLock(folder)
+        self.lock = FolderLock(folder) if isinstance(folder, Path) else None
         self._streams = _ChecksumStreams()
         # DCP asks this object for a stream to write each chunk to.
         self.transforms = cast(Any, self._streams)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lock the folder, on the rank that coordinates the save."""
-        self.lock.take()
+        if self.lock is not None:
+            self.lock.take()
         if (self._folder / ".metadata").exists():
             raise holds_checkpoint(self._folder)
         return super().prepare_global_plan(plans)
@@ -225,7 +230,7 @@ class FolderLock:
         )
 
 
-def holds_checkpoint(folder: Path) -> CheckpointError:
+def holds_checkpoint(folder: Place) -> CheckpointError:
     """Return the error for a folder that can't be saved to again."""
     return CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
 
@@ -267,8 +272,12 @@ class _ChecksumStream(io.RawIOBase):
             raise
 
 
-def _write_at_once(path: Path, data: bytes) -> None:
+def _write_at_once(path: Place, data: bytes) -> None:
     """Write a file atomically and durably."""
+    if isinstance(path, Address):
+        with path.open("wb") as file:
+            file.write(data)
+        return
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("wb") as file:
         file.write(data)

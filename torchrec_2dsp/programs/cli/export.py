@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @shown_errors()
 def export(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="FOLDER|CHECKPOINT",
             help="The folder that train wrote to (its output.folder), or a checkpoint.",
@@ -48,13 +48,14 @@ def export(
 
     It is compared with the trained model on the config's held-out batches.
     """
+    from torchrec_2dsp.parallel.checkpoint.address import place_of
     from torchrec_2dsp.programs.export.export import check_output, export_model
     from torchrec_2dsp.programs.export.source import ExportSource
     from torchrec_2dsp.programs.launch import only_rank, quiet_upstream
 
     quiet_upstream()
     check_output(output)
-    trained = ExportSource.find(source, config=config, run=only)
+    trained = ExportSource.find(place_of(source), config=config, run=only)
     with only_rank("export"):
         record = export_model(trained, output, max_loss=max_loss)
     show_export(record, Console())

@@ -79,6 +79,7 @@ def _train(
 ) -> None:
     from torchrec_2dsp.comms.alarm import agreeing
     from torchrec_2dsp.comms.groups import world_group
+    from torchrec_2dsp.parallel.checkpoint.address import place_of
     from torchrec_2dsp.programs.cli.train_display import TrainDisplay, show_result
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
@@ -90,7 +91,7 @@ def _train(
     quiet_upstream()
     config = load_config(TrainConfig, name, overrides).only(only)
     starts: dict[str, Resume] = {"auto": "auto", "never": None}
-    resume = starts.get(resumed, Path(resumed))
+    resume = starts.get(resumed, place_of(resumed))
     profiled, loop = profiled_steps(profile) if profile else range(0), config.loop
     with (
         saying_how_to_go_on(config.checkpoint.folder),

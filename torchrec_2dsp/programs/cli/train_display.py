@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from torchrec_2dsp.parallel.checkpoint.address import Place
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.sync import GradientSync
@@ -49,7 +49,7 @@ class TrainDisplay(TrainWatcher):
         self._bars = ProgressBars(self._console)
         self._bars.show(name, 0, self._steps)
 
-    def run_resumed(self, name: str, path: Path, step: int) -> None:
+    def run_resumed(self, name: str, path: Place, step: int) -> None:
         """Say where the run goes on."""
         self._say(f"{name}: going on at step {step}, from {path}")
         self._bars.show(name, step, self._steps)

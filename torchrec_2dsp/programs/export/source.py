@@ -1,12 +1,12 @@
 """Find the checkpoint to export and its run's config, and rebuild the trained model."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.checkpoint.address import Address, Place, place_of
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
 from torchrec_2dsp.parallel.checkpoint.parts import TRAIN_STATE
 from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
@@ -30,10 +30,10 @@ class ExportSource:
 
     config: TrainConfig
     run: str
-    checkpoint: Path
+    checkpoint: Place
 
     @classmethod
-    def find(cls, path: Path, *, config: str = "", run: str = "") -> "ExportSource":
+    def find(cls, path: Place, *, config: str = "", run: str = "") -> "ExportSource":
         """Find the source that a user names.
 
         Args:
@@ -51,7 +51,7 @@ class ExportSource:
                 f"there is no folder {path}; give the output.folder of a training program, or a "
                 "checkpoint"
             )
-        if not (path / _CONFIG).exists():
+        if isinstance(path, Address) or not (path / _CONFIG).exists():
             return cls._of_checkpoint(path, config, run)
         if config:
             raise ConfigError(
@@ -62,7 +62,7 @@ class ExportSource:
         return cls(train_config, name, _newest(train_config, name))
 
     @classmethod
-    def _of_checkpoint(cls, path: Path, config: str, run: str) -> "ExportSource":
+    def _of_checkpoint(cls, path: Place, config: str, run: str) -> "ExportSource":
         if not config:
             raise ConfigError(
                 f"{path} has no {_CONFIG}, so it isn't a training program's output; to export a "
@@ -87,14 +87,14 @@ def _chosen_run(config: TrainConfig, run: str, likely: str) -> str:
     )
 
 
-def _newest(config: TrainConfig, run: str) -> Path:
+def _newest(config: TrainConfig, run: str) -> Place:
     """Return a run's newest checkpoint with the best evaluation, or else its newest."""
     if not config.checkpoint.folder:
         raise ConfigError(
             "the run left no checkpoints, because its config has no checkpoint.folder; set it and "
             "train again"
         )
-    folder = Path(config.checkpoint.folder) / run
+    folder = place_of(config.checkpoint.folder) / run
     newest = latest_checkpoint(folder / "best") or latest_checkpoint(folder / "last")
     if newest is None:
         raise CheckpointError(

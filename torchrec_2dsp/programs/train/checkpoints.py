@@ -15,6 +15,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.parallel.checkpoint.address import Place, place_of
 from torchrec_2dsp.parallel.checkpoint.load import load_checkpoint
 from torchrec_2dsp.parallel.checkpoint.save import (
     PendingSave,
@@ -33,7 +34,7 @@ _STEP_KEYS = ("step", "seconds", "memory_bytes", "table_lr", "dense_lr", "sample
 """Step figures that checkpoints store as they are; others differ between ranks."""
 
 
-Resume = Path | Literal["auto"] | None
+Resume = Place | Literal["auto"] | None
 """The start of a program's runs: a checkpoint of its only run, each run's newest checkpoint if it
 has one, or the first step."""
 
@@ -45,12 +46,12 @@ class Checkpoints:
         self, config: CheckpointConfig, run: str, optimizer: KeyedOptimizer, state: TrainState
     ) -> None:
         self._config, self._optimizer, self._state = config, optimizer, state
-        self._folder = Path(config.folder) / run if config.folder else None
+        self._folder = place_of(config.folder) / run if config.folder else None
         self._pending: PendingSave | None = None
         self.every = config.every if config.folder else 0
         """Steps between checkpoints; 0 for none."""
 
-    def resume(self, resume: Resume) -> Path | None:
+    def resume(self, resume: Resume) -> Place | None:
         """Load the checkpoint that the run resumes from, and return its path, if there is one.
 
         Raises:
@@ -64,7 +65,7 @@ class Checkpoints:
             load_checkpoint(path, self._state.model, self._optimizer, train_state=self._state)
         return path
 
-    def _first(self, resume: Resume) -> Path | None:
+    def _first(self, resume: Resume) -> Place | None:
         if self._folder is None:
             if resume == "auto":
                 raise ConfigError(
@@ -132,7 +133,7 @@ class Checkpoints:
             drop_old_checkpoints(self._folder / _BEST, keep=max(1, self._config.keep_best))
 
 
-def _step_of(path: Path) -> int:
+def _step_of(path: Place) -> int:
     """Return the step in a checkpoint's name; 0 for a name without one."""
     return int(path.name) if path.name.isdecimal() else 0
 

@@ -114,7 +114,7 @@ class CheckpointConfig(Section):
     """Checkpoints to keep, and how to save them."""
 
     folder: OutputPath = ""
-    """The checkpoint folder, with a subfolder for each run; empty for none."""
+    """The checkpoint folder or its address, with a subfolder for each run; empty for none."""
 
     every: int = Field(default=1000, ge=1)
     """Steps between checkpoints; a run also saves at its end."""
@@ -154,6 +154,8 @@ class OutputConfig(Section):
 
     @model_validator(mode="after")
     def _check_folder(self) -> Self:
+        if "://" in self.folder:
+            raise ValueError(f"folder={self.folder} is an address; give a local folder")
         if not self.folder:
             self.refuse_unread(
                 ["traced_steps"], "is for the output folder; set folder, or leave it out"

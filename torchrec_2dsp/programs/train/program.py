@@ -26,6 +26,7 @@ from torchrec_2dsp.comms.groups import release_groups, world_group
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.parallel.checkpoint.address import Place
 from torchrec_2dsp.parallel.loop import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
@@ -95,7 +96,7 @@ def train(
         whether watchers failed at a plan, a checkpoint or an end.
     """
     config.check_world(dist.get_world_size(world_group()))
-    if isinstance(resume, Path) and len(config.runs) > 1:
+    if isinstance(resume, Place) and len(config.runs) > 1:
         raise ConfigError(
             f"--resume {resume} is a checkpoint of one run, and the config has "
             f"{', '.join(config.runs)}; choose a run with --only, or use --resume auto"
@@ -220,7 +221,7 @@ class RunTrainer:
         # Where a model draws random numbers, each rank draws different ones.
         torch.manual_seed(config.model.seed + dist.get_rank(self._world))
 
-    def resume(self, resume: Resume) -> Path | None:
+    def resume(self, resume: Resume) -> Place | None:
         """Resume from a checkpoint and return its path; none if the run starts from scratch.
 
         Collectives:

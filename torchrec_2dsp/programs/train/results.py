@@ -19,6 +19,7 @@ import tomli_w
 from pydantic import ConfigDict, Field
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.parallel.checkpoint.address import Place
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.config.config_file import with_absolute_paths
@@ -120,7 +121,7 @@ class TrainWatcher:
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
         """Handle a run's plan, just before it starts."""
 
-    def run_resumed(self, name: str, path: Path, step: int) -> None:
+    def run_resumed(self, name: str, path: Place, step: int) -> None:
         """Handle a resume from a checkpoint, after ``step`` steps."""
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
@@ -220,7 +221,7 @@ class RunFolder(TrainWatcher):
             with writing(explanation):
                 explanation.unlink(missing_ok=True)
 
-    def run_resumed(self, name: str, path: Path, step: int) -> None:
+    def run_resumed(self, name: str, path: Place, step: int) -> None:
         """Keep the earlier progress up to the checkpoint."""
         self._progress[name].resume(step)
 
@@ -273,7 +274,7 @@ class TensorBoardWatcher(TrainWatcher):
             writer.add_text("plan", f"```\n{planned.plan}\n```")
             writer.add_text("config", f"```\n{config.model_dump_json(indent=1)}\n```")
 
-    def run_resumed(self, name: str, path: Path, step: int) -> None:
+    def run_resumed(self, name: str, path: Place, step: int) -> None:
         """Purge points that an earlier process wrote after ``step``."""
         with writing(self._folder / name):
             self._writers[name].close()

@@ -96,14 +96,6 @@ def test_there_is_no_ratio_without_a_common_round() -> None:
 
 @given(steps_s=BLOCKS_S)
 @settings(max_examples=30, deadline=None)
-def test_a_contestant_is_exactly_as_fast_as_itself(steps_s: list[float]) -> None:
-    actual = speedup(contestant(*steps_s), contestant(*steps_s))
-    assert actual is not None
-    assert (actual.low, actual.factor, actual.high) == (1.0, 1.0, 1.0)
-
-
-@given(steps_s=BLOCKS_S)
-@settings(max_examples=30, deadline=None)
 def test_figures_are_in_order(steps_s: list[float]) -> None:
     step = step_time(contestant(*steps_s))
     assert step.min_s <= step.low_s <= step.median_s <= step.high_s <= step.max_s

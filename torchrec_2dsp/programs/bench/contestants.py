@@ -5,7 +5,7 @@ Their work for the cost model is here, too.
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -54,7 +54,7 @@ from torchrec_2dsp.programs.bench.config import (
     shape_of,
 )
 from torchrec_2dsp.programs.config.dense import DenseKinds
-from torchrec_2dsp.programs.data.dataset import Split, closing_batches
+from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.dense import autocast_, dense_part
@@ -197,11 +197,12 @@ def build_trainer(
         "data_parallel_wrapper": part.wrapper,
     }
     if isinstance(contestant, TwoDContestant) and contestant.kind == "parallelized":
+        first = next(rank_batches(config, dist.get_rank(), dist.get_world_size()))
         model = parallelize(
             unsharded,
             batch_size=config.schedule.batch_size,
             precision=contestant.precision,
-            sample=_first_batch(config).sparse_features.to(device),
+            sample=first.sparse_features.to(device),
             calibration=config.calibration or None,
             **wrapping,
         )
@@ -272,17 +273,14 @@ def _planned(
     return planner.collective_plan(model, sharders)
 
 
-def _first_batch(config: BenchConfig) -> Batch:
-    """Return this rank's part of the first batch."""
-    world_size = dist.get_world_size()
-    batches = dataset_for(config.model, config.data.dataset()).batches(
+def rank_batches(config: BenchConfig, rank: int, world_size: int) -> Iterator[Batch]:
+    """Return the rank's part of each batch."""
+    return dataset_for(config.model, config.data.dataset()).batches(
         Split.TRAIN,
         global_batch_size=config.schedule.batch_size * world_size,
-        rank=dist.get_rank(),
+        rank=rank,
         world_size=world_size,
     )
-    with closing_batches(batches) as opened:
-        return next(opened)
 
 
 def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -> Topology:

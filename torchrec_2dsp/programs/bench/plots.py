@@ -1,6 +1,7 @@
 """Plot benchmark results, as SVG files that are reproducible byte for byte."""
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
@@ -42,26 +43,38 @@ def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
     marks a contestant that failed.
     """
     names = names_in(results)
-    steps_ms = [step_ms for name in names for step_ms in _steps_ms(results, name)]
-    shapes = sorted(
-        {_shape(result) for result in results}, key=lambda shape: (shape[0] * shape[1], shape)
-    )
-    by_place: dict[str, list[BenchResult]] = {}
+    # By place, contestant and shape; repeated runs are pooled.
+    steps_ms: dict[tuple[str, str, tuple[int, int]], list[float]] = defaultdict(list)
+    failed = set()
     for result, place in zip(results, places(results), strict=True):
-        by_place.setdefault(place, []).append(result)
+        shape = (result.setting.hosts, result.setting.ranks_per_host)
+        for contestant in result.contestants:
+            trial = (place, contestant.name, shape)
+            if contestant.outcome is Outcome.MEASURED:
+                steps_ms[trial] += [block.step_s * 1e3 for block in contestant.blocks]
+            else:
+                failed.add(trial)
+    shapes = sorted(
+        {shape for *_, shape in [*steps_ms, *failed]},
+        key=lambda shape: (shape[0] * shape[1], shape),
+    )
     looks = _looks(results, names)
-    slowest_first = sorted(names, key=lambda name: -np.median(_steps_ms(results, name) or [0.0]))
+
+    def median_ms(name: str) -> float:
+        own_ms = [step for trial in steps_ms if trial[1] == name for step in steps_ms[trial]]
+        return float(np.median(own_ms or [0.0]))
+
     # Side by side, so that no bar hides another.
     shifts = {name: 0.4 * ((n + 0.5) / len(names) - 0.5) for n, name in enumerate(names)}
+    above_ms = 1.1 * max(step for steps in steps_ms.values() for step in steps)
     charts = []
-    for place, here in by_place.items():
+    for place in dict.fromkeys(places(results)):
         lines = []
-        for name in slowest_first:
-            trials = [
-                (x + shifts[name], [result for result in here if _shape(result) == shape])
-                for x, shape in enumerate(shapes)
-            ]
-            lines += _lines(looks[name], trials, above=1.1 * max(steps_ms))
+        for name in sorted(names, key=median_ms, reverse=True):
+            x_of = {(place, name, shape): x + shifts[name] for x, shape in enumerate(shapes)}
+            points = {x: steps_ms[trial] for trial, x in x_of.items() if steps_ms.get(trial)}
+            crosses = {x: above_ms for trial, x in x_of.items() if trial in failed}
+            lines += _lines(looks[name], points, crosses)
         charts.append(
             LineChart(
                 lines,
@@ -78,33 +91,20 @@ def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
 
 
 def _lines(
-    look: Line, trials: Sequence[tuple[float, Sequence[BenchResult]]], *, above: float
+    look: Line, points: Mapping[float, Sequence[float]], crosses: Mapping[float, float]
 ) -> list[Line]:
-    """Return a contestant's line in one panel, and the crosses where it failed.
-
-    ``trials`` are the shapes' places with their results.
-    """
-    points = [(x, steps) for x, of_shape in trials if (steps := _steps_ms(of_shape, look.name))]
-    failed = [
-        x
-        for x, of_shape in trials
-        if any(
-            contestant.name == look.name and contestant.outcome is not Outcome.MEASURED
-            for result in of_shape
-            for contestant in result.contestants
-        )
-    ]
+    """Return a contestant's line in one panel, and the crosses where it failed."""
     line = replace(
         look,
-        x=[x for x, _ in points],
-        y=[float(np.median(steps)) for _, steps in points],
-        low=[min(steps) for _, steps in points],
-        high=[max(steps) for _, steps in points],
+        x=list(points),
+        y=[float(np.median(steps)) for steps in points.values()],
+        low=list(map(min, points.values())),
+        high=list(map(max, points.values())),
     )
-    crosses = Line(
-        x=failed, y=[above for _ in failed], way="points", marker="x", colour=look.colour
+    failed = Line(
+        x=list(crosses), y=list(crosses.values()), way="points", marker="x", colour=look.colour
     )
-    return [line, crosses]
+    return [line, failed]
 
 
 def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, Line]:
@@ -124,21 +124,6 @@ def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, Li
             marker = "o" if kinds[name] == "stock" else "s"
             looks[name] = replace(look, colour=colour, dash=dash, marker=marker)
     return looks
-
-
-def _shape(result: BenchResult) -> tuple[int, int]:
-    return result.setting.hosts, result.setting.ranks_per_host
-
-
-def _steps_ms(results: Sequence[BenchResult], name: str) -> list[float]:
-    """Return the step times in all blocks that count; repeated runs are pooled."""
-    return [
-        block.step_s * 1e3
-        for result in results
-        for contestant in result.measured()
-        if contestant.name == name
-        for block in contestant.blocks
-    ]
 
 
 _BAND = 0.15

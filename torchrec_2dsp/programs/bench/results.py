@@ -1,13 +1,11 @@
 """A benchmark's results: the numbers as measured, written to JSON and read again."""
 
 import enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from torchrec_2dsp.programs.config.section import JsonFile, Section
-
-BENCH_RESULT_FORMAT = 2
 
 DEALT_KEY = "balance"
 """A contestant's section in earlier results: it dealt its samples to ranks by cost."""
@@ -240,7 +238,7 @@ class BenchResult(JsonFile):
     """One benchmark run."""
 
     what_it_is: ClassVar[str] = "the JSON of a benchmark"
-    format: int = Field(default=BENCH_RESULT_FORMAT, ge=BENCH_RESULT_FORMAT, le=BENCH_RESULT_FORMAT)
+    format: Literal[2] = 2
     """The file's format."""
 
     setting: BenchSetting

@@ -19,7 +19,7 @@ from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
-from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer
+from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer, rank_batches
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
 from torchrec_2dsp.programs.bench.process import Place, join_contestant
 from torchrec_2dsp.programs.bench.replay import Mode, ReplayGroup, replay_backend
@@ -30,11 +30,9 @@ from torchrec_2dsp.programs.bench.tracing import (
     profiled,
     row_travel_between,
 )
-from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.launch import quiet_upstream
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
-from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.replicas.sync_action import SyncReason, SyncReport
 
@@ -45,17 +43,10 @@ _AHEAD = 3
 class Feed(Iterator[Batch]):
     """Batches made ahead, outside the timed steps."""
 
-    def __init__(self, config: BenchConfig, *, rank: int, world_size: int, cycle: int) -> None:
-        """Make the rank's part of each batch; after ``cycle`` batches the first comes again."""
+    def __init__(self, batches: Iterator[Batch], *, cycle: int) -> None:
+        """Take batches from these; after ``cycle`` batches the first comes again."""
         self.cycle = cycle
         """Different batches; 0 if all differ."""
-        dataset = dataset_for(config.model, config.data.dataset())
-        batches = dataset.batches(
-            Split.TRAIN,
-            global_batch_size=config.schedule.batch_size * world_size,
-            rank=rank,
-            world_size=world_size,
-        )
         self._batches = itertools.cycle(islice(batches, cycle)) if cycle else batches
         self._ready: deque[Batch] = deque()
 
@@ -110,12 +101,8 @@ class Worker:
         self._measured = measured
         self._is_ceiling = isinstance(config.contestants[name], CeilingContestant)
         self._planned = config.planned_by(name)
-        self._feed = Feed(
-            config,
-            rank=place.rank,
-            world_size=place.world_size,
-            cycle=_RECORDED_STEPS if self._is_ceiling else 0,
-        )
+        batches = rank_batches(config, place.rank, place.world_size)
+        self._feed = Feed(batches, cycle=_RECORDED_STEPS if self._is_ceiling else 0)
         self._losses: list[torch.Tensor] = []
         self._compute_s: list[float] = []
         self._start_bytes = 0

@@ -20,19 +20,11 @@ _SHARES_TEXT = (
 
 def shares_table(runs: Sequence[RunPart]) -> Table:
     """Return a row for each traced run: how busy its ranks are, and the slowest rank's cost."""
-    rows = []
-    for run in runs:
-        shares = rank_shares(run.splits)
-        if shares is None:
-            continue
-        rows.append(
-            [
-                run.name,
-                f"{shares.busy:.1%}",
-                f"{shares.lost:.1%}",
-                f"{shares.imbalance:.2f}",
-            ]
-        )
+    rows = [
+        [run.name, f"{shares.busy:.1%}", f"{shares.lost:.1%}", f"{shares.imbalance:.2f}"]
+        for run in runs
+        if (shares := rank_shares(run.splits))
+    ]
     headings = ("run", "busy", "lost to the slowest", "imbalance")
     return Table(headings, rows, words=("run",))
 

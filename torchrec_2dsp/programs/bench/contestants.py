@@ -322,9 +322,10 @@ def _optimizer(
     """
     tables = {f"{table_name(feature.name)}.weight" for feature in shape_of(config.data).features}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    is_table = {name: ".".join(name.split(".")[-2:]) in tables for name in dense}
     parts: list[Any] = [model.fused_optimizer]
-    whole_tables = {name: param for name, param in dense.items() if is_table[name]}
+    whole_tables = {
+        name: dense.pop(name) for name in list(dense) if ".".join(name.split(".")[-2:]) in tables
+    }
     if whole_tables:
         rule = config.optimizer
         parts.append(
@@ -333,8 +334,7 @@ def _optimizer(
                 lambda params: RowWiseAdagrad(cast(Any, params), lr=rule.lr, eps=rule.eps),
             )
         )
-    others = {name: param for name, param in dense.items() if not is_table[name]}
-    parts.append(with_meetings(dense_optimizer(config.optimizer, others), dense_config, model))
+    parts.append(with_meetings(dense_optimizer(config.optimizer, dense), dense_config, model))
     return CombinedOptimizer(parts)
 
 

@@ -96,16 +96,16 @@ def measured_place(config: BenchConfig, place: Place, control: Control) -> Measu
     return answer.value
 
 
+@dataclass
 class _Measurer:
-    def __init__(self, config: BenchConfig, place: Place) -> None:
-        self._config = config
-        self._place = place
+    config: BenchConfig
+    place: Place
 
     def measure(self) -> MeasuredPlace:
-        join_contestant(self._config.schedule, len(self._config.contestants), self._place)
-        speeds = measure_link_speeds(local_world_size=self._place.local_world_size)
-        is_predicted = self._config.calibration and isinstance(self._config.model, ModelConfig)
-        dense = measure_dense(self._config, world_group()) if is_predicted else None
+        join_contestant(self.config.schedule, len(self.config.contestants), self.place)
+        speeds = measure_link_speeds(local_world_size=self.place.local_world_size)
+        is_predicted = self.config.calibration and isinstance(self.config.model, ModelConfig)
+        dense = measure_dense(self.config, world_group()) if is_predicted else None
         return MeasuredPlace(speeds, dense)
 
 

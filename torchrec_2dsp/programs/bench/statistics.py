@@ -298,10 +298,8 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
     steps = {name: [run.get(name) for run in runs] for name in names}
     swapped = []
     for first, second in combinations(names, 2):
-        faster_in, slower_in = (
-            _runs_faster(steps[first], steps[second]),
-            _runs_faster(steps[second], steps[first]),
-        )
+        faster_in = _runs_faster(steps[first], steps[second])
+        slower_in = _runs_faster(steps[second], steps[first])
         if faster_in and slower_in:
             pair = SwappedPair(first=first, second=second, run=faster_in[0], other_run=slower_in[0])
             swapped.append(pair)

@@ -60,16 +60,6 @@ class LaunchResult:
     """Seconds from process start until the last process ends."""
 
 
-def check_command(command: Sequence[str]) -> None:
-    """Raise if torchrun can't run the command."""
-    if not command:
-        raise ClusterConfigError("the command is empty; give a script, or -m and a module")
-    if command[0].startswith("-") and (command[0] != "-m" or len(command) < 2):
-        raise ClusterConfigError(
-            f"the command begins with {command[0]!r}; begin with a script, or with -m and a module"
-        )
-
-
 class _Host:
     """One host's processes."""
 
@@ -287,7 +277,13 @@ class EmulatedCluster:
             command: a script, or "-m" and a module; then its arguments.
             timeout_s: the time after which to give up and show each rank's stack.
         """
-        check_command(command)
+        if not command:
+            raise ClusterConfigError("the command is empty; give a script, or -m and a module")
+        if command[0].startswith("-") and (command[0] != "-m" or len(command) < 2):
+            raise ClusterConfigError(
+                f"the command begins with {command[0]!r}; begin with a script, or with -m and a "
+                "module"
+            )
         self._check_is_up()
         environment = rank_environment(self.describe(), self.launcher())
         if self.dilation > 1.0:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import sub
 from pathlib import Path
 
 from torchrec_2dsp.programs.cluster.kernel import (
@@ -151,11 +152,7 @@ class InterfaceBytes:
 
     def since(self, earlier: "InterfaceBytes") -> "InterfaceBytes":
         """Return the bytes added since an earlier reading."""
-        return InterfaceBytes(
-            self.sent - earlier.sent,
-            self.received - earlier.received,
-            self.inside - earlier.inside,
-        )
+        return InterfaceBytes(*map(sub, vars(self).values(), vars(earlier).values()))
 
 
 def read_interface_bytes(text: str) -> InterfaceBytes:

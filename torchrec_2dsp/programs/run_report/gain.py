@@ -41,11 +41,8 @@ class Contenders:
 
     def distinct(self) -> list[ContestantResult]:
         """Return each of them once, TorchRec's first."""
-        names: dict[str, ContestantResult] = {}
-        for contestant in (self.stock_exact, self.stock, self.own_exact, self.own):
-            if contestant is not None:
-                names.setdefault(contestant.name, contestant)
-        return list(names.values())
+        ordered = (self.stock_exact, self.stock, self.own_exact, self.own)
+        return list({contestant.name: contestant for contestant in ordered if contestant}.values())
 
     def comparisons(self) -> Iterator[tuple[ContestantResult, ContestantResult, str]]:
         """Yield pairs to compare: this package's, TorchRec's, and what the latter is."""

@@ -179,8 +179,7 @@ def build_trainer(
         Those of planning and sharding.
     """
     device = rank_device(config.schedule.device)
-    shape = shape_of(config.data)
-    unsharded = build_any_model(shape, config.model, tables_device="meta")
+    unsharded = build_any_model(shape_of(config.data), config.model, tables_device="meta")
     tables = table_configs(unsharded)
     part = dense_part(
         contestant.dense,

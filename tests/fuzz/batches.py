@@ -80,14 +80,7 @@ def sizes_of(case: Case, number: int) -> tuple[int, ...]:
 
 
 def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False) -> LocalBatch:
-    """Return a rank's share in a batch, with bad ids where the case has them.
-
-    Args:
-        case: says how batches look.
-        number: the batch's number.
-        rank: the rank whose share to return.
-        is_refused: whether it must have ids that no row has.
-    """
+    """Return a rank's share in a batch, with bad ids where the case has them or it is refused."""
     generator = torch.Generator().manual_seed((case.seed * 1_000 + number) * 16 + rank)
     size = sizes_of(case, number)[rank]
     features, shared = {}, {}

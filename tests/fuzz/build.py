@@ -124,21 +124,13 @@ def _splits(dense: DenseCase) -> dict[str, ParallelStyle]:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """Return a flat copy; the value is a parameter or a gradient.
-
-    Collectives:
-        An all-gather, if ranks hold shares.
-    """
+    """Return a flat copy of a parameter or a gradient, on all ranks if each has a share."""
     full = value.full_tensor() if isinstance(value, DTensor) else value
     return copied(full).flatten()
 
 
 def gathered(case: Case, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Gather the dense part's parameters from all ranks into one flat tensor.
-
-    Collectives:
-        An all-gather for objects.
-    """
+    """Gather the dense part's parameters from all ranks into one flat tensor."""
     of_ranks: list[Mapping[str, torch.Tensor]] = [own] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     parts = []
@@ -214,12 +206,7 @@ def make_sharders(case: Case) -> list[Any]:
 
 
 def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> DistributedModelParallel:
-    """Return the sharded model, with the case's weights.
-
-    Args:
-        case: says how it is sharded.
-        dense: runs what isn't in tables; `None` for TorchRec's own wrapper.
-    """
+    """Return the sharded model, with the case's weights; ``dense`` runs what isn't in tables."""
     model = FuzzModel(case)
     if case.has_maps:
         # An hour passes after each batch of a map.
@@ -311,14 +298,7 @@ def make_optimizer(
     dense: DataParallelWrapper | None,
     seen: Callable[[], None],
 ) -> CombinedOptimizer:
-    """Return the fused optimizer and that of the dense part.
-
-    Args:
-        case: says how the dense part is trained.
-        parallel: the sharded model.
-        dense: the wrapper that it has.
-        seen: is called in each step before dense gradients are clipped.
-    """
+    """Return the fused optimizer and the dense part's, which calls ``seen`` before it clips."""
     params: Any = dense_params(parallel)
     inner = _OPTIMIZERS[case.dense.optimizer](list(params.values()))
 

@@ -33,7 +33,6 @@ class PositionWeights:
     """Position weights: the trained ones come first among all dense parameters."""
 
     def __init__(self, case: Case) -> None:
-        """Read the modules with position weights from a case."""
         self._initial = initial_positions(case)
         keys = [key for key in self._initial if case.modules[key[0]].trains_positions]
         sizes = [self._initial[key].numel() for key in keys]
@@ -42,13 +41,7 @@ class PositionWeights:
         """The number of them that are trained."""
 
     def of(self, values: torch.Tensor, key: tuple[int, int], lookups: Lookups) -> torch.Tensor:
-        """Return what each id's row is multiplied by.
-
-        Args:
-            values: all dense parameters, flat.
-            key: the numbers of the module and the feature.
-            lookups: the feature's, with positions in place of weights.
-        """
+        """Return what each id's row is multiplied by; lookups have positions for weights."""
         if key not in self._initial:
             return values.new_ones(lookups.ids.numel())
         weights = self._initial[key].to(values)
@@ -68,19 +61,12 @@ class DenseNet:
     """Layers with a tanh between any two, and maybe a shortcut beside all of them."""
 
     def __init__(self, case: Case) -> None:
-        """Read the layer shapes from a case."""
         self._shapes = [param.shape for param in initial_layers(case).values()]
         self._num_layers = len(case.dense.hidden) + 1
         self._has_shortcut = case.dense.has_shortcut
 
     def forward(self, values: torch.Tensor, inputs: torch.Tensor, uses_shortcut: bool) -> NetPass:
-        """Return a batch's scores.
-
-        Args:
-            values: all parameters, flat.
-            inputs: the first layer's inputs.
-            uses_shortcut: whether the shortcut counts, if there is one.
-        """
+        """Return a batch's scores, by the flat parameters of all layers."""
         layers, shortcut = self._split(values)
         of_layers = [inputs]
         for weight, bias in layers[:-1]:
@@ -95,13 +81,7 @@ class DenseNet:
     def backward(
         self, values: torch.Tensor, result: NetPass, score_grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients for the layers' parameters, flat, and for the inputs.
-
-        Args:
-            values: as in `forward`.
-            result: what `forward` returned.
-            score_grads: the scores' gradients.
-        """
+        """Return the gradients for the layers' parameters, flat, and for the inputs."""
         layers, shortcut = self._split(values)
         output_grads, grads = score_grads[:, None], []
         for (weight, _), inputs in zip(layers[::-1], result.inputs[::-1], strict=True):
@@ -139,12 +119,6 @@ class DenseState:
     """The dense part's state in training: its parameters, one after the other."""
 
     def __init__(self, case: Case, noise: Noise) -> None:
-        """Start each rank from the initial parameters.
-
-        Args:
-            case: the dense part's options and the number of ranks.
-            noise: added to gradients that travel in half precision.
-        """
         self._case, self._dense, self._noise = case, case.dense, noise
         params = initial_dense(case).values()
         values = torch.cat([param.flatten() for param in params]).to(noise.dtype)
@@ -171,13 +145,7 @@ class DenseState:
             self._is_apart = True
 
     def train(self, grads: torch.Tensor, lr: float, applied: torch.Tensor | None = None) -> None:
-        """Make a step.
-
-        Args:
-            grads: each rank's gradients for the global mean loss.
-            lr: the learning rate.
-            applied: the mean that ranks have sent, if they choose what to send.
-        """
+        """Make a step by all ranks' gradients, or by what ranks chose to send and ``applied``."""
         kind, num_ranks = self._dense.kind, self._case.world_size
         if kind == "fp16":
             grads = self._noise.rounded(grads, torch.float16)

@@ -26,24 +26,13 @@ class Difference(Exception):
     """Ends the comparison of a case."""
 
     def __init__(self, kind: str, text: str) -> None:
-        """Describe a difference.
-
-        Args:
-            kind: the finding's kind, in a few words without numbers.
-            text: what differs, where and by how much.
-        """
+        """Take the finding's kind, without numbers, and what differs, where and by how much."""
         self.kind, self.text = kind, text
         super().__init__(text)
 
 
 def check_density(case: Case, exact: Expected, seen: list[Seen]) -> int:
-    """Check that no rank sent more than the density allows; how many elements all chose.
-
-    Args:
-        case: that was run.
-        exact: says which steps send everything.
-        seen: by each rank.
-    """
+    """Check that no rank sent more than the density allows; how many elements all chose."""
     if not case.dense.leaves_out:
         return 0
     num_chosen, actions = 0, actions_of(case)

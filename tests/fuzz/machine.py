@@ -94,15 +94,7 @@ class Machine:
         max_of_kind: int = 2,
         show: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Set the limits for running and shrinking cases.
-
-        Args:
-            workers: run the cases.
-            deadline_s: how long a case's ranks may take.
-            shrink_s: how long a finding may be shrunk; 0 to keep it as it is.
-            max_of_kind: how many findings of each kind to shrink.
-            show: called with progress lines.
-        """
+        """Make findings smaller for ``shrink_s``, so many of each kind; 0 leaves them as drawn."""
         self._workers = workers
         self._deadline_s, self._shrink_s = deadline_s, shrink_s
         self._max_of_kind = max_of_kind
@@ -117,15 +109,7 @@ class Machine:
         max_findings: int = 20,
         is_wanted: Callable[[Case], bool] = lambda case: True,
     ) -> Summary:
-        """Draw cases from one seed after another.
-
-        Args:
-            first_seed: the first case's seed; later cases have the seeds after it.
-            num_cases: how many; ``None`` for as many as there is time for.
-            seconds: when to stop starting cases; ``None`` for no limit.
-            max_findings: end the run after so many kinds of findings.
-            is_wanted: says which drawn cases to run.
-        """
+        """Draw cases from one seed after another, to a number, a time or so many findings."""
         cases = (draw_case(seed) for seed in _seeds(first_seed, num_cases, seconds))
         return self.run_cases((case for case in cases if is_wanted(case)), max_findings)
 

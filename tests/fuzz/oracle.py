@@ -101,14 +101,7 @@ class TableWire:
     def bags(
         self, weights: torch.Tensor, lookups: Lookups, shares: torch.Tensor, hot: torch.Tensor
     ) -> torch.Tensor:
-        """Return a rank's bags for one feature.
-
-        Args:
-            weights: the table's weights.
-            lookups: the feature's lookups.
-            shares: each id's factor for its row.
-            hot: for each row, whether it is hot.
-        """
+        """Return a rank's bags for one feature; ``shares`` are each id's factor for its row."""
         rows, ids = weights[lookups.ids], lookups.ids
         is_hot = hot[ids][:, None]
         bags = rows.new_zeros(lookups.lengths.numel(), rows.shape[1])
@@ -146,14 +139,7 @@ class TableWire:
     def share_gradients(
         self, weights: torch.Tensor, bags: torch.Tensor, lookups: Lookups, hot: torch.Tensor
     ) -> torch.Tensor:
-        """Return the gradient of what each id's row is multiplied by in its bag.
-
-        Args:
-            weights: the table's weights, as they were looked up.
-            bags: the bags' gradients.
-            lookups: the feature's lookups.
-            hot: for each row, whether it is hot.
-        """
+        """Return the gradient of what each id's row is multiplied by in its bag."""
         is_hot, rows = hot[lookups.ids][:, None], weights[lookups.ids]
         grads = bags[lookups.samples]
         # The rows come to the rank, or the gradients to their owners.
@@ -212,13 +198,7 @@ def losses_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def expect(
     case: Case, noise: Noise | None = None, applied: Mapping[int, torch.Tensor] | None = None
 ) -> Expected:
-    """Return a case's expected results.
-
-    Args:
-        case: the case that is run.
-        noise: added to numbers that travel; none by default.
-        applied: each action's mean dense gradients, where ranks choose what they send.
-    """
+    """Return a case's results; with mean dense gradients by action where ranks choose those."""
     return _Simulation(case, noise or Noise(), applied or {}).run()
 
 
@@ -383,12 +363,7 @@ class _Simulation:
         looked_up: list[tuple[LocalBatch, NetPass, torch.Tensor]],
         share: float,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return each rank's row gradients by table, and its dense gradients, for one batch.
-
-        Args:
-            looked_up: what `_look_up_all` returned.
-            share: the batch's share in the loss.
-        """
+        """Return each rank's row gradients by table, and dense ones, for a share of the loss."""
         grads = {
             name: torch.zeros(self._world, *state.weights[0].shape, dtype=self._noise.dtype)
             for name, state in self._states.items()

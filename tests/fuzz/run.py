@@ -35,16 +35,9 @@ from torchrec_2dsp.shard.parted import sharded_tables
 
 
 class SentWatch:
-    """Notes both, where ranks choose what they send."""
+    """Notes what ranks apply and send of dense gradients, where they choose what they send."""
 
     def __init__(self, case: Case, wrapper: Any, parallel: Any) -> None:
-        """Watch a run whose ranks choose what they send.
-
-        Args:
-            case: says whether ranks choose.
-            wrapper: runs the dense part.
-            parallel: the sharded model.
-        """
         self._case, self._wrapper, self._parallel = case, wrapper, parallel
         self._is_on = case.dense.leaves_out
         self._applied: torch.Tensor | None = None
@@ -60,12 +53,7 @@ class SentWatch:
         self._applied = torch.cat([whole(grad) for grad in grads])
 
     def after_step(self, index: int, seen: Seen) -> None:
-        """Note what a training step applied and sent.
-
-        Args:
-            index: the action's index.
-            seen: filled with the applied gradients and the sent counts.
-        """
+        """Note what a training step applied and sent."""
         if not self._is_on:
             return
         if isinstance(self._wrapper, NotedLocalDense):
@@ -77,12 +65,7 @@ class SentWatch:
         self._before = self._wrapper.total
 
     def read(self, index: int, seen: Seen) -> None:
-        """Note what wasn't sent so far, unless ranks have diverged.
-
-        Args:
-            index: the action's index.
-            seen: filled with the mean residuals.
-        """
+        """Note what wasn't sent so far, unless ranks have diverged."""
         if not self._is_on:
             return
         try:
@@ -104,14 +87,7 @@ _PIPELINES = {
 
 
 def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Seen:
-    """Train a case on this rank.
-
-    Args:
-        rank: this rank.
-        world_size: the size of the current process group.
-        case: what to run.
-        folder: for checkpoints, the same on all ranks.
-    """
+    """Train a case on this rank; checkpoints lie in a folder that all ranks share."""
     assert world_size == case.world_size
     return _Run(rank, case, folder).run()
 

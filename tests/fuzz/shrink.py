@@ -8,12 +8,7 @@ from tests.fuzz.case import Case, ModuleCase, TableCase
 
 
 def shrink(case: Case, still_fails: Callable[[Case], bool]) -> Case:
-    """Try simpler cases, as long as there is one that fails.
-
-    Args:
-        case: one that fails.
-        still_fails: whether another one fails in the same way; false also to stop early.
-    """
+    """Try simpler cases, as long as there is one that fails in the same way."""
     while True:
         simpler = next((other for other in simpler_cases(case) if still_fails(other)), None)
         if simpler is None:

@@ -118,13 +118,7 @@ class Noise:
     def sent(
         self, values: torch.Tensor, transport: tdsp.Transport, width: int | None = None
     ) -> torch.Tensor:
-        """Return the values as they arrive.
-
-        Args:
-            values: rows lie along the last dimension.
-            transport: how they travel.
-            width: how many numbers share a scale; a whole row by default.
-        """
+        """Return the values as they arrive; so many in a row share a scale, or the whole row."""
         width = width or values.shape[-1]
         codec = transport.codec_for(width)
         if codec.is_exact or not values.numel():
@@ -175,16 +169,6 @@ class TableState:
         is_mapped: bool,
         noise: Noise,
     ) -> None:
-        """Start every copy from the same weights.
-
-        Args:
-            case: the training options.
-            table: the table's options.
-            weight: the initial weights.
-            is_copied: whether each group trains its own copy.
-            is_mapped: whether hot rows are named by ids that have no rows yet.
-            noise: the rounding noise of the transport and the table's type.
-        """
         self._table, self._noise = table, noise
         self._at_random = case.at_random
         self._transport = tdsp.Transport(case.sync.transport)
@@ -257,14 +241,7 @@ class TableState:
         self._moments[:, rows] = 0
 
     def train_locally(self, grads: torch.Tensor, hot: torch.Tensor, lr: float, step: int) -> None:
-        """Train each group's copy with the group's gradient, except hot rows.
-
-        Args:
-            grads: each rank's gradients for the global mean loss.
-            hot: the ids of hot rows.
-            lr: the learning rate.
-            step: how many training lookups there were, with this one.
-        """
+        """Train each group's copy with the group's gradient, except hot rows."""
         is_cold = torch.ones(self._table.rows, dtype=torch.bool)
         is_cold[hot] = False
         num_groups = len(self.weights)
@@ -370,13 +347,6 @@ class Part:
     def __init__(
         self, case: Case, tables: dict[str, TableCase], states: Mapping[str, TableState]
     ) -> None:
-        """Join the tables of one sync point.
-
-        Args:
-            case: the sync options.
-            tables: one module's tables on one mesh.
-            states: all tables' states.
-        """
         self._tables = tables
         self._states = {name: states[name] for name in tables}
         sync = case.sync

@@ -36,13 +36,7 @@ class Tolerances:
     """The most that numbers may differ: `BASE` and rounding, or the case's own bound."""
 
     def __init__(self, case: Case, exact: Expected, applied: Applied) -> None:
-        """Measure how far rounding moves the oracle's results.
-
-        Args:
-            case: the case that is run.
-            exact: the expected results without rounding.
-            applied: as in `expect`.
-        """
+        """Measure how far rounding moves the oracle's results."""
         self._bound = case.bound
         self._noise: Mapping[tuple[str, str], float] = defaultdict(float)
         self.is_blurred = False
@@ -86,12 +80,7 @@ class RoundedExactly:
     """The results early in a run if numbers are rounded just where they travel."""
 
     def __init__(self, case: Case, applied: Applied) -> None:
-        """Compute the expected results if rounding is known everywhere.
-
-        Args:
-            case: the case that is run.
-            applied: as in `expect`.
-        """
+        """Compute the expected results if rounding is known everywhere."""
         transports = {table.transport for table in case.tables.values()} | {case.sync.transport}
         is_in_8_bits = any(table.dtype == "int8" for table in case.tables.values())
         self.is_known = (transports != {"fp32"} or is_in_8_bits) and _knows_bags(case)

@@ -56,13 +56,7 @@ class _Child:
 
 
 def run_ranks_of(case: Case, folder: Path, deadline_s: float) -> list[RankReport]:
-    """Run a case on new ranks; return their reports in rank order.
-
-    Args:
-        case: what to run.
-        folder: an empty one, for checkpoints and what ranks write.
-        deadline_s: how long the ranks may take.
-    """
+    """Run a case on new ranks, which write to an empty folder; return their reports in order."""
     children = [_fork(rank, case, folder) for rank in range(case.world_size)]
     try:
         reports = _collect(children, folder, deadline_s)
@@ -186,11 +180,7 @@ class Worker:
     """The caller's side of such a process."""
 
     def __init__(self, plant: Plant = nullcontext) -> None:
-        """Start the process.
-
-        Args:
-            plant: a fault to plant in each case.
-        """
+        """Start the process, which plants a fault in each case."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.connection, remote = context.Pipe()
@@ -218,7 +208,6 @@ class Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the process."""
         self.connection.close()
         self._process.join(20)
         self._process.kill()

@@ -62,17 +62,9 @@ def bench_result(
     probe_ms: float = 1.5,
     **setting: Any,
 ) -> BenchResult:
-    """Return a result of contestants that all behaved alike.
+    """Return a result of contestants that all behaved alike, with 0.05 cores of foreign load.
 
-    Args:
-        steps_ms: each contestant's blocks, by round.
-        contestants: the config's.
-        failed: contestants whose numbers don't count, and why.
-        overrides: other sections of the config.
-        foreign_load: each contestant's, by round; 0.05 cores unless told.
-        is_counted: whether the bytes on the interface were counted.
-        probe_ms: what the fixed piece of work took before each block.
-        setting: fields of `BenchSetting` other than the usual.
+    ``setting`` are fields of `BenchSetting`, and ``overrides`` other sections of the config.
     """
     tree = {
         "title": "demo",

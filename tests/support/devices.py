@@ -47,11 +47,7 @@ def device_env(rank: int, *, is_measured: bool = False) -> dict[str, str]:
 
     NCCL refuses two ranks of a host on one GPU. Ranks that say they are on hosts of their own may
     share one, and talk to each other through sockets. Its monitor would take it for a failure
-    that ranks rest between two tests.
-
-    Args:
-        rank: the rank's number.
-        is_measured: whether its speed counts; else groups are quick to create, and slow.
+    that ranks rest between two tests. Unless speed is measured, groups are quick to create.
     """
     if not on_gpus():
         return {}

@@ -239,12 +239,9 @@ def thresholds_of(model: nn.Module) -> list[torch.Tensor]:
 def plain_evaluation(
     source: ExportSource, *, num_ranks: int, thresholds: Sequence[Sequence[float]] = ()
 ) -> dict[str, float]:
-    """Return metrics of the trained model, by their definitions, each rank's part of a batch apart.
+    """Return metrics by their definitions, each rank's part of a batch apart.
 
-    Args:
-        source: the checkpoint.
-        num_ranks: into how many parts a batch is cut.
-        thresholds: those of each rank's splits; without them those of the checkpoint.
+    Without ``thresholds``, each rank's of its splits, those of the checkpoint count.
     """
     config, model = source.config, stock_model(source)
     dataset = dataset_for(config.model, config.data.dataset())

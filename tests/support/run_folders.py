@@ -114,15 +114,7 @@ def write_run(
     plans: dict[str, dict[str, Any]] | None = None,
     model: str = "dlrm",
 ) -> Path:
-    """Write what a program with these finished runs leaves.
-
-    Args:
-        folder: where.
-        runs: the finished runs.
-        sections: the sections of all runs in the config; by default of the finished ones.
-        plans: the plans of runs; the others have `plan`.
-        model: the kind of the model.
-    """
+    """Write what a program with these finished runs leaves; ``sections`` are those of all runs."""
     names = [run.name for run in runs]
     sections = sections or {name: {"num_groups": 2} for name in names}
     config = {

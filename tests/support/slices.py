@@ -79,11 +79,6 @@ def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> l
 
     Neighbours have most in common, and every sixth of a product may lack a factor: cells are
     shuffled before they are dealt, always alike.
-
-    Args:
-        cells: those of a matrix.
-        number: chooses the hand.
-        num_hands: how many there are, if there are as many cells.
     """
     places = Random(_SHUFFLED).sample(range(len(cells)), len(cells))
     hand = places[number % min(num_hands, len(cells)) :: num_hands] if cells else []

@@ -6,6 +6,8 @@ Each one is a `TwoDError` and also the built-in error that a caller would expect
 and the remedy.
 """
 
+from collections.abc import Iterable
+
 
 class TwoDError(Exception):
     """Base of all errors of this package."""
@@ -78,3 +80,36 @@ class RankError(SyncError):
         super().__init__(message)
         self.ranks = ranks
         """The ranks that are to blame, as far as that can be told; none if all do the same."""
+
+
+def check_choice(
+    name: str,
+    value: object,
+    choices: Iterable[object],
+    *,
+    owner: str = "",
+    error: type[TwoDError] = ConfigError,
+) -> None:
+    """Raise an error unless a value is one of some choices: values, or an enum.
+
+    Example:
+        >>> from torchrec_2dsp.errors import check_choice
+        >>> check_choice("kind", "cubic", ("linear", "square"), owner="Curve")
+        Traceback (most recent call last):
+        ...
+        torchrec_2dsp.errors.ConfigError: Curve(kind='cubic') is unknown; use one of ...
+    """
+    known = [getattr(choice, "value", choice) for choice in choices]
+    if getattr(value, "value", value) not in known:
+        argument = _argument(owner, name, value)
+        raise error(f"{argument} is unknown; use one of {', '.join(map(repr, known))}")
+
+
+def check_count(name: str, value: object, least: int = 1, *, owner: str = "") -> None:
+    """Raise an error unless a value is an integer, and large enough."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{_argument(owner, name, value)} is no count; use {least} or more")
+
+
+def _argument(owner: str, name: str, value: object) -> str:
+    return f"{owner}({name}={value!r})" if owner else f"{name}={value!r}"

@@ -70,7 +70,7 @@ class Mesh2D:
         if group_size < 1 or world_size % group_size:
             raise MeshError(
                 f"group_size={group_size} does not divide world_size={world_size}; "
-                f"use one of {_list(_divisors(world_size))}"
+                f"use one of {_list(divisors(world_size))}"
             )
         return cls(world_size // group_size, group_size, layout)
 
@@ -223,7 +223,7 @@ class DenseMesh:
     ) -> "DenseMesh":
         """Return the mesh of a world."""
         inside = world_size if local_world_size is None else local_world_size
-        sizes = _divisors(world_size)
+        sizes = divisors(world_size)
         if tp not in sizes:
             raise MeshError(
                 f"tp={tp} does not divide {world_size} ranks; use one of {_list(sizes)}"
@@ -234,7 +234,7 @@ class DenseMesh:
                 f"tp={tp} would spread layers over hosts of {inside} ranks; use one of "
                 f"{_list(in_host)}"
             )
-        lengths = _divisors(world_size // tp)
+        lengths = divisors(world_size // tp)
         if pp not in lengths:
             raise MeshError(
                 f"pp={pp} pipeline ranks of tp={tp} do not divide {world_size} ranks; use one of "
@@ -292,7 +292,8 @@ def _check_positive(**numbers: object) -> None:
             raise MeshError(f"{name}={value!r} is not a positive integer")
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide a number, in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

@@ -291,24 +291,27 @@ def test_a_wrapper_keeps_to_its_model(ranks2: RankPool, make_wrapper: Callable[[
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tdsp.ThresholdedDataParallel(0.0), "density=0.0 is no share; use one above 0"),
-        (lambda: tdsp.ThresholdedDataParallel(1.5), "density=1.5 is no share"),
-        (lambda: tdsp.ThresholdedDataParallel(float("nan")), "density=nan is no share"),
-        (lambda: tdsp.ThresholdedDataParallel(warm_up=-1), "warm_up=-1 is no count; use 0 or more"),
+        (lambda: tdsp.ThresholdedDataParallel(0.0), "density=0.0. is no share; use one above 0"),
+        (lambda: tdsp.ThresholdedDataParallel(1.5), "density=1.5. is no share"),
+        (lambda: tdsp.ThresholdedDataParallel(float("nan")), "density=nan. is no share"),
+        (
+            lambda: tdsp.ThresholdedDataParallel(warm_up=-1),
+            "warm_up=-1. is no count; use 0",
+        ),
         (
             lambda: tdsp.ThresholdedDataParallel(preconditioner="lamb"),
-            "preconditioner='lamb' is unknown; use one of none, adagrad, adam",
+            "preconditioner='lamb'. is unknown; use one of 'none', 'adagrad', 'adam'",
         ),
-        (lambda: tdsp.ThresholdedDataParallel(refresh=0), "refresh=0 is no count; use 1 or more"),
+        (lambda: tdsp.ThresholdedDataParallel(refresh=0), "refresh=0. is no count; use 1 or more"),
         (
             lambda: tdsp.ThresholdedDataParallel(values="fp64"),
-            "values='fp64' is no transport; use one of fp32, bf16, fp16, int8, int4",
+            "values='fp64'. is unknown; use one of 'fp32', 'bf16', 'fp16', 'int8', 'int4'",
         ),
         (
             lambda: tdsp.ThresholdedDataParallel(route="ring"),
-            "route='ring' is unknown; use one of auto, dense, gather, owners",
+            "route='ring'. is unknown; use one of 'auto', 'dense', 'gather', 'owners'",
         ),
-        (lambda: tdsp.HookedDataParallel("int8"), "hook='int8'.*use one of fp16, powersgd"),
+        (lambda: tdsp.HookedDataParallel("int8"), "hook='int8'.*use one of 'fp16', 'powersgd'"),
         (lambda: tdsp.HookedDataParallel("powersgd", warm_up=1), "warm_up of 2 or more"),
     ],
 )

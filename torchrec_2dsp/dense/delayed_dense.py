@@ -11,25 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
-from torchrec.distributed.types import ShardingEnv
 
-from torchrec_2dsp._compat.ddp import (
-    DataParallelWrapper,
-    DefaultDataParallelWrapper,
-    DistributedModelParallel,
-    data_parallel_module,
-    wrapped_module,
-)
-from torchrec_2dsp.comms.alarm import agree, agreeing
+from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.groups import own_group
-from torchrec_2dsp.dense.dense_parts import (
-    at_backwards,
-    check_stepped_later,
-    ddp_params,
-    group_of,
-    have_gradients,
-)
+from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, ddp_params, have_gradients
 from torchrec_2dsp.dense.gradient_sums import (
     GradientReport,
     TensorFuture,
@@ -37,7 +24,7 @@ from torchrec_2dsp.dense.gradient_sums import (
     all_reduce,
     done,
 )
-from torchrec_2dsp.errors import ConfigError, SyncError
+from torchrec_2dsp.errors import ConfigError, SyncError, check_count
 
 
 @dataclass(frozen=True)
@@ -73,20 +60,16 @@ class LateGradients:
         self._num_ranks = dist.get_world_size(group)
         self._in_flight: list[_InFlight] = []
         self._step = 0
-        self._is_late = False
+        self.is_late = False
+        """True if the current step uses the previous step's gradients."""
         self.num_late_steps = 0
         self.total = GradientReport()
 
-    @property
-    def is_late(self) -> bool:
-        """True if the current step uses the previous step's gradients."""
-        return self._is_late
-
     def begin_step(self) -> None:
         """Begin a step, which may have several backwards."""
-        self._is_late = self._step >= self._warm_up
+        self.is_late = self._step >= self._warm_up
         self._step += 1
-        self.num_late_steps += self._is_late
+        self.num_late_steps += self.is_late
         self.total += GradientReport(num_steps=1)
 
     def reduce(self, _: object, bucket: dist.GradBucket) -> TensorFuture:
@@ -101,7 +84,7 @@ class LateGradients:
         self.total += GradientReport(num_bytes=own_bytes, dense_bytes=own_bytes)
         names = tuple(self._names[id(param)] for param in params)
         sizes = tuple(param.numel() for param in params)
-        if not self._is_late:
+        if not self.is_late:
             return all_reduce(own, self._group)
         late = self._arrived(names, sizes, own)
         is_finite = own.sum(dtype=torch.float32).isfinite()
@@ -198,7 +181,7 @@ def _arrived_means(means: Mapping[str, torch.Tensor]) -> list[_InFlight]:
     ]
 
 
-class DelayedDense(DataParallelWrapper):
+class DelayedDense(HookedDDP):
     """Runs the dense part in DDP and updates it by the previous step's gradients.
 
     The all-reduce overlaps with the next step, so nobody waits for it. Weights stay equal on all
@@ -230,38 +213,26 @@ class DelayedDense(DataParallelWrapper):
         static_graph: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
-        if isinstance(warm_up, bool) or not isinstance(warm_up, int) or warm_up < 1:
-            raise ConfigError(f"DelayedDense(warm_up={warm_up!r}) is no count; use 1 or more")
-        self._warm_up = warm_up
-        self._wrapper = DefaultDataParallelWrapper(
+        check_count("warm_up", warm_up, owner="DelayedDense")
+        super().__init__(
+            f"warm_up={warm_up}",
             bucket_cap_mb=bucket_cap_mb,
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
         )
+        self._warm_up = warm_up
         self._gradients: LateGradients | None = None
         self._params: dict[str, nn.Parameter] = {}
-        self._has_model = self._adds_locally = False
+        self._adds_locally = False
 
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap the dense part; TorchRec calls it.
+    def hook_into(
+        self, ddp: DistributedDataParallel, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Let DDP apply late gradients.
 
         Collectives:
-            An agreement on the settings, DDP's parameter broadcast, and a new process group.
+            Creates a process group.
         """
-        group = group_of(env)
-        with agreeing(group) as facts:
-            if self._has_model:
-                raise ConfigError(
-                    "this DelayedDense has a model already; make another one, because it keeps "
-                    "that model's gradients"
-                )
-            check_stepped_later(wrapped_module(dmp), "DelayedDense")
-            facts["the settings of DelayedDense"] = f"warm_up={self._warm_up}"
-        self._has_model = True
-        self._wrapper.wrap(dmp, env, device)
-        ddp = data_parallel_module(dmp)
-        if ddp is None:
-            return
         self._params = ddp_params(ddp)
         names = {id(param): name for name, param in self._params.items()}
         own = own_group(group, device, "delayed_dense")

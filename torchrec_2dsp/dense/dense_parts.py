@@ -1,8 +1,10 @@
 """Dense parts: the modules without tables, their ranks, equal weights, and meshes with copies."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from torchrec_2dsp._compat.ddp import (
+    DataParallelWrapper,
+    DefaultDataParallelWrapper,
+    DistributedModelParallel,
+    data_parallel_module,
+    wrapped_module,
+)
 from torchrec_2dsp._compat.tensors import held_weakly
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh import divisors
 
 
 def dense_parts(
@@ -108,6 +119,49 @@ def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+class HookedDDP(DataParallelWrapper):
+    """Runs one model's dense part in DDP, with a hook that sends its gradients in another way.
+
+    Subclasses add `hook_into`, and describe the ``settings`` that all ranks must have alike.
+    """
+
+    def __init__(self, settings: str, **of_ddp: Any) -> None:
+        self._settings = settings
+        self._wrapper = DefaultDataParallelWrapper(**of_ddp)
+        self._has_model = False
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap the dense part; TorchRec calls it.
+
+        Collectives:
+            An agreement on the settings, DDP's parameter broadcast, and those of `hook_into`.
+        """
+        group, name = group_of(env), type(self).__name__
+        with agreeing(group) as facts:
+            self.check_free()
+            check_stepped_later(wrapped_module(dmp), name)
+            facts[f"the settings of {name}"] = self._settings
+        self._has_model = True
+        self._wrapper.wrap(dmp, env, device)
+        ddp = data_parallel_module(dmp)
+        if ddp is not None:
+            self.hook_into(ddp, group, device)
+
+    @abstractmethod
+    def hook_into(
+        self, ddp: DistributedDataParallel, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Register a hook for all gradients."""
+
+    def check_free(self) -> None:
+        """Raise if this has a model already."""
+        if self._has_model:
+            raise ConfigError(
+                f"this {type(self).__name__} has a model already; make another one, because it "
+                "keeps that model's gradients"
+            )
+
+
 def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients DDP reduces, by name."""
     return {
@@ -176,19 +230,13 @@ def styles_by_part(
 _COPIES, _SHARES = "replicate", "shard"
 
 
-def check_num_copies(wrapper: str, num_copies: int) -> None:
-    """Refuse a number of copies below 1."""
-    if isinstance(num_copies, bool) or not isinstance(num_copies, int) or num_copies < 1:
-        raise ConfigError(f"{wrapper}(num_copies={num_copies!r}) is no count; use 1 or more")
-
-
 def check_copies_fit(wrapper: str, num_copies: int, num_units: int, units: str) -> None:
     """Refuse a number of copies that doesn't divide the ranks, or groups of them."""
     if num_units % num_copies:
-        counts = [str(count) for count in range(1, num_units + 1) if num_units % count == 0]
+        counts = ", ".join(map(str, divisors(num_units)))
         raise ConfigError(
             f"{wrapper}(num_copies={num_copies}) doesn't divide {num_units} {units}; use one of "
-            f"{', '.join(counts)}"
+            f"{counts}"
         )
 
 

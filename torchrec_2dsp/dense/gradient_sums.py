@@ -191,104 +191,88 @@ class StartedSum:
     """The sum over all ranks, flat and bitwise equal on all of them."""
 
 
-class GatheredSum:
-    """Sends each rank's entries to all others."""
+def gather_sum(
+    entries: Entries, total: torch.Tensor, codec: SparseCodec, group: dist.ProcessGroup
+) -> StartedSum:
+    """Send ascending entries to all other ranks; add up into ``total``, a flat float32 tensor.
 
-    def __init__(self, codec: SparseCodec, group: dist.ProcessGroup) -> None:
-        self._codec, self._group = codec, group
+    Collectives:
+        One all-gather of `codec.num_bytes` bytes, not waited for.
+    """
+    arriving, future = _gather(codec.encode(entries), group)
 
-    def start(self, entries: Entries, total: torch.Tensor) -> StartedSum:
-        """Add up entries in ascending order into ``total``, a flat float32 tensor.
+    def add_up(_: object) -> torch.Tensor:
+        future.wait()
+        total.zero_()
+        # In the order of ranks, so that all ranks compute the same bits.
+        for received in arriving:
+            total.index_add_(0, *codec.decode(received))
+        return total
 
-        Collectives:
-            One all-gather of `codec.num_bytes` bytes, not waited for.
-        """
-        message = self._codec.encode(entries)
-        arriving = _gather(message, self._group)
-
-        def add_up(future: torch.futures.Future[object]) -> torch.Tensor:
-            future.wait()
-            total.zero_()
-            # In the order of ranks, so that all ranks compute the same bits.
-            for received in arriving.messages.split(message.numel()):
-                total.index_add_(0, *self._codec.decode(received))
-            return total
-
-        sent = Entries(entries.positions, self._codec.rounded(entries.values))
-        nothing = Entries(sent.positions[:0], sent.values[:0])
-        return StartedSum(sent, nothing, arriving.future.then(add_up))
+    sent = Entries(entries.positions, codec.rounded(entries.values))
+    nothing = Entries(sent.positions[:0], sent.values[:0])
+    return StartedSum(sent, nothing, future.then(add_up))
 
 
-class OwnedSum:
-    """Lets owners add up all ranks' entries for their elements and send the largest sums to all.
+def owners_sum(
+    entries: Entries, total: torch.Tensor, codec: SparseCodec, group: dist.ProcessGroup
+) -> StartedSum:
+    """Send ascending entries to their owners, and the largest sums to all; as in `gather_sum`.
 
     Element i belongs to rank i % num_ranks. The owner keeps rounding errors and sums that don't
     fit into a message.
+
+    Collectives:
+        One all-to-all of `codec.num_bytes` bytes per rank, waited for; then one all-gather of
+        `codec.num_bytes` bytes, not waited for.
     """
-
-    def __init__(self, codec: SparseCodec, group: dist.ProcessGroup) -> None:
-        self._codec, self._group = codec, group
-        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-
-    def start(self, entries: Entries, total: torch.Tensor) -> StartedSum:
-        """Add up entries in ascending order into ``total``, a flat float32 tensor.
-
-        Collectives:
-            One all-to-all of `codec.num_bytes` bytes per rank, waited for; then one all-gather of
-            `codec.num_bytes` bytes, not waited for.
-        """
-        codec, num_ranks = self._codec, self._num_ranks
-        owners = entries.positions % num_ranks
-        parts = [
-            largest(
-                Entries(entries.positions[is_own] // num_ranks, entries.values[is_own]),
-                codec.capacity,
-            )
-            for is_own in (owners == owner for owner in range(num_ranks))
-        ]
-        messages = torch.cat([codec.encode(part) for part in parts])
-        received = torch.empty_like(messages)
-        dist.all_to_all_single(received, messages, group=self._group)
-        sums = total.new_zeros(codec.num_elements)
-        for message in received.split(codec.num_bytes):
-            sums.index_add_(0, *codec.decode(message))
-        touched = sums.nonzero().view(-1)
-        chosen = largest(Entries(touched, sums[touched]), codec.capacity)
-        reply = codec.encode(chosen)
-        arriving = _gather(reply, self._group)
-        sums.index_add_(0, chosen.positions, codec.rounded(chosen.values), alpha=-1)
-        rest = sums.nonzero().view(-1)
-
-        def spread(future: torch.futures.Future[object]) -> torch.Tensor:
-            future.wait()
-            total.zero_()
-            for owner, owned in enumerate(arriving.messages.split(reply.numel())):
-                positions, values = codec.decode(owned)
-                total.index_add_(0, positions * num_ranks + owner, values)
-            return total
-
-        sent = [
-            Entries(part.positions * num_ranks + owner, codec.rounded(part.values))
-            for owner, part in enumerate(parts)
-        ]
-        return StartedSum(
-            sent=_joined(sent),
-            left_out=Entries(rest * num_ranks + self._rank, sums[rest]),
-            total=arriving.future.then(spread),
+    num_ranks = dist.get_world_size(group)
+    owners = entries.positions % num_ranks
+    parts = [
+        largest(
+            Entries(entries.positions[is_own] // num_ranks, entries.values[is_own]), codec.capacity
         )
+        for is_own in (owners == owner for owner in range(num_ranks))
+    ]
+    messages = torch.cat([codec.encode(part) for part in parts])
+    received = torch.empty_like(messages)
+    dist.all_to_all_single(received, messages, group=group)
+    sums = total.new_zeros(codec.num_elements)
+    for message in received.split(codec.num_bytes):
+        sums.index_add_(0, *codec.decode(message))
+    touched = sums.nonzero().view(-1)
+    chosen = largest(Entries(touched, sums[touched]), codec.capacity)
+    arriving, future = _gather(codec.encode(chosen), group)
+    sums.index_add_(0, chosen.positions, codec.rounded(chosen.values), alpha=-1)
+    rest = sums.nonzero().view(-1)
+
+    def spread(_: object) -> torch.Tensor:
+        future.wait()
+        total.zero_()
+        for owner, owned in enumerate(arriving):
+            positions, values = codec.decode(owned)
+            total.index_add_(0, positions * num_ranks + owner, values)
+        return total
+
+    sent = [
+        Entries(part.positions * num_ranks + owner, codec.rounded(part.values))
+        for owner, part in enumerate(parts)
+    ]
+    return StartedSum(
+        sent=_joined(sent),
+        left_out=Entries(rest * num_ranks + dist.get_rank(group), sums[rest]),
+        total=future.then(spread),
+    )
 
 
-@dataclass(frozen=True)
-class _Arriving:
-    messages: torch.Tensor
-    future: torch.futures.Future[object]
-
-
-def _gather(message: torch.Tensor, group: dist.ProcessGroup) -> _Arriving:
+def _gather(
+    message: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[Sequence[torch.Tensor], torch.futures.Future[object]]:
+    """Return each rank's message, and the future of their arrival."""
     messages = message.new_empty(message.numel() * dist.get_world_size(group))
     work = dist.all_gather_into_tensor(messages, message, group=group, async_op=True)
     assert work is not None
-    return _Arriving(messages, work.get_future())
+    return messages.split(message.numel()), work.get_future()
 
 
 def _joined(parts: Sequence[Entries]) -> Entries:

@@ -13,18 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
-from torchrec.distributed.types import ShardingEnv
 
-from torchrec_2dsp._compat.ddp import (
-    DataParallelWrapper,
-    DefaultDataParallelWrapper,
-    DistributedModelParallel,
-    data_parallel_module,
-    wrapped_module,
-)
-from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.dense.dense_parts import check_stepped_later, group_of
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.dense.dense_parts import HookedDDP
+from torchrec_2dsp.errors import ConfigError, check_choice
 
 _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
 """PowerSGD's state per bucket, by bucket number."""
@@ -40,7 +31,7 @@ class GradientHook(enum.StrEnum):
     """Low-rank matrices instead of gradients, with error feedback."""
 
 
-class HookedDataParallel(DataParallelWrapper):
+class HookedDataParallel(HookedDDP):
     """Runs the dense part in DDP with a hook from torch.
 
     Args:
@@ -70,50 +61,28 @@ class HookedDataParallel(DataParallelWrapper):
         static_graph: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
-        hooks = [known_hook.value for known_hook in GradientHook]
-        if hook not in hooks:
-            raise ConfigError(
-                f"HookedDataParallel(hook={hook!r}) is unknown; use one of {', '.join(hooks)}"
-            )
+        check_choice("hook", hook, GradientHook, owner="HookedDataParallel")
         if rank < 1 or warm_up < 2:
             raise ConfigError(
                 f"HookedDataParallel(rank={rank}, warm_up={warm_up}) can't be; use a rank of 1 or "
                 "more and a warm_up of 2 or more"
             )
         self._hook, self._rank, self._warm_up = GradientHook(hook), rank, warm_up
-        self._wrapper = DefaultDataParallelWrapper(
+        super().__init__(
+            f"{hook}, rank {rank}, warm_up {warm_up}",
             bucket_cap_mb=bucket_cap_mb,
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
         )
         self._power_sgd: PowerSGDState | None = None
         self._params: dict[int, tuple[int, ...]] = {}
-        self._device, self._has_model = torch.device("cpu"), False
+        self._device = torch.device("cpu")
 
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap the dense part; TorchRec calls it.
-
-        Collectives:
-            An agreement on the settings, and DDP's parameter broadcast.
-        """
-        group = group_of(env)
-        with agreeing(group) as facts:
-            if self._has_model:
-                raise ConfigError(
-                    "this HookedDataParallel has a model already; make another one, because it "
-                    "keeps that model's state"
-                )
-            check_stepped_later(wrapped_module(dmp), "HookedDataParallel")
-            facts["the settings of HookedDataParallel"] = (
-                f"{self._hook}, rank {self._rank}, warm_up {self._warm_up}"
-            )
-        self._device, self._has_model = device, True
-        self._wrapper.wrap(dmp, env, device)
-        ddp = data_parallel_module(dmp)
-        if ddp is not None:
-            self._register(ddp, group)
-
-    def _register(self, ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    def hook_into(
+        self, ddp: DistributedDataParallel, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Register torch's hook."""
+        self._device = device
         if self._hook is GradientHook.POWER_SGD:
             self._power_sgd = PowerSGDState(
                 group,

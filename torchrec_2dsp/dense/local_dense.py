@@ -24,9 +24,9 @@ from torchrec_2dsp.dense.dense_parts import (
     dense_parts,
     group_of,
 )
-from torchrec_2dsp.dense.gradient_sums import BucketSize, GatheredSum, GradientReport, GradientRoute
+from torchrec_2dsp.dense.gradient_sums import BucketSize, GradientReport, GradientRoute, gather_sum
 from torchrec_2dsp.dense.thresholded_gradients import BucketLayout, Part, by_part
-from torchrec_2dsp.errors import ConfigError, SyncError, TwoDError
+from torchrec_2dsp.errors import ConfigError, SyncError, TwoDError, check_choice
 
 
 class LocalDense(DataParallelWrapper):
@@ -65,13 +65,9 @@ class LocalDense(DataParallelWrapper):
         values: Transport | str = Transport.BF16,
         residual_decay: float = 1.0,
     ) -> None:
-        names = [way.value for way in Transport]
         if not 0 < density <= 1:
             raise ConfigError(f"LocalDense(density={density!r}) is no share; use one of 0 to 1")
-        if values not in names:
-            raise ConfigError(
-                f"LocalDense(values={values!r}) is no transport; use one of {', '.join(names)}"
-            )
+        check_choice("values", values, Transport, owner="LocalDense")
         if not 0 < residual_decay <= 1:
             raise ConfigError(
                 f"LocalDense(residual_decay={residual_decay!r}) is no factor; use one above 0, at "
@@ -202,7 +198,7 @@ class LocalDense(DataParallelWrapper):
             positions, values = threshold.choose(self._feedback.add(part.name, change))
             chosen.append((positions + part.start, values))
         entries = Entries(*(torch.cat(tensors) for tensors in zip(*chosen, strict=True)))
-        started = GatheredSum(size.gather_codec, self._group).start(entries, flat)
+        started = gather_sum(entries, flat, size.gather_codec, self._group)
         with record_function("## dense gradients ##"):
             total = started.total.wait()
         for name, positions, sent in by_part(started.sent, layout):

@@ -31,7 +31,6 @@ from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.dense.dense_parts import (
     broadcast_weights,
     check_copies_fit,
-    check_num_copies,
     check_untied,
     copies_mesh,
     dense_parts,
@@ -41,7 +40,7 @@ from torchrec_2dsp.dense.dense_parts import (
     shares_of,
     styles_by_part,
 )
-from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.errors import ConfigError, UnsupportedError, check_count
 from torchrec_2dsp.mesh import DenseMesh
 
 
@@ -248,7 +247,7 @@ class FullyShardedDense(DataParallelWrapper):
         reshard_after_forward: bool = True,
         mixed_precision: MixedPrecisionPolicy | None = None,
     ) -> None:
-        check_num_copies("FullyShardedDense", num_copies)
+        check_count("num_copies", num_copies, owner="FullyShardedDense")
         self._units = tuple(units)
         self._num_copies = num_copies
         self._reshards = reshard_after_forward
@@ -325,7 +324,7 @@ class TensorParallelDense(DataParallelWrapper):
     def __init__(self, plan: Mapping[str, ParallelStyle], *, tp: int, num_copies: int = 1) -> None:
         if not plan:
             raise ConfigError("TensorParallelDense(plan={}) splits nothing; name some modules")
-        check_num_copies("TensorParallelDense", num_copies)
+        check_count("num_copies", num_copies, owner="TensorParallelDense")
         self._plan, self._tp, self._num_copies = dict(plan), tp, num_copies
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import nn
 
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, check_choice
 
 ThresholdKind = Literal["exact", "laplace"]
 """The rule for the smallest element that is kept."""
@@ -60,11 +60,7 @@ class Thresholded(nn.Module):
             raise ConfigError(
                 f"density={density} is no share of numbers to keep; use one above 0 and at most 1"
             )
-        if threshold not in get_args(ThresholdKind):
-            raise ConfigError(
-                f"threshold={threshold!r} is unknown; use one of "
-                f"{', '.join(map(repr, get_args(ThresholdKind)))}"
-            )
+        check_choice("threshold", threshold, get_args(ThresholdKind))
         self.density = float(density)
         self.threshold = threshold
         self.register_buffer(

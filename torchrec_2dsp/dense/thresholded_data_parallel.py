@@ -6,34 +6,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.types import ShardingEnv
+from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_2dsp._compat.ddp import (
-    DataParallelWrapper,
-    DefaultDataParallelWrapper,
-    DistributedModelParallel,
-    data_parallel_module,
-    wrapped_module,
-)
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import ThresholdRule
-from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.dense.dense_parts import (
-    at_backwards,
-    check_stepped_later,
-    ddp_params,
-    group_of,
-    have_gradients,
-)
+from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, ddp_params, have_gradients
 from torchrec_2dsp.dense.gradient_sums import GradientReport, GradientRoute
 from torchrec_2dsp.dense.preconditioner import Preconditioning
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, check_choice, check_count
 
 _AUTO = "auto"
 
 
-class ThresholdedDataParallel(DataParallelWrapper):
+class ThresholdedDataParallel(HookedDDP):
     """Runs the dense part in DDP and sends its largest gradient elements.
 
     What isn't sent stays in a *residual* and is added to the next step's gradients: nothing is
@@ -82,22 +68,20 @@ class ThresholdedDataParallel(DataParallelWrapper):
         static_graph: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
-        _check(0 < density <= 1, f"density={density!r} is no share; use one above 0, at most 1")
-        _check_count("warm_up", warm_up, 0)
-        _check_count("refresh", refresh, 1)
-        _check_count("dense_below", dense_below, 0)
-        names = [way.value for way in Transport]
-        _check(values in names, f"values={values!r} is no transport; use one of {', '.join(names)}")
-        routes = [way.value for way in GradientRoute]
-        _check(
-            route == _AUTO or route in routes,
-            f"route={route!r} is unknown; use one of {', '.join([_AUTO, *routes])}",
-        )
-        rules = [rule.value for rule in Preconditioning]
-        _check(
-            preconditioner in rules,
-            f"preconditioner={preconditioner!r} is unknown; use one of {', '.join(rules)}",
-        )
+        owner = "ThresholdedDataParallel"
+        if not 0 < density <= 1:
+            raise ConfigError(
+                f"{owner}(density={density!r}) is no share; use one above 0, at most 1"
+            )
+        check_count("warm_up", warm_up, 0, owner=owner)
+        check_count("refresh", refresh, owner=owner)
+        check_count("dense_below", dense_below, 0, owner=owner)
+        for name, value, choices in (
+            ("values", values, Transport),
+            ("route", route, (_AUTO, *GradientRoute)),
+            ("preconditioner", preconditioner, Preconditioning),
+        ):
+            check_choice(name, value, choices, owner=owner)
         self.settings = ThresholdSettings(
             density=float(density),
             warm_up=warm_up,
@@ -107,7 +91,8 @@ class ThresholdedDataParallel(DataParallelWrapper):
             route=None if route == _AUTO else GradientRoute(route),
             preconditioner=Preconditioning(preconditioner),
         )
-        self._wrapper = DefaultDataParallelWrapper(
+        super().__init__(
+            str(self.settings),
             bucket_cap_mb=bucket_cap_mb,
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
@@ -115,39 +100,21 @@ class ThresholdedDataParallel(DataParallelWrapper):
         self._gradients: ThresholdedGradients | None = None
         self._params: list[nn.Parameter] = []
 
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap the dense part; TorchRec calls it.
-
-        Collectives:
-            An agreement on the settings, and DDP's parameter broadcast.
-        """
-        group = group_of(env)
-        with agreeing(group) as facts:
-            self.check_free()
-            check_stepped_later(wrapped_module(dmp), "ThresholdedDataParallel")
-            facts["the settings of ThresholdedDataParallel"] = str(self.settings)
-        self._wrapper.wrap(dmp, env, device)
-        ddp = data_parallel_module(dmp)
-        if ddp is None:
-            return
+    def hook_into(
+        self, ddp: DistributedDataParallel, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Let DDP send entries."""
         names = {id(param): name for name, param in ddp.module.named_parameters()}
         self._gradients = ThresholdedGradients(self.settings, names, group)
         self._params = list(ddp_params(ddp).values())
         ddp.register_comm_hook(None, self._gradients.reduce)
         at_backwards(ddp, self._begin_backward)
 
-    def check_free(self) -> None:
-        """Raise if another model's gradients are added up in this way."""
-        _check(
-            self._gradients is None,
-            "this ThresholdedDataParallel has a model already; make another one, because it "
-            "keeps that model's residuals",
-        )
-
     def over_copies(
         self, names: Mapping[int, str], copies: dist.ProcessGroup, everyone: dist.ProcessGroup
     ) -> ThresholdedGradients:
         """Return what adds up the gradients of parameters that ``copies`` have, without DDP."""
+        self._has_model = True
         self._gradients = ThresholdedGradients(self.settings, names, copies, everyone)
         return self._gradients
 
@@ -197,13 +164,3 @@ class ThresholdedDataParallel(DataParallelWrapper):
         """Take over several ranks' summed residuals; there may be none."""
         if self._gradients:
             self._gradients.load_rank_states([state for state in states if state])
-
-
-def _check(is_right: bool, message: str) -> None:
-    if not is_right:
-        raise ConfigError(f"ThresholdedDataParallel: {message}")
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    _check(is_count, f"{name}={value!r} is no count; use {least} or more")

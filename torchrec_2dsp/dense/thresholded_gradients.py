@@ -18,13 +18,13 @@ from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.dense.dense_parts import have_gradients
 from torchrec_2dsp.dense.gradient_sums import (
     BucketSize,
-    GatheredSum,
     GradientReport,
     GradientRoute,
-    OwnedSum,
     TensorFuture,
     UnusedParameters,
     all_reduce,
+    gather_sum,
+    owners_sum,
 )
 from torchrec_2dsp.dense.preconditioner import Preconditioner, Preconditioning
 from torchrec_2dsp.errors import ConfigError, SyncError
@@ -120,14 +120,6 @@ class ThresholdSettings:
     preconditioner: Preconditioning = Preconditioning.NONE
 
 
-@dataclass(frozen=True)
-class _Standing:
-    """The step that all ranks have agreed on."""
-
-    step: int
-    wants_dense: bool
-
-
 class ThresholdedGradients:
     """Sums few elements of all ranks' gradients."""
 
@@ -208,19 +200,19 @@ class ThresholdedGradients:
         ]
 
     def _mean(self, layout: BucketLayout, buffer: torch.Tensor, *, is_last: bool) -> TensorFuture:
-        standing = self._agree(buffer, layout)
+        step, wants_dense = self._agree(buffer, layout)
         size = BucketSize(
             layout.num_elements, layout.capacity, self._num_ranks, self._settings.values
         )
         route = self._route(size, layout)
-        is_warm = standing.step >= self._settings.warm_up
+        is_warm = step >= self._settings.warm_up
         divided = layout.thresholded if is_warm and route is not GradientRoute.DENSE else []
         if self._is_levelling:
             for part in layout.parts:
                 self._preconditioner.level(part.name, buffer[part.place], self._group)
         for part in divided:
             self._precondition(buffer, part, self._num_ranks)
-        if standing.wants_dense or not is_warm:
+        if wants_dense or not is_warm:
             route = GradientRoute.DENSE
         report = GradientReport(dense_bytes=size.sent_bytes(GradientRoute.DENSE))
         if route is GradientRoute.DENSE:
@@ -235,8 +227,8 @@ class ThresholdedGradients:
                 num_elements=layout.num_thresholded,
             )
         if is_last:
-            self._step = standing.step + 1
-            self._is_flush_due, self._is_flushing = False, standing.wants_dense
+            self._step = step + 1
+            self._is_flush_due, self._is_flushing = False, wants_dense
             self._has_reduced, self._is_levelling = True, False
             is_thresholded = route is not GradientRoute.DENSE
             if not self._goes_on:
@@ -272,8 +264,8 @@ class ThresholdedGradients:
             return GradientRoute.DENSE
         return self._settings.route or size.cheapest_route()
 
-    def _agree(self, buffer: torch.Tensor, layout: BucketLayout) -> _Standing:
-        """Agree on the step; raise on all ranks if a rank's gradients aren't finite."""
+    def _agree(self, buffer: torch.Tensor, layout: BucketLayout) -> tuple[int, bool]:
+        """Agree on the step, and if it is dense; raise on all ranks if gradients aren't finite."""
         is_finite = buffer.sum(dtype=torch.float32).isfinite().long()
         own = torch.tensor([0, self._step, self._is_flush_due, self._goes_on], device=buffer.device)
         own[0] = 1 - is_finite
@@ -290,8 +282,8 @@ class ThresholdedGradients:
                     "with pipelines, give a step one batch; otherwise a static graph reduces each "
                     "of them in DDP's first step; set static_graph=False"
                 )
-            return _Standing(step - 1, bool(wants_dense) or self._is_flushing)
-        return _Standing(step, bool(wants_dense))
+            return step - 1, bool(wants_dense) or self._is_flushing
+        return step, bool(wants_dense)
 
     def _not_finite(self, buffer: torch.Tensor, layout: BucketLayout) -> SyncError:
         names = [part.name for part in layout.parts if not buffer[part.place].isfinite().all()]
@@ -315,12 +307,12 @@ class ThresholdedGradients:
         """Sum the largest elements; also return how many this rank chose."""
         entries = self._choose(buffer, layout)
         whole = torch.cat([buffer.new_empty(0), *(buffer[part.place] for part in layout.whole)])
-        is_owned = route is GradientRoute.OWNERS
-        way = OwnedSum if is_owned else GatheredSum
-        codec = size.owner_codec if is_owned else size.gather_codec
         # The gradients have been added to the residuals, so their room is free for the sum.
         total = buffer if buffer.dtype is torch.float32 else buffer.float()
-        started = way(codec, self._group).start(entries, total)
+        if route is GradientRoute.OWNERS:
+            started = owners_sum(entries, total, size.owner_codec, self._group)
+        else:
+            started = gather_sum(entries, total, size.gather_codec, self._group)
         for name, positions, sent in by_part(started.sent, layout):
             self._feedback.take_off(name, positions, sent)
         for name, positions, left_out in by_part(started.left_out, layout):

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.comms.collectives import constant
-from torchrec_2dsp.errors import ConfigError, InputError, TwoDError
+from torchrec_2dsp.errors import InputError, TwoDError, check_choice
 from torchrec_2dsp.shard.stages import (
     BagsOfSamples,
     BatchNotes,
@@ -43,11 +43,8 @@ class BadIds(enum.Enum):
     @classmethod
     def of(cls, value: "BadIds | str") -> "BadIds":
         """Return a member, or raise an error that names all members."""
-        try:
-            return cls(value)
-        except ValueError as error:
-            members = ", ".join(repr(member.value) for member in cls)
-            raise ConfigError(f"bad_ids={value!r} is unknown; use one of {members}") from error
+        check_choice("bad_ids", value, cls)
+        return cls(value)
 
 
 class IdCheck:

@@ -210,11 +210,7 @@ class CutStack:
     def prepare(
         self, cuts: Sequence[int], optimizer: torch.optim.Optimizer, model: nn.Module
     ) -> "NextCuts":
-        """Check cuts and pack the layers that would leave this rank; nothing moves yet.
-
-        Raises:
-            ConfigError: there are no such cuts, or a layer can't be moved.
-        """
+        """Check cuts and pack the layers that would leave this rank; nothing moves yet."""
         num_layers = len(self._stack.layers)
         checked_cuts = check_cuts(cuts, num_layers, self._schedule.num_stages)
         layers = layers_of_stages(self._name, self._stack, checked_cuts, model)

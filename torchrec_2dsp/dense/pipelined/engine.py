@@ -88,11 +88,8 @@ class LayerStage:
     ) -> Activations:
         """Run a micro-batch; keep its graph where gradients are enabled.
 
-        Args:
-            micro_batch: its number.
-            given: the activations that the first layer takes; gradients are for their values.
-            targets: those of the loss, on the last stage.
-            drops: leave out what a `Thresholded` at the end of the stage zeroes.
+        The last stage's loss takes ``targets``. With ``drops`` the activations lack what a
+        `Thresholded` at the end of the stage zeroes.
         """
         output, places, whole_dim = given.whole(), None, 0
         num_samples = given.values.shape[:1]
@@ -351,7 +348,7 @@ class _Run:
         targets = None
         if is_last and batch.targets is not None:
             targets = [
-                _leaf(target[rows], needs_gradient=needs)
+                target[rows].detach().requires_grad_(needs)
                 for target, needs in zip(batch.targets, batch.targets_need_gradient, strict=True)
             ]
         travels = not is_last and self._receiver(work) != self._groups.position
@@ -423,8 +420,3 @@ class _Run:
         if self._trains:
             seconds[work.stage] = seconds.get(work.stage, 0.0) + elapsed
         return result
-
-
-def _leaf(tensor: torch.Tensor, *, needs_gradient: bool) -> torch.Tensor:
-    """Detach a tensor into a leaf."""
-    return tensor.detach().requires_grad_(needs_gradient)

@@ -271,11 +271,7 @@ class ShardedLayers(HeldLayers):
 
 
 def check_shareable(stages: Sequence[StageLayers], stack: LayerStack) -> None:
-    """Refuse a stage that FSDP2 can't shard.
-
-    Raises:
-        ConfigError: a stage's parameters have several data types, or one of them can't be cut.
-    """
+    """Refuse a stage that FSDP2 can't shard."""
     for stage in stages:
         modules = [stack.layers[number] for number in stage.numbers]
         if stage is stages[-1]:

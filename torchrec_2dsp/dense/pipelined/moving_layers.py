@@ -64,11 +64,7 @@ class _PackedLayer:
 
 
 def check_can_move(mesh: DenseMesh, *, is_sharded: bool) -> None:
-    """Refuse to move layers that are split or sharded over ranks.
-
-    Raises:
-        UnsupportedError: no rank has a whole layer.
-    """
+    """Refuse to move layers that are split or sharded over ranks."""
     if mesh.tp > 1:
         parts = f"layers that tp={mesh.tp} ranks compute together"
     elif is_sharded and mesh.dp > 1:
@@ -87,12 +83,7 @@ def pack_layers(
     optimizer: torch.optim.Optimizer,
     position: int,
 ) -> dict[int, bytes]:
-    """Pack the layers that leave a rank, by number, with their optimizer state.
-
-    Raises:
-        ConfigError: a layer has gradients, or shares a parameter.
-        UnsupportedError: a layer can't be pickled.
-    """
+    """Pack the layers that leave a rank, by number, with their optimizer state."""
     return {
         move.layer: _packed(name, stack, move.layer, optimizer)
         for move in moves

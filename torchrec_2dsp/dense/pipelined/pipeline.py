@@ -299,10 +299,7 @@ class StackPipeline:
     ) -> list[Any]:
         """Add up weight gradients over copies; return this rank's input and target gradients.
 
-        Args:
-            saved: the batch's gradients: of the input, of each target, then of the weights.
-            given: the calls on all ranks.
-            gradient: of the losses.
+        ``saved`` are a `TrainedBatch`'s gradients, ``gradient`` is its losses'.
 
         Collectives:
             A 24-byte all-gather over all ranks, and those of `HeldLayers.add_mean`.

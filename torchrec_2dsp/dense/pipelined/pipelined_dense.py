@@ -47,7 +47,7 @@ from torchrec_2dsp.dense.pipelined.moving_layers import (
 from torchrec_2dsp.dense.pipelined.pipeline import Reduction
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
 from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, check_choice
 from torchrec_2dsp.mesh import DenseMesh, RankLayout
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,15 +119,8 @@ class PipelinedDense(DataParallelWrapper):
         gradients: ThresholdedDataParallel | None = None,
     ) -> None:
         self._schedule = Schedule(schedule, num_stages, num_micro_batches, stages_per_rank)
-        for name, value, choices in (
-            ("reduction", reduction, get_args(Reduction)),
-            ("values", values, tuple(_WIRES)),
-        ):
-            if value not in choices:
-                raise ConfigError(
-                    f"PipelinedDense({name}={value!r}) is unknown; use one of "
-                    f"{', '.join(map(repr, choices))}"
-                )
+        check_choice("reduction", reduction, get_args(Reduction), owner="PipelinedDense")
+        check_choice("values", values, _WIRES, owner="PipelinedDense")
         if bool(plan) != (tp != 1):
             raise ConfigError(
                 f"PipelinedDense(tp={tp}) with a plan of {len(plan or {})} modules splits nothing; "

@@ -7,7 +7,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from torchrec_2dsp._compat.pipelining import order_of_work
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, check_choice, check_count
 
 
 class WorkKind(enum.Enum):
@@ -85,14 +85,9 @@ class Schedule:
     stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise ConfigError(
-                f"schedule={self.name!r} is unknown; use one of {', '.join(map(repr, SCHEDULES))}"
-            )
+        check_choice("schedule", self.name, SCHEDULES)
         for name in ("num_stages", "num_micro_batches", "stages_per_rank"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} is no count; use 1 or more")
+            check_count(name, getattr(self, name))
         kind = SCHEDULES[self.name]
         if kind.stages_per_rank and self.stages_per_rank not in kind.stages_per_rank:
             counts = " or ".join(map(str, kind.stages_per_rank))

@@ -154,12 +154,38 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
     (errors,) = set(ranks2.run(misuse))
     density, values, decay, no_model, apart, step, rates = errors
     assert density == "LocalDense(density=0.0) is no share; use one of 0 to 1"
-    assert "no transport" in values
+    assert "is unknown; use one of 'fp32'" in values
     assert "no factor" in decay
     assert "no model yet" in no_model
     assert "save and load after a multiple of num_local_steps" in apart
     assert "outer optimizer" in step
     assert "momentum" in rates
+
+
+def meet_with_loaded_changes(rank: int, world_size: int) -> tuple[float, float, bool]:
+    """Load unsent changes into a model whose ranks send all; return norms, and if weights moved."""
+    cell = cell_of(world_size)
+    few, every = tdsp.LocalDense(density=0.1), tdsp.LocalDense()
+    model = model_of(cell, few)
+    params = dense_of(model)
+    outer = tdsp.DiLoCo(params.values(), few)
+    model(batch_of(cell, 0, rank)).backward()
+    torch.optim.SGD(params.values(), lr=LR).step()
+    outer.global_step(torch.tensor(1))
+    params = dense_of(model_of(cell, every))
+    outer = tdsp.DiLoCo(params.values(), every)
+    every.load_state_dict(few.state_dict())
+    before = copied_weights(params)
+    outer.global_step(torch.tensor(1))
+    has_moved = any(not torch.equal(before[name], value) for name, value in params.items())
+    return few.residual_norm(), every.residual_norm(), has_moved
+
+
+def test_unsent_changes_are_sent_where_all_are(ranks2: RankPool) -> None:
+    for unsent, unsent_after, has_moved in ranks2.run(meet_with_loaded_changes):
+        assert unsent > 0
+        assert unsent_after == 0
+        assert has_moved
 
 
 def train_by_layers(

@@ -157,6 +157,10 @@ class LocalDense(DataParallelWrapper):
         layout = self._layout(changes)
         size = BucketSize(flat.numel(), layout.capacity, num_ranks, self._codec)
         dense_bytes = size.sent_bytes(GradientRoute.DENSE)
+        for part in layout.parts:
+            residual = self._feedback.drain(part.name, flat.device)
+            if residual is not None:
+                flat[part.place] += self._decay * residual
         if self._density == 1:
             dist.all_reduce(flat, group=self._group)
             self.total += GradientReport(num_bytes=dense_bytes, dense_bytes=dense_bytes)
@@ -190,12 +194,8 @@ class LocalDense(DataParallelWrapper):
         assert self._group is not None
         chosen = []
         for part in layout.parts:
-            change = flat[part.place]
-            residual = self._feedback.drain(part.name, flat.device)
-            if residual is not None:
-                change += self._decay * residual
             threshold = Threshold(ThresholdRule(is_exact=True), part.capacity)
-            positions, values = threshold.choose(self._feedback.add(part.name, change))
+            positions, values = threshold.choose(self._feedback.add(part.name, flat[part.place]))
             chosen.append((positions + part.start, values))
         entries = Entries(*(torch.cat(tensors) for tensors in zip(*chosen, strict=True)))
         started = gather_sum(entries, flat, size.gather_codec, self._group)

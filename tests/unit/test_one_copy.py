@@ -104,7 +104,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         sharding_spec=None,
         transport=tdsp.Transport.INT8,
     )
-    with pytest.raises(tdsp.errors.PlanError, match=r"has transport='int8': no rows of it travel"):
+    with pytest.raises(tdsp.errors.PlanError, match=r"no rows travel; leave transport='int8' out"):
         short.validate()
     with pytest.raises(tdsp.errors.PlanError, match=r"transport='int3' is unknown; use one of"):
         tdsp.pin(row_wise, "t", transport="int3")

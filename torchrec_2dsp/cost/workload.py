@@ -6,8 +6,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import torch
-import torchrec.optim
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from torch import nn
@@ -27,9 +25,10 @@ from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import Kernels
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
-from torchrec_2dsp.plan.fits_module import is_left_whole
-from torchrec_2dsp.plan.parameter_sharding import RowStorage
+from torchrec_2dsp.plan.fits_module import configs_of, is_left_whole
+from torchrec_2dsp.plan.parameter_sharding import RowStorage, fused_kind
+
+_COLLECTIONS = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
 
 STATE_BYTES = 4
 """Bytes of a number in the optimizer state, which is fp32."""
@@ -49,33 +48,14 @@ _VECTOR_PASSES = 5
 """Passes over the vectors that a model gets: as they came, in the model's order, put together,
 read and written by what is above them."""
 
-_STATELESS = (
-    EmbOptimType.SGD,
-    EmbOptimType.EXACT_SGD,
-    EmbOptimType.NONE,
-    torch.optim.SGD,
-    torchrec.optim.SGD,
-)
+_STATELESS = (EmbOptimType.SGD, EmbOptimType.EXACT_SGD, EmbOptimType.NONE)
 _ONE_PER_ROW = (
     EmbOptimType.ROWWISE_ADAGRAD,
     EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
-    torchrec.optim.RowWiseAdagrad,
-    MomentScaledRowWiseAdaGradOptimizer,
 )
-_TWO_PER_ELEMENT = (
-    EmbOptimType.ADAM,
-    EmbOptimType.LAMB,
-    torch.optim.Adam,
-    torchrec.optim.Adam,
-    torchrec.optim.LAMB,
-)
-_ONE_PER_ELEMENT_AND_ROW = (
-    EmbOptimType.PARTIAL_ROWWISE_ADAM,
-    EmbOptimType.PARTIAL_ROWWISE_LAMB,
-    torchrec.optim.PartialRowWiseAdam,
-    torchrec.optim.PartialRowWiseLAMB,
-)
+_TWO_PER_ELEMENT = (EmbOptimType.ADAM, EmbOptimType.LAMB)
+_ONE_PER_ELEMENT_AND_ROW = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,9 +220,8 @@ def _distinct(num_rows: int, skew: float, num_lookups: float, num_hot: int) -> f
 
 def table_weights(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the weights of a model's unsharded tables."""
-    kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
     for part in _sharded_modules(module):
-        if isinstance(part, kinds):
+        if isinstance(part, _COLLECTIONS):
             yield from part.parameters()
 
 
@@ -386,20 +365,16 @@ class Workload:
         """
         tables: dict[str, TableWork] = {}
         for part in module.modules():
-            if isinstance(part, EmbeddingBagCollectionInterface):
-                configs, is_sequence = part.embedding_bag_configs(), False
-            elif isinstance(part, EmbeddingCollectionInterface):
-                configs, is_sequence = part.embedding_configs(), True
-            else:
+            if not isinstance(part, _COLLECTIONS):
                 continue
             weights = part.named_parameters()
             frozen = {name.split(".")[-2] for name, weight in weights if not weight.requires_grad}
-            for config in configs:
+            for config in configs_of(part):
                 constraint = (constraints or {}).get(config.name)
                 constrained = getattr(constraint, "skew", None)
                 tables[config.name] = replace(
                     _table_work(config, constraint, access),
-                    is_sequence=is_sequence,
+                    is_sequence=isinstance(part, EmbeddingCollectionInterface),
                     is_frozen=config.name in frozen,
                     skew=skew if constrained is None else constrained,
                 )
@@ -476,12 +451,7 @@ def _per_feature(config: BaseEmbeddingConfig, argument: str, values: list[float]
 
 
 def optimizer_of(weight: Any, fused_params: Mapping[str, Any]) -> EmbOptimType | type[Optimizer]:
-    """Return the optimizer that a table's fused kernel will run: plain SGD by default.
-
-    Args:
-        weight: the unsharded table, which may have one by ``apply_optimizer_in_backward``.
-        fused_params: the sharder's.
-    """
+    """Return the optimizer that an unsharded table's kernel will run: plain SGD by default."""
     applied = in_backward_optimizers(weight)
     return applied.classes[0] if applied else fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
 
@@ -492,9 +462,10 @@ def state_bytes_per_row(optimizer: EmbOptimType | type[Optimizer], dim: int) -> 
     ``optimizer`` is the fused kernel's name for it, or the class that was applied. An unknown one
     counts as one number per element.
     """
-    if optimizer in _STATELESS:
+    kind = fused_kind(optimizer)
+    if kind in _STATELESS:
         return 0
-    if optimizer in _ONE_PER_ROW:
+    if kind in _ONE_PER_ROW:
         return STATE_BYTES
-    per_row = 1 if optimizer in _ONE_PER_ELEMENT_AND_ROW else 0
-    return ((2 if optimizer in _TWO_PER_ELEMENT else 1) * dim + per_row) * STATE_BYTES
+    per_row = 1 if kind in _ONE_PER_ELEMENT_AND_ROW else 0
+    return ((2 if kind in _TWO_PER_ELEMENT else 1) * dim + per_row) * STATE_BYTES

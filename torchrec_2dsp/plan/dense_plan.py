@@ -111,16 +111,7 @@ def cut_layers(
 
     A stage takes the time of its layers, and that of what it sends: its output forward and, with
     as many bytes, the gradient of its input backward. Of equal cuts, those that come first are
-    chosen.
-
-    Args:
-        seconds: what each layer takes, forward and backward.
-        activation_bytes: what comes out of each layer.
-        num_stages: how many stages there are to be, each of at least one layer.
-        seconds_per_byte: what a byte takes from one stage to the next.
-
-    Returns:
-        The first layer of each stage but the first.
+    chosen. Cuts are the first layers of all stages but the first.
 
     Raises:
         ConfigError: there are fewer layers than stages, or a time is negative or no number.

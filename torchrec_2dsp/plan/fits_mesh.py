@@ -32,11 +32,7 @@ def check_shards(
 ) -> None:
     """Raise `PlanError` unless the shards cover a table once, in the way of its sharding type.
 
-    Args:
-        where: the table, for messages.
-        kind: TorchRec's sharding type inside a group, not data parallel.
-        shards: at least one.
-        group_size: how many ranks share the table.
+    ``where`` is the table, for messages; its type isn't data parallel.
     """
     _check_numbers(where, shards)
     num_rows = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)
@@ -113,13 +109,7 @@ def _check_runs(what: str, runs: list[tuple[int, int]], total: int) -> None:
 
 
 def check_fits_mesh(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:
-    """Raise `PlanError` if the groups of ``mesh`` can't run a table as its sharding says.
-
-    Args:
-        where: module path and name of the table, for messages.
-        table: its sharding.
-        mesh: the mesh that repeats it.
-    """
+    """Raise `PlanError` if the groups of ``mesh`` can't run a table as its sharding says."""
     kind = ShardingType2D(table.sharding_type)
     allowed = kinds_of(table.exchange)
     if kind.base.value not in allowed:
@@ -161,26 +151,15 @@ def _check_storage(where: str, table: ParameterSharding2D, kind: ShardingType2D)
 
 
 def _check_data_parallel(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:
-    if table.num_groups is not None:
-        raise PlanError(
-            f"table {where} is data parallel, which is a copy on every rank, not num_groups=1: "
-            "shard it another way"
-        )
-    if table.hot_set is not None:
-        raise PlanError(
-            f"table {where} is data parallel: every rank holds all its rows already; remove "
-            "its hot set or shard it another way"
-        )
-    if table.sharding_spec is not None:
-        raise PlanError(
-            f"table {where} is data parallel, a copy on every rank, and has shards; remove "
-            "them, or shard it another way"
-        )
-    if table.transport is not Transport.FP32:
-        raise PlanError(
-            f"table {where} is data parallel, and has transport={table.transport.value!r}: no rows "
-            "of it travel; leave the transport out, or shard it another way"
-        )
+    transport = f"transport={table.transport.value!r}"
+    for is_there, problem in (
+        (table.num_groups is not None, "which is a copy on every rank, not num_groups=1"),
+        (table.hot_set is not None, "so every rank holds all its rows already; remove its hot set"),
+        (table.sharding_spec is not None, "a copy on every rank, and has shards; remove them"),
+        (table.transport is not Transport.FP32, f"so no rows travel; leave {transport} out"),
+    ):
+        if is_there:
+            raise PlanError(f"table {where} is data parallel, {problem}, or shard it another way")
     if table.ranks is not None and not _names_each_rank(sorted(table.ranks), mesh.group_size):
         raise PlanError(
             f"table {where} is data parallel on ranks {table.ranks}, but every rank of a "

@@ -116,9 +116,7 @@ def is_left_whole(module: nn.Module) -> bool:
 def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     """Raise `UnsupportedError` for the first module that can't be sharded as a whole.
 
-    Args:
-        model: an unsharded model.
-        paths: the modules that are sharded, all of them by default.
+    The modules at ``paths`` are sharded, by default all.
 
     Example:
         >>> from torch import nn
@@ -170,12 +168,7 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
 
 
 def check_holder(holder: nn.Module, path: str | None = None) -> None:
-    """Raise `UnsupportedError` unless sharded collections can replace those in a module.
-
-    Args:
-        holder: a module of which some children are collections.
-        path: its path in the model, if known.
-    """
+    """Raise `UnsupportedError` unless sharded collections can replace a module's children."""
     kind_name = type(holder).__name__
     for kind, reason in _REASONS.items():
         if isinstance(holder, kind) and (kind is not _PROCESSED or trains_processors(holder)):
@@ -202,13 +195,7 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
 
 
 def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] = _NO_PLAN) -> None:
-    """Raise `UnsupportedError` unless id maps stay equal on all ranks, and the plan suits them.
-
-    Args:
-        module: a collection with managed collisions.
-        path: its path in the model.
-        plan: of its tables, if known.
-    """
+    """Raise `UnsupportedError` unless id maps stay equal on all ranks, and the plan suits them."""
     _check_carried(module, collection_of(module))
     configs = {config.name: config for config in table_configs(module)}
     users = Counter(feature for config in configs.values() for feature in config.feature_names)
@@ -249,12 +236,7 @@ _MAX_SLOTS = 2**24
 
 
 def check_processed(module: Any, path: str) -> None:
-    """Raise `UnsupportedError` unless a module's feature processors can be trained, or are frozen.
-
-    Args:
-        module: a collection with feature processors.
-        path: its path in the model.
-    """
+    """Raise `UnsupportedError` unless feature processors can be trained, or are frozen."""
     _check_carried(module, collection_in(module))
     weights = position_weights(processors_in(module))
     if weights is None and not trains_processors(module):
@@ -334,10 +316,14 @@ _COLUMNS_AT_A_TIME = 4
 def check_tables(model: nn.Module) -> None:
     """Raise an error for the first table of ``model`` that `check_table_configs` refuses."""
     for path, module in model.named_modules():
-        for method in ("embedding_bag_configs", "embedding_configs"):
-            if hasattr(module, method):
-                configs = getattr(module, method)()
-                check_table_configs(path, configs, is_weighted=has_weights(module))
+        check_table_configs(path, configs_of(module), is_weighted=has_weights(module))
+
+
+def configs_of(module: Any) -> list[Any]:
+    """Return an unsharded module's table configs; none if it has no tables itself."""
+    if hasattr(module, "embedding_bag_configs"):
+        return module.embedding_bag_configs()
+    return module.embedding_configs() if hasattr(module, "embedding_configs") else []
 
 
 def has_weights(module: Any) -> bool:
@@ -347,11 +333,6 @@ def has_weights(module: Any) -> bool:
 
 def check_table_configs(path: str, configs: Iterable[Any], *, is_weighted: bool = False) -> None:
     """Raise an error for the first table that no kernel can hold, or that nobody can pool.
-
-    Args:
-        path: of the embedding module in the model.
-        configs: of its tables, TorchRec's.
-        is_weighted: whether ids have weights.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig

@@ -264,6 +264,10 @@ class TableType:
         )
 
 
+_PROPOSED = ("exchange", "owners", "hot_set", "transport", "stored_as")
+"""The fields of a `ParameterSharding2D` that a `ProposedType` has."""
+
+
 class ProposedType(str):
     """A sharding type with all else that a proposer chose for its table.
 
@@ -367,13 +371,7 @@ class ParameterSharding2D(ParameterSharding):
         }
         kind = sharding.sharding_type
         if isinstance(kind, ProposedType):
-            values |= {
-                "exchange": kind.exchange,
-                "owners": kind.owners,
-                "hot_set": kind.hot_set,
-                "transport": kind.transport,
-                "stored_as": kind.stored_as,
-            }
+            values |= {name: getattr(kind, name) for name in _PROPOSED}
             kind = base_type(kind)
         values["sharding_type"] = type_2d(kind)
         return cls(**values)
@@ -412,12 +410,15 @@ def can_be_data_parallel(optimizer: EmbOptimType | type[Optimizer]) -> bool:
         >>> can_be_data_parallel(EmbOptimType.ADAM), can_be_data_parallel(EmbOptimType.LARS_SGD)
         (True, False)
     """
+    return fused_kind(optimizer) in FROM_ROW_GRADIENTS
+
+
+def fused_kind(optimizer: EmbOptimType | type[Optimizer]) -> EmbOptimType | None:
+    """Return the fused kernel's name for an optimizer; `None` if TorchRec has no kernel for it."""
     try:
-        kind = fused_type_of(optimizer) if isinstance(optimizer, type) else optimizer
+        return fused_type_of(optimizer) if isinstance(optimizer, type) else optimizer
     except ValueError:
-        # TorchRec knows no kernel for it.
-        return False
-    return kind in FROM_ROW_GRADIENTS
+        return None
 
 
 def fused_type_of(optimizer: type[Optimizer]) -> EmbOptimType | None:

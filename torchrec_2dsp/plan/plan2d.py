@@ -1,6 +1,5 @@
 """`Plan2D`: one group's plan, the mesh that repeats it, and how replicas stay equal; `pin`."""
 
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torchrec.distributed.types import (
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.access.table_access import HotSet, whole_row_ids
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.errors import ConfigError, PlanError
+from torchrec_2dsp.errors import ConfigError, PlanError, check_choice
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.fits_mesh import check_fits_mesh
 from torchrec_2dsp.plan.parameter_sharding import (
@@ -289,8 +288,8 @@ def pin(
     if hot_rows is not None:
         changes["hot_set"] = _hot_set_of(hot_rows)
     if compute_kernel is not None:
-        kernel = _member(EmbeddingComputeKernel, "compute_kernel", compute_kernel)
-        changes["compute_kernel"] = kernel.value
+        check_choice("compute_kernel", compute_kernel, EmbeddingComputeKernel, error=PlanError)
+        changes["compute_kernel"] = EmbeddingComputeKernel(compute_kernel).value
     for name, kind, value in (
         ("exchange", Exchange, exchange),
         ("owners", RowOwners, owners),
@@ -298,7 +297,8 @@ def pin(
         ("stored_as", RowStorage, stored_as),
     ):
         if value is not None:
-            changes[name] = _member(kind, name, value)
+            check_choice(name, value, kind, error=PlanError)
+            changes[name] = kind(value)
 
     def changed(sharding: ParameterSharding2D) -> ParameterSharding2D:
         sharding = replace(sharding, **changes)
@@ -318,14 +318,6 @@ def pin(
             for path, module_plan in plan.modules()
         }
     )
-
-
-def _member(kind: type[enum.Enum], name: str, value: enum.Enum | str) -> enum.Enum:
-    try:
-        return kind(value)
-    except ValueError as error:
-        choices = ", ".join(repr(member.value) for member in kind)
-        raise PlanError(f"{name}={value!r} is unknown; use one of {choices}") from error
 
 
 def _hot_set_of(rows: "Iterable[int] | torch.Tensor | HotSet") -> HotSet | None:
@@ -376,14 +368,7 @@ def _copied(
 def plan_for_rank(
     plan: Plan2D, rank: int, *, device_type: str = "cpu", local_world_size: int = 1
 ) -> ShardingPlan:
-    """Return a world rank's plan: with world ranks, devices and TorchRec's own types.
-
-    Args:
-        plan: left as it is.
-        rank: a rank of the world.
-        device_type: "cpu" or "cuda".
-        local_world_size: ranks per host, for the device index of a placement.
-    """
+    """Return a world rank's plan: with world ranks, devices and TorchRec's own types."""
     return ShardingPlan(
         {
             path: module_plan_for_rank(

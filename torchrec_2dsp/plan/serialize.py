@@ -1,5 +1,6 @@
 """`Plan2D` as JSON, for plan files, for comparing ranks' plans, and for people."""
 
+import enum
 import hashlib
 import json
 from collections import Counter
@@ -89,6 +90,10 @@ class TableRecord(_Record):
     transport: Annotated[Transport, _ByValue] = Transport.FP32
     stored_as: Annotated[RowStorage, _ByValue] = RowStorage.PLAIN
     num_groups: _One | None = None
+
+
+_SAME_FIELDS = [name for name in TableRecord.model_fields if name not in ("shards", "hot_rows")]
+"""The fields that a `ParameterSharding2D` has as well."""
 
 
 class MeshRecord(_Record):
@@ -203,11 +208,7 @@ def save(plan: Plan2D, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Plan2D:
-    """Read a file that `save` wrote.
-
-    Raises:
-        PlanError: it can't be read, or is something else.
-    """
+    """Read a file that `save` wrote, or raise a `PlanError` that names it."""
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -314,42 +315,23 @@ def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:
     spec = table.sharding_spec
     shards = spec.shards if isinstance(spec, EnumerableShardingSpec) else None
     return {
-        "sharding_type": table.sharding_type,
-        "compute_kernel": table.compute_kernel,
-        "ranks": table.ranks,
+        **{name: _plain(getattr(table, name)) for name in _SAME_FIELDS},
         "shards": None if shards is None else [_shard_to_dict(shard) for shard in shards],
-        "enforce_hbm": table.enforce_hbm,
-        "stochastic_rounding": table.stochastic_rounding,
-        "bounds_check_mode": _name(table.bounds_check_mode),
-        "output_dtype": _name(table.output_dtype),
-        "exchange": table.exchange.value,
-        "owners": table.owners.value,
         "hot_rows": None if table.hot_set is None else list(table.hot_set.row_ids),
-        "transport": table.transport.value,
-        "stored_as": table.stored_as.value,
-        "num_groups": table.num_groups,
     }
 
 
 def _table_of(where: str, record: TableRecord) -> ParameterSharding2D:
+    values = {name: getattr(record, name) for name in _SAME_FIELDS}
+    # TorchRec has these two as strings.
+    values |= {name: values[name].value for name in ("sharding_type", "compute_kernel")}
     try:
         return ParameterSharding2D(
-            sharding_type=record.sharding_type.value,
-            compute_kernel=record.compute_kernel.value,
-            ranks=record.ranks,
+            **values,
             sharding_spec=None
             if record.shards is None
             else EnumerableShardingSpec([ShardMetadata(**dict(shard)) for shard in record.shards]),
-            enforce_hbm=record.enforce_hbm,
-            stochastic_rounding=record.stochastic_rounding,
-            bounds_check_mode=record.bounds_check_mode,
-            output_dtype=record.output_dtype,
-            exchange=record.exchange,
-            owners=record.owners,
             hot_set=None if record.hot_rows is None else HotSet(tuple(record.hot_rows)),
-            transport=record.transport,
-            stored_as=record.stored_as,
-            num_groups=record.num_groups,
         )
     except _MALFORMED as error:
         raise PlanError(f"{where}: {error}; plan the table again, or mend it there") from error
@@ -363,5 +345,8 @@ def _shard_to_dict(shard: ShardMetadata) -> dict[str, Any]:
     }
 
 
-def _name(member: BoundsCheckMode | DataType | None) -> str | None:
-    return None if member is None else member.name
+def _plain(value: Any) -> Any:
+    """Return an enum's member as text: TorchRec's and FBGEMM's by name."""
+    if isinstance(value, BoundsCheckMode | DataType):
+        return value.name
+    return value.value if isinstance(value, enum.Enum) else value

@@ -7,12 +7,18 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, check_choice
 
 
 @dataclass(frozen=True, repr=False)
-class Every:
-    """A sync at every ``n``-th step."""
+class every:
+    """A sync at every ``n``-th step.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> [step for step in range(1, 9) if tdsp.every(4).is_due(step)]
+        [4, 8]
+    """
 
     n: int
     """Steps from one sync to the next; 1 for every step."""
@@ -35,8 +41,15 @@ class Every:
 
 
 @dataclass(frozen=True, repr=False)
-class After:
-    """No sync in the first steps, and then another policy, which counts from there."""
+class after:
+    """No sync in the first steps, and then another policy, which counts from there.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> policy = tdsp.after(2, tdsp.every(3))
+        >>> [step for step in range(1, 10) if policy.is_due(step)]
+        [5, 8]
+    """
 
     step: int
     """The number of steps without a sync."""
@@ -47,7 +60,7 @@ class After:
     def __post_init__(self) -> None:
         if not is_count(self.step):
             raise ConfigError(f"after({self.step}, ...) is no number of steps; use 0 or more")
-        if not isinstance(self.policy, Every | After | Never):
+        if not isinstance(self.policy, every | after | never):
             raise ConfigError(
                 f"after({self.step}, {self.policy!r}) needs a policy, such as every(4)"
             )
@@ -66,8 +79,14 @@ class After:
 
 
 @dataclass(frozen=True, repr=False)
-class Never:
-    """A sync only where replicas must be equal: before they are saved, and before an evaluation."""
+class never:
+    """A sync only where replicas must be equal: before they are saved, and before an evaluation.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> tdsp.never().is_due(1_000_000)
+        False
+    """
 
     def is_due(self, step: int) -> bool:
         """Return false: no step ends with a sync."""
@@ -82,42 +101,8 @@ class Never:
         return "never()"
 
 
-SyncPolicy = Every | After | Never
+SyncPolicy = every | after | never
 """A rule that says which training steps end with a sync."""
-
-
-def every(n: int) -> Every:
-    """Sync at every ``n``-th step.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> [step for step in range(1, 9) if tdsp.every(4).is_due(step)]
-        [4, 8]
-    """
-    return Every(n)
-
-
-def after(step: int, policy: SyncPolicy) -> After:
-    """Don't sync in the first ``step`` steps, then follow ``policy``.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> policy = tdsp.after(2, tdsp.every(3))
-        >>> [step for step in range(1, 10) if policy.is_due(step)]
-        [5, 8]
-    """
-    return After(step, policy)
-
-
-def never() -> Never:
-    """Sync only where replicas must be equal: before they are saved, and before an evaluation.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> tdsp.never().is_due(1_000_000)
-        False
-    """
-    return Never()
 
 
 def parse_policy(text: str) -> SyncPolicy:
@@ -130,11 +115,11 @@ def parse_policy(text: str) -> SyncPolicy:
     """
     squeezed = re.sub(r"[\s_]", "", text)
     if squeezed == "never()":
-        return Never()
+        return never()
     if match := re.fullmatch(r"every\((\d+)\)", squeezed):
-        return Every(int(match[1]))
+        return every(int(match[1]))
     if match := re.fullmatch(r"after\((\d+),(.+)\)", squeezed):
-        return After(int(match[1]), parse_policy(match[2]))
+        return after(int(match[1]), parse_policy(match[2]))
     raise ConfigError(f"{text!r} is no sync policy; use every(4), after(1000, every(4)) or never()")
 
 
@@ -143,7 +128,7 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-_EVERY_STEP = Every(1)
+_EVERY_STEP = every(1)
 
 
 class SyncedRows(enum.StrEnum):
@@ -238,7 +223,7 @@ class WeightSync:
         for name in ("policy", "moments_policy"):
             policy = getattr(self, name)
             is_missing = policy is None and name == "moments_policy"
-            if not is_missing and not isinstance(policy, Every | After | Never):
+            if not is_missing and not isinstance(policy, every | after | never):
                 raise ConfigError(f"WeightSync({name}={policy!r}) is no policy; use every(4)")
         _set_choice(self, "rows", SyncedRows)
         _set_choice(self, "transport", Transport)
@@ -268,13 +253,8 @@ def _check_interval(config: "GradientSync | WeightSync") -> None:
 def _set_choice(config: object, name: str, kind: type[enum.StrEnum]) -> None:
     """Turn a text into the choice that it names, in place."""
     value = getattr(config, name)
-    try:
-        object.__setattr__(config, name, kind(value))
-    except ValueError:
-        choices = ", ".join(repr(choice.value) for choice in kind)
-        raise ConfigError(
-            f"{type(config).__name__}({name}={value!r}) is none of {choices}; use one of them"
-        ) from None
+    check_choice(name, value, kind, owner=type(config).__name__)
+    object.__setattr__(config, name, kind(value))
 
 
 def _shown(config: Any) -> str:

@@ -18,6 +18,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.plan.fits_module import configs_of
 from torchrec_2dsp.replicas.synced_shard import UNSYNCED_STATES
 from torchrec_2dsp.shard.hot_rows import HotRows
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
@@ -34,12 +35,6 @@ def checked_seed(seed: int | None) -> int | None:
     if seed is not None and (type(seed) is not int or seed < 0):
         raise ConfigError(f"init_seed={seed!r} is no seed; use 0 or more, or leave it out")
     return seed
-
-
-def configs_of(module: Any) -> list[Any]:
-    """Return an unsharded module's table configs."""
-    is_bags = hasattr(module, "embedding_bag_configs")
-    return module.embedding_bag_configs() if is_bags else module.embedding_configs()
 
 
 def is_drawn_alike(module: Any) -> bool:

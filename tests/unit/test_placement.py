@@ -431,5 +431,5 @@ def test_precisions_are_checked() -> None:
         planner(precision=["int3"])
     with pytest.raises(tdsp.errors.ConfigError, match=r"precision=\[\] allows nothing; use"):
         planner(precision=[])
-    with pytest.raises(tdsp.errors.ConfigError, match="transport='int9': use some of"):
+    with pytest.raises(tdsp.errors.ConfigError, match="transport='int9' is unknown; use one of"):
         tdsp.ParameterConstraints2D(transport="int9")  # type: ignore[arg-type]

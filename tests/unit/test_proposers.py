@@ -229,14 +229,6 @@ def test_what_fits_nowhere_is_the_planners_error() -> None:
         plan_of(tdsp.GroupSizeProposer(topology, calibration()), topology, (200_000,))
 
 
-def test_there_are_no_more_drafts_than_asked_for() -> None:
-    proposer = tdsp.GroupSizeProposer(world(4, 2), calibration(), max_proposals=2)
-    proposer.load(stock_planner(proposer)._enumerator.enumerate(tables(), SHARDERS))
-    assert proposer.propose()
-    assert proposer.propose()
-    assert proposer.propose() is None
-
-
 def test_what_was_enumerated_stays_as_it_is() -> None:
     result = stock_planner(tdsp.GroupSizeProposer(world(4, 2), calibration()))
     options = result._enumerator.enumerate(tables(), SHARDERS)

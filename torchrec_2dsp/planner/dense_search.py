@@ -8,7 +8,7 @@ from math import inf
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.dense import DenseCost, DenseCostModel, DenseLayers
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.mesh import DenseMesh, RankLayout
+from torchrec_2dsp.mesh import DenseMesh, RankLayout, divisors
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan, cut_layers
 from torchrec_2dsp.report.table import Table
 
@@ -160,19 +160,19 @@ def _plans(
     """Yield all plans for a world, each once."""
     whole = DenseMesh.for_world(world_size)
     yield DensePlan(kind=DenseKind.DDP, mesh=whole)
-    for num_copies in _divisors(world_size):
+    for num_copies in divisors(world_size):
         if num_copies < world_size:
             yield DensePlan(kind=DenseKind.FULLY_SHARDED, mesh=whole, num_copies=num_copies)
     link = calibration.collectives.all_to_all
     s_per_byte = link.link_s_per_byte or link.local_s_per_byte or 0.0
-    for tp in _divisors(min(world_size, local_world_size)):
+    for tp in divisors(min(world_size, local_world_size)):
         if world_size % tp or (tp > 1 and not work.can_be_split):
             continue
         if tp > 1:
             mesh = DenseMesh.for_world(world_size, tp=tp)
-            for num_copies in _divisors(mesh.dp):
+            for num_copies in divisors(mesh.dp):
                 yield DensePlan(kind=DenseKind.TENSOR_PARALLEL, mesh=mesh, num_copies=num_copies)
-        for pp in _divisors(world_size // tp):
+        for pp in divisors(world_size // tp):
             if not 1 < pp <= len(work.layers):
                 continue
             layouts = list(RankLayout) if tp * pp < world_size else [RankLayout.CONTIGUOUS]
@@ -201,7 +201,3 @@ def _pipelined(
             s_per_byte,
         ),
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

@@ -32,7 +32,7 @@ from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport, transports_of
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
+from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError, check_choice
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.fits_module import check_model, check_tables
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowStorage
@@ -70,11 +70,9 @@ def _members(
     if values is None:
         return None
     named = [values] if isinstance(values, kind | str) else values
-    try:
-        return [kind(value) for value in named]
-    except ValueError as error:
-        choices = ", ".join(repr(member.value) for member in kind)
-        raise ConfigError(f"{name}={values!r}: use some of {choices}") from error
+    for value in named:
+        check_choice(name, value, kind)
+    return [kind(value) for value in named]
 
 
 def _is_number(value: object) -> TypeGuard[int]:
@@ -119,11 +117,8 @@ class ParameterConstraints2D(ParameterConstraints):
     def __post_init__(self) -> None:
         self.exchange = _members(Exchange, "exchange", self.exchange)
         self.transport = _members(Transport, "transport", self.transport)
-        try:
-            self.stored_as = RowStorage(self.stored_as)
-        except ValueError as error:
-            choices = ", ".join(repr(member.value) for member in RowStorage)
-            raise ConfigError(f"stored_as={self.stored_as!r}: use one of {choices}") from error
+        check_choice("stored_as", self.stored_as, RowStorage)
+        self.stored_as = RowStorage(self.stored_as)
         is_count = _is_number(self.num_groups) and self.num_groups >= 1
         if not is_count and self.num_groups not in (None, "each"):
             raise ConfigError(

@@ -90,31 +90,18 @@ def group_topology(topology: Topology, mesh: Mesh2D) -> Topology:
 
 
 def peer_bandwidth_bytes_per_ms(topology: Topology, mesh: Mesh2D) -> float:
-    """Return the bandwidth between replica peers, over which they sync.
-
-    Args:
-        topology: the whole world's. One sharding group's will do where only one host size explains
-            it.
-        mesh: deals the world's ranks to sharding groups.
-    """
-    if _is_of_world(topology, mesh):
-        host_sizes = [topology.local_world_size]
-    else:
-        host_sizes = [
-            size
-            for size in range(1, mesh.world_size + 1)
-            if mesh.world_size % size == 0
-            and mesh.node_group_size(size) == topology.local_world_size
-        ]
-    within_host = {_peers_share_hosts(mesh, size) for size in host_sizes}
-    if len(within_host) != 1:
+    """Return the bandwidth between replica peers, over which they sync."""
+    if not _is_of_world(topology, mesh):
         raise ConfigError(
-            f"a topology of world_size={topology.world_size} and "
-            f"local_world_size={topology.local_world_size} is that of one sharding group of "
+            f"a topology of world_size={topology.world_size} is that of one sharding group of "
             f"{mesh}; it doesn't tell whether replica peers share a host. Pass the topology of "
             f"the whole world: world_size={mesh.world_size}, local_world_size=ranks per host"
         )
-    return topology.intra_host_bw if within_host.pop() else topology.inter_host_bw
+    share_hosts = all(
+        len({rank // topology.local_world_size for rank in mesh.replica_peers(first)}) == 1
+        for first in mesh.sharding_group(0)
+    )
+    return topology.intra_host_bw if share_hosts else topology.inter_host_bw
 
 
 def _is_of_world(topology: Topology, mesh: Mesh2D) -> bool:
@@ -130,13 +117,6 @@ def _is_of_world(topology: Topology, mesh: Mesh2D) -> bool:
             f"world_size={mesh.world_size}"
         )
     return topology.world_size == mesh.world_size
-
-
-def _peers_share_hosts(mesh: Mesh2D, local_world_size: int) -> bool:
-    return all(
-        len({rank // local_world_size for rank in mesh.replica_peers(first)}) == 1
-        for first in mesh.sharding_group(0)
-    )
 
 
 def _smallest(storages: Sequence[Storage]) -> Storage:

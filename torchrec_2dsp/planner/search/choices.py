@@ -12,10 +12,6 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, ShardingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    EmbeddingCollectionInterface,
-)
 
 from torchrec_2dsp._compat.feature_processors import collection_in
 from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of
@@ -28,7 +24,7 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import TableWork, Workload, optimizer_of, state_bytes_per_row
 from torchrec_2dsp.errors import ConfigError, PlanError
-from torchrec_2dsp.plan.fits_module import is_left_whole
+from torchrec_2dsp.plan.fits_module import configs_of, is_left_whole
 from torchrec_2dsp.plan.parameter_sharding import (
     IN_8_BITS,
     ROW_EXCHANGES,
@@ -96,9 +92,7 @@ class Choice:
     def suits(self, group: Span, *, is_even: bool) -> bool:
         """Tell whether groups can run it, and it differs there from the other choices.
 
-        Args:
-            group: the sharding groups.
-            is_even: whether a group has equally many ranks on each of its hosts.
+        Groups that are even have equally many ranks on each of their hosts.
         """
         if self.exchange is Exchange.ROW_PER_HOST or self.is_on_host:
             return group.crosses_hosts and group.ranks_per_host > 1 and is_even
@@ -164,11 +158,8 @@ class Candidate:
     def placed(self, choice: Choice, ranks: Sequence[int], group: Span) -> Placed:
         """Return the table as a choice shards it.
 
-        Args:
-            choice: the way to shard it.
-            ranks: where the choice leaves them free: one for each table- or column-wise shard, all
-                ranks of its host for a table-row-wise table.
-            group: the sharding groups.
+        Where the choice leaves ranks free, they are one for each table- or column-wise shard, and
+        all of a host's for a table-row-wise table.
         """
         if choice.kind is ShardingType.ROW_WISE:
             ranks = range(group.num_ranks)
@@ -261,9 +252,6 @@ def candidates_of(
 
     ``transports`` and ``exchanges`` are allowed where the constraints don't name any. A
     table that can have none of these ``exchanges`` may have any.
-
-    Raises:
-        PlanError: nothing is allowed for a table, or two tables share a name.
     """
     sharder_of = {sharder.module_type: sharder for sharder in sharders}
     tables = _Tables(constraints or {}, workload, device, transports, exchanges)
@@ -289,9 +277,6 @@ def candidates_of_options(
     """Return a candidate for every table for which a TorchRec enumerator lists options.
 
     ``fused_params`` are the sharders', by TorchRec's key for a module type.
-
-    Raises:
-        PlanError: nothing known is allowed for a table, or two tables share a name.
     """
     by_table: dict[str, list[ShardingOption]] = {}
     for option in options:
@@ -335,7 +320,11 @@ class _Tables:
         available: Set[tuple[str, str]],
         sharded_by: str,
     ) -> None:
-        """Add a table that may have the ``available`` pairs of type and kernel."""
+        """Add a table that may have the ``available`` pairs of type and kernel.
+
+        Raises:
+            PlanError: none of them is allowed, or another table has the name.
+        """
         path, part = module
         if name in self.candidates:
             raise PlanError(
@@ -386,13 +375,7 @@ def _always_cold(part: nn.Module) -> set[str]:
     """Return the tables without hot rows: of shared features, or behind maps, which name ids."""
     if collection_of(part) is not part:
         return set(id_maps_of(cast(Any, part)))
-    part = collection_in(part)
-    if isinstance(part, EmbeddingBagCollectionInterface):
-        configs = part.embedding_bag_configs()
-    elif isinstance(part, EmbeddingCollectionInterface):
-        configs = part.embedding_configs()
-    else:
-        return set()
+    configs = configs_of(collection_in(part))
     users = Counter(feature for config in configs for feature in config.feature_names)
     return {
         config.name

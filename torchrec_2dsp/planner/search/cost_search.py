@@ -18,7 +18,7 @@ from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.workload import ASSUMED_SKEW, DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError, PlanError
-from torchrec_2dsp.mesh import Mesh2D, RankLayout
+from torchrec_2dsp.mesh import Mesh2D, RankLayout, divisors
 from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline, kinds_of
 from torchrec_2dsp.plan.sync import SyncConfig
 from torchrec_2dsp.planner.search.best_placements import search_copies
@@ -75,16 +75,7 @@ class CostSearch:
     def result(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]], available: Topology
     ) -> SearchResult:
-        """Search the best placements on the most promising meshes.
-
-        Args:
-            module: the unsharded model.
-            sharders: list the possible types and kernels.
-            available: the world, with the memory that is left for tables.
-
-        Raises:
-            PlanError: nothing fits.
-        """
+        """Search the best placements in the ``available`` memory; a `PlanError` if nothing fits."""
         workload = self.workload_of(module, _sharders_wire_bytes(sharders))
         device = available.compute_device
         settings, room = self.settings(workload, available), room_of(available)
@@ -225,9 +216,9 @@ def meshes_of(world_size: int, local_world_size: int) -> Iterator[Mesh2D]:
         >>> [(mesh.num_groups, mesh.layout.value) for mesh in meshes_of(4, 2)]
         [(4, 'strided'), (2, 'strided'), (2, 'contiguous'), (1, 'strided')]
     """
-    for group_size in range(1, min(world_size, _MAX_GROUP_SIZE) + 1):
-        if world_size % group_size:
-            continue
+    for group_size in divisors(world_size):
+        if group_size > _MAX_GROUP_SIZE:
+            break
         mesh = Mesh2D(world_size // group_size, group_size)
         yield mesh
         # In one host, all groups are alike but for the order of ranks.

@@ -87,11 +87,7 @@ def _proposed_type(options: Iterable[ShardingOption]) -> ProposedType | None:
 def base_constraints(
     constraints: Mapping[str, ParameterConstraints] | None,
 ) -> dict[str, ParameterConstraints]:
-    """Copy constraints with TorchRec's own type names.
-
-    Raises:
-        TwoDError: a type or a pooling factor is none.
-    """
+    """Copy constraints with TorchRec's own type names; refuse other types and factors."""
     for name, constraint in (constraints or {}).items():
         if not all(0 <= factor < math.inf for factor in constraint.pooling_factors):
             raise ConfigError(

@@ -88,7 +88,7 @@ class Enumerator2D(EmbeddingEnumerator):
         """List options for one sharding group.
 
         Args:
-            topology: the whole world's, or one sharding group's where that is enough.
+            topology: the whole world's.
             batch_size: samples per rank and step.
             constraints: per table; types by TorchRec's name or by their 2D form.
             estimator: TorchRec's own by default.
@@ -215,7 +215,7 @@ def search_as_torchrec(
     Args:
         module: the unsharded model.
         sharders: list the possible types and kernels.
-        topology: the whole world's, or one sharding group's where that is enough.
+        topology: the whole world's.
         batch_size: samples per rank and step.
         constraints: per table; types by TorchRec's name or by their 2D form.
         mesh: the ranks that repeat the plan.

@@ -35,6 +35,7 @@ from torchrec_2dsp.planner.torchrec.options import Draft, KnownOptions, known_op
 
 _UNLIMITED = float("inf")
 _MAX_PROPOSALS = 36
+"""The most plans that are drafted."""
 
 
 class Loaded(NamedTuple):
@@ -80,7 +81,6 @@ class ExchangeProposer(Proposer):
         constraints: Mapping[str, ParameterConstraints] | None = None,
         access: AccessStats | None = None,
         workload: Workload | None = None,
-        max_proposals: int = _MAX_PROPOSALS,
     ) -> None:
         """Draft for one mesh.
 
@@ -92,12 +92,9 @@ class ExchangeProposer(Proposer):
             constraints: per table, as the planner has them.
             access: row frequencies.
             workload: a step's work, in place of what options, constraints and ``access`` say.
-            max_proposals: the most plans that are drafted.
         """
         self.topology = topology
         """The whole world's topology."""
-        self.max_proposals = max_proposals
-        """The most drafts that are proposed."""
         mesh = mesh or Mesh2D(1, topology.world_size)
         mesh.check_world(topology.world_size)
         self._search = CostSearch(
@@ -177,7 +174,7 @@ class ExchangeProposer(Proposer):
 
     def _draft(self, room: float) -> None:
         assert self._loaded is not None
-        self._drafts = islice(self.drafts(self._loaded, room), self.max_proposals)
+        self._drafts = islice(self.drafts(self._loaded, room), _MAX_PROPOSALS)
 
 
 class GroupSizeProposer(ExchangeProposer):
@@ -202,7 +199,6 @@ class GroupSizeProposer(ExchangeProposer):
         constraints: Mapping[str, ParameterConstraints] | None = None,
         access: AccessStats | None = None,
         workload: Workload | None = None,
-        max_proposals: int = _MAX_PROPOSALS,
     ) -> None:
         """Take the arguments of `ExchangeProposer`, but for the mesh."""
         super().__init__(
@@ -212,7 +208,6 @@ class GroupSizeProposer(ExchangeProposer):
             constraints=constraints,
             access=access,
             workload=workload,
-            max_proposals=max_proposals,
         )
         self._search = replace(self._search, mesh=None)
 
@@ -234,7 +229,7 @@ class HotRowProposer(ExchangeProposer):
             raise ConfigError(
                 "nothing says which rows are hot: give the inner proposer access=AccessStats(...)"
             )
-        self.topology, self.max_proposals = inner.topology, inner.max_proposals
+        self.topology = inner.topology
         self._search = inner._search
         self.inner = inner
         """The proposer behind this one."""

@@ -145,17 +145,8 @@ class Plan2D(ShardingPlan):
             empty = replace(empty, pipeline=plan.pipeline, full_duplex=plan.full_duplex)
         return empty.with_tables(modules)
 
-    @classmethod
-    def of_tables(
-        cls,
-        modules: Mapping[str, Mapping[str, ParameterSharding2D]],
-        *,
-        mesh: Mesh2D,
-        sync: SyncConfig,
-        pipeline: Pipeline = Pipeline.SPARSE_DIST,
-        full_duplex: bool = False,
-    ) -> "Plan2D":
-        """Build the plan of these tables, by module path and name.
+    def with_tables(self, modules: Mapping[str, Mapping[str, ParameterSharding2D]]) -> "Plan2D":
+        """Return the same plan for other tables, by module path and name.
 
         Every plan that this package makes is made, and checked, here.
 
@@ -163,21 +154,12 @@ class Plan2D(ShardingPlan):
             PlanError: the mesh can't run a table.
         """
         module_plans: dict[str, ModuleShardingPlan] = {
-            path: ModulePlan2D(tables, mesh=mesh, sync=sync) for path, tables in modules.items()
+            path: ModulePlan2D(tables, mesh=self.mesh, sync=self.sync)
+            for path, tables in modules.items()
         }
-        plan = cls(module_plans, mesh, sync, pipeline, full_duplex)
+        plan = replace(self, plan=module_plans)
         plan.validate()
         return plan
-
-    def with_tables(self, modules: Mapping[str, Mapping[str, ParameterSharding2D]]) -> "Plan2D":
-        """Return the same plan for other tables; see `of_tables`."""
-        return Plan2D.of_tables(
-            modules,
-            mesh=self.mesh,
-            sync=self.sync,
-            pipeline=self.pipeline,
-            full_duplex=self.full_duplex,
-        )
 
     def modules(self) -> Iterable[tuple[str, ModulePlan2D]]:
         """Return module paths with their plans, typed."""

@@ -147,15 +147,7 @@ _UNSERIALIZED = ("cache_params", "key_value_params")
 
 
 def to_json(plan: Plan2D) -> str:
-    """Encode the plan as JSON; equal plans give equal text.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> plan = tdsp.Plan2D({}, mesh=tdsp.Mesh2D(2, 2), sync=tdsp.GradientSync())
-        >>> from torchrec_2dsp.plan.serialize import to_json
-        >>> to_json(plan).splitlines()[7]
-        ' "modules": {},'
-    """
+    """Encode the plan as JSON; equal plans give equal text."""
     return json.dumps(
         {
             "schema_version": SCHEMA_VERSION,
@@ -270,17 +262,14 @@ def _no_constant(name: str) -> NoReturn:
 def _plan_of(record: PlanRecord) -> Plan2D:
     shape = record.mesh
     mesh = Mesh2D(shape.num_groups, shape.group_size, shape.layout)
-    sync = _sync_of(record.sync)
-    modules = {
-        path: {name: _table_of(f"modules.{path}.{name}", table) for name, table in tables.items()}
-        for path, tables in record.modules.items()
-    }
-    return Plan2D.of_tables(
-        modules,
-        mesh=mesh,
-        sync=sync,
-        pipeline=record.pipeline,
-        full_duplex=record.full_duplex,
+    plan = Plan2D({}, mesh, _sync_of(record.sync), record.pipeline, record.full_duplex)
+    return plan.with_tables(
+        {
+            path: {
+                name: _table_of(f"modules.{path}.{name}", table) for name, table in tables.items()
+            }
+            for path, tables in record.modules.items()
+        }
     )
 
 

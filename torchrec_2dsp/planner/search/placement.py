@@ -413,9 +413,9 @@ class MeshPlacement:
                 if part is not self:
                     sharding = replace(sharding, num_groups=1)
                 tables.setdefault(candidate.path, {})[candidate.name] = sharding
-        plan = Plan2D.of_tables(tables, mesh=self.setting.mesh, sync=self.setting.sync)
         setting = self.setting
-        return replace(plan, pipeline=setting.pipeline, full_duplex=setting.full_duplex)
+        plan = Plan2D({}, setting.mesh, setting.sync, setting.pipeline, setting.full_duplex)
+        return plan.with_tables(tables)
 
     def _sharding(
         self, candidate: Candidate, choice: Choice, ranks: RanksOf, device: str

@@ -64,6 +64,7 @@ def test_no_other_cuts_have_a_faster_slowest_stage(
 
 def test_even_cuts_differ_by_one_layer() -> None:
     assert even_cuts(8, 4) == (2, 4, 6)
+    assert even_cuts(7, 3) == (3, 5)
     assert even_cuts(3, 3) == (1, 2)
     assert even_cuts(5, 1) == ()
 

@@ -2,12 +2,10 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
-import numpy as np
 import tomli_w
 import torch
-from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from torchrec.distributed.planner.types import (
     HardwareConfig,
@@ -45,21 +43,8 @@ class KernelCost(Coefficients):
     per_byte_s: Unit
     """Seconds for each byte of rows."""
 
-    @overload
-    def seconds(self, items: float, num_bytes: float) -> float: ...
-
-    @overload
-    def seconds(
-        self, items: NDArray[np.float64], num_bytes: NDArray[np.float64] | float
-    ) -> NDArray[np.float64]: ...
-
-    @overload
-    def seconds(
-        self, items: NDArray[np.float64] | float, num_bytes: NDArray[np.float64] | float
-    ) -> Any: ...
-
     def seconds(self, items: Any, num_bytes: Any) -> Any:
-        """Return the seconds of the work without the constant, which is per call."""
+        """Return the work's seconds without the constant per call, for numbers or arrays."""
         return self.per_item_s * items + self.per_byte_s * num_bytes
 
 

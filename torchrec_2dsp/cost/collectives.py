@@ -116,13 +116,7 @@ NOTHING_MOVED = Traffic(0.0, 0.0)
 
 
 def all_to_all(span: Span, to_each: float) -> Traffic:
-    """Every rank sends ``to_each`` bytes to every rank.
-
-    Example:
-        >>> from torchrec_2dsp.cost.collectives import Span, all_to_all
-        >>> all_to_all(Span.of_world(4, 2), to_each=100.0)
-        Traffic(local_bytes=100.0, link_bytes=400.0)
-    """
+    """Every rank sends ``to_each`` bytes to every rank."""
     elsewhere = span.num_ranks - span.ranks_per_host
     return Traffic(
         (span.ranks_per_host - 1) * to_each,
@@ -229,17 +223,7 @@ class Coefficients(CalibrationPart):
 
 
 class CollectiveCost(Coefficients):
-    """A collective's price; bytes travel inside hosts and across them at the same time.
-
-    Example:
-        >>> from torchrec_2dsp.cost.collectives import CollectiveCost, Span, all_to_all
-        >>> cost = CollectiveCost(
-        ...     base_s=0.001, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=1e-9
-        ... )
-        >>> span = Span.of_world(4, 2)
-        >>> cost.seconds(span, all_to_all(span, to_each=1e6))
-        0.005
-    """
+    """A collective's price; bytes travel inside hosts and across them at the same time."""
 
     per_peer_s: Call
     """Seconds for each other rank of the group."""

@@ -93,19 +93,7 @@ class DenseLayers:
 
 
 class Transformer(BaseModel):
-    """A pre-norm transformer over sequences of items that nobody has built or measured yet.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> from torchrec_2dsp.cost.calibration import KernelCost
-        >>> from torchrec_2dsp.cost.dense import Transformer
-        >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
-        >>> matmul = KernelCost(base_s=1e-5, per_item_s=1e-11, per_byte_s=0.0)
-        >>> kernels = calibration.kernels.model_copy(update={"matmul": matmul})
-        >>> layers = Transformer(num_blocks=12, dim=512, length=256).layers(kernels)
-        >>> len(layers.layers), f"{layers.parameter_bytes / 4e6:.0f} million parameters"
-        (12, '38 million parameters')
-    """
+    """A pre-norm transformer over sequences of items that nobody has built or measured yet."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -126,10 +114,6 @@ class Transformer(BaseModel):
 
     def layers(self, kernels: Kernels, *, state_per_weight: float = 2.0) -> DenseLayers:
         """Predict the blocks' work from the time of matrix products.
-
-        Args:
-            kernels: the calibrated times.
-            state_per_weight: numbers of optimizer state for each weight: 2 with Adam.
 
         Raises:
             CalibrationError: that wasn't measured.
@@ -209,22 +193,7 @@ class DenseCost(NamedParts):
 
 @dataclass(frozen=True)
 class DenseCostModel:
-    """Predicts the dense part of a step from layers that were measured.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> from torchrec_2dsp.cost.dense import DenseCostModel, DenseLayers, LayerWork
-        >>> from torchrec_2dsp.mesh import DenseMesh
-        >>> from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
-        >>> block = LayerWork(name="block", forward_s=1e-5, backward_s=2e-5, parameter_bytes=1e6)
-        >>> work = DenseLayers(layers=(block,) * 4, input_bytes=256, target_bytes=4)
-        >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
-        >>> model = DenseCostModel(calibration, local_world_size=2)
-        >>> ddp = DensePlan(kind=DenseKind.DDP, mesh=DenseMesh.for_world(4))
-        >>> cost = model.step_cost(work, ddp, batch_size=100)
-        >>> round(cost.compute_s, 6), cost.gradients_s > 0
-        (0.012, True)
-    """
+    """Predicts the dense part of a step from layers that were measured."""
 
     calibration: Calibration
 

@@ -236,11 +236,6 @@ def fitted_skew(num_rows: int, num_lookups: float, num_distinct: float) -> float
 
     It is the assumed one where so few lookups tell nothing, and never quite 0, which would mean
     that rows are known to be used alike.
-
-    Example:
-        >>> from torchrec_2dsp.cost.workload import fitted_skew
-        >>> round(fitted_skew(10_000, num_lookups=1024, num_distinct=400), 1)
-        1.1
     """
     if num_lookups - _distinct(num_rows, ASSUMED_SKEW, num_lookups, 0) < _ENOUGH_REPEATS:
         return ASSUMED_SKEW

@@ -94,16 +94,6 @@ class BucketLayout:
         """The bucket's size."""
         return sum(part.size for part in self.parts)
 
-    @property
-    def num_thresholded(self) -> int:
-        """Elements in thresholded parameters."""
-        return sum(part.size for part in self.thresholded)
-
-    @property
-    def num_whole(self) -> int:
-        """Elements in whole parameters."""
-        return self.num_elements - self.num_thresholded
-
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdSettings:
@@ -220,11 +210,13 @@ class ThresholdedGradients:
             report += GradientReport(num_bytes=report.dense_bytes)
         else:
             future, num_entries = self._reduce_entries(buffer, layout, size, route)
-            whole = BucketSize(layout.num_whole, 0, self._num_ranks, self._settings.values)
+            num_thresholded = sum(part.size for part in layout.thresholded)
+            num_whole = layout.num_elements - num_thresholded
+            whole = BucketSize(num_whole, 0, self._num_ranks, self._settings.values)
             report += GradientReport(
                 num_bytes=size.sent_bytes(route) + whole.sent_bytes(GradientRoute.DENSE),
                 num_entries=num_entries,
-                num_elements=layout.num_thresholded,
+                num_elements=num_thresholded,
             )
         if is_last:
             self._step = step + 1

@@ -47,19 +47,9 @@ def find_plan(
 ) -> tuple[Plan2D, Explanation | None]:
     """Search the plan on rank 0, and print there what was found.
 
-    Args:
-        module: the unsharded model.
-        sharders: list the possible types and kernels.
-        device: the tables' device.
-        sample: of batches, for `sampled_constraints`.
-        calibration: of these machines, a file or its name; by default they are measured.
-        arguments: those of `Planner2D`, except the topology.
-
-    Returns:
-        The plan on all ranks, and the reasons on rank 0.
-
-    Raises:
-        TwoDError: the same on all ranks.
+    Rank 0 alone gets the reasons. A ``sample`` of batches is for `sampled_constraints`; without a
+    calibration, or its file's name, these machines are measured. ``arguments`` are those of
+    `Planner2D`, except the topology. Errors are the same on all ranks.
 
     Collectives:
         Two agreements of all ranks, those of `calibration_of_world` without a calibration, those of

@@ -27,20 +27,7 @@ class DenseKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DensePlan:
-    """A wrapper and its settings.
-
-    Example:
-        >>> from torchrec_2dsp.mesh import DenseMesh
-        >>> from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
-        >>> mesh = DenseMesh.for_world(8, pp=4)
-        >>> str(DensePlan(kind=DenseKind.PIPELINED, mesh=mesh, num_micro_batches=8, cuts=(2, 4, 7)))
-        'dp 2, pp 4, 8 micro-batches, cuts 2 4 7'
-        >>> str(DensePlan(kind=DenseKind.DDP, mesh=DenseMesh.for_world(8)))
-        'DDP'
-        >>> mesh = DenseMesh.for_world(8, tp=2)
-        >>> str(DensePlan(kind=DenseKind.TENSOR_PARALLEL, mesh=mesh, num_copies=2))
-        'dp 4, tp 2, 2 copies'
-    """
+    """A wrapper and its settings."""
 
     kind: DenseKind
     """The wrapper."""
@@ -115,16 +102,17 @@ def cut_layers(
 
     Raises:
         ConfigError: there are fewer layers than stages, or a time is negative or no number.
-
-    Example:
-        >>> from torchrec_2dsp.plan.dense_plan import cut_layers
-        >>> cut_layers([1.0, 1.0, 1.0, 3.0], [8, 8, 8, 8], num_stages=2)
-        (3,)
-        >>> cut_layers([1.0, 1.0, 1.0, 1.0], [8, 800, 8, 8], num_stages=2, seconds_per_byte=0.01)
-        (1,)
     """
     num_layers = len(seconds)
-    _check(seconds, activation_bytes, num_stages, seconds_per_byte)
+    check_layers(num_layers, num_stages)
+    if len(activation_bytes) != num_layers:
+        raise ConfigError(
+            f"there are {num_layers} layers' seconds, but {len(activation_bytes)} layers' "
+            "activation_bytes; give both for each layer"
+        )
+    for number in (*seconds, *activation_bytes, seconds_per_byte):
+        if not 0 <= number < float("inf"):
+            raise ConfigError(f"{number} is no time and no size; give numbers of 0 or more")
     sums = [0.0]
     for layer_seconds in seconds:
         sums.append(sums[-1] + layer_seconds)
@@ -153,13 +141,7 @@ def cut_layers(
 
 
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return cuts into stages of equal length, the first ones a layer longer if need be.
-
-    Example:
-        >>> from torchrec_2dsp.plan.dense_plan import even_cuts
-        >>> even_cuts(7, 3)
-        (3, 5)
-    """
+    """Return cuts into stages of equal length, the first ones a layer longer if need be."""
     check_layers(num_layers, num_stages)
     size, rest = divmod(num_layers, num_stages)
     return tuple(stage * size + min(stage, rest) for stage in range(1, num_stages))
@@ -190,20 +172,3 @@ def check_layers(num_layers: int, num_stages: int) -> None:
             f"a LayerStack of {num_layers} layers can't be cut into num_stages={num_stages}; use "
             f"{num_layers} stages or fewer, or cut its layers into smaller ones"
         )
-
-
-def _check(
-    seconds: Sequence[float],
-    activation_bytes: Sequence[float],
-    num_stages: int,
-    seconds_per_byte: float,
-) -> None:
-    check_layers(len(seconds), num_stages)
-    if len(activation_bytes) != len(seconds):
-        raise ConfigError(
-            f"there are {len(seconds)} layers' seconds, but {len(activation_bytes)} layers' "
-            "activation_bytes; give both for each layer"
-        )
-    for number in (*seconds, *activation_bytes, seconds_per_byte):
-        if not 0 <= number < float("inf"):
-            raise ConfigError(f"{number} is no time and no size; give numbers of 0 or more")

@@ -117,22 +117,6 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     """Raise `UnsupportedError` for the first module that can't be sharded as a whole.
 
     The modules at ``paths`` are sharded, by default all.
-
-    Example:
-        >>> from torch import nn
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> from torchrec_2dsp.plan.fits_module import check_model
-        >>> table = EmbeddingBagConfig(
-        ...     name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"]
-        ... )
-        >>> model = nn.ModuleDict({"a": EmbeddingBagCollection(tables=[table])})
-        >>> check_model(model)
-        >>> model["b"] = model["a"]
-        >>> check_model(model)
-        Traceback (most recent call last):
-            ...
-        torchrec_2dsp.errors.UnsupportedError: module '' has one collection under two names, ...
     """
     chosen = None if paths is None else set(paths)
     unsharded = {part for top in filter(is_left_whole, model.modules()) for part in top.modules()}
@@ -332,19 +316,7 @@ def has_weights(module: Any) -> bool:
 
 
 def check_table_configs(path: str, configs: Iterable[Any], *, is_weighted: bool = False) -> None:
-    """Raise an error for the first table that no kernel can hold, or that nobody can pool.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec_2dsp.plan.fits_module import check_table_configs
-        >>> table = EmbeddingBagConfig(
-        ...     name="t", num_embeddings=9, embedding_dim=6, feature_names=["f"]
-        ... )
-        >>> check_table_configs("ebc", [table])
-        Traceback (most recent call last):
-            ...
-        torchrec_2dsp.errors.PlanError: table 't' of module 'ebc' has embedding_dim=6; ...
-    """
+    """Raise an error for the first table that no kernel can hold, or that nobody can pool."""
     for config in configs:
         if is_weighted and getattr(config, "pooling", None) is PoolingType.MEAN:
             raise UnsupportedError(

@@ -69,17 +69,7 @@ def golden_step(num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class RowSpread:
-    """A bijection between a table's rows and their positions.
-
-    Example:
-        >>> import torch
-        >>> from torchrec_2dsp.plan.parameter_sharding import RowSpread
-        >>> spread = RowSpread(num_rows=10)
-        >>> spread.positions(torch.arange(4))
-        tensor([0, 7, 4, 1])
-        >>> spread.rows(torch.tensor([0, 7, 4, 1]))
-        tensor([0, 1, 2, 3])
-    """
+    """A bijection between a table's rows and their positions."""
 
     num_rows: int
     """The table's row count."""
@@ -135,13 +125,7 @@ class ShardingType2D(enum.Enum):
 
 
 def type_2d(sharding_type: str) -> str:
-    """Return a sharding type's 2D form, or the type itself if it is one.
-
-    Example:
-        >>> from torchrec_2dsp.plan.parameter_sharding import type_2d
-        >>> type_2d("row_wise")
-        '2d_row_wise'
-    """
+    """Return a sharding type's 2D form, or the type itself if it is one."""
     type_2d_of = {member.base.value: member.value for member in ShardingType2D}
     if sharding_type in type_2d_of:
         return type_2d_of[sharding_type]
@@ -273,18 +257,6 @@ class ProposedType(str):
 
     TorchRec's planner carries types from proposals to plans as they are, and nothing else that is
     ours; so this is a string to it, and tells `ParameterSharding2D.of` the rest.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> from torchrec.distributed.types import ShardingType
-        >>> from torchrec_2dsp.plan.parameter_sharding import Exchange, ProposedType, base_type
-        >>> kind = ProposedType.of(
-        ...     ShardingType.ROW_WISE, tdsp.Mesh2D(2, 4), tdsp.GradientSync(), Exchange.ROW
-        ... )
-        >>> kind
-        '2d_row_wise, row exchange, 2 groups of 4 strided'
-        >>> base_type(kind), kind.exchange
-        ('row_wise', <Exchange.ROW: 'row'>)
     """
 
     mesh: Mesh2D

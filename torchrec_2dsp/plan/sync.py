@@ -106,13 +106,7 @@ SyncPolicy = every | after | never
 
 
 def parse_policy(text: str) -> SyncPolicy:
-    """Parse a policy's text, such as ``"after(1000, every(4))"``.
-
-    Example:
-        >>> from torchrec_2dsp.plan.sync import parse_policy
-        >>> parse_policy("after(1000, every(4))")
-        after(1000, every(4))
-    """
+    """Parse a policy's text, such as ``"after(1000, every(4))"``."""
     squeezed = re.sub(r"[\s_]", "", text)
     if squeezed == "never()":
         return never()

@@ -32,24 +32,7 @@ class DenseCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseChoices:
-    """All ways that were searched; printed, the best of them with their costs.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> from torchrec_2dsp.cost.dense import DenseLayers, LayerWork
-        >>> from torchrec_2dsp.planner.dense_search import search_dense
-        >>> block = LayerWork(name="block", forward_s=1e-5, backward_s=2e-5, parameter_bytes=4e7)
-        >>> work = DenseLayers(layers=(block,) * 4, input_bytes=256, target_bytes=4)
-        >>> choices = search_dense(
-        ...     work,
-        ...     calibration=tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml"),
-        ...     world_size=4,
-        ...     local_world_size=2,
-        ...     batch_size=1_024,
-        ... )
-        >>> choices.best.plan.kind.value
-        'pipelined'
-    """
+    """All ways that were searched; printed, the best of them with their costs."""
 
     candidates: Sequence[DenseCandidate]
     """The ways that fit, the fastest first."""

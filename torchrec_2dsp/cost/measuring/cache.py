@@ -45,7 +45,7 @@ T = TypeVar("T")
 def calibration_of_world(
     world: dist.ProcessGroup, *, local_world_size: int, device: torch.device
 ) -> Calibration:
-    """Return the calibration of these ranks: the one that was kept, or one measured now.
+    """Return these ranks' calibration, the same on all: the one that was kept, or one measured now.
 
     It is measured in 20 s at most, with a line on rank 0's stderr, and kept under a fingerprint of
     all ranks' machines. A damaged file is measured again, and a folder that can't be written keeps
@@ -55,9 +55,6 @@ def calibration_of_world(
         world: all ranks, host by host; one alone has no network, and measures its own work.
         local_world_size: ranks per host.
         device: the tables' device.
-
-    Returns:
-        The same on all ranks.
 
     Raises:
         CalibrationError: on all ranks, if measuring fails on one of them.

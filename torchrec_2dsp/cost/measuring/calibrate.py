@@ -128,13 +128,8 @@ def calibrate(
 
     ``world`` lies host by host; one rank alone has no network, and measures its own work.
 
-    Args:
-        world: all ranks.
-        local_world_size: ranks per host.
-        name: the hardware's.
-        device: the tables'; by default the one that the backend serves.
-        sampling: sizes, repeats, and how long it may take.
-        progress: called with what is being measured.
+    Tables are on ``device``, by default the one that the backend serves. ``progress`` is called
+    with what is being measured.
 
     Raises:
         CalibrationError: on all ranks, if hosts have different numbers of ranks, or what is
@@ -225,9 +220,7 @@ def memory_bytes(device: torch.device) -> int:
 def memory_limits(own_groups: Path, root: Path) -> Iterator[int]:
     """Yield the limits in bytes that a container, or a job's scheduler, sets on this process.
 
-    Args:
-        own_groups: the kernel's list of the process's control groups, of version 1 or 2.
-        root: the folder of all control groups.
+    ``own_groups`` is the kernel's list of its control groups, of version 1 or 2.
     """
     with suppress(OSError):
         for line in own_groups.read_text().splitlines():

@@ -62,22 +62,7 @@ class KernelSample:
 
 
 def fit_collective(samples: Sequence[CollectiveSample]) -> CollectiveCost:
-    """Fit a collective's coefficients; those that no sample tells of stay unknown.
-
-    Example:
-        >>> from torchrec_2dsp.cost.measuring.fit import CollectiveSample, Timed, fit_collective
-        >>> from torchrec_2dsp.cost.collectives import Span
-        >>> from torchrec_2dsp.cost.collectives import Traffic
-        >>> samples = [
-        ...     CollectiveSample(
-        ...         Span(2, 2, 1), Traffic(num_bytes, 0.0), Timed(0.002 + num_bytes * 1e-9)
-        ...     )
-        ...     for num_bytes in (1e3, 1e6, 1e7)
-        ... ]
-        >>> cost = fit_collective(samples)
-        >>> round(cost.local_s_per_byte * 1e9, 6), cost.link_s_per_byte
-        (1.0, None)
-    """
+    """Fit a collective's coefficients; those that no sample tells of stay unknown."""
     local = np.array([sample.traffic.local_bytes for sample in samples])
     link = np.array([sample.traffic.link_bytes for sample in samples])
     constant = [[1.0, sample.span.num_ranks - 1] for sample in samples]

@@ -122,19 +122,6 @@ def measure_layers(
 
     The shortest of several times counts, after a warm-up. Parameter gradients are left alone;
     buffers change as in training.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> import torchrec_2dsp as tdsp
-        >>> from torchrec_2dsp.dense.pipelined.layer_stack import measure_layers
-        >>> class SquaredError(nn.Module):
-        ...     def forward(self, outputs, targets):
-        ...         return (outputs - targets).square().sum(dim=1)
-        >>> stack = tdsp.LayerStack([nn.Linear(4, 4), nn.Linear(4, 2)], SquaredError())
-        >>> times = measure_layers(stack, torch.ones(8, 4), [torch.ones(8, 2)])
-        >>> [time.output_bytes for time in times]
-        [128, 64]
     """
     if num_repeats < 1:
         raise ConfigError(f"num_repeats={num_repeats} measures nothing; use 1 or more")

@@ -55,12 +55,7 @@ _SOURCE = re.compile(r"\[\S*\.cc:\d+\] ")
 
 
 def run_dcp(action: Callable[[], object], failure: str) -> None:
-    """Run DCP, and raise its errors as a `CheckpointError` on all ranks.
-
-    Args:
-        action: calls DCP.
-        failure: what follows from an error, as the beginning of a sentence.
-    """
+    """Run DCP; raise its errors on all ranks, as a `CheckpointError` that begins by ``failure``."""
     try:
         action()
     except CheckpointException as error:

@@ -82,12 +82,7 @@ class _RecordUnpickler(pickle._Unpickler):
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """Read the metadata in the pickle ``data``.
-
-    Args:
-        data: the contents of a file `.metadata`.
-        where: the file's name, for errors.
-    """
+    """Read the metadata in a pickle; ``where`` names its file in errors."""
     try:
         metadata = _metadata(_RecordUnpickler(data).load())
     except UnknownName as error:

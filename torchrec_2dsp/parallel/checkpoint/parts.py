@@ -62,9 +62,7 @@ def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 def check_wrappers(optimizer: Optimizer) -> None:
     """Refuse a wrapper that keeps state beside the optimizers whose state dict it returns.
 
-    Raises:
-        ConfigError: TorchRec's WarmupOptimizer wraps a CombinedOptimizer, and its progress would
-            be lost in a checkpoint.
+    TorchRec's WarmupOptimizer does around a CombinedOptimizer, and would lose its progress.
     """
     parts = wrapped_optimizers(optimizer)
     if isinstance(optimizer, OptimizerWrapper):
@@ -192,9 +190,8 @@ class MeetingWrapper(Protocol):
 def check_together(model: nn.Module) -> None:
     """Raise if ranks may have different dense parts now.
 
-    Raises:
-        SyncError: a save would keep one of them, and a load would leave the wrapper with changes
-            from weights that are gone.
+    A save would keep one of them, and a load leave the wrapper with changes from weights that are
+    gone.
     """
     wrapper = data_parallel_wrapper(model)
     if isinstance(wrapper, MeetingWrapper):

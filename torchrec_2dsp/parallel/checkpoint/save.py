@@ -86,11 +86,8 @@ def start_save(
 ) -> PendingSave:
     """Run ``save`` in a thread, and return as soon as the state may change again.
 
-    Args:
-        world: all ranks, without another save that is running.
-        folder: the folder of the checkpoint.
-        save: writes the checkpoint; raises nothing but a `CheckpointError`.
-        is_staged: set by ``save`` when it has copied what it writes.
+    ``save`` raises nothing but a `CheckpointError`, and sets ``is_staged`` when it has copied what
+    it writes. No other save of this world may be running.
     """
     pending = PendingSave(folder)
     pending.set_running_or_notify_cancel()

@@ -150,27 +150,14 @@ class StoredCheckpoint:
     def tensors(
         self, part: str, only: Callable[[str], bool] = lambda name: True
     ) -> dict[str, torch.Tensor]:
-        """Read a part's tensors, each stored in one piece, on this rank alone.
-
-        Args:
-            part: a part whose tensors aren't the model's own.
-            only: says which names to read.
-
-        Returns:
-            The tensors by name, without the name of the part.
-        """
+        """Read a part's tensors on this rank alone, by their names without the part's."""
         return {name: self.tensor(f"{part}.{name}") for name in self.names(part) if only(name)}
 
     def verify(self, parts: Iterable[str], rank: int, num_ranks: int) -> None:
         """Verify this rank's share of the bytes.
 
-        A chunk must add up to its checksum, and what is loaded of it must be of the type and shape
-        that the metadata say.
-
-        Args:
-            parts: the parts that are going to be loaded.
-            rank: this one of the ranks that share the work.
-            num_ranks: how many ranks share the work.
+        A chunk must add up to its checksum, and what is loaded of it, for some parts, must be of
+        the type and shape that the metadata say.
         """
         parts = tuple(parts)
         by_chunk: dict[Chunk, list[MetadataIndex]] = {}

@@ -138,12 +138,9 @@ def check_whole_state(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -> None:
-    """Write state back into a model of any plan; tables that weren't saved keep their state.
+    """Write `whole_state` back into a model of any plan; tables that weren't saved keep theirs.
 
-    Args:
-        model: the model.
-        saved: what `whole_state` returned.
-        step: what policies count from if the saved run had none.
+    Policies count from ``step`` if the saved run had none.
     """
     for tables in sharded_tables(model):
         steps = [saved["policy_steps"].get(name, 0) for name in tables.table_names]

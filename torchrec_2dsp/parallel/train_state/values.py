@@ -22,23 +22,7 @@ def to_plain(value: Any, prefix: str) -> dict[str, torch.Tensor]:
     """Encode a nested value as flat tensors; `from_plain` decodes it.
 
     Values may be dicts with any plain keys, lists, tuples, texts, numbers, bytes, tensors, arrays
-    and counters.
-
-    Args:
-        value: the value to store.
-        prefix: the beginning of all names.
-
-    Returns:
-        Tensors by name. The one called ``<prefix>header`` holds JSON, as bytes.
-
-    Example:
-        >>> import torch
-        >>> from torchrec_2dsp.parallel.train_state.values import from_plain, to_plain
-        >>> tensors = to_plain({"steps": (3, 4), "counts": torch.ones(2)}, "rank0.")
-        >>> sorted(tensors)
-        ['rank0.counts', 'rank0.header']
-        >>> from_plain(tensors, "rank0.")
-        {'steps': (3, 4), 'counts': tensor([1., 1.])}
+    and counters. The tensor called ``<prefix>header`` holds JSON, as bytes.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_encode(value, "", prefix, tensors))
@@ -257,9 +241,7 @@ def kind_of_wrapper(wrapper: object) -> str:
 def check_left_out(states: Sequence[Mapping[str, Any]], kind: str | None = None) -> None:
     """Raise if dense gradients of a wrapper would be lost in a model that doesn't take them over.
 
-    Args:
-        states: the wrapper's.
-        kind: the name of the wrapper, which older checkpoints don't have.
+    Older checkpoints don't have the wrapper's name, ``kind``.
     """
     if any(_holds_gradients(state.get("residuals", state)) for state in states):
         raise CheckpointError(

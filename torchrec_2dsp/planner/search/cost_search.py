@@ -209,13 +209,7 @@ def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: int)
 
 
 def meshes_of(world_size: int, local_world_size: int) -> Iterator[Mesh2D]:
-    """Yield all meshes of a world that are tried, the smallest groups first.
-
-    Example:
-        >>> from torchrec_2dsp.planner.search.cost_search import meshes_of
-        >>> [(mesh.num_groups, mesh.layout.value) for mesh in meshes_of(4, 2)]
-        [(4, 'strided'), (2, 'strided'), (2, 'contiguous'), (1, 'strided')]
-    """
+    """Yield all meshes of a world that are tried, the smallest groups first."""
     for group_size in divisors(world_size):
         if group_size > _MAX_GROUP_SIZE:
             break

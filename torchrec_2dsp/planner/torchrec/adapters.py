@@ -54,11 +54,6 @@ def searched_type(sharding_type: str) -> str:
     Data parallel keeps its name. It means the same in both worlds, a replica on every rank of
     the world, and TorchRec's planner accepts its dense kernel under no other name. `Plan2D`
     gives it the 2D form.
-
-    Example:
-        >>> from torchrec_2dsp.planner.torchrec.adapters import searched_type
-        >>> searched_type("row_wise"), searched_type("2d_data_parallel")
-        ('2d_row_wise', 'data_parallel')
     """
     if base_type(sharding_type) == ShardingType.DATA_PARALLEL.value:
         return ShardingType.DATA_PARALLEL.value

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,10 @@ from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.export.export import ExportRecord, export_model
 from torchrec_2dsp.programs.export.kinds import saying_what_stops, served_model, served_own_model
-from torchrec_2dsp.programs.export.quality import HeldOutBatches
 from torchrec_2dsp.programs.export.served import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch import only_rank
-from torchrec_2dsp.programs.models.kinds import dataset_for, has_clicks
+from torchrec_2dsp.programs.models.kinds import has_clicks
 from torchrec_2dsp.programs.train.results import RunFolder
 
 pytestmark = pytest.mark.dealt_file
@@ -64,9 +64,10 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
     source, output, record = served[cell]
     model = stock_model(source)
     config = source.config
-    as_served = served_model(model, config.model, config.data.dataset())
-    held_out = HeldOutBatches(config, dataset_for(config.model, config.data.dataset()))
-    batches = list(held_out)
+    dataset = config.data.dataset()
+    as_served = served_model(model, config.model, dataset)
+    held_out = dataset.batches(Split.EVAL, global_batch_size=16, rank=0, world_size=1)
+    batches = list(islice(held_out, 2))
     exact = [plain_scores(model, batch) for batch in batches]
     tables = [weight for name, weight in model.named_parameters() if ".t_" in name]
     assert len(tables) == 2

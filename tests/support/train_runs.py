@@ -168,7 +168,8 @@ class PlainRun:
         is_ranked = not has_clicks(self.config.model)
         metrics = {"loss": fmean(losses)} if is_ranked else plain_metrics(logits, labels)
         batches = chain(*self.batches(Split.EVAL, self.config.loop.eval_steps))
-        return metrics | ranking_metrics(self.model, batches, ranking_of(self.config.model), None)
+        ranking = ranking_of(self.config.model)
+        return metrics | ranking_metrics(self.model.eval(), batches, ranking, None)
 
 
 def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:

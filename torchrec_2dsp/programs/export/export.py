@@ -3,19 +3,17 @@
 import os
 import shutil
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 from torch import nn
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
-from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.section import JsonFile
 from torchrec_2dsp.programs.data.dataset import Dataset
-from torchrec_2dsp.programs.export.kinds import saying_what_stops, served_model
+from torchrec_2dsp.programs.export.kinds import ServedModel, saying_what_stops, served_model
 from torchrec_2dsp.programs.export.quality import (
-    HeldOutBatches,
     ServedQuality,
     check_answers,
     check_loss,
@@ -30,16 +28,17 @@ from torchrec_2dsp.programs.export.served import (
     EXPORT_FILE,
     FEATURES_FILE,
     MODEL_FILE,
-    ServedModel,
+    ServingInputs,
     load_script,
     quantize_,
     quantized_bytes,
-    serving_inputs,
 )
 from torchrec_2dsp.programs.export.source import ExportSource, trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.metrics import held_out_batches
 from torchrec_2dsp.programs.train.results import environment
 
 DEFAULT_MAX_LOSS = 0.001
@@ -123,10 +122,10 @@ def _written(
     source: ExportSource, dataset: Dataset, model: nn.Module, folder: Path, max_loss: float
 ) -> ExportRecord:
     """Write all files; read the model's again and compare it with the trained one."""
-    config, group = source.config, world_group()
+    config = source.config
     served = served_model(model, config.model, dataset)
-    batches = HeldOutBatches(config, dataset_for(config.model, dataset))
-    trained = measure(model, served, batches, config, group)
+    held_out = dataset_for(config.model, dataset)
+    trained = measure(model, served, held_out, config)
     table_bytes = sum(
         table.num_embeddings * table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         for table in tables_of(model)
@@ -134,10 +133,19 @@ def _written(
     factory = config.model.factory if isinstance(config.model, OwnModelConfig) else ""
     with saying_what_stops(factory):
         quantize_(model)
-        quantized = measure(model, served, batches, config, group)
+        quantized = measure(model, served, held_out, config)
         served.script().save(str(folder / MODEL_FILE))
-        outputs = _checked_outputs(folder / MODEL_FILE, served, quantized, batches)
-    serving_inputs(config, served, outputs).save(folder / FEATURES_FILE)
+        outputs = _checked_outputs(config, folder / MODEL_FILE, served, quantized, held_out)
+    columns: Any = getattr(config.data, "dense", ())
+    inputs = ServingInputs(
+        kind=config.model.kind,
+        num_dense=served.num_dense,
+        dense=tuple(column.column for column in columns) if served.num_dense else (),
+        features=served.features,
+        outputs=outputs,
+        functions=served.functions,
+    )
+    inputs.save(folder / FEATURES_FILE)
     write_encoding(config, dataset, folder)
     before, after = trained.metrics[config.metric], quantized.metrics[config.metric]
     record = ExportRecord(
@@ -159,10 +167,15 @@ def _written(
 
 
 def _checked_outputs(
-    path: Path, served: ServedModel, quantized: ServedQuality, batches: HeldOutBatches
+    config: TrainConfig,
+    path: Path,
+    served: ServedModel,
+    quantized: ServedQuality,
+    dataset: Dataset,
 ) -> tuple[str, ...]:
     """Read a file again, check that it scores as the quantised model, and name its outputs."""
     script = load_script(path)
-    check_script(scores_of(served, script, batches), quantized.scores)
-    request = first_request(served, batches)
+    script_scores = scores_of(served, script, held_out_batches(config, dataset))
+    check_script(script_scores, quantized.scores)
+    request = first_request(served, held_out_batches(config, dataset))
     return check_answers(script, served.module(), request, len(served.features))

@@ -6,7 +6,7 @@ vectors of all items, a chunk at a time, rank the items.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from torchrec_2dsp.programs.export.served import (
     Request,
     RequestCheck,
     ServedFeature,
-    ServedModel,
     is_integer,
     request_of,
     script_of,
@@ -33,29 +32,37 @@ from torchrec_2dsp.programs.models.kinds import ModelSection
 from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
-from torchrec_2dsp.programs.models.two_tower import TwoTowerModel
+
+Scores = Callable[[nn.Module, torch.Tensor, KeyedJaggedTensor], Answer]
+"""Scores samples with a model, from their dense features and ids."""
 
 
 class ServedScores:
-    """A `ServedModel` whose answers have a tensor ``scores``."""
+    """A trained model whose answers have a tensor ``scores``.
+
+    Its tables may be quantised in place at any time.
+    """
 
     functions: tuple[str, ...] = ()
-    """No functions besides the call."""
+    """No functions of the file besides the call that answers a request."""
 
     def __init__(
-        self, answers: nn.Module, features: Sequence[ServedFeature], num_dense: int
+        self,
+        model: nn.Module,
+        scores: Scores,
+        features: Sequence[ServedFeature],
+        num_dense: int,
     ) -> None:
-        """Take ``answers``, which maps dense features and a `KeyedJaggedTensor` to ``scores``."""
         self.features, self.num_dense = tuple(features), num_dense
         self._names = [feature.name for feature in features]
-        self._answers = _Answers(answers, self._names).eval()
+        self._answers = _Answers(model, scores, self._names).eval()
 
     def module(self) -> nn.Module:
         """Return a module that answers requests with the current tables."""
         return self._answers
 
     def script(self) -> torch.jit.ScriptModule:
-        """Script the module, with a check of requests."""
+        """Script the module for the file, with a check of requests; the weights are shared."""
         check = RequestCheck(self.features, self.num_dense)
         return script_of(CheckedRequests(check, traced_script(self._answers)))
 
@@ -86,46 +93,39 @@ def _features_of_tables(model: nn.Module) -> list[ServedFeature]:
 
 
 class _Answers(nn.Module):
-    """Answers requests with a module that takes their ids together."""
+    """Answers requests with a model that takes their ids together."""
 
-    def __init__(self, answers: nn.Module, features: list[str]) -> None:
+    def __init__(self, model: nn.Module, scores: Scores, features: list[str]) -> None:
         super().__init__()
-        self.answers = answers
-        self._features = features
+        self.model = model
+        self._scores, self._features = scores, features
 
-    def forward(
-        self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> Answer:
         ids = KeyedJaggedTensor(keys=self._features, values=values, lengths=lengths)
-        return self.answers(dense, ids)
+        return self._scores(self.model, dense, ids)
 
 
-class _ClickScores(nn.Module):
-    """Scores clicks by a DLRM or a DCN: logits and probabilities."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        scores = self.model(dense, ids).squeeze(1)
-        return {"scores": scores, "probabilities": torch.sigmoid(scores)}
+def _click_scores(model: nn.Module, dense: torch.Tensor, ids: KeyedJaggedTensor) -> Answer:
+    """Score clicks by a DLRM or a DCN: logits and probabilities."""
+    return _logits_and_probabilities(model(dense, ids))
 
 
-class _TwoTowerScores(nn.Module):
-    """Scores pairs by two towers: dot products and the multiplied vectors."""
+def _tower_scores(model: Any, dense: torch.Tensor, ids: KeyedJaggedTensor) -> Answer:
+    """Score pairs by two towers: dot products and the multiplied vectors."""
+    users, items = model.vectors(ids, dense)
+    return {"scores": (users * items).sum(dim=1), "user_vectors": users, "item_vectors": items}
 
-    def __init__(self, model: TwoTowerModel) -> None:
-        super().__init__()
-        self.model = model
 
-    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        users, items = self.model.vectors(ids, dense)
-        return {
-            "scores": (users * items).sum(dim=1),
-            "user_vectors": users,
-            "item_vectors": items,
-        }
+def _batch_scores(model: nn.Module, dense: torch.Tensor, ids: KeyedJaggedTensor) -> Answer:
+    """Score with a model that takes batches and returns the logits beside its loss."""
+    # A request has no labels, and nobody asks for the loss.
+    _, (_, logits, _) = model(Batch(dense, ids, dense.new_zeros(dense.size(0))))
+    return _logits_and_probabilities(logits)
+
+
+def _logits_and_probabilities(logits: torch.Tensor) -> Answer:
+    scores = logits.reshape(-1)
+    return {"scores": scores, "probabilities": torch.sigmoid(scores)}
 
 
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
@@ -148,7 +148,7 @@ def served_own_model(model: nn.Module, data: BatchShape, factory: str) -> Served
         )
         for feature in data.features
     ]
-    return ServedScores(_BatchScores(model), features, data.num_dense)
+    return ServedScores(model, _batch_scores, features, data.num_dense)
 
 
 @contextmanager
@@ -188,23 +188,11 @@ def _check_collections(model: nn.Module, factory: str) -> None:
             )
 
 
-class _BatchScores(nn.Module):
-    """Scores with a model that takes batches and returns the logits beside its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        # A request has no labels, and nobody asks for the loss.
-        batch = Batch(dense, ids, dense.new_zeros(dense.size(0)))
-        _, (_, logits, _) = self.model(batch)
-        scores = logits.reshape(-1)
-        return {"scores": scores, "probabilities": torch.sigmoid(scores)}
-
-
 class ServedNextItems:
-    """A `ServedModel` whose samples are histories of items, oldest first."""
+    """A trained model whose samples are histories of items, oldest first.
+
+    Its tables may be quantised in place at any time.
+    """
 
     functions: tuple[str, ...] = ("item_vectors", "next_items")
     """The file's functions besides the call."""
@@ -232,27 +220,29 @@ class ServedNextItems:
 
     def request(self, batch: Batch) -> Request | None:
         """Return held-out histories without their last items; none if all are empty."""
-        return self._held_out(batch).request
+        request, _ = self._held_out(batch)
+        return request
 
     def scores(self, answers: Any, batch: Batch) -> torch.Tensor:
         """Score the last items in held-out samples that have a history before."""
-        held_out = self._held_out(batch)
-        if held_out.request is None:
+        request, targets = self._held_out(batch)
+        if request is None:
             return torch.empty(0)
-        vectors = answers(*held_out.request)["next_vectors"]
-        return (vectors * answers.item_vectors(held_out.targets)).sum(dim=1)
+        vectors = answers(*request)["next_vectors"]
+        return (vectors * answers.item_vectors(targets)).sum(dim=1)
 
-    def _held_out(self, batch: Batch) -> "_HeldOut":
+    def _held_out(self, batch: Batch) -> tuple[Request | None, torch.Tensor]:
+        """Return held-out samples as a request for histories, and their next items."""
         ids = batch.sparse_features[self.features[0].name]
         lengths, ends = ids.lengths().long(), ids.offsets().long()[1:]
         has_history = lengths > 1
         if not bool(has_history.any()):
-            return _HeldOut(None, ids.values()[:0])
+            return None, ids.values()[:0]
         is_kept = torch.repeat_interleave(has_history, lengths)
         is_kept[ends[has_history] - 1] = False
         counts = lengths[has_history] - 1
         request = torch.empty(len(counts), 0), ids.values()[is_kept], counts
-        return _HeldOut(request, ids.values()[ends[has_history] - 1])
+        return request, ids.values()[ends[has_history] - 1]
 
     def _answers(self, lookup: nn.Module, layers: nn.Module) -> "_NextItems":
         check = RequestCheck(self.features, self.num_dense)
@@ -264,13 +254,6 @@ class ServedNextItems:
 
     def _layers(self) -> nn.Module:
         return nn.Sequential(*self._model.dense.layers).eval()
-
-
-class _HeldOut(NamedTuple):
-    """Held-out samples, as histories and next items."""
-
-    request: Request | None
-    targets: torch.Tensor
 
 
 class _ItemLookup(nn.Module):
@@ -367,6 +350,10 @@ class _NextItems(nn.Module):
         return {"items": items.masked_fill(scores == -torch.inf, -1), "scores": scores}
 
 
+ServedModel = ServedScores | ServedNextItems
+"""A trained model that answers requests."""
+
+
 def served_model(model: nn.Module, section: ModelSection, data: BatchShape) -> ServedModel:
     """Serve a trained model by its kind."""
     built: Any = model
@@ -374,6 +361,7 @@ def served_model(model: nn.Module, section: ModelSection, data: BatchShape) -> S
         return served_own_model(model, data, section.factory)
     if isinstance(section, SequenceModelConfig):
         return ServedNextItems(built, section)
-    is_clicks = isinstance(section, ModelConfig)
-    answers = _ClickScores(built.model) if is_clicks else _TwoTowerScores(built)
-    return ServedScores(answers, _features_of_tables(model), data.num_dense)
+    features = _features_of_tables(model)
+    if isinstance(section, ModelConfig):
+        return ServedScores(built.model, _click_scores, features, data.num_dense)
+    return ServedScores(model, _tower_scores, features, data.num_dense)

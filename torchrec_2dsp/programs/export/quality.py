@@ -1,21 +1,20 @@
 """Compare the served model with the trained one, on held-out batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError, ExportError, UnsupportedError
-from torchrec_2dsp.programs.data.dataset import Dataset, Split, closing_batches
-from torchrec_2dsp.programs.export.served import Answer, Request, ServedModel, first_sample
-from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
-from torchrec_2dsp.programs.models.ranking import ranking_metrics
+from torchrec_2dsp.programs.data.dataset import Dataset
+from torchrec_2dsp.programs.export.kinds import ServedModel
+from torchrec_2dsp.programs.export.served import Answer, Request, first_sample
+from torchrec_2dsp.programs.models.kinds import has_clicks
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.metrics import ClickMetrics
+from torchrec_2dsp.programs.train.metrics import evaluated, held_out_batches
 from torchrec_2dsp.programs.train.record import LESS_IS_BETTER
 
 _ROUNDING = 1e-5
@@ -24,30 +23,15 @@ round in another order."""
 _NOTHING_HELD_OUT = "there are no held-out batches to compare on; hold some samples out"
 
 
-class HeldOutBatches:
-    """A config's held-out batches, which can be read repeatedly."""
-
-    def __init__(self, config: TrainConfig, dataset: Dataset) -> None:
-        self._config, self._dataset = config, dataset
-
-    def __iter__(self) -> Iterator[Batch]:
-        loop = self._config.loop
-        batches = self._dataset.batches(
-            Split.EVAL, global_batch_size=loop.batch_size, rank=0, world_size=1
-        )
-        with closing_batches(batches) as opened:
-            yield from islice(opened, loop.eval_steps or None)
-
-
 def scores_of(
-    served: ServedModel, answers: Callable[..., Answer], batches: HeldOutBatches
+    served: ServedModel, answers: Callable[..., Answer], batches: Iterable[Batch]
 ) -> list[torch.Tensor]:
     """Score each batch's samples with a served model's module or script."""
     with torch.no_grad():
         return [served.scores(answers, batch) for batch in batches]
 
 
-def first_request(served: ServedModel, batches: HeldOutBatches) -> Request:
+def first_request(served: ServedModel, batches: Iterable[Batch]) -> Request:
     """Return the request for the first held-out batch that has one."""
     for batch in batches:
         request = served.request(batch)
@@ -65,30 +49,25 @@ class ServedQuality:
 
 
 def measure(
-    model: nn.Module,
-    served: ServedModel,
-    batches: HeldOutBatches,
-    config: TrainConfig,
-    group: dist.ProcessGroup,
+    model: nn.Module, served: ServedModel, dataset: Dataset, config: TrainConfig
 ) -> ServedQuality:
     """Evaluate a model that isn't sharded, with or without quantised tables.
 
     Collectives:
-        Same as `ClickMetrics.gather` and of `ranking_metrics`, in a group of one.
+        Same as `evaluated`, in a world of one.
     """
-    scores = scores_of(served, served.module(), batches)
-    clicks = ClickMetrics(group)
-    with torch.no_grad():
-        for batch, served_scores in zip(batches, scores, strict=True):
-            _, (loss, logits, labels) = model(batch)
-            clicks.add(loss, logits, labels)
-            if has_clicks(config.model):
-                _check_logits(logits.reshape(-1), served_scores)
-    metrics = clicks.gather(0).metrics
-    if not has_clicks(config.model):
-        metrics = {"loss": metrics["loss"]}
-    rankings = ranking_metrics(model, batches, ranking_of(config.model), group)
-    return ServedQuality(scores, {**metrics, **rankings})
+    logits: list[torch.Tensor] = []
+
+    def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        logits.append(output[1][1].reshape(-1))
+
+    scores = scores_of(served, served.module(), held_out_batches(config, dataset))
+    with model.register_forward_hook(note):
+        metrics = evaluated(config, model, dataset, step=0).metrics
+    if has_clicks(config.model):
+        for evaluated_logits, served_scores in zip(logits, scores, strict=True):
+            _check_logits(evaluated_logits, served_scores)
+    return ServedQuality(scores, metrics)
 
 
 def _check_logits(evaluated: torch.Tensor, scores: torch.Tensor) -> None:

@@ -6,14 +6,13 @@ that `torch.export` writes are bound to batches of several samples.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
-from torchrec.datasets.utils import Batch
 from torchrec.fx import Tracer
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -24,7 +23,6 @@ from torchrec.quant.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.programs.config.section import JsonFile, Section
-from torchrec_2dsp.programs.train.config import TrainConfig
 
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """A served model's input: dense features, values and lengths."""
@@ -47,38 +45,6 @@ class ServedFeature(Section):
 
     dim: int
     """The embedding dimension; 0 without a table."""
-
-
-class ServedModel(Protocol):
-    """A trained model that answers requests.
-
-    Its tables may be quantised in place at any time.
-    """
-
-    features: tuple[ServedFeature, ...]
-    """The sparse features, in the order in which a request gives their ids."""
-
-    num_dense: int
-    """Dense features per sample."""
-
-    functions: tuple[str, ...]
-    """The file's functions besides the call that answers a request."""
-
-    def module(self) -> nn.Module:
-        """Return a module that answers requests with the current tables."""
-        ...
-
-    def script(self) -> torch.jit.ScriptModule:
-        """Script `module` for the file, with a check of requests; the weights are shared."""
-        ...
-
-    def request(self, batch: Batch) -> Request | None:
-        """Return the request for held-out samples; none if no sample is one."""
-        ...
-
-    def scores(self, answers: Callable[..., Answer], batch: Batch) -> torch.Tensor:
-        """Score a batch's samples with this model's module or script."""
-        ...
 
 
 def request_of(dense: torch.Tensor, features: KeyedJaggedTensor, names: Sequence[str]) -> Request:
@@ -258,18 +224,3 @@ class ServingInputs(JsonFile):
 
     functions: tuple[str, ...] = ()
     """Functions beside the call, by name."""
-
-
-def serving_inputs(
-    config: TrainConfig, served: ServedModel, outputs: tuple[str, ...]
-) -> ServingInputs:
-    """Describe a served model's inputs and outputs."""
-    columns: Any = getattr(config.data, "dense", ())
-    return ServingInputs(
-        kind=config.model.kind,
-        num_dense=served.num_dense,
-        dense=tuple(column.column for column in columns) if served.num_dense else (),
-        features=served.features,
-        outputs=outputs,
-        functions=served.functions,
-    )

@@ -6,7 +6,7 @@ means that a sample has no target.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -55,15 +55,10 @@ class RankingQuality:
     """Targets at place 1, at place 2, and so on, up to the last place that counts."""
 
     @classmethod
-    def of(cls, places: torch.Tensor, up_to: int) -> "RankingQuality":
-        """Count places up to ``up_to``."""
-        return cls.over_ranks(places, up_to, group=None)
-
-    @classmethod
-    def over_ranks(
-        cls, places: torch.Tensor, up_to: int, group: dist.ProcessGroup | None
+    def of(
+        cls, places: torch.Tensor, up_to: int, group: dist.ProcessGroup | None = None
     ) -> "RankingQuality":
-        """Count the places on all ranks of a group; on one rank without a group.
+        """Count places up to ``up_to``, on all ranks of a group; on this rank without one.
 
         Collectives:
             One all-reduce with ``up_to + 1`` counts.
@@ -129,28 +124,22 @@ class Queries(NamedTuple):
         return cls(vectors, (vectors * target_vectors).sum(dim=1), targets, seen)
 
 
-class ItemChunk(NamedTuple):
-    """The vectors of consecutive items."""
-
-    first: int
-    """The first item's id."""
-
-    vectors: torch.Tensor
-    """One row per item, ``[num_items, dim]``."""
-
-
 class RanksItems(Protocol):
     """A model that ranks all items for a sample by dot products."""
+
+    num_items: int
+    """Items 0 to ``num_items - 1`` are ranked."""
 
     def queries(self, batch: Batch) -> Queries:
         """Return a batch's queries."""
         ...
 
-    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
-        """Yield all items' vectors in order, looked up by ids on a device."""
+    def item_vectors(self, items: torch.Tensor) -> torch.Tensor:
+        """Look up the vectors of items, ``[num_items, dim]``, on all ranks together."""
         ...
 
 
+@torch.no_grad()
 def rank_all_items(
     model: RanksItems,
     batches: Iterable[Batch],
@@ -171,13 +160,15 @@ def rank_all_items(
     if not queries:
         return torch.empty(0, dtype=torch.int64)
     ahead = [torch.zeros_like(query.targets) for query in queries]
-    for chunk in model.item_chunks(chunk_size, queries[0].vectors.device):
-        items = chunk.first + torch.arange(len(chunk.vectors), device=chunk.vectors.device)
+    for first in range(0, model.num_items, chunk_size):
+        last = min(first + chunk_size, model.num_items)
+        items = torch.arange(first, last, device=queries[0].vectors.device)
+        vectors = model.item_vectors(items)
         for query, num_ahead in zip(queries, ahead, strict=True):
             counts = items != query.targets.unsqueeze(1)
             if exclude_seen:
-                counts &= ~_among(query.seen - chunk.first, len(items))
-            scores = query.vectors @ chunk.vectors.t()
+                counts &= ~_among(query.seen - first, len(items))
+            scores = query.vectors @ vectors.t()
             num_ahead += places_of(query.scores, scores, counts) - 1
     places = [
         (1 + num_ahead).where(query.targets >= 0, 0)
@@ -237,26 +228,25 @@ def ranking_metrics(
 ) -> dict[str, float]:
     """Compute recall and NDCG of all ranks' held-out items, by name; equal on all of them.
 
+    The model must be in evaluation mode.
+
     Collectives:
         As in `rank_all_items`, or a lookup's per batch; then one all-reduce.
     """
     if ranking.among == "none":
         return {}
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        if ranking.among == "all":
-            ranks_items: Any = model
-            places = rank_all_items(
-                ranks_items,
-                batches,
-                chunk_size=ranking.chunk_size,
-                exclude_seen=ranking.exclude_seen,
-            )
-        else:
+    if ranking.among == "all":
+        ranks_items: Any = model
+        places = rank_all_items(
+            ranks_items,
+            batches,
+            chunk_size=ranking.chunk_size,
+            exclude_seen=ranking.exclude_seen,
+        )
+    else:
+        with torch.no_grad():
             scores = [model(batch)[1][1] for batch in batches]
-            places = torch.cat(scores) if scores else torch.empty(0, dtype=torch.int64)
-    model.train(was_training)
-    quality = RankingQuality.over_ranks(places, max(ranking.k), group)
+        places = torch.cat(scores) if scores else torch.empty(0, dtype=torch.int64)
+    quality = RankingQuality.of(places, max(ranking.k), group)
     values = [value for k in ranking.k for value in (quality.recall(k), quality.ndcg(k))]
     return dict(zip(ranking.names, values, strict=True))

@@ -8,7 +8,7 @@ The lookup is an `EmbeddingCollection`'s; everything after it is a `LayerStack`.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal, NamedTuple, Self
 
@@ -24,7 +24,7 @@ from torchrec_2dsp.errors import InputError
 from torchrec_2dsp.programs.config.sections import TablesSection
 from torchrec_2dsp.programs.data.negatives import NegativeItems, NegativeKind, negatives_name
 from torchrec_2dsp.programs.models.model import Output, PlannedSection, table_name
-from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, RankingConfig, places_of
+from torchrec_2dsp.programs.models.ranking import Queries, RankingConfig, places_of
 from torchrec_2dsp.programs.models.sequence_layers import (
     Positions,
     SampledSoftmax,
@@ -209,7 +209,7 @@ class NextItemModel(nn.Module):
         self, config: SequenceModelConfig, num_items: int, tables_device: str = "cpu"
     ) -> None:
         super().__init__()
-        self._feature, self._num_items = config.feature, num_items
+        self._feature, self.num_items = config.feature, num_items
         self._items = NegativeItems(num_items, config.negatives)
         self._max_length, self._dim = config.max_length, config.dim
         self._num_negatives = config.num_negatives
@@ -273,7 +273,7 @@ class NextItemModel(nn.Module):
         """Make inputs and targets for the dense part, with real sizes and random numbers."""
         length, dim = self._max_length - 1, self._dim
         vectors = torch.rand(num_samples, 2 * length + self._num_negatives, dim)
-        ids = torch.randint(self._num_items, (num_samples, length + self._num_negatives))
+        ids = torch.randint(self.num_items, (num_samples, length + self._num_negatives))
         inputs, positives, negatives = vectors.split((length, length, self._num_negatives), dim=1)
         positive_ids, negative_ids = ids.split((length, self._num_negatives), dim=1)
         weights = torch.ones(num_samples, length)
@@ -293,7 +293,6 @@ class NextItemModel(nn.Module):
                 f"WithNegatives(dataset, {self._feature!r}, ...)"
             )
 
-    @torch.no_grad()
     def queries(self, batch: Batch) -> Queries:
         """Return each sample's query for its last item, which is the target.
 
@@ -310,21 +309,17 @@ class NextItemModel(nn.Module):
             seen=ids.to_padded_dense(padding_value=-1).long(),
         )
 
-    @torch.no_grad()
-    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
-        """Yield all items' vectors chunk by chunk, looked up by all ranks together.
+    def item_vectors(self, items: torch.Tensor) -> torch.Tensor:
+        """Look up the vectors of items, on all ranks together.
 
         Collectives:
-            A lookup's, per chunk.
+            A lookup's.
         """
-        for start in range(0, self._num_items, chunk_size):
-            ids = torch.arange(start, min(start + chunk_size, self._num_items), device=device)
-            features = KeyedJaggedTensor(
-                keys=[self._feature, negatives_name(self._feature)],
-                values=ids,
-                lengths=torch.tensor([ids.numel(), 0], device=device, dtype=torch.int32),
-            )
-            yield ItemChunk(start, self.embeddings(features)[self._feature].values())
+        lengths = torch.tensor([items.numel(), 0], device=items.device, dtype=torch.int32)
+        features = KeyedJaggedTensor(
+            keys=[self._feature, negatives_name(self._feature)], values=items, lengths=lengths
+        )
+        return self.embeddings(features)[self._feature].values()
 
 
 def _places_among_negatives(outputs: torch.Tensor, examples: Examples) -> torch.Tensor:

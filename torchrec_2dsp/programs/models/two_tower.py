@@ -1,6 +1,6 @@
 """A two-tower recommender: user and item vectors from towers that never see each other."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, Self
 
 import torch
@@ -16,7 +16,7 @@ from torchrec_2dsp.programs.config.sections import TablesSection
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.data.negatives import feature_of
 from torchrec_2dsp.programs.models.model import Output, PlannedSection, bags_of
-from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, RankingConfig, places_of
+from torchrec_2dsp.programs.models.ranking import Queries, RankingConfig, places_of
 
 
 class TwoTowerConfig(PlannedSection, TablesSection):
@@ -120,7 +120,7 @@ class TwoTowerModel(nn.Module):
         used = [
             feature_of(features, name) for name in (*config.user_features, *config.item_features)
         ]
-        self._num_items = feature_of(features, config.item_features[0]).num_rows
+        self.num_items = feature_of(features, config.item_features[0]).num_rows
         self.embeddings = bags_of(used, config.dim, tables_device, config.data_type)
         # Not what the tables' weights left of the stream: their device must not matter.
         torch.manual_seed(config.seed + 1)
@@ -153,14 +153,18 @@ class TwoTowerModel(nn.Module):
         users = self.user_tower(self.user_inputs(pooled, dense))
         return users, self.item_tower(self.item_inputs(pooled))
 
-    @torch.no_grad()
     def queries(self, batch: Batch) -> Queries:
         """Return the batch's users; a click's item is its target.
 
         Collectives:
             A lookup's, for the batch.
         """
-        item_feature = self._only_item_feature()
+        item_feature, *others = self._config.item_features
+        if others:
+            raise UnsupportedError(
+                f"items with the features {', '.join(self._config.item_features)} can't be listed "
+                "from one table; all items are ranked where item_features has one name"
+            )
         users, items = self.vectors(batch.sparse_features, batch.dense_features)
         ids = batch.sparse_features[item_feature]
         if not bool((ids.lengths() == 1).all()):
@@ -172,31 +176,17 @@ class TwoTowerModel(nn.Module):
         # What users have had before isn't in a sample.
         return Queries.of(users, items, targets, seen=targets.new_empty(len(targets), 0))
 
-    @torch.no_grad()
-    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
-        """Yield all items' vectors chunk by chunk, looked up by all ranks together.
+    def item_vectors(self, items: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of items that have one feature, looked up by all ranks together.
 
         Collectives:
-            A lookup's, per chunk.
+            A lookup's.
         """
-        item_feature = self._only_item_feature()
-        names = [*self._config.user_features, item_feature]
-        for start in range(0, self._num_items, chunk_size):
-            ids = torch.arange(start, min(start + chunk_size, self._num_items), device=device)
-            lengths = torch.zeros(len(names), ids.numel(), device=device, dtype=torch.int32)
-            lengths[-1] = 1
-            features = KeyedJaggedTensor(keys=names, values=ids, lengths=lengths.flatten())
-            pooled = self.embeddings(features)
-            yield ItemChunk(start, self.item_tower(self.item_inputs(pooled)))
-
-    def _only_item_feature(self) -> str:
-        name, *others = self._config.item_features
-        if others:
-            raise UnsupportedError(
-                f"items with the features {', '.join(self._config.item_features)} can't be listed "
-                "from one table; all items are ranked where item_features has one name"
-            )
-        return name
+        names = [*self._config.user_features, *self._config.item_features]
+        lengths = torch.zeros(len(names), items.numel(), device=items.device, dtype=torch.int32)
+        lengths[-1] = 1
+        features = KeyedJaggedTensor(keys=names, values=items, lengths=lengths.flatten())
+        return self.item_tower(self.item_inputs(self.embeddings(features)))
 
 
 class _Joined(nn.Module):

@@ -8,21 +8,20 @@ held-out batches ClickMetrics  --gather scores--> rank 0 --broadcast---> Evaluat
 
 import math
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Split, closing_batches
+from torchrec_2dsp.programs.data.dataset import Dataset, Split, closing_batches
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
-from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.models.ranking import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained, normalized_entropy
@@ -210,37 +209,41 @@ def _evaluation(of_ranks: Sequence[_HeldOut], step: int) -> Evaluation:
     )
 
 
+def held_out_batches(
+    config: TrainConfig, dataset: Dataset, device: torch.device | None = None
+) -> Iterator[Batch]:
+    """Yield this rank's part of the held-out batches that an evaluation takes."""
+    world, loop = world_group(), config.loop
+    batches = dataset.batches(
+        Split.EVAL, global_batch_size=loop.batch_size, rank=world.rank(), world_size=world.size()
+    )
+    with closing_batches(batches) as opened:
+        for batch in islice(opened, loop.eval_steps or None):
+            yield batch if device is None else batch.to(device)
+
+
+@torch.no_grad()
 def evaluated(
     config: TrainConfig,
-    model: DistributedModelParallel,
-    batches_of: Callable[[Split], Iterator[Batch]],
+    model: nn.Module,
+    dataset: Dataset,
     step: int,
+    device: torch.device | None = None,
 ) -> Evaluation:
     """Evaluate a model; the metrics cover all ranks and are equal on all of them.
 
     Args:
         config: says how, and on how many batches.
-        model: the sharded model, in no pipeline.
-        batches_of: returns this rank's batches for a split.
+        model: the model, sharded or whole, in evaluation mode and in no pipeline.
+        dataset: the held-out batches.
         step: the steps trained before.
+        device: the model's; by default the batches'.
 
     Collectives:
         The model's lookups, `ClickMetrics.gather` and `ranking_metrics`.
     """
-    world, device = world_group(), rank_device(config.loop.device)
-
-    @contextmanager
-    def held_out() -> Iterator[Iterator[Batch]]:
-        model.eval()
-        try:
-            with closing_batches(batches_of(Split.EVAL)) as batches, torch.no_grad():
-                chosen = islice(batches, config.loop.eval_steps or None)
-                yield (batch.to(device) for batch in chosen)
-        finally:
-            model.train()
-
-    metrics = ClickMetrics(world)
-    with held_out() as batches:
+    world, metrics = world_group(), ClickMetrics(world_group())
+    with closing_batches(held_out_batches(config, dataset, device)) as batches:
         for batch in batches:
             _, (loss, scores, labels) = model(batch)
             metrics.add(loss, scores, labels)
@@ -248,8 +251,7 @@ def evaluated(
     values = evaluation.metrics
     if not has_clicks(config.model):
         values = {"loss": values["loss"]}
-    if ranking.among != "none":
-        with held_out() as batches:
-            rankings = ranking_metrics(model.module, batches, ranking, world)
-        values = {**values, **rankings}
-    return evaluation.model_copy(update={"metrics": values})
+    unwrapped = model.module if isinstance(model, DistributedModelParallel) else model
+    with closing_batches(held_out_batches(config, dataset, device)) as batches:
+        rankings = ranking_metrics(unwrapped, batches, ranking, world)
+    return evaluation.model_copy(update={"metrics": {**values, **rankings}})

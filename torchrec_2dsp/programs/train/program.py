@@ -9,7 +9,6 @@ train --> train_run --> RunTrainer: model, optimizers, batches
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ from torchrec_2dsp.programs.train.checkpoints import (
     RunSettings,
 )
 from torchrec_2dsp.programs.train.config import TrainConfig, splits_of
-from torchrec_2dsp.programs.train.metrics import Meter, evaluated, mean_per_step
+from torchrec_2dsp.programs.train.metrics import Meter, evaluated, held_out_batches, mean_per_step
 from torchrec_2dsp.programs.train.record import best_of, num_since_best
 from torchrec_2dsp.programs.train.results import Ending, RunResult, TrainResult, TrainWatcher
 from torchrec_2dsp.programs.train.sharded import make_optimizers, sharded_model
@@ -162,17 +161,11 @@ def _planted_ne(config: TrainConfig) -> float | None:
     Collectives:
         One all-reduce: three numbers per held-out batch.
     """
-    data, world = config.data, world_group()
+    data = config.data
     if not isinstance(data, SyntheticConfig):
         return None
-    meter = Meter(world, rank_device(config.loop.device))
-    batches = data.dataset().batches(
-        Split.EVAL,
-        global_batch_size=config.loop.batch_size,
-        rank=dist.get_rank(world),
-        world_size=dist.get_world_size(world),
-    )
-    for batch in islice(batches, config.loop.eval_steps):
+    meter = Meter(world_group(), rank_device(config.loop.device))
+    for batch in held_out_batches(config, data.dataset()):
         predicted = click_probability(data, batch)
         loss = binary_cross_entropy(predicted, batch.labels.double())
         meter.add(loss, batch.labels)
@@ -335,8 +328,14 @@ class RunTrainer:
     def _train(self, profiler: StepProfiler) -> Ending:
         ending = Ending.STEPS
         self._model.train()
-        start = self.step * self._loop.accumulate
-        with closing_batches(self._batches(Split.TRAIN, start=start)) as batches:
+        read = self._dataset.batches(
+            Split.TRAIN,
+            global_batch_size=self._loop.batch_size,
+            rank=self._world.rank(),
+            world_size=self._world.size(),
+            start=self.step * self._loop.accumulate,
+        )
+        with closing_batches(read) as batches:
             stepper = self._stepper()
             while self.step < self._loop.steps:
                 if self._is_out_of_patience():
@@ -465,20 +464,12 @@ class RunTrainer:
 
     def _evaluate(self) -> None:
         """Evaluate: every rank looks up its part of the batches, together with its group."""
-        evaluation = evaluated(self._config, self._model, self._batches, self.step)
+        self._model.eval()
+        evaluation = evaluated(self._config, self._model, self._dataset, self.step, self._device)
+        self._model.train()
         self._history.evaluations.append(evaluation)
         is_best = best_of(self._history.evaluations, self._config.metric) is evaluation
         for watcher in self._watchers:
             watcher.evaluated(self._name, evaluation, is_best=is_best)
         if is_best and self._loop.eval_every:
             self._checkpoints.save_best()
-
-    def _batches(self, split: Split, start: int = 0) -> Iterator[Batch]:
-        """Return this rank's part of a split's batches."""
-        return self._dataset.batches(
-            split,
-            global_batch_size=self._loop.batch_size,
-            rank=dist.get_rank(self._world),
-            world_size=dist.get_world_size(self._world),
-            start=start,
-        )

@@ -41,12 +41,28 @@ def dense_optimizer(
     clip_norm: float = 0.0,
     wrapper: DataParallelWrapper | None = None,
 ) -> KeyedOptimizerWrapper:
-    """Build the dense part's optimizer, by parameter name, with clipping above 0."""
+    """Build the dense part's optimizer, by parameter name.
+
+    With a ``clip_norm`` above 0, each step begins by clipping all gradients together, by the norm
+    of all shards of a sharded part, and of all stages of a pipeline.
+
+    Collectives:
+        With clipping, in each step of a fully sharded dense part, a one-number all-reduce over its
+        ranks; of a pipelined one, the same as `PipelinedDense.clip_grad_norm_`.
+    """
+
+    def clip(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(wrapper, PipelinedDense):
+            # A rank's optimizer has its own stage's parameters alone.
+            wrapper.clip_grad_norm_(clip_norm)
+            return
+        params = [param for group in stepped.param_groups for param in group["params"]]
+        clip_([param.grad for param in params if param.grad is not None], clip_norm)
 
     def made_for(unnamed: list[Any]) -> torch.optim.Optimizer:
         plain = plain_dense_optimizer(optimizer, unnamed)
         if clip_norm:
-            clip_before_steps(plain, clip_norm, wrapper)
+            plain.register_step_pre_hook(clip)
         return plain
 
     return KeyedOptimizerWrapper(dict(parameters), made_for)
@@ -79,32 +95,6 @@ def plain_dense_optimizer(
         "adamw": torch.optim.AdamW,
     }
     return kinds[optimizer.dense_optimizer](parameters, **rates)
-
-
-def clip_before_steps(
-    optimizer: torch.optim.Optimizer, max_norm: float, wrapper: DataParallelWrapper | None = None
-) -> None:
-    """Let every step of a dense part's optimizer begin by clipping all its gradients together.
-
-    The norm is that of all shards of a sharded part, and of all stages of a pipeline.
-
-    Collectives:
-        In each step of a fully sharded dense part, a one-number all-reduce over its ranks; of a
-        pipelined one, the same as `PipelinedDense.clip_grad_norm_`.
-    """
-
-    def clip(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if isinstance(wrapper, PipelinedDense):
-            # A rank's optimizer has its own stage's parameters alone.
-            wrapper.clip_grad_norm_(max_norm)
-            return
-        params = [param for group in stepped.param_groups for param in group["params"]]
-        clip_(
-            [gradient for param in params if (gradient := param.grad) is not None],
-            max_norm,
-        )
-
-    optimizer.register_step_pre_hook(clip)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection
@@ -29,7 +30,7 @@ from tests.support.exporting import (
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError, UnsupportedError
-from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.config.config_file import make_config, with_absolute_paths
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.export.export import ExportRecord, export_model
@@ -38,7 +39,7 @@ from torchrec_2dsp.programs.export.served import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.models.kinds import has_clicks
-from torchrec_2dsp.programs.train.results import RunFolder
+from torchrec_2dsp.programs.train.config import TrainConfig
 
 pytestmark = pytest.mark.dealt_file
 
@@ -179,6 +180,11 @@ def test_the_folder_says_what_a_request_is(
     assert content["outputs"] == outputs
 
 
+def write_config(folder: Path, config: TrainConfig) -> None:
+    folder.mkdir()
+    (folder / "config.toml").write_text(tomli_w.dumps(with_absolute_paths(config)))
+
+
 def test_a_source_that_cannot_be_exported_is_named(
     served: dict[str, Any], trained: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -198,11 +204,11 @@ def test_a_source_that_cannot_be_exported_is_named(
     config = source.config.model_copy(
         update={"checkpoint": source.config.checkpoint.model_copy(update={"folder": ""})}
     )
-    RunFolder(tmp_path / "no_folder", config)
+    write_config(tmp_path / "no_folder", config)
     with pytest.raises(ConfigError, match=r"its config has no checkpoint\.folder"):
         ExportSource.find(tmp_path / "no_folder")
     elsewhere = config.checkpoint.model_copy(update={"folder": str(tmp_path / "empty")})
-    RunFolder(tmp_path / "unfinished", config.model_copy(update={"checkpoint": elsewhere}))
+    write_config(tmp_path / "unfinished", config.model_copy(update={"checkpoint": elsewhere}))
     with pytest.raises(CheckpointError, match="has no finished checkpoint"):
         ExportSource.find(tmp_path / "unfinished")
 

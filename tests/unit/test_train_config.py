@@ -262,9 +262,11 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_folder_of_an_earlier_version_is_read() -> None:
-    tree = {**MINIMAL, "runs": {"one": {"num_groups": 2, "moment_rho": 0.01}}}
-    assert "moment_rho" not in make_config(TrainConfig, tree).model_dump()["runs"]["one"]
+def test_a_run_folder_of_an_earlier_version_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    former = {"num_groups": 2, "moment_rho": 0.01, "moment_scale": "expected"}
+    tree = {**MINIMAL, "runs": {"one": former}}
+    assert make_config(TrainConfig, tree) == changed("runs={one={num_groups=2}}")
+    assert "moment_scale='expected' is gone" in caplog.text
 
 
 def test_a_section_that_does_not_name_its_kind_is_told_the_kinds() -> None:

@@ -7,7 +7,7 @@ file (and the one it includes) --paths resolved--> tree --overrides--> tree --se
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -35,7 +35,13 @@ def _shipped_config(name: str, folder: str) -> Path | None:
     return shipped_configs(folder).get(stem)
 
 
-def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "") -> Path:
+def find_config(
+    name: str | Path,
+    folder: str = _RUNS,
+    *,
+    beside: str | Path = "",
+    sections: Collection[str] = (),
+) -> Path:
     """Find a config by path, or by the name under which it ships with the package.
 
     A name with a file extension (``demo.toml``) is a path. Anything else is a shipped config's name
@@ -45,6 +51,7 @@ def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "
         name: such as ``demo``, ``hardware/emulated_1gbit`` or ``mine/run.toml``.
         folder: the default folder for names.
         beside: the folder that paths are relative to; by default the process's own.
+        sections: errors name only configs that have one of these; by default all.
 
     Raises:
         ConfigError: there is neither; the text has the closest of the folder's names, and all.
@@ -62,6 +69,8 @@ def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "
     if path.is_file():
         return path
     shipped = shipped_configs(folder)
+    if sections:
+        shipped = [name for name, path in shipped.items() if _read(path).keys() & set(sections)]
     closest = get_close_matches(str(name), shipped, n=1)
     hint = f"did you mean {closest[0]!r}? Otherwise " if closest else ""
     raise ConfigError(
@@ -117,7 +126,7 @@ def load_config(
     Raises:
         ConfigError: the file can't be read, or a key or value is wrong; the message names it.
     """
-    file = find_config(path)
+    file = find_config(path, sections=_own_sections(kind))
     tree = _read(file)
     named = tree.pop("include", None)
     included = None
@@ -141,11 +150,11 @@ def kind_of(path: str | Path, kinds: Sequence[type[BaseModel]]) -> type[BaseMode
     Raises:
         ConfigError: it is of none of these kinds, or of several; the text names them.
     """
-    file = find_config(path)
+    sections = {section: kind for kind in kinds for section in _own_sections(kind)}
+    file = find_config(path, sections=sections)
     tree = _read(file)
     if (named := tree.get("include")) is not None:
         tree |= _read(find_config(str(named), _WORKLOADS, beside=file.parent))
-    sections = {_own_section(kind): kind for kind in kinds}
     given = [section for section in sections if section in tree]
     if len(given) == 1:
         return sections[given[0]]
@@ -156,20 +165,20 @@ def kind_of(path: str | Path, kinds: Sequence[type[BaseModel]]) -> type[BaseMode
     )
 
 
-def _own_section(kind: type[BaseModel]) -> str:
-    """Return the section that only this kind of config has; empty without."""
-    return next((section for section in _COMMANDS if section in kind.model_fields), "")
+def _own_sections(kind: type[BaseModel]) -> list[str]:
+    """Return the section that only this kind of config has; none for other kinds."""
+    return [section for section in _COMMANDS if section in kind.model_fields]
 
 
 def _check_command(kind: type[BaseModel], tree: Mapping[str, Any], source: str) -> None:
     """Raise `ConfigError` if a config is for another command."""
-    own = _own_section(kind)
     given = next((section for section in _COMMANDS if section in tree), None)
-    if own and given and own not in tree:
-        raise ConfigError(
-            f"{source} is a config for {_COMMANDS[given]}, with [{given}]; give one for "
-            f"{_COMMANDS[own]}, with [{own}]"
-        )
+    for own in _own_sections(kind):
+        if given and own not in tree:
+            raise ConfigError(
+                f"{source} is a config for {_COMMANDS[given]}, with [{given}]; give one for "
+                f"{_COMMANDS[own]}, with [{own}]"
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Config sections that several programs share: model, optimizers, and training options."""
 
+import logging
 import math
 from typing import Annotated, Any, Literal, Self
 
@@ -26,6 +27,8 @@ from torchrec_2dsp.programs.config.section import Section
 SplitPlace = Literal["embeddings", "dense", "over"]
 """The places where a model may be split: after the lookup, and after the first layer and ReLU in
 the dense arch and in the over arch."""
+
+logger = logging.getLogger(__name__)
 
 _SYNCS = (GradientSync.__name__, WeightSync.__name__)
 
@@ -304,9 +307,16 @@ class ReplicationConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_former_key(cls, tree: Any) -> Any:
-        """Drop a key without effect that run folders and results of earlier versions have."""
-        is_section = isinstance(tree, dict)
-        return {key: tree[key] for key in tree if key != "moment_rho"} if is_section else tree
+        """Drop what run folders and results of earlier versions have, and this one can't do."""
+        if not isinstance(tree, dict):
+            return tree
+        former = {"moment_rho"}
+        if tree.get("moment_scale") == "expected":
+            former.add("moment_scale")
+            logger.warning(
+                "moment_scale='expected' is gone; 'from_mesh', which did better, takes its place"
+            )
+        return {key: tree[key] for key in tree if key not in former}
 
     @field_validator("sync")
     @classmethod

@@ -25,9 +25,11 @@ from torchrec_2dsp.programs.cli.train_display import TrainDisplay
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticDataset
+from torchrec_2dsp.programs.train import program
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import ClickMetrics
 from torchrec_2dsp.programs.train.program import train, train_run
+from torchrec_2dsp.programs.train.record import Evaluation
 from torchrec_2dsp.programs.train.results import Ending, RunResult, TrainWatcher
 
 COSINE = {"kind": "cosine", "warm_up": 3, "final": 0.1}
@@ -210,6 +212,24 @@ def test_runs_end_by_patience_or_with_their_data(ranks2: RankPool) -> None:
     assert (seen["cut"].ending, len(seen["cut"].losses)) == (Ending.DATA, 2)
     assert seen["empty"] == "the data has too few samples for a single step"
     assert "ends after 5 steps, and its ranks meet after every 4; set loop.steps=4" in seen["apart"]
+
+
+def late_and_impatient(rank: int, world_size: int) -> tuple[RunResult, list[Evaluation]]:
+    """Train until no evaluation is better, with gradients that are a step late."""
+    delayed = {"dense": {"kind": "delayed", "warm_up": 2}}
+    config = config_with(loop={"eval_every": 2, "patience": 1}, runs={"main": delayed})
+    watcher = Mock(TrainWatcher)
+    with patch.object(program, "num_since_best", lambda evaluations, _: len(evaluations) - 1):
+        (run,) = train(config, [watcher]).runs
+    return run, [call.args[1] for call in watcher.evaluated.call_args_list]
+
+
+def test_patience_ends_with_an_evaluation_of_the_last_gradients(ranks2: RankPool) -> None:
+    run, (first, early, last) = ranks2.run(late_and_impatient)[0]
+    assert (run.ending, len(run.losses)) == (Ending.PATIENCE, 4)
+    assert (early.step, last.step) == (4, 4)
+    assert early.metrics != last.metrics
+    assert run.evaluations == (first, last)
 
 
 def test_a_batch_is_cut_over_ranks_and_parts() -> None:

@@ -244,15 +244,14 @@ def thresholded_gradients(model: nn.Module) -> ThresholdedDataParallel | None:
     return wrapper if isinstance(wrapper, ThresholdedDataParallel) else None
 
 
-def apply_late_gradients(model: nn.Module, optimizer: KeyedOptimizer) -> None:
-    """Apply the dense gradients in flight, if the wrapper delays them.
+def apply_late_gradients(model: nn.Module, optimizer: KeyedOptimizer) -> bool:
+    """Apply the dense gradients in flight, if the wrapper delays them; return whether any were.
 
     Collectives:
         As in `DelayedDense.flush`.
     """
     wrapper = data_parallel_wrapper(model)
-    if isinstance(wrapper, DelayedDense):
-        wrapper.flush(optimizer)
+    return isinstance(wrapper, DelayedDense) and wrapper.flush(optimizer)
 
 
 def dense_total(model: nn.Module) -> GradientReport:

@@ -375,9 +375,13 @@ class RunTrainer:
         if is_evaluated:
             stepper.pause()
             self._evaluate()
+            if self._is_out_of_patience() and apply_late_gradients(
+                self._model, self._optimizers.whole
+            ):
+                # The run ends here, unless its last gradients make it better.
+                self._history.evaluations.pop()
+                self._evaluate()
         if is_saved:
-            if self._is_out_of_patience():
-                apply_late_gradients(self._model, self._optimizers.whole)
             self._count_bytes()
             self._checkpoints.save()
 

@@ -342,12 +342,17 @@ def _planning_of_config(
         ),
         dense=config.dense.work(calibration.kernels, config.batch_size),
     )
+    mesh = None
+    if config.group_size:
+        mesh = Mesh2D.for_world(
+            config.machines.num_ranks, group_size=config.group_size, layout=config.layout
+        )
     planner = Planner2D(
         topology=topology,
         batch_size=config.batch_size,
         storage_reservation=ReservedShare(config.machines.reserved),
         constraints=constraints,
-        mesh=_mesh(config),
+        mesh=mesh,
         sync=config.replicas.sync_config,
         calibration=calibration,
         workload=workload,
@@ -392,11 +397,3 @@ def _num_groups(config: PlanConfig, feature: str) -> Literal[1, "each"] | None:
     if config.one_copy == "best":
         return None
     return 1 if feature in config.one_copy else "each"
-
-
-def _mesh(config: PlanConfig) -> Mesh2D | None:
-    if not config.group_size:
-        return None
-    return Mesh2D.for_world(
-        config.machines.num_ranks, group_size=config.group_size, layout=config.layout
-    )

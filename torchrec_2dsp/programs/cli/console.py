@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -91,7 +91,7 @@ def check_page(output: Path) -> None:
     check_writable(output)
 
 
-class ProgressBars:
+class ProgressBars(AbstractContextManager["ProgressBars"]):
     """Progress bars on a terminal, one for each name; nothing elsewhere, where lines are printed.
 
     Example:
@@ -118,9 +118,6 @@ class ProgressBars:
         )
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> "ProgressBars":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -144,16 +141,13 @@ class ProgressBars:
         self._progress.stop()
 
 
-class ReadingProgress:
+class ReadingProgress(AbstractContextManager["ReadingProgress"]):
     """Shows how far files are read: by bars on a terminal, by a line now and then elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._bars = console, ProgressBars(console)
         self._start = self._last_line = time.monotonic()
         self._what = ""
-
-    def __enter__(self) -> "ReadingProgress":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bars.close()

@@ -105,10 +105,7 @@ def sharded_model(
     tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables_of(model)}
     num_steps = _num_steps(config, dataset)
     if run.stock:
-        sharders = stock_sharders(config.optimizer)
-        arguments = arguments_of(config, RunConfig(), shape, model, _topology(config))
-        plan = _stock_plan(model, sharders, arguments)
-        parallel_model = _stock_model(model, plan, sharders, device, seed=config.model.seed)
+        parallel_model, plan = _stock_run(config, model, shape, device)
         return parallel_model, PlannedRun(plan, tables, num_steps)
     types = {table.data_type for table in tables_of(model)}
     is_fp32 = types <= {DataType.FP32} and run.stored_as is not RowStorage.INT8
@@ -264,50 +261,36 @@ def _make_dense_part(config: TrainConfig, run: RunConfig, model: nn.Module) -> D
     )
 
 
-def _stock_plan(model: nn.Module, sharders: _Sharders, arguments: dict[str, Any]) -> Plan2D:
-    """Plan with TorchRec's planner; return the plan as a single group's, for display.
+def _stock_run(
+    config: TrainConfig, model: nn.Module, shape: BatchShape, device: torch.device
+) -> tuple[DistributedModelParallel, Plan2D]:
+    """Plan and shard a model by TorchRec alone, with the tables that this package's sharders draw.
+
+    The plan is returned as a single group's, for display.
 
     Collectives:
-        Rank 0 broadcasts one pickled object.
+        Rank 0 broadcasts one pickled object; and the same as `DistributedModelParallel`.
     """
-    world = world_group()
-    mesh = Mesh2D(1, dist.get_world_size(world))
+    world, sharders, tables = world_group(), stock_sharders(config.optimizer), table_configs(model)
+    arguments = arguments_of(config, RunConfig(), shape, model, _topology(config))
+    mesh = Mesh2D(1, world.size())
 
     def make_plan() -> Plan2D:
         plan = EmbeddingShardingPlanner(**arguments, debug=False).plan(model, sharders)
         return Plan2D.from_stock(plan, mesh=mesh)
 
-    return plan_on_rank_0(make_plan, world)
-
-
-def _stock_model(
-    model: nn.Module, plan: Plan2D, sharders: _Sharders, device: torch.device, *, seed: int
-) -> DistributedModelParallel:
-    """Shard a model with TorchRec alone, with the tables that this package's sharders draw.
-
-    Args:
-        model: the unsharded model, whose tables have no weights.
-        plan: from `_stock_plan`.
-        sharders: TorchRec's.
-        device: this rank's device.
-        seed: for all tables.
-
-    Collectives:
-        Same as `DistributedModelParallel`.
-    """
-    tables = table_configs(model)
-    world = world_group()
+    plan = plan_on_rank_0(make_plan, world)
     rank_plan = plan_for_rank(
         plan,
-        dist.get_rank(world),
+        world.rank(),
         device_type=device.type,
-        local_world_size=get_local_size(dist.get_world_size(world)),
+        local_world_size=get_local_size(world.size()),
     )
     parallel_model = DistributedModelParallel(
         model, device=device, plan=rank_plan, sharders=sharders
     )
-    draw_sharded_tables_(parallel_model, tables, seed)
-    return parallel_model
+    draw_sharded_tables_(parallel_model, tables, config.model.seed)
+    return parallel_model, plan
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim import SemisyncOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
 from tests.support.buckets import bucket
@@ -37,7 +36,6 @@ from torchrec_2dsp.parallel.train_state.values import (
     stored_member,
     to_plain,
 )
-from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.cli.train_display import TrainDisplay
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.sections import RateSchedule
@@ -210,12 +208,6 @@ def test_the_files_of_a_log_are_named_before_they_are_read() -> None:
     display.opening(make_config(TrainConfig, {"data": data, "runs": {"main": {}}}))
     display.data_opened("9 rows to train on")
     assert shown.getvalue() == "opening day_0.gz, day_1.gz\n9 rows to train on\n"
-
-
-def test_the_command_refuses_steps_that_are_none() -> None:
-    done = CliRunner().invoke(app, ["train", "--config", "demo", "--profile", "20"])
-    assert done.exit_code == 2
-    assert "--profile '20' names no steps; give the first and the last, such as" in done.stderr
 
 
 def test_no_rank_holds_the_tables_before_they_are_sharded() -> None:

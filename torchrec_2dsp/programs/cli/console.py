@@ -122,14 +122,7 @@ class ProgressBars(AbstractContextManager["ProgressBars"]):
         self.close()
 
     def show(self, name: str, completed: int, total: int, figures: str = "") -> None:
-        """Move the bar of this name; the first call adds it.
-
-        Args:
-            name: stands before the bar.
-            completed: how much is done.
-            total: how much there is.
-            figures: stand behind the bar.
-        """
+        """Move the bar of this name, with figures behind it; the first call adds it."""
         if not self._tasks:
             self._progress.start()
         if name not in self._tasks:
@@ -153,13 +146,7 @@ class ReadingProgress(AbstractContextManager["ReadingProgress"]):
         self._bars.close()
 
     def show(self, what: str, completed: int, total: int) -> None:
-        """Move the bar, or print a line if it is time.
-
-        Args:
-            what: what this rank does.
-            completed: how much is done.
-            total: about how much there is.
-        """
+        """Move the bar of what this rank does, or print a line if it is time."""
         now = time.monotonic()
         if what != self._what:
             self._what, self._start = what, now

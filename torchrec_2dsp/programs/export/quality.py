@@ -125,14 +125,7 @@ def check_script(script_scores: list[torch.Tensor], module_scores: list[torch.Te
 
 
 def check_loss(metric: str, trained: float, served: float, max_loss: float) -> float:
-    """Return how much worse the served model is in a metric; negative if it is better.
-
-    Args:
-        metric: the metric's name.
-        trained: the trained model's value.
-        served: the served model's value.
-        max_loss: how much worse it may be.
-    """
+    """Return by how much a metric is worse as served, at most ``max_loss``; negative if better."""
     worse = served - trained if metric in LESS_IS_BETTER else trained - served
     if not worse <= max_loss:
         raise ExportError(

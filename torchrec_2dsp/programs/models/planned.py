@@ -301,13 +301,8 @@ def table_configs(model: nn.Module) -> dict[str, Any]:
 def draw_sharded_tables_(model: nn.Module, tables: Mapping[str, Any], seed: int) -> None:
     """Draw this rank's parts of a sharded model's tables, in place.
 
-    They are those that this package's sharders draw with the same seed, so that they don't depend
-    on the sharding.
-
-    Args:
-        model: the sharded model.
-        tables: the unsharded model's `table_configs`.
-        seed: for all tables.
+    They are those that this package's sharders draw with the same seed, on any sharding. ``tables``
+    are the unsharded model's `table_configs`.
     """
     state = model.state_dict()
     with torch.random.fork_rng(devices=[]):

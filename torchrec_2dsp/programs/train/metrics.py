@@ -51,10 +51,7 @@ class Meter:
         self._seconds += seconds
 
     def gather(self, step: int) -> StepsTrained:
-        """Average everything since the last call over the ranks.
-
-        Args:
-            step: the last step.
+        """Average everything since the last call over the ranks, up to ``step``.
 
         Collectives:
             One all-reduce: three float64 numbers per step, one per rank, and one more.
@@ -81,13 +78,7 @@ class Meter:
 def mean_per_step(
     group: dist.ProcessGroup, device: torch.device, num_steps: int, totals: Mapping[str, int]
 ) -> dict[str, float]:
-    """Average a rank's totals over ranks and steps.
-
-    Args:
-        group: all ranks.
-        device: this rank's device.
-        num_steps: the steps that the totals cover; with 0 they stay totals.
-        totals: by name, the same names on all ranks.
+    """Average totals, which have the same names on all ranks, over ranks and steps, if any.
 
     Collectives:
         One all-reduce: a float64 number per total.
@@ -146,22 +137,13 @@ class ClickMetrics:
         self._labels: list[torch.Tensor] = []
 
     def add(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add one batch on this rank.
-
-        Args:
-            loss: the batch's mean log loss.
-            logits: one per sample.
-            labels: one per sample.
-        """
+        """Add one batch on this rank: its mean log loss, and each sample's logit and label."""
         self._losses.append(loss.double().reshape(()))
         self._scores.append(logits.detach().float().reshape(-1))
         self._labels.append(labels.detach().float().reshape(-1))
 
     def gather(self, step: int) -> Evaluation:
-        """Compute the metrics over all ranks' batches; equal on all ranks.
-
-        Args:
-            step: the steps trained before.
+        """Compute the metrics over all ranks' batches, after ``step`` steps; equal on all ranks.
 
         Collectives:
             A gather of objects to rank 0, with two float64 numbers per batch and two float32

@@ -178,13 +178,7 @@ class RunTrainer:
     def __init__(
         self, config: TrainConfig, name: str, dataset: Dataset, watchers: Sequence[TrainWatcher]
     ) -> None:
-        """Plan and shard the model.
-
-        Args:
-            config: equal on all ranks.
-            name: the run's.
-            dataset: the data that the config names.
-            watchers: notified about this rank's steps and evaluations.
+        """Plan and shard the model; ``watchers`` are notified about this rank's steps.
 
         Collectives:
             Same as planning and sharding.

@@ -252,11 +252,7 @@ class TrainRecord(JsonFile):
         return next((run for run in self.runs if run.name == name), None)
 
     def joined(self, other: "TrainRecord") -> "TrainRecord":
-        """Merge two records that have the same config and seeds.
-
-        Raises:
-            ConfigError: they differ in more than their runs, or have a run in common.
-        """
+        """Merge two records with the same config and seeds, or raise `ConfigError`."""
         if common := {run.name for run in self.runs} & {run.name for run in other.runs}:
             raise ConfigError(
                 f"two records with the seeds {self.seeds} have the run {min(common)!r}; give one"

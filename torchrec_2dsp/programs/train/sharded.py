@@ -89,12 +89,7 @@ class PlannedRun:
 def sharded_model(
     config: TrainConfig, name: str, dataset: Dataset
 ) -> tuple[DistributedModelParallel, PlannedRun]:
-    """Plan a run and shard its model.
-
-    Args:
-        config: equal on all ranks.
-        name: the run's.
-        dataset: the data that the config names.
+    """Plan a run and shard its model, for the data that the config names.
 
     Collectives:
         Same as planning and sharding.

@@ -120,10 +120,7 @@ class AccumulatedSteps:
 def dense_figures(model: nn.Module, before: GradientReport, num_steps: int) -> dict[str, float]:
     """Return figures for this rank's thresholded dense gradients; none if all are sent.
 
-    Args:
-        model: the sharded model.
-        before: the bytes sent before these steps.
-        num_steps: the number of steps.
+    They cover ``num_steps`` steps, ``before`` which other bytes were sent.
     """
     wrapper = thresholded_gradients(model)
     if wrapper is None:

@@ -18,10 +18,10 @@ from tests.support.exporting import (
     plain_scores,
     run_config,
     stock_model,
-    train_config,
 )
 from tests.support.logs import Row, hashed_row, make_rows, write_interactions, write_log
 from tests.support.ranks import RankPool
+from tests.support.train_runs import train_in_folder
 from torchrec_2dsp.errors import CheckpointError, ConfigError, InputError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.config import DenseColumn
@@ -95,7 +95,7 @@ def expected_ids(row: Row, vocabulary: list[str]) -> tuple[list[int], list[int]]
 
 def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_path: Path) -> None:
     write_log(tmp_path / "log.csv", ROWS)
-    ranks2.run(train_config, config_in(tmp_path))
+    ranks2.run(train_in_folder, config_in(tmp_path))
     source, served, record = exported(tmp_path)
     config = source.config
     (trained_on,) = config.data.dataset().batches(
@@ -156,7 +156,7 @@ def refused_export(source: ExportSource, folder: Path) -> str:
 
 def test_an_export_by_another_encoding_or_log_is_refused(ranks2: RankPool, tmp_path: Path) -> None:
     write_log(tmp_path / "log.csv", ROWS)
-    ranks2.run(train_config, config_in(tmp_path))
+    ranks2.run(train_in_folder, config_in(tmp_path))
     (tmp_path / "made").rename(tmp_path / "moved")
     source = ExportSource.find(tmp_path / "out")
 
@@ -219,7 +219,7 @@ def test_names_of_items_get_the_scores_of_the_trained_model(
         "num_ahead": 0,
     }
     sequences = {"kind": "sequence", "feature": "movie", "dim": 8, "max_length": MAX_LENGTH}
-    ranks2.run(train_config, run_config(tmp_path, data, sequences, eval_steps=1))
+    ranks2.run(train_in_folder, run_config(tmp_path, data, sequences, eval_steps=1))
     source, served, _ = exported(tmp_path, max_loss=1.0)
     model = stock_model(source)
     weight = model.get_parameter("embeddings.embeddings.t_movie.weight")

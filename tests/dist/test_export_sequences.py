@@ -15,9 +15,9 @@ from tests.support.exporting import (
     quantized_by_hand,
     run_config,
     stock_model,
-    train_config,
 )
 from tests.support.ranks import RankPool
+from tests.support.train_runs import train_in_folder
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.export.export import ExportRecord
 from torchrec_2dsp.programs.export.served import load_script
@@ -60,7 +60,7 @@ def served(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Served
         "ranking": {"exclude_seen": True, "chunk_size": 25},
     }
     config = run_config(folder, data, model, lr=0.1, steps=20, eval_steps=EVAL_STEPS)
-    ranks2.run(train_config, config)
+    ranks2.run(train_in_folder, config)
     source, output, record = exported(folder, max_loss=0.2)
     return Served(output, source, record, load_script(output / "model.pt"), stock_model(source))
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.rank_worker import marking_spans
 from tests.support.ranks import RankPool
-from tests.support.train_runs import TREE, config_with, refusal, scalars_in
+from tests.support.train_runs import TREE, config_with, refusal, scalars_in, train_in_folder
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
@@ -88,8 +88,7 @@ def trained(ranks2: RankPool, folder: Path) -> tuple[TrainResult, TrainResult]:
 
 def one_by_one(rank: int, world_size: int, config: TrainConfig) -> None:
     for name in ("first", "second", "first"):
-        part = config.only([name])
-        train(part, [RunFolder(config.output.folder, part)] if rank == 0 else [])
+        train_in_folder(rank, world_size, config.only([name]))
 
 
 def test_runs_that_are_trained_one_by_one_share_a_folder(ranks2: RankPool, tmp_path: Path) -> None:
@@ -129,9 +128,8 @@ def start_twice(rank: int, world_size: int, config: TrainConfig) -> list[Any]:
     for report_every in (1, 2):
         loop = config.loop.model_copy(update={"report_every": report_every})
         config = config.model_copy(update={"loop": loop})
-        watchers = [RunFolder(folder, config)] if rank == 0 else []
         try:
-            train(config, watchers)
+            train_in_folder(rank, world_size, config)
         except ConfigError as error:
             texts.append(str(error))
         texts.append(read_progress(folder / "first"))
@@ -302,9 +300,8 @@ def train_traced(
         output = {"folder": str(folder / f"{name}_{traced_steps}"), "traced_steps": traced_steps}
         checkpoint = {"folder": str(folder / f"saved_{traced_steps}"), "every": 6}
         config = config_with(loop=loop, output=output, runs=runs, checkpoint=checkpoint)
-        watchers = [RunFolder(config.output.folder, config)] if rank == 0 else []
         with marking_spans():
-            result = train(config, watchers, resume="auto")
+            result = train_in_folder(rank, world_size, config, resume="auto")
         assert all(run.samples_per_s > 0 for run in result.runs)
         return {f"{name}_{run.name}": run.losses for run in result.runs}
 

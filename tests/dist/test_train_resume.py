@@ -14,7 +14,7 @@ import pytest
 from tests.support.buckets import bucket
 from tests.support.logs import make_rows, table_config, write_log
 from tests.support.ranks import RankPool, RanksFailed
-from tests.support.train_runs import TREE, config_with, refusal
+from tests.support.train_runs import TREE, config_with, refusal, train_in_folder
 from torchrec_2dsp.errors import InputError, OutputError, TwoDError
 from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
@@ -418,18 +418,13 @@ class FillsUp(TrainWatcher):
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
 
 
-def watched(rank: int, world_size: int, folder: Path) -> None:
-    config = writing_out(folder)
-    train(config, [RunFolder(folder / "out", config)] if rank == 0 else [])
-
-
 @pytest.mark.parametrize("file", ["main/plan.json", "record.json.draft"])
 def test_a_file_of_the_output_that_does_not_fit_is_named_on_all_ranks(
     file: str, ranks2: RankPool, tmp_path: Path
 ) -> None:
     fill(tmp_path / "out" / file)
     with pytest.raises(RanksFailed) as failed:
-        ranks2.run(watched, tmp_path)
+        ranks2.run(train_in_folder, writing_out(tmp_path))
     path = tmp_path / "out" / file.removesuffix(".draft")
     for report in failed.value.reports.values():
         message = report.strip().splitlines()[-1]

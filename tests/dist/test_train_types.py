@@ -16,11 +16,12 @@ from tests.support.train_runs import (
     PlainRun,
     click_model,
     config_with,
+    train_in_folder,
 )
 from torchrec_2dsp.programs.export.source import ExportSource, trained_model
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.results import RunFolder, RunResult
+from torchrec_2dsp.programs.train.results import RunResult
 
 pytestmark = pytest.mark.dealt_file
 
@@ -233,18 +234,13 @@ def test_a_small_run_learns_and_resumes_with_the_same_bits(
     assert sum(whole.losses[-10:]) < 0.97 * sum(whole.losses[:10])
 
 
-def leave_run(rank: int, world_size: int, config: TrainConfig) -> dict[str, float]:
-    (run,) = train(config, [] if rank else [RunFolder(config.output.folder, config)]).runs
-    return run.evaluated.metrics
-
-
 def test_a_run_in_16_bits_is_evaluated_and_exported_in_fp32(
     ranks2: RankPool, tmp_path: Path
 ) -> None:
     data, model = TREE["data"], TREE["model"] | {"table_dtype": "fp16"}
     config = run_config(tmp_path, data, model, {"dense": AUTOCAST})
-    metrics = ranks2.run(leave_run, config)[0]
+    (run,) = ranks2.run(train_in_folder, config)[0].runs
     record = exported(tmp_path).record
     # The rounding of float32, in which losses are added up in another order.
-    assert record.trained == pytest.approx(metrics, rel=1e-5)
+    assert record.trained == pytest.approx(run.evaluated.metrics, rel=1e-5)
     assert record.table_bytes == 133 * 8 * 2

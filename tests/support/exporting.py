@@ -21,7 +21,7 @@ from torchrec import (
 from torchrec.datasets.utils import Batch
 
 from tests.support.programs import python
-from tests.support.train_runs import plain_metrics
+from tests.support.train_runs import plain_metrics, train_in_folder
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
 from torchrec_2dsp.programs.export.export import ExportRecord, export_model
@@ -31,8 +31,6 @@ from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, ha
 from torchrec_2dsp.programs.models.model import split_
 from torchrec_2dsp.programs.train import program as trainer
 from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
-from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.results import RunFolder
 
 DATA = {
     "num_dense": 2,
@@ -167,15 +165,10 @@ def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
         for cell in CELLS:
             model, run = CELLS[cell]
             config = run_config(folder / cell, DATA, model, run)
-            watchers = [] if rank else [RunFolder(config.output.folder, config)]
-            metrics = dict(train(config, watchers).runs[0].evaluated.metrics)
+            (result,) = train_in_folder(rank, world_size, config).runs
+            metrics = dict(result.evaluated.metrics)
             done[cell] = Trained(metrics, list(thresholds))
     return done
-
-
-def train_config(rank: int, world_size: int, config: TrainConfig) -> None:
-    """Train the runs of a config, which leave all that an export needs."""
-    train(config, [RunFolder(config.output.folder, config)] if rank == 0 else [])
 
 
 def printed_alone(example: str, folder: Path) -> list[str]:

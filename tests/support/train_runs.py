@@ -29,6 +29,7 @@ from torchrec_2dsp.programs.models.model import split_
 from torchrec_2dsp.programs.models.ranking import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
 from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.results import RunFolder, TrainResult
 
 TREE: dict[str, Any] = {
     "data": {
@@ -49,6 +50,12 @@ def config_with(tree: Mapping[str, Any] = TREE, **sections: Any) -> TrainConfig:
     runs = sections.pop("runs", tree.get("runs"))
     changed = {name: tree.get(name, {}) | values for name, values in sections.items()}
     return make_config(TrainConfig, {**tree, **changed, "runs": runs})
+
+
+def train_in_folder(rank: int, world_size: int, config: TrainConfig, **options: Any) -> TrainResult:
+    """Train a config's runs, which leave their output in the config's folder."""
+    watchers = [RunFolder(config.output.folder, config)] if rank == 0 else []
+    return train(config, watchers, **options)
 
 
 def refusal(rank: int, world_size: int, config: TrainConfig, **options: Any) -> str:

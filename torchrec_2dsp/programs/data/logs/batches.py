@@ -1,10 +1,9 @@
 """Turn a log's rows into a rank's batches, which a thread prefetches."""
 
-import queue
-import threading
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, groupby
 
@@ -138,78 +137,34 @@ def placed(
         start += sum(piece.num_rows for piece in window)
 
 
-_POLL_S = 0.1
-"""The interval at which a waiting thread checks whether it is still needed."""
-
-
-@dataclass
-class _Done:
-    """The last item in the queue: the end of the batches, or an error."""
-
-    error: BaseException | None
-
-
-_Queue = queue.Queue[Batch | _Done]
-
-
 class BatchStream(Iterator[Batch]):
-    """An iterator over prefetched batches.
+    """An iterator over batches that a thread prefetches from the first request on.
 
     The thread ends with the batches, after an error, and when the stream is closed or garbage
     collected. The thread's error is raised in place of its batch.
 
     Example:
         >>> from torchrec_2dsp.programs.data.logs.batches import BatchStream
-        >>> with BatchStream(lambda: iter(["a", "b"]), num_ahead=1) as stream:
+        >>> with BatchStream(iter(["a", "b"]), num_ahead=1) as stream:
         ...     list(stream)
         ['a', 'b']
     """
 
-    def __init__(self, batches: Callable[[], Iterator[Batch]], *, num_ahead: int) -> None:
-        """Start the thread that makes batches.
+    def __init__(self, batches: Iterator[Batch], *, num_ahead: int) -> None:
+        """Prepare to make batches.
 
         Args:
-            batches: makes the iterator, on the thread.
+            batches: makes them, on the thread.
             num_ahead: how many batches to prefetch; 0 for none, without a thread.
         """
-        self._ready: _Queue = queue.Queue(num_ahead)
-        self._is_closed = threading.Event()
-        self._local: Iterator[Batch] | None = None
-        self._done: _Done | None = None
-        self._thread: threading.Thread | None = None
-        if not num_ahead:
-            self._local = batches()
-            return
-        # The thread doesn't know the stream, which can be collected while it runs.
-        arguments = batches, self._ready, self._is_closed
-        self._thread = threading.Thread(target=_fill, args=arguments, name="batches", daemon=True)
-        weakref.finalize(self, self._is_closed.set)
-        self._thread.start()
+        self._batches = _prefetched(batches, num_ahead)
 
     def __next__(self) -> Batch:
-        if self._local is not None:
-            return next(self._local)
-        while self._done is None:
-            if self._is_closed.is_set():
-                raise StopIteration
-            try:
-                entry = self._ready.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
-            if not isinstance(entry, _Done):
-                return entry
-            self._done = entry
-        if self._done.error is not None:
-            raise self._done.error
-        raise StopIteration
+        return next(self._batches)
 
     def close(self) -> None:
         """End the thread; no more batches come."""
-        self._is_closed.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._local = None
-        self._done = self._done or _Done(None)
+        self._batches.close()
 
     def __enter__(self) -> "BatchStream":
         return self
@@ -218,28 +173,18 @@ class BatchStream(Iterator[Batch]):
         self.close()
 
 
-def _fill(
-    batches: Callable[[], Iterator[Batch]], ready: _Queue, is_closed: threading.Event
-) -> None:
-    """Put batches into the queue until they end or are no longer needed."""
-    done = _Done(None)
+def _prefetched(batches: Iterator[Batch], num_ahead: int) -> Generator[Batch, None, None]:
+    if not num_ahead:
+        yield from batches
+        return
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
     try:
-        for batch in batches():
-            if not _put(batch, ready, is_closed):
-                return
-    except BaseException as error:
-        done = _Done(error)
-    _put(done, ready, is_closed)
-
-
-def _put(entry: Batch | _Done, ready: _Queue, is_closed: threading.Event) -> bool:
-    while not is_closed.is_set():
-        try:
-            ready.put(entry, timeout=_POLL_S)
-        except queue.Full:
-            continue
-        return True
-    return False
+        ahead = deque(executor.submit(next, batches, None) for _ in range(num_ahead))
+        while (batch := ahead.popleft().result()) is not None:
+            ahead.append(executor.submit(next, batches, None))
+            yield batch
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 class LogDataset(ABC):
@@ -288,7 +233,7 @@ class LogDataset(ABC):
         check_batch(global_batch_size, rank, world_size, start)
         plan = self._plan(split, global_batch_size, rank, world_size)
         plan.check(self._row_words[split])
-        return self._stream(lambda: self._read(split, plan, start))
+        return self._stream(self._read(split, plan, start))
 
     def check(self, global_batch_size: int) -> None:
         """Raise `ConfigError` if a split has no batch."""
@@ -297,7 +242,7 @@ class LogDataset(ABC):
 
     def samples_once(self, split: Split, *, rank: int, world_size: int) -> BatchStream:
         """Read every sample of a split once, dealt to ranks, in batches of any size."""
-        return self._stream(lambda: self._read_once(split, rank, world_size))
+        return self._stream(self._read_once(split, rank, world_size))
 
     def _plan(
         self, split: Split, global_batch_size: int, rank: int = 0, world_size: int = 1
@@ -311,5 +256,5 @@ class LogDataset(ABC):
             world_size=world_size,
         )
 
-    def _stream(self, batches: Callable[[], Iterator[Batch]]) -> BatchStream:
+    def _stream(self, batches: Iterator[Batch]) -> BatchStream:
         return BatchStream(batches, num_ahead=self._files.num_ahead)

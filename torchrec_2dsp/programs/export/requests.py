@@ -100,7 +100,7 @@ class RequestEncoder:
         arrays = {name: _array(name, values) for name, values in columns.items()}
         labels = pa.array([0.0] * num_samples, pa.float32())
         samples = self._encoder.encode(pa.table(arrays | {self._label: labels}))
-        batch = samples.batch([feature.name for feature in self._encoder.features])
+        batch = self._encoder.batch(samples)
         dense = batch.dense_features[:, : self._num_dense]
         return request_of(dense, batch.sparse_features, self._names)
 

@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -170,22 +170,15 @@ class ConvertedFile:
 
     def _tables(self, advance: Callable[[int], None]) -> Iterator[pa.Table]:
         """Read a file with named columns, one block's rows at a time."""
-        size, pending = self._layout.block_rows, None
+        size = self._layout.block_rows
         with reading(self.file):
             batches = self.source_fragment().to_batches(
                 columns=list(self._columns), batch_size=size
             )
             try:
-                for batch in batches:
-                    table = pa.Table.from_batches([batch])
-                    pending = table if pending is None else pa.concat_tables([pending, table])
-                    while pending.num_rows >= size:
-                        yield pending.slice(0, size)
-                        pending = pending.slice(size)
+                yield from cut((pa.Table.from_batches([batch]) for batch in batches), size)
             except pa.ArrowInvalid as error:
                 raise InputError(f"{self.file} can't be read: {error}") from error
-        if pending is not None and pending.num_rows:
-            yield pending
         advance(self.num_bytes)
 
     def _text_tables(self, part: int, advance: Callable[[int], None]) -> Iterator[pa.Table]:
@@ -270,6 +263,18 @@ def convert(
 
         file.convert(part, advance)
         done += file.num_bytes // len(file.parts)
+
+
+def cut(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
+    """Cut rows that come in tables of any size into tables of one size; the last may be smaller."""
+    pending = None
+    for table in tables:
+        pending = table if pending is None else pa.concat_tables([pending, table])
+        while pending.num_rows >= num_rows:
+            yield pending.slice(0, num_rows)
+            pending = pending.slice(num_rows)
+    if pending is not None and pending.num_rows:
+        yield pending
 
 
 def check_names(file: str, schema: pa.Schema, columns: Columns) -> None:

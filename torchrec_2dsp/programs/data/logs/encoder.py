@@ -2,11 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +27,7 @@ from torchrec_2dsp.programs.data.logs.ids import (
     Vocabulary,
     encoded_texts,
     hash_texts,
+    joined,
     read_vocabulary,
     rows_of,
     texts_of,
@@ -45,124 +45,6 @@ _CENTURY = 2000
 _FIRST_SECOND, _END_SECOND = 631_152_000, 4_133_980_800
 """The beginnings of 1990 and of 2101, in seconds since 1970."""
 _SCALES = "scales.json"
-
-
-@dataclass(frozen=True)
-class FeatureIds:
-    """One feature's ids."""
-
-    ids: NDArray[np.int64]
-    """The concatenated ids of all samples."""
-
-    lengths: NDArray[np.int32] | None
-    """The number of ids per sample; `None` if each has one."""
-
-    def part(self, start: int, stop: int) -> "FeatureIds":
-        """Return consecutive samples' bags."""
-        if self.lengths is None:
-            return FeatureIds(self.ids[start:stop], None)
-        before = int(self.lengths[:start].sum())
-        inside = int(self.lengths[start:stop].sum())
-        return FeatureIds(self.ids[before : before + inside], self.lengths[start:stop])
-
-    def ordered(self, order: NDArray[np.int64]) -> "FeatureIds":
-        """Return the bags at these sample indices, in this order."""
-        if self.lengths is None:
-            return FeatureIds(self.ids[order], None)
-        starts = (np.cumsum(self.lengths) - self.lengths)[order]
-        lengths = self.lengths[order]
-        return FeatureIds(self.ids[places_of_runs(starts, lengths)], lengths)
-
-
-def places_of_runs(
-    starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
-) -> NDArray[np.int64]:
-    """List the places in runs of consecutive places, run by run.
-
-    Example:
-        >>> import numpy as np
-        >>> from torchrec_2dsp.programs.data.logs.encoder import places_of_runs
-        >>> places_of_runs(np.array([7, 2]), np.array([3, 2]))
-        array([7, 8, 9, 2, 3])
-    """
-    before = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Encoded rows, as arrays to slice and join into batches."""
-
-    dense: NDArray[np.float32]
-    """The dense features, ``[samples, features]``."""
-
-    labels: NDArray[np.float32]
-    """The label of each sample."""
-
-    bags: tuple[FeatureIds, ...]
-    """The ids, by feature."""
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def part(self, start: int, stop: int) -> "Samples":
-        """Return consecutive samples."""
-        if (start, stop) == (0, len(self)):
-            return self
-        bags = tuple(bags.part(start, stop) for bags in self.bags)
-        return Samples(self.dense[start:stop], self.labels[start:stop], bags)
-
-    def ordered(self, order: NDArray[np.int64]) -> "Samples":
-        """Return the samples at these indices, in this order."""
-        bags = tuple(bags.ordered(order) for bags in self.bags)
-        return Samples(self.dense[order], self.labels[order], bags)
-
-    def batch(self, keys: Sequence[str]) -> Batch:
-        """Return the samples as a TorchRec batch with these feature names."""
-        lengths = np.ones((len(self.bags), len(self)), dtype=np.int32)
-        for row, bags in zip(lengths, self.bags, strict=True):
-            if bags.lengths is not None:
-                row[:] = bags.lengths
-        ids = [bags.ids for bags in self.bags] or [np.empty(0, dtype=np.int64)]
-        sparse = KeyedJaggedTensor(
-            keys=list(keys),
-            values=torch.from_numpy(np.concatenate(ids)),
-            lengths=torch.from_numpy(lengths.reshape(-1)),
-        )
-        # Copy, since slices would keep the larger arrays in memory.
-        return Batch(torch.from_numpy(self.dense.copy()), sparse, torch.tensor(self.labels))
-
-
-def join(parts: Sequence[Samples]) -> Samples:
-    """Concatenate samples; there is at least one part."""
-    if len(parts) == 1:
-        return parts[0]
-    return Samples(
-        np.concatenate([part.dense for part in parts]),
-        np.concatenate([part.labels for part in parts]),
-        tuple(_join(bags) for bags in zip(*(part.bags for part in parts), strict=True)),
-    )
-
-
-def _join(bags: Sequence[FeatureIds]) -> FeatureIds:
-    ids = np.concatenate([part.ids for part in bags])
-    lengths = [part.lengths for part in bags if part.lengths is not None]
-    return FeatureIds(ids, np.concatenate(lengths) if lengths else None)
-
-
-def cut(parts: Iterable[Samples], size: int) -> Iterator[Samples]:
-    """Cut samples that come in parts of any size into parts of one size; the rest is dropped."""
-    pending: list[Samples] = []
-    for part in parts:
-        pending.append(part)
-        if sum(map(len, pending)) < size:
-            continue
-        samples = join(pending)
-        num_used = len(samples) // size * size
-        for begin in range(0, num_used, size):
-            yield samples.part(begin, begin + size)
-        rest = samples.part(num_used, len(samples))
-        pending = [rest] if len(rest) else []
 
 
 @contextmanager
@@ -226,28 +108,52 @@ class Encoder:
             },
         }
 
-    def encode(self, table: pa.Table) -> Samples:
-        """Encode a table's rows."""
-        dense = np.empty((table.num_rows, len(self._config.dense)), dtype=np.float32)
-        for number, column in enumerate(self._config.dense):
+    def encode(self, table: pa.Table) -> pa.Table:
+        """Encode a table's rows: the label, the dense features, and each sparse feature's ids.
+
+        Ids are integers, or lists where rows may have several.
+        """
+        names = [self._config.label, *(column.column for column in self._config.dense)]
+        columns = [pa.array(label_numbers(table[self._config.label]))]
+        for column in self._config.dense:
             with naming_column(column.column):
                 values = transformed(table[column.column], column)
             if column.column in self._scales:
                 scale = self._scales[column.column]
                 values -= np.float32(scale.mean)
                 values /= np.float32(scale.std)
-            dense[:, number] = values
-        labels = label_numbers(table[self._config.label])
-        bags: list[FeatureIds] = []
+            columns.append(pa.array(values))
         for feature in self._config.features:
             with naming_column(feature.source):
-                bags.append(self._bags(table, feature))
-        return Samples(dense, labels, tuple(bags))
+                columns.append(self._ids(table[feature.source], feature))
+        return pa.Table.from_arrays(columns, [*names, *(feature.name for feature in self.features)])
 
-    def _bags(self, table: pa.Table, feature: SparseColumn) -> FeatureIds:
-        column = table[feature.source]
+    def batch(self, samples: pa.Table) -> Batch:
+        """Return encoded rows as a TorchRec batch."""
+        num_dense = len(self._config.dense)
+        labels, *others = map(joined, samples.columns)
+        dense = np.empty((len(labels), num_dense), dtype=np.float32)
+        for number, column in enumerate(others[:num_dense]):
+            dense[:, number] = column
+        values, lengths = [], []
+        for column in others[num_dense:]:
+            is_list = pt.is_list(column.type)
+            values.append(np.asarray(column.flatten() if is_list else column))
+            lengths.append(
+                np.asarray(column.value_lengths())
+                if is_list
+                else np.ones(len(column), dtype=np.int32)
+            )
+        sparse = KeyedJaggedTensor(
+            keys=[feature.name for feature in self.features],
+            values=torch.from_numpy(np.concatenate(values)),
+            lengths=torch.from_numpy(np.concatenate(lengths)),
+        )
+        return Batch(torch.from_numpy(dense), sparse, torch.tensor(np.asarray(labels)))
+
+    def _ids(self, column: pa.ChunkedArray, feature: SparseColumn) -> pa.Array:
         if feature.is_time:
-            return FeatureIds(time_rows(column, feature), None)
+            return pa.array(time_rows(column, feature))
 
         def rows(values: pa.BinaryArray) -> NDArray[np.int64]:
             if feature.encoding == "vocabulary":
@@ -256,7 +162,11 @@ class Encoder:
             # Missing values have hash 0, and so row 0.
             return rows_of(hashes, feature.num_rows - 1) + (hashes != MISSING)
 
-        return FeatureIds(*encoded_texts(column, rows, feature.separator, feature.max_ids))
+        ids, lengths = encoded_texts(column, rows, feature.separator, feature.max_ids)
+        if lengths is None:
+            return pa.array(ids)
+        offsets = np.append(np.int32(0), lengths.cumsum(dtype=np.int32))
+        return pa.ListArray.from_arrays(offsets, ids)
 
     def _num_rows(self, feature: SparseColumn) -> int:
         if feature.encoding == "vocabulary":

@@ -72,7 +72,7 @@ def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> 
         >>> texts.values.to_pylist(), texts.lengths.tolist()
         ([b'a', b'b', b'c'], [2, 0, 1])
     """
-    array = _joined(column)
+    array = joined(column)
     if pt.is_dictionary(array.type):
         array = array.dictionary_decode()
     is_list = pt.is_list(array.type) or pt.is_large_list(array.type)
@@ -117,7 +117,8 @@ def encoded_texts(
     return np.concatenate(parts), None
 
 
-def _joined(column: pa.ChunkedArray) -> pa.Array:
+def joined(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column's values as one array."""
     if column.num_chunks == 1:
         return column.chunk(0)
     column = column.unify_dictionaries()
@@ -153,7 +154,7 @@ def times_of(
     if pt.is_timestamp(column.type) or pt.is_date(column.type):
         times = column.cast(TIMES, safe=False)
         return times, np.zeros(len(column), dtype=bool)
-    texts = pa.chunked_array([_joined(column)]).cast(pa.string())
+    texts = pa.chunked_array([joined(column)]).cast(pa.string())
     texts = compute.if_else(compute.equal(texts, ""), pa.scalar(None, pa.string()), texts)
     if time_format != "iso":
         times = compute.strptime(texts, format=time_format, unit="us", error_is_null=True)

@@ -11,14 +11,15 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
+import torch
 from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.data.dataset import Feature, Progress, Split
 from torchrec_2dsp.programs.data.logs.batches import EpochPlan, LogDataset, row_order
 from torchrec_2dsp.programs.data.logs.config import InteractionsLayout
-from torchrec_2dsp.programs.data.logs.encoder import FeatureIds, Samples, places_of_runs
 from torchrec_2dsp.programs.data.logs.ids import (
     TIMES,
     compute,
@@ -67,8 +68,8 @@ class InteractionLog:
 
     def last_items(
         self, users: NDArray[np.int64], *, max_length: int, without_last: bool
-    ) -> FeatureIds:
-        """Return each user's last items, oldest first.
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return each user's last items, oldest first, and how many each has.
 
         Args:
             users: user indices.
@@ -77,8 +78,9 @@ class InteractionLog:
         """
         ends = self.starts[users] + self.lengths[users] - without_last
         lengths = np.minimum(ends - self.starts[users], max_length)
-        items = self.items[places_of_runs(ends - lengths, lengths)]
-        return FeatureIds(items, lengths.astype(np.int32))
+        in_order = np.arange(int(lengths.sum()))
+        before = np.cumsum(lengths) - lengths
+        return self.items[in_order + np.repeat(ends - lengths - before, lengths)], lengths
 
 
 def read_interactions(source: LogSource, config: InteractionsLayout) -> InteractionLog:
@@ -208,9 +210,12 @@ class SequenceData(LogDataset):
             yield self._batch(split, users[first : first + _USERS_AT_ONCE])
 
     def _batch(self, split: Split, users: NDArray[np.int64]) -> Batch:
-        bags = self.log.last_items(
+        items, lengths = self.log.last_items(
             users, max_length=self._config.max_length, without_last=split is Split.TRAIN
         )
-        dense = np.empty((len(users), 0), dtype=np.float32)
-        labels = np.ones(len(users), dtype=np.float32)
-        return Samples(dense, labels, (bags,)).batch([self._config.feature])
+        sparse = KeyedJaggedTensor(
+            keys=[self._config.feature],
+            values=torch.from_numpy(items),
+            lengths=torch.from_numpy(lengths.astype(np.int32)),
+        )
+        return Batch(torch.empty(len(users), 0), sparse, torch.ones(len(users)))

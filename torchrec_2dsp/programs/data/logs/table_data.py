@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
@@ -16,13 +17,8 @@ from torchrec_2dsp.programs.data.logs.batches import (
     windows,
 )
 from torchrec_2dsp.programs.data.logs.config import TableLayout
-from torchrec_2dsp.programs.data.logs.encoder import (
-    Encoder,
-    Prepared,
-    Samples,
-    cut,
-    join,
-)
+from torchrec_2dsp.programs.data.logs.conversion import cut
+from torchrec_2dsp.programs.data.logs.encoder import Encoder, Prepared
 from torchrec_2dsp.programs.data.logs.files import list_files, real_path
 from torchrec_2dsp.programs.data.logs.source import (
     LogPiece,
@@ -57,7 +53,6 @@ class TableData(LogDataset):
         self._seed = config.seed
         self.features = self._encoder.features
         """The sparse features, in batch order."""
-        self._keys = [feature.name for feature in self.features]
         self.num_dense = len(config.dense)
         """The number of dense features."""
         self.held_out = config.held_out
@@ -73,17 +68,17 @@ class TableData(LogDataset):
         for epoch, first_batch in plan.epochs(start):
             samples = self._epoch(split, plan, reader, epoch, first_batch)
             for part in cut(samples, plan.batch_size):
-                yield part.batch(self._keys)
+                yield self._encoder.batch(part)
 
     def _read_once(self, split: Split, rank: int, world_size: int) -> Iterator[Batch]:
         selection = self._selections[split]
         reader = selection.reader()
         for piece in selection.pieces[rank::world_size]:
-            yield self._encoder.encode(reader.read(piece)).batch(self._keys)
+            yield self._encoder.batch(self._encoder.encode(reader.read(piece)))
 
     def _epoch(
         self, split: Split, plan: EpochPlan, reader: LogReader, epoch: int, first_batch: int
-    ) -> Iterator[Samples]:
+    ) -> Iterator[pa.Table]:
         """Read the rank's samples in an epoch, in order, from a batch on."""
         shuffled_blocks, seed = self._shuffled_blocks[split], self._seed
         pieces = self._selections[split].pieces
@@ -98,11 +93,12 @@ class TableData(LogDataset):
                 continue
             rows = row_order(num_rows, epoch=epoch, window=number, seed=seed)[rows]
             by_row = np.argsort(rows)
-            yield self._samples(reader, window, rows[by_row]).ordered(np.argsort(by_row))
+            samples = self._samples(reader, window, rows[by_row])
+            yield samples.take(pa.array(np.argsort(by_row)))
 
     def _samples(
         self, reader: LogReader, window: Sequence[LogPiece], rows: NDArray[np.int64]
-    ) -> Samples:
+    ) -> pa.Table:
         """Read some of a window's rows, in ascending order."""
         ends = np.cumsum([piece.num_rows for piece in window])
         by_piece = np.split(rows, np.searchsorted(rows, ends[:-1]))
@@ -111,7 +107,7 @@ class TableData(LogDataset):
             if len(chosen):
                 table = reader.read(piece, chosen - (end - piece.num_rows))
                 parts.append(self._encoder.encode(table))
-        return join(parts)
+        return pa.concat_tables(parts)
 
 
 def _select(

@@ -29,10 +29,11 @@ from tests.support.slices import patient
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs import conversion, text
+from torchrec_2dsp.programs.data.logs.config import ColumnKind, LogColumn
 from torchrec_2dsp.programs.data.logs.conversion import ConvertedFile
 from torchrec_2dsp.programs.data.logs.files import list_files
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
-from torchrec_2dsp.programs.data.logs.text import ColumnKind, FileLayout, LogColumn, TextParser
+from torchrec_2dsp.programs.data.logs.text import TextParser
 
 ROWS = make_rows(40)
 BAD_LINES = {
@@ -109,12 +110,16 @@ INTEGERS = (" 5", "6 ", "0x10", "1414368000000000000", "9223372036854775807", "7
     ("kind", "values"), [(ColumnKind.NUMBER, NUMBERS), (ColumnKind.INTEGER, INTEGERS)]
 )
 def test_a_malformed_line_changes_no_other(kind: ColumnKind, values: tuple[str, ...]) -> None:
-    layout = FileLayout(names=(), delimiter=",", quote='"', block_bytes=1, block_rows=1)
-    parser = TextParser(["a"], layout, {"a": LogColumn(kind)})
+    hour = {"name": "hour", "column": "a", "encoding": "hour"}
+    features = [hour] if kind is ColumnKind.INTEGER else [{"name": "b", "num_rows": 9}]
+    dense = [{"column": "a"}] if kind is ColumnKind.NUMBER else []
+    section = table_config(Path("log.csv"), features=features, dense=dense)
+    assert section.read_columns().get("a") == LogColumn(kind)
+    parser = TextParser(["a", "b", "label"], section)
     num_readable = 0
     for value in values:
-        alone = parser.parse(f"{value}\n".encode())
-        beside = parser.parse(f"{value}\nx\n".encode())
+        alone = parser.parse(f"{value},b,1\n".encode())
+        beside = parser.parse(f"{value},b,1\nx,b,1\n".encode())
         assert str(beside.table["a"].to_pylist()) == str(alone.table["a"].to_pylist()), value
         assert beside.reasons == {**alone.reasons, 1: "a is b'x', which isn't a number"}
         num_readable += alone.table.num_rows

@@ -15,7 +15,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split, check_batch
 from torchrec_2dsp.programs.data.draws import uniforms
 from torchrec_2dsp.programs.data.logs.config import LogFiles, Rest
-from torchrec_2dsp.programs.data.logs.source import LogPiece
+from torchrec_2dsp.programs.data.logs.source import LogPiece, count_rows
 from torchrec_2dsp.programs.data.logs.text import MalformedLines
 
 
@@ -134,7 +134,7 @@ def placed(
         if start >= num_samples:
             return
         yield number, start, window
-        start += sum(piece.num_rows for piece in window)
+        start += count_rows(window)
 
 
 class BatchStream(Iterator[Batch]):

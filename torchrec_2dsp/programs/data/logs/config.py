@@ -1,7 +1,10 @@
 """The config keys for logs: files, columns, and reading options."""
 
+import enum
 import math
-from typing import Literal, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,11 +13,46 @@ from torchrec_2dsp.programs.config.config_file import PathBesideConfig, PathsBes
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.logs.files import list_files
 from torchrec_2dsp.programs.data.logs.ids import NUM_RESERVED
-from torchrec_2dsp.programs.data.logs.text import ColumnKind, FileLayout, LogColumn
 
 Rest = Literal["drop", "pad"]
 Encoding = Literal["hash", "vocabulary", "hour", "weekday"]
 _TIMES = ("hour", "weekday")
+
+
+class ColumnKind(enum.Enum):
+    """A column's purpose, which determines its valid values."""
+
+    TEXT = "text, integers or booleans, or lists of them"
+    """Values that become ids."""
+
+    NUMBER = "numbers"
+    """A dense feature."""
+
+    INTEGER = "integers or timestamps"
+    """A time that becomes ids, or integers that serve as ids and as a dense feature."""
+
+    TIME = "integers, numbers or timestamps"
+    """A time that rows are sorted by."""
+
+    WRITTEN_TIME = "timestamps, dates or text"
+    """A time in a given format."""
+
+    LABEL = "numbers from 0 to 1"
+    """The label, which every row must have."""
+
+
+@dataclass(frozen=True)
+class LogColumn:
+    """A column to read."""
+
+    kind: ColumnKind
+
+    time_format: str = ""
+    """The format of a `WRITTEN_TIME`: "iso", or a strptime pattern."""
+
+
+Columns = Mapping[str, LogColumn]
+"""The columns to read, by name."""
 
 
 class SparseColumn(Section):
@@ -320,20 +358,12 @@ class TableLayout(LogConfig):
         columns[self.label] = LogColumn(ColumnKind.LABEL)
         return columns
 
-    @property
-    def layout(self) -> FileLayout:
-        """The files' layout."""
-        return FileLayout(
-            names=self.columns,
-            delimiter=self.delimiter,
-            quote=self.quote,
-            block_bytes=self.block_bytes,
-            block_rows=self.block_rows,
-        )
-
 
 class InteractionsLayout(LogFiles):
     """A log of interactions between users and items, with times."""
+
+    block_bytes: ClassVar[int] = 2**24
+    block_rows: ClassVar[int] = 2**18
 
     user: str = "user_id:token"
     """The user column."""
@@ -393,17 +423,6 @@ class InteractionsLayout(LogFiles):
             time = LogColumn(ColumnKind.WRITTEN_TIME, self.time_format)
         text = LogColumn(ColumnKind.TEXT)
         return {self.user: text, self.item: text, self.time: time}
-
-    @property
-    def layout(self) -> FileLayout:
-        """The files' layout."""
-        return FileLayout(
-            names=self.columns,
-            delimiter=self.delimiter,
-            quote=self.quote,
-            block_bytes=2**24,
-            block_rows=2**18,
-        )
 
 
 LogLayout = TableLayout | InteractionsLayout

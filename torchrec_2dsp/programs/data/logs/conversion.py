@@ -18,7 +18,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import pyarrow.parquet as pq
 
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.data.dataset import Progress
+from torchrec_2dsp.programs.data.logs.config import ColumnKind, Columns, LogLayout
 from torchrec_2dsp.programs.data.logs.files import (
     columnar_fragment,
     kind_of,
@@ -40,9 +40,6 @@ from torchrec_2dsp.programs.data.logs.files import (
 )
 from torchrec_2dsp.programs.data.logs.text import (
     COLUMN_TYPES,
-    ColumnKind,
-    Columns,
-    FileLayout,
     ParsedLines,
     TextHead,
     TextParser,
@@ -61,42 +58,43 @@ _VERSION = 1
 """The format version; a new number converts all files again."""
 _STALE_S = 3600.0
 _MALFORMED_TYPE = pa.struct([("reason", pa.string()), ("text", pa.string())])
+_NO_NAMES = (
+    ". If these aren't names, give them by columns=; if they are one name, check the delimiter"
+)
 _NUMBERS = (ColumnKind.NUMBER, ColumnKind.LABEL)
 
 
 class ConvertedFile:
     """The Parquet files that replace one file in another format."""
 
-    def __init__(self, file: str, layout: FileLayout, columns: Columns, prepared: str) -> None:
+    def __init__(self, file: str, section: LogLayout) -> None:
         """Inspect the file and lay out its parts.
 
         Args:
             file: the path.
-            layout: the file's layout.
-            columns: the columns to convert.
-            prepared: the folder for prepared files; by default a temporary one.
+            section: describes the file, and where to convert it to.
 
         Raises:
             ConfigError: it can't be read, or is a text file that lacks a column.
         """
         self.file = file
         """The file's path."""
-        self._layout, self._columns = layout, columns
+        self._section, self._columns = section, section.read_columns()
         self._state = state_of(file)
         self._kind = kind_of(file)
-        self.head = TextHead(file, layout) if self._kind.format == "text" else None
+        self.head = TextHead(file, section) if self._kind.format == "text" else None
         """A text file's column names; `None` for other formats."""
         self._num_chunks = num_parts = 1
-        self._chunks_per_part = max(1, _PART_BYTES // layout.block_bytes)
-        if self.head is not None:
-            self.head.check(file, columns)
+        self._chunks_per_part = max(1, _PART_BYTES // section.block_bytes)
+        if self.head is None:
+            check_names(file, self.source_fragment().physical_schema.names, self._columns)
+        else:
+            check_names(file, self.head.names, self._columns, _NO_NAMES)
             if self._kind.compression is None:
                 num_bytes = self._state.num_bytes - self.head.offset
-                self._num_chunks = max(1, math.ceil(num_bytes / layout.block_bytes))
+                self._num_chunks = max(1, math.ceil(num_bytes / section.block_bytes))
                 num_parts = math.ceil(self._num_chunks / self._chunks_per_part)
-        else:
-            check_names(file, self.source_fragment().physical_schema, columns)
-        self._folder = _folder_of(prepared) / f"{Path(file).name}-{self._digest()}"
+        self._folder = _folder_of(section.prepared) / f"{Path(file).name}-{self._digest()}"
         self.parts = tuple(self._folder / f"{part:04}.parquet" for part in range(num_parts))
         """The Parquet files, in row order."""
 
@@ -156,7 +154,13 @@ class ConvertedFile:
             "file": self.file if "://" in self.file else os.path.abspath(self.file),
             "state": self._state,
             "part_bytes": _PART_BYTES,
-            "layout": asdict(self._layout),
+            "layout": {
+                "names": self._section.columns,
+                "delimiter": self._section.delimiter,
+                "quote": self._section.quote,
+                "block_bytes": self._section.block_bytes,
+                "block_rows": self._section.block_rows,
+            },
             "columns": {
                 name: (column.kind.name, column.time_format)
                 for name, column in sorted(self._columns.items())
@@ -170,7 +174,7 @@ class ConvertedFile:
 
     def _tables(self, advance: Callable[[int], None]) -> Iterator[pa.Table]:
         """Read a file with named columns, one block's rows at a time."""
-        size = self._layout.block_rows
+        size = self._section.block_rows
         with reading(self.file):
             batches = self.source_fragment().to_batches(
                 columns=list(self._columns), batch_size=size
@@ -183,9 +187,9 @@ class ConvertedFile:
 
     def _text_tables(self, part: int, advance: Callable[[int], None]) -> Iterator[pa.Table]:
         """Parse a part of a text file, a block at a time."""
-        head, size = self.head, self._layout.block_bytes
+        head, size = self.head, self._section.block_bytes
         assert head is not None
-        parser = TextParser(head.names, self._layout, self._columns)
+        parser = TextParser(head.names, self._section)
         first_chunk = part * self._chunks_per_part
         end_chunk = first_chunk + self._chunks_per_part
         is_last = end_chunk >= self._num_chunks
@@ -277,11 +281,11 @@ def cut(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
         yield pending
 
 
-def check_names(file: str, schema: pa.Schema, columns: Columns) -> None:
+def check_names(file: str, names: Sequence[str], columns: Columns, remedy: str = "") -> None:
     """Raise `ConfigError` unless a file has these columns."""
     for name in columns:
-        if name not in schema.names:
-            raise ConfigError(f"{file} has no column {name!r}; it has {', '.join(schema.names)}")
+        if name not in names:
+            raise ConfigError(f"{file} has no column {name!r}; it has {', '.join(names)}{remedy}")
 
 
 def _malformed(parsed: ParsedLines, data: bytes, num_lines: int) -> pa.Array:

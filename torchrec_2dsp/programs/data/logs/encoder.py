@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from torchrec_2dsp.programs.data.logs.ids import (
     warn_of_other_logs,
     write_vocabulary,
 )
-from torchrec_2dsp.programs.data.logs.source import Selection
+from torchrec_2dsp.programs.data.logs.source import LogPiece, LogReader, LogSource, count_rows
 from torchrec_2dsp.programs.data.logs.text import label_numbers
 
 _SECONDS_PER_HOUR, _SECONDS_PER_DAY = 3600, 86400
@@ -301,17 +301,17 @@ class Prepared:
             )
 
     def prepare(
-        self, selection: Selection, progress: Progress | None = None
+        self, source: LogSource, pieces: Sequence[LogPiece], progress: Progress | None = None
     ) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
         """Return the vocabularies by feature and the scales by column, built from training rows."""
-        log = f"{selection.source.fingerprint}, {selection.num_rows} rows"
+        log = f"{source.fingerprint}, {count_rows(pieces)} rows"
         counters = {
             name: ValueCounter() for name in self._features if not self._file(name).exists()
         }
         scales = self._read_scales()
         moments = {name: Moments() for name in self._dense if name not in scales}
         if counters or moments:
-            self._pass(selection, counters, moments, progress)
+            self._pass(source, pieces, counters, moments, progress)
             for name, counter in counters.items():
                 feature = self._features[name]
                 table = counter.frequent(feature.min_count, max(feature.num_rows - NUM_RESERVED, 0))
@@ -350,13 +350,14 @@ class Prepared:
 
     def _pass(
         self,
-        selection: Selection,
+        source: LogSource,
+        pieces: Sequence[LogPiece],
         counters: Mapping[str, ValueCounter],
         moments: Mapping[str, Moments],
         progress: Progress | None,
     ) -> None:
-        num_rows, reader = 0, selection.reader()
-        for piece in selection.pieces:
+        num_rows, reader = 0, LogReader(source)
+        for piece in pieces:
             table = reader.read(piece)
             for name, counter in counters.items():
                 feature = self._features[name]
@@ -366,7 +367,7 @@ class Prepared:
                 moment.add(transformed(table[name], self._dense[name]))
             num_rows += piece.num_rows
             if progress is not None:
-                progress("counting values", num_rows, selection.num_rows)
+                progress("counting values", num_rows, count_rows(pieces))
 
     def _file(self, feature: str) -> Path:
         return self._folder / f"vocabulary_{feature}.parquet"

@@ -6,7 +6,7 @@ so any rank finds any batch's rows by arithmetic.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +19,7 @@ import pyarrow.types as pt
 
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.data.dataset import Progress, Split
-from torchrec_2dsp.programs.data.logs.config import LogLayout
+from torchrec_2dsp.programs.data.logs.config import ColumnKind, LogLayout
 from torchrec_2dsp.programs.data.logs.conversion import (
     MALFORMED,
     ConvertedFile,
@@ -37,7 +37,6 @@ from torchrec_2dsp.programs.data.logs.files import (
 )
 from torchrec_2dsp.programs.data.logs.ids import digest_of, encoded_texts, fractions_of, hash_texts
 from torchrec_2dsp.programs.data.logs.text import (
-    ColumnKind,
     MalformedLines,
     Rows,
     is_label,
@@ -107,26 +106,9 @@ class LogPiece:
     """The split that chooses rows; `None` if they are contiguous."""
 
 
-class Selection:
-    """Consecutively numbered rows of a source."""
-
-    def __init__(self, source: "LogSource", pieces: Sequence[LogPiece]) -> None:
-        """Select pieces of a source.
-
-        Args:
-            source: the source to read.
-            pieces: the rows, in order; pieces without rows are skipped.
-        """
-        self.source = source
-        """The source of the rows."""
-        self.pieces = tuple(piece for piece in pieces if piece.num_rows)
-        """The rows, in order."""
-        self.num_rows = sum(piece.num_rows for piece in self.pieces)
-        """The number of rows."""
-
-    def reader(self) -> "LogReader":
-        """Return a reader for these rows, for use by one thread."""
-        return LogReader(self.source)
+def count_rows(pieces: Iterable[LogPiece]) -> int:
+    """Return how many rows pieces have together."""
+    return sum(piece.num_rows for piece in pieces)
 
 
 class LogSource:
@@ -153,7 +135,6 @@ class LogSource:
             ConfigError: a file can't be read, has no rows, or lacks a column.
         """
         self.columns, self.malformed = config.read_columns(), malformed
-        self._block_rows = config.layout.block_rows
         converted = {file.file: file for file in converted_files(config)}
         convert(list(converted.values()), progress=progress)
         self.fragments: list[ds.ParquetFileFragment] = []
@@ -168,48 +149,36 @@ class LogSource:
         self.blocks: list[LogBlock] = []
         """All blocks, in file and row order."""
         for file in config.all_files():
-            source = converted.get(file)
-            blocks = self._direct(file) if source is None else self._converted(source)
+            source, is_text = converted.get(file), file in self.num_head_lines
+            blocks = self._list(file, source, config.block_rows)
             if not blocks:
-                is_text = file in self.num_head_lines
                 extent = "no row, at most the names of columns" if is_text else "no row"
                 raise ConfigError(f"{file} has {extent}; leave it out")
+            if not is_text:
+                fragment = source.source_fragment() if source else self.fragments[-1]
+                self._check(file, fragment.physical_schema)
             self.blocks += blocks
 
-    def _direct(self, file: str) -> list[LogBlock]:
-        """List a Parquet file's blocks, which are parts of its row groups."""
-        fragment = self._fragment(file)
-        if any(group.num_rows for group in fragment.row_groups):
-            self._check(file, fragment.physical_schema)
-        blocks, first_row = [], 0
-        for group in fragment.row_groups:
-            for offset in range(0, group.num_rows, self._block_rows):
-                size = min(self._block_rows, group.num_rows - offset)
-                place = (len(self.fragments), group.id, group.id, offset, first_row + offset)
-                blocks.append(LogBlock(file, *place, size))
-            first_row += group.num_rows
-        self.fragments.append(fragment)
-        return blocks
-
-    def _converted(self, source: ConvertedFile) -> list[LogBlock]:
-        """List a converted file's blocks, which are the row groups of its parts."""
-        if source.head is None:
-            self._check(source.file, source.source_fragment().physical_schema)
+    def _list(self, file: str, source: ConvertedFile | None, block_rows: int) -> list[LogBlock]:
+        """List a file's blocks: row groups that were written as such, or parts of others."""
         blocks: list[LogBlock] = []
-        first_row = 0
-        for path in source.parts:
-            fragment = self._fragment(source.file, str(path))
+        first_row = unit = 0
+        for path in [file] if source is None else source.parts:
+            fragment = self._fragment(file, str(path))
             for group in fragment.row_groups:
-                unit = 0 if source.is_one_unit else len(blocks)
-                place = (len(self.fragments), unit, group.id, 0, first_row)
-                blocks.append(LogBlock(source.file, *place, group.num_rows))
+                max_rows = block_rows if source is None else max(1, group.num_rows)
+                for offset in range(0, group.num_rows, max_rows):
+                    size = min(max_rows, group.num_rows - offset)
+                    place = (len(self.fragments), unit, group.id, offset, first_row + offset)
+                    blocks.append(LogBlock(file, *place, size))
                 first_row += group.num_rows
+                unit += source is None or not source.is_one_unit
             self.fragments.append(fragment)
         return blocks
 
-    def _fragment(self, file: str, path: str = "") -> ds.ParquetFileFragment:
+    def _fragment(self, file: str, path: str) -> ds.ParquetFileFragment:
         """Open a Parquet file, with strings read as dictionaries."""
-        at = file_system(path or file)
+        at = file_system(path)
         schema = columnar_fragment(file, ds.ParquetFileFormat(), at).physical_schema
         texts = [
             name
@@ -227,7 +196,7 @@ class LogSource:
         """Raise `ConfigError` unless a file has the columns, with values of one kind."""
         self._schemas[file] = schema
         first_file, first = next(iter(self._schemas.items()))
-        check_names(file, schema, self.columns)
+        check_names(file, schema.names, self.columns)
         for name, column in self.columns.items():
             what, expected = (_described(part.field(name).type) for part in (schema, first))
             if what not in _ALLOWED[column.kind]:
@@ -267,25 +236,25 @@ class LogSource:
         groups = groupby(self.blocks, key=lambda block: block.file)
         return {file: list(blocks) for file, blocks in groups}
 
-    def last_rows(self, share: float) -> dict[Split, Selection]:
+    def last_rows(self, share: float) -> dict[Split, list[LogPiece]]:
         """Hold out the last ``share`` of all rows."""
         num_rows = sum(block.num_rows for block in self.blocks)
         num_trained = num_rows - round(share * num_rows)
-        trained, held_out = [], []
+        pieces: dict[Split, list[LogPiece]] = {Split.TRAIN: [], Split.EVAL: []}
         start = 0
         for block in self.blocks:
             here = min(max(num_trained - start, 0), block.num_rows)
-            trained.append(LogPiece(block, 0, here))
-            held_out.append(LogPiece(block, here, block.num_rows - here))
+            pieces[Split.TRAIN].append(LogPiece(block, 0, here))
+            pieces[Split.EVAL].append(LogPiece(block, here, block.num_rows - here))
             start += block.num_rows
-        return {Split.TRAIN: Selection(self, trained), Split.EVAL: Selection(self, held_out)}
+        return pieces
 
-    def rows_of_files(self, files: Sequence[str]) -> Selection:
+    def rows_of_files(self, files: Sequence[str]) -> list[LogPiece]:
         """Select all rows of the given files."""
-        pieces = [LogPiece(block, 0, block.num_rows) for block in self.blocks]
-        return Selection(self, [piece for piece in pieces if piece.block.file in set(files)])
+        chosen = set(files)
+        return [LogPiece(block, 0, block.num_rows) for block in self.blocks if block.file in chosen]
 
-    def hashed_rows(self, column: str, share: float, prepared: str) -> dict[Split, Selection]:
+    def hashed_rows(self, column: str, share: float, prepared: str) -> dict[Split, list[LogPiece]]:
         """Hold out rows by a column's hash; one pass counts them, cached in ``prepared``."""
         if self.columns[column].kind not in (ColumnKind.TEXT, ColumnKind.INTEGER):
             raise ConfigError(
@@ -294,27 +263,25 @@ class LogSource:
             )
         self.check_single(column, "held_out.column")
         trained, held_out = (HashSplit(column, share, split) for split in Split)
-        remembered = _Remembered(prepared)
-        counts: list[int] = []
+        pieces: dict[Split, list[LogPiece]] = {Split.TRAIN: [], Split.EVAL: []}
+        cached, reader = _read_counts(prepared), LogReader(self)
         for file, blocks in self._blocks_by_file().items():
             sizes = [block.num_rows for block in blocks]
-            how = f"{share} of {column!r} held out, in blocks of {sizes[0]} and {sizes[-1]} rows"
-
-            def count(blocks: Sequence[LogBlock] = blocks) -> list[int]:
-                reader = LogReader(self)
-                return [len(trained.rows(reader.block(block))) for block in blocks]
-
-            counts += remembered.counts(file, f"{how}, {len(sizes)} blocks", count)
-        pairs = list(zip(self.blocks, counts, strict=True))
-        return {
-            Split.TRAIN: Selection(
-                self, [LogPiece(block, 0, count, trained) for block, count in pairs]
-            ),
-            Split.EVAL: Selection(
-                self,
-                [LogPiece(block, 0, block.num_rows - count, held_out) for block, count in pairs],
-            ),
-        }
+            how = (
+                f"{share} of {column!r} held out, in blocks of {sizes[0]} and {sizes[-1]} rows, "
+                f"{len(sizes)} blocks"
+            )
+            key = f"{file if '://' in file else os.path.abspath(file)}: {how}"
+            state = list(state_of(file))
+            if cached.get(key, {}).get("file") != state:
+                counts = [len(trained.rows(reader.block(block))) for block in blocks]
+                cached[key] = {"file": state, "counted": counts}
+                if prepared:
+                    write_prepared(Path(prepared, _COUNTS), json.dumps(cached).encode())
+            for block, count in zip(blocks, cached[key]["counted"], strict=True):
+                pieces[Split.TRAIN].append(LogPiece(block, 0, count, trained))
+                pieces[Split.EVAL].append(LogPiece(block, 0, block.num_rows - count, held_out))
+        return pieces
 
 
 class LogReader:
@@ -430,37 +397,23 @@ class _Cursor:
         return pa.Table.from_batches(parts)
 
 
-class _Remembered:
-    """Caches a file's row counts until the file changes."""
-
-    def __init__(self, prepared: str) -> None:
-        self._path = Path(prepared, _COUNTS) if prepared else None
-        self._counted: dict[str, dict[str, Any]] = {}
-        if self._path is not None and self._path.exists():
-            try:
-                self._counted = json.loads(self._path.read_text())
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"{self._path} can't be read: {error}; delete it, and rows are counted again"
-                ) from error
-
-    def counts(self, file: str, how: str, count: Callable[[], list[int]]) -> list[int]:
-        """Return a file's cached counts, or count its rows."""
-        state = {"file": list(state_of(file)), "how": how}
-        key = f"{file if '://' in file else os.path.abspath(file)}: {how}"
-        entry = self._counted.get(key, {})
-        if any(entry.get(name) != value for name, value in state.items()):
-            entry = self._counted[key] = {**state, "counted": count()}
-            if self._path is not None:
-                write_prepared(self._path, json.dumps(self._counted).encode())
-        return entry["counted"]
+def _read_counts(prepared: str) -> dict[str, dict[str, Any]]:
+    """Read the files' row counts, each with the state of its file."""
+    path = Path(prepared, _COUNTS)
+    if not prepared or not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} can't be read: {error}; delete it, and rows are counted again"
+        ) from error
 
 
 def converted_files(config: LogLayout) -> list[ConvertedFile]:
     """List the files that need conversion."""
-    layout, columns = config.layout, config.read_columns()
     return [
-        ConvertedFile(file, layout, columns, config.prepared)
+        ConvertedFile(file, config)
         for file in config.all_files()
         if kind_of(file).format != "parquet"
     ]

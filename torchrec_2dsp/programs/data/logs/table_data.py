@@ -16,7 +16,7 @@ from torchrec_2dsp.programs.data.logs.batches import (
     row_order,
     windows,
 )
-from torchrec_2dsp.programs.data.logs.config import TableLayout
+from torchrec_2dsp.programs.data.logs.config import ColumnKind, TableLayout
 from torchrec_2dsp.programs.data.logs.conversion import cut
 from torchrec_2dsp.programs.data.logs.encoder import Encoder, Prepared
 from torchrec_2dsp.programs.data.logs.files import list_files, real_path
@@ -24,9 +24,9 @@ from torchrec_2dsp.programs.data.logs.source import (
     LogPiece,
     LogReader,
     LogSource,
-    Selection,
+    count_rows,
 )
-from torchrec_2dsp.programs.data.logs.text import ColumnKind, MalformedLines
+from torchrec_2dsp.programs.data.logs.text import MalformedLines
 
 
 class TableData(LogDataset):
@@ -41,12 +41,12 @@ class TableData(LogDataset):
         """
         super().__init__(config, {Split.TRAIN: "training", Split.EVAL: "held-out"})
         prepared = Prepared(config)
-        self._selections = _select(config, self.malformed, progress)
-        trained = self._selections[Split.TRAIN]
-        self._encoder = Encoder(config, *prepared.prepare(trained, progress))
+        self._source, self._pieces = _select(config, self.malformed, progress)
+        trained = self._pieces[Split.TRAIN]
+        self._encoder = Encoder(config, *prepared.prepare(self._source, trained, progress))
         self.fingerprint |= {
-            **trained.source.fingerprint,
-            "training rows": str(trained.num_rows),
+            **self._source.fingerprint,
+            "training rows": str(count_rows(trained)),
             **self._encoder.fingerprint,
         }
         self._shuffled_blocks = {Split.TRAIN: config.shuffled_blocks, Split.EVAL: 0}
@@ -60,20 +60,19 @@ class TableData(LogDataset):
 
     def num_rows(self, split: Split) -> int:
         """Return how many rows a split has."""
-        return self._selections[split].num_rows
+        return count_rows(self._pieces[split])
 
     def _read(self, split: Split, plan: EpochPlan, start: int) -> Iterator[Batch]:
         # Each stream has its own reader, since several may be read at the same time.
-        reader = self._selections[split].reader()
+        reader = LogReader(self._source)
         for epoch, first_batch in plan.epochs(start):
             samples = self._epoch(split, plan, reader, epoch, first_batch)
             for part in cut(samples, plan.batch_size):
                 yield self._encoder.batch(part)
 
     def _read_once(self, split: Split, rank: int, world_size: int) -> Iterator[Batch]:
-        selection = self._selections[split]
-        reader = selection.reader()
-        for piece in selection.pieces[rank::world_size]:
+        reader = LogReader(self._source)
+        for piece in self._pieces[split][rank::world_size]:
             yield self._encoder.batch(self._encoder.encode(reader.read(piece)))
 
     def _epoch(
@@ -81,10 +80,10 @@ class TableData(LogDataset):
     ) -> Iterator[pa.Table]:
         """Read the rank's samples in an epoch, in order, from a batch on."""
         shuffled_blocks, seed = self._shuffled_blocks[split], self._seed
-        pieces = self._selections[split].pieces
+        pieces = self._pieces[split]
         order = windows(pieces, epoch=epoch, shuffled_blocks=shuffled_blocks, seed=seed)
         for number, start, window in placed(order, plan.num_samples):
-            num_rows = sum(piece.num_rows for piece in window)
+            num_rows = count_rows(window)
             rows = plan.own(start, start + num_rows, first_batch) - start
             if not len(rows):
                 continue
@@ -112,8 +111,8 @@ class TableData(LogDataset):
 
 def _select(
     config: TableLayout, malformed: MalformedLines, progress: Progress | None
-) -> dict[Split, Selection]:
-    """Select each split's rows."""
+) -> tuple[LogSource, dict[Split, list[LogPiece]]]:
+    """Open the files, and select each split's rows."""
     choice = config.held_out
     files, held_out = list_files(config.files), list_files(choice.files)
     trained_on = set(map(real_path, files))
@@ -136,10 +135,14 @@ def _select(
     for column in (feature.source for feature in config.features if feature.separator):
         source.check_single(column, "a separator", "leave separator out")
     if choice.by == "last":
-        return source.last_rows(choice.share)
-    if choice.by == "hash":
-        return source.hashed_rows(choice.column, choice.share, config.prepared)
-    return {
-        Split.TRAIN: source.rows_of_files(files),
-        Split.EVAL: source.rows_of_files(held_out),
+        pieces = source.last_rows(choice.share)
+    elif choice.by == "hash":
+        pieces = source.hashed_rows(choice.column, choice.share, config.prepared)
+    else:
+        pieces = {
+            Split.TRAIN: source.rows_of_files(files),
+            Split.EVAL: source.rows_of_files(held_out),
+        }
+    return source, {
+        split: [piece for piece in part if piece.num_rows] for split, part in pieces.items()
     }

@@ -1,7 +1,6 @@
 """Parse lines of text files into columns, and report malformed lines with reasons."""
 
 import csv
-import enum
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,67 +12,12 @@ import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.programs.data.logs.config import ColumnKind, Columns, LogLayout
 from torchrec_2dsp.programs.data.logs.files import open_stream, reading
 from torchrec_2dsp.programs.data.logs.ids import TIMES, compute, times_of
 
 Rows = NDArray[np.int64]
 """Ascending row numbers."""
-
-
-class ColumnKind(enum.Enum):
-    """A column's purpose, which determines its valid values."""
-
-    TEXT = "text, integers or booleans, or lists of them"
-    """Values that become ids."""
-
-    NUMBER = "numbers"
-    """A dense feature."""
-
-    INTEGER = "integers or timestamps"
-    """A time that becomes ids, or integers that serve as ids and as a dense feature."""
-
-    TIME = "integers, numbers or timestamps"
-    """A time that rows are sorted by."""
-
-    WRITTEN_TIME = "timestamps, dates or text"
-    """A time in a given format."""
-
-    LABEL = "numbers from 0 to 1"
-    """The label, which every row must have."""
-
-
-@dataclass(frozen=True)
-class LogColumn:
-    """A column to read."""
-
-    kind: ColumnKind
-
-    time_format: str = ""
-    """The format of a `WRITTEN_TIME`: "iso", or a strptime pattern."""
-
-
-Columns = Mapping[str, LogColumn]
-"""The columns to read, by name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileLayout:
-    """The layout of a log's files."""
-
-    names: tuple[str, ...]
-    """A text file's column names; empty if its first line has them."""
-
-    delimiter: str
-    """The character between values in a text file."""
-
-    quote: str
-    """The quote character in a text file; empty for none."""
-
-    block_bytes: int
-    """The approximate number of a text file's bytes to parse at a time."""
-
-    block_rows: int
-    """The most rows to read at a time from a file in another format."""
 
 
 _MISSING = ("", "NA", "N/A", "NULL", "null", "None", "nan", "NaN")
@@ -107,7 +51,7 @@ _MAX_TEXT = 80
 class TextHead:
     """A file's column names, and the position of its first row."""
 
-    def __init__(self, file: str, layout: FileLayout) -> None:
+    def __init__(self, file: str, section: LogLayout) -> None:
         with reading(file), open_stream(file)[0] as stream:
             data = stream.read(_MAX_FIRST_LINE_BYTES)
         if not data:
@@ -120,15 +64,14 @@ class TextHead:
             )
         skipped = len(_BOM) if line.startswith(_BOM) else 0
         text = line[skipped:].decode("utf-8", "replace").rstrip("\r")
-        names = _split(file, text, layout)
-        if layout.names and len(names) != len(layout.names):
+        names, given = _split(file, text, section), section.columns
+        if given and len(names) != len(given):
             raise ConfigError(
                 f"{file} has {len(names)} column{'s' if len(names) > 1 else ''}, and columns names "
-                f"{len(layout.names)}; check the delimiter, which is {layout.delimiter!r}, and the "
-                "names"
+                f"{len(given)}; check the delimiter, which is {section.delimiter!r}, and the names"
             )
-        has_names = not layout.names or names == list(layout.names)
-        self.names = tuple(layout.names or names)
+        has_names = not given or names == list(given)
+        self.names = tuple(given or names)
         """The column names, in order."""
         self.offset = len(line + line_end) if has_names else skipped
         """The number of bytes before the first row."""
@@ -140,29 +83,20 @@ class TextHead:
                 f"{file} has two columns {repeated[0]!r}; rename one, or name them by `columns`"
             )
 
-    def check(self, file: str, columns: Columns) -> None:
-        """Raise `ConfigError` unless a file has these columns."""
-        for name in columns:
-            if name not in self.names:
-                raise ConfigError(
-                    f"{file} has no column {name!r}; it has {', '.join(self.names)}. If these "
-                    "aren't names, give them by columns=; if they are one name, check the delimiter"
-                )
 
-
-def _split(file: str, line: str, layout: FileLayout) -> list[str]:
-    rule = csv.QUOTE_MINIMAL if layout.quote else csv.QUOTE_NONE
+def _split(file: str, line: str, section: LogLayout) -> list[str]:
+    rule = csv.QUOTE_MINIMAL if section.quote else csv.QUOTE_NONE
     reader = csv.reader(
         io.StringIO(line),
-        delimiter=layout.delimiter,
-        quotechar=layout.quote or None,
+        delimiter=section.delimiter,
+        quotechar=section.quote or None,
         quoting=rule,
     )
     try:
         return next(reader, [""])
     except csv.Error as error:
         raise ConfigError(
-            f"{file}:1: {error}; is it a text file, with the delimiter {layout.delimiter!r}?"
+            f"{file}:1: {error}; is it a text file, with the delimiter {section.delimiter!r}?"
         ) from error
 
 
@@ -259,16 +193,15 @@ class ParsedLines:
 class TextParser:
     """Parses lines of one layout with pyarrow, on the calling thread."""
 
-    def __init__(self, names: Sequence[str], layout: FileLayout, columns: Columns) -> None:
+    def __init__(self, names: Sequence[str], section: LogLayout) -> None:
         """Store the layout.
 
         Args:
             names: all column names, in order.
-            layout: gives the delimiter and the quote character.
-            columns: the columns to parse and validate.
+            section: gives the delimiter, the quote character, and the columns to parse.
         """
-        self._names, self._columns = tuple(names), columns
-        self._delimiter, self._quote = layout.delimiter, layout.quote
+        self._names, self._columns = tuple(names), section.read_columns()
+        self._delimiter, self._quote = section.delimiter, section.quote
 
     def parse(self, data: bytes) -> ParsedLines:
         """Parse whole lines.

@@ -1,8 +1,9 @@
 """Read a config from a TOML file and the command line; explain errors.
 
 ```text
-file (and the one it includes) --paths resolved--> tree --overrides--> tree --sections--> config
+file (and the one it includes) --> tree --overrides--> tree --sections--> config
 ```
+A string from a file knows the file's folder, to which the sections' paths are relative.
 """
 
 import os
@@ -10,7 +11,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 
@@ -82,26 +83,55 @@ def find_config(
 Config = TypeVar("Config", bound=BaseModel)
 _COMMANDS = {"runs": "train", "contestants": "bench", "machines": "plan"}
 """The commands that take configs, by a section that only that command's configs have."""
-_BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
-PathBesideConfig = Annotated[str, _BESIDE_CONFIG, AfterValidator(os.path.expanduser)]
+
+
+class _FileText(str):
+    """A string in a config file."""
+
+    folder: Path
+    """The file's folder."""
+
+
+def _with_folder(value: Any, folder: Path) -> Any:
+    """Copy a file's tree, so that its strings know the file's folder."""
+    if isinstance(value, Mapping):
+        return {key: _with_folder(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_folder(item, folder) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = _FileText(value)
+    text.folder = folder
+    return text
+
+
+def _resolved(path: Any) -> Any:
+    """Return a file's path as one relative to this process."""
+    if not isinstance(path, _FileText) or not path or "://" in path:
+        return path
+    return os.path.normpath(path.folder / os.path.expanduser(path))
+
+
+PathBesideConfig = Annotated[str, BeforeValidator(_resolved), AfterValidator(os.path.expanduser)]
 """A path that a config file gives relative to itself; on the command line it is relative to the
 process. Empty for none."""
 OutputPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path to write to, always relative to the process. Empty for none."""
 PathsBesideConfig = Annotated[
-    tuple[str, ...],
-    _BESIDE_CONFIG,
+    tuple[PathBesideConfig, ...],
     BeforeValidator(lambda paths: (paths,) if isinstance(paths, str) else paths),
-    AfterValidator(lambda paths: tuple(map(os.path.expanduser, paths))),
 ]
 """Several such paths, or patterns; a single string is one path."""
 CalibrationPath = Annotated[
     str,
-    _BESIDE_CONFIG,
-    _MAY_BE_SHIPPED,
+    BeforeValidator(lambda name: name if _is_shipped_hardware(name) else _resolved(name)),
     AfterValidator(lambda name: name and str(find_config(name, _HARDWARE))),
 ]
 """A calibration's path, or a shipped calibration's name, such as ``emulated_1gbit``."""
+
+
+def _is_shipped_hardware(name: Any) -> bool:
+    return isinstance(name, str) and _shipped_config(name, _HARDWARE) is not None
 
 
 def load_config(
@@ -134,10 +164,8 @@ def load_config(
         included = find_config(include, _WORKLOADS)
     elif named is not None:
         included = find_config(str(named), _WORKLOADS, beside=file.parent)
-    below = {} if included is None else _read(included)
-    tree = _with_paths(kind, _with_kinds(tree, below), file.parent)
     if included is not None:
-        tree = _merged(_with_paths(kind, below, included.parent), tree)
+        tree = _merged(_read(included), tree)
     _check_command(kind, tree, str(path))
     for override in overrides:
         tree = overridden(tree, override)
@@ -183,71 +211,13 @@ def _check_command(kind: type[BaseModel], tree: Mapping[str, Any], source: str) 
 
 def _read(path: Path) -> dict[str, Any]:
     with reading(path, "TOML"):
-        return tomllib.loads(path.read_text())
-
-
-def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Copy a file's tree, with paths relative to this process rather than to ``folder``."""
-    resolved = dict(tree)
-    for name, field in kind.model_fields.items():
-        value = tree.get(name)
-        is_path = _BESIDE_CONFIG in field.metadata
-        if isinstance(value, Mapping):
-            resolved[name] = _section_with_paths(field.annotation, value, folder)
-        elif is_path and isinstance(value, list):
-            resolved[name] = [
-                _beside(folder, path) if isinstance(path, str) else path for path in value
-            ]
-        elif is_path and isinstance(value, str) and value:
-            is_name = _MAY_BE_SHIPPED in field.metadata and _shipped_config(value, _HARDWARE)
-            resolved[name] = value if is_name else _beside(folder, value)
-    return resolved
-
-
-def _with_kinds(above: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a tree; a section that doesn't name its kind gets that of the section below it."""
-    copied = dict(above)
-    for name, section in above.items():
-        if isinstance(section, Mapping) and isinstance(own := below.get(name), Mapping):
-            kinds = {"kind": own["kind"]} if "kind" in own else {}
-            copied[name] = kinds | _with_kinds(section, own)
-    return copied
-
-
-def _beside(folder: Path, path: str) -> str:
-    if "://" in path:
-        return path
-    return os.path.normpath(folder / os.path.expanduser(path))
-
-
-def _section_with_paths(annotation: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Apply `_with_paths` to a section, or to each section in a mapping."""
-    if get_origin(annotation) is dict:
-        (*_, item_type) = get_args(annotation)
-        sections = {name: item for name, item in value.items() if isinstance(item, Mapping)}
-        resolved = {
-            name: _section_with_paths(item_type, item, folder) for name, item in sections.items()
-        }
-        return {**value, **resolved}
-    section = _section(annotation, value)
-    return dict(value) if section is None else _with_paths(section, value, folder)
-
-
-def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
-    """Return a section's class; among several kinds, the one that ``value`` names."""
-    if isinstance(annotation, type):
-        return annotation if issubclass(annotation, BaseModel) else None
-    for kind in get_args(annotation):
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and "kind" in kind.model_fields:
-            field = kind.model_fields["kind"]
-            if value.get("kind", field.get_default()) in get_args(field.annotation):
-                return kind
-    return None
+        return _with_folder(tomllib.loads(path.read_text()), path.parent)
 
 
 def with_absolute_paths(config: BaseModel) -> dict[str, Any]:
     """Return a config as plain data with absolute paths, without `None`, which TOML lacks."""
-    return _with_paths(type(config), config.model_dump(mode="json", exclude_none=True), Path.cwd())
+    tree = _with_folder(config.model_dump(mode="json", exclude_none=True), Path.cwd())
+    return type(config).model_validate(tree).model_dump(mode="json", exclude_none=True)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from torchrec_2dsp.programs.config.config_file import (
 from torchrec_2dsp.programs.config.machines import MachinesConfig
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape, Progress, open_alone
+from torchrec_2dsp.programs.data.dataset import BatchShape, Progress
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.kinds import dataset_for, transformer_of
 from torchrec_2dsp.programs.models.model import build_model, table_name
@@ -235,7 +235,7 @@ def to_plan(
         title = f"Every choice is the planner's{hint}"
     config = config.model_copy(update={"runs": {chosen: section}})
     config.check_world(machines.num_ranks)
-    dataset = dataset_for(config.model, open_alone(config.data, progress))
+    dataset = dataset_for(config.model, config.data.dataset(progress))
     shape = shape_of(config.data, dataset)
     access = access_of(config, section, make_model(config, section, shape), dataset, progress)
     return RunToPlan(config=config, machines=machines, shape=shape, access=access, title=title)

@@ -2,12 +2,16 @@
 
 import enum
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.comms.alarm import agreeing
@@ -119,6 +123,28 @@ class Dataset(BatchShape, Protocol):
         ...
 
 
+class DrawnDataset(ABC):
+    """Endless samples, each of which any rank draws from its number."""
+
+    fingerprint: Mapping[str, str] = {}
+
+    @abstractmethod
+    def batch(self, split: Split, samples: NDArray[np.int64]) -> Batch:
+        """Return the samples with these numbers."""
+
+    def num_train_batches(self, global_batch_size: int) -> None:  # noqa: B027 - the answer is None
+        """Return `None`: training batches never end."""
+
+    def batches(
+        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
+    ) -> Iterator[Batch]:
+        """Draw this rank's part of a split's global batches, endlessly; see `Dataset.batches`."""
+        check_batch(global_batch_size, rank, world_size, start)
+        size = global_batch_size // world_size
+        for number in count(start):
+            yield self.batch(split, number * global_batch_size + rank * size + np.arange(size))
+
+
 Progress = Callable[[str, int, int], None]
 """A callback that receives the current activity, the work done, and the total."""
 Opened = TypeVar("Opened", bound=Dataset, covariant=True)
@@ -127,21 +153,17 @@ Opened = TypeVar("Opened", bound=Dataset, covariant=True)
 class DataSection(Protocol[Opened]):
     """A config section ``[data]``."""
 
-    def dataset(self) -> Opened:
-        """Open the data."""
+    def dataset(self, progress: Progress | None = None) -> Opened:
+        """Open the data; a log's files are converted where that wasn't done before."""
         ...
 
 
 @runtime_checkable
-class LogSection(Protocol[Opened]):
+class LogSection(Protocol):
     """A config section ``[data]`` for a log in files."""
 
     def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
         """Convert a rank's share of the files where needed."""
-        ...
-
-    def dataset(self, progress: Progress | None = None) -> Opened:
-        """Open the log."""
         ...
 
 
@@ -177,27 +199,15 @@ def open_together(
     opened = None
     with agreeing(group):
         if rank == 0:
-            opened = open_alone(section, progress)
+            opened = section.dataset(progress)
     with agreeing(group) as facts:
         if opened is None:
-            opened = open_alone(section)
+            opened = section.dataset()
         lines = [f"{name}: {value}" for name, value in opened.fingerprint.items()]
         lines += [f"{feature.name}: {feature.num_rows} rows" for feature in opened.features]
         facts["the log"] = "\n".join(lines)
     assert opened is not None
     return opened
-
-
-def open_alone(section: DataSection[Opened], progress: Progress | None = None) -> Opened:
-    """Open the data that a section describes, in a process without process groups.
-
-    Args:
-        section: a log's files are converted where that wasn't done before.
-        progress: called during conversion and passes over the log.
-    """
-    if isinstance(section, LogSection):
-        return section.dataset(progress)
-    return section.dataset()
 
 
 @contextmanager

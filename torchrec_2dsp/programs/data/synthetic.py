@@ -6,10 +6,9 @@ be generated on its own, and a step's global batch is the same for every world s
 
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +19,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.programs.config.section import Section
-from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split, check_batch
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, DrawnDataset, Progress, Split
 from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
 
 _MAX_HEAD_ROWS = 10_000
@@ -229,8 +228,8 @@ class SyntheticConfig(Section):
         """Return the feature's id distribution."""
         return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
 
-    def dataset(self) -> "SyntheticDataset":
-        """Return the dataset that the section describes."""
+    def dataset(self, progress: Progress | None = None) -> "SyntheticDataset":
+        """Return the dataset that the section describes, at once: there is no progress."""
         return SyntheticDataset(self)
 
     @field_validator("features", mode="before")
@@ -304,26 +303,14 @@ def make_batch(
         world_size: the number of equal parts.
         split: the stream's split.
     """
-    check_batch(global_batch_size, rank, world_size, 0)
-    size = global_batch_size // world_size
-    samples = step * global_batch_size + rank * size + np.arange(size)
-    dense = normals(
-        _seed(config, _Purpose.DENSE, split), samples[:, None], np.arange(config.num_dense)
+    batches = config.dataset().batches(
+        split,
+        global_batch_size=global_batch_size,
+        rank=rank,
+        world_size=world_size,
+        start=step,
     )
-    values, lengths = [], []
-    for index in range(len(config.features)):
-        rows, num_ids = _sparse(config, index, split, samples)
-        values.append(rows)
-        lengths.append(num_ids)
-    sparse = KeyedJaggedTensor(
-        keys=[feature.name for feature in config.features],
-        values=torch.from_numpy(np.concatenate(values)),
-        lengths=torch.from_numpy(np.concatenate(lengths).astype(np.int32)),
-    )
-    unlabelled = Batch(torch.from_numpy(dense.astype(np.float32)), sparse, torch.empty(0))
-    draws = uniforms(_seed(config, _Purpose.LABEL, split), samples)
-    clicked = draws < click_probability(config, unlabelled).numpy()
-    return Batch(unlabelled.dense_features, sparse, torch.from_numpy(clicked.astype(np.float32)))
+    return next(batches)
 
 
 def click_probability(config: SyntheticConfig, batch: Batch) -> torch.Tensor:
@@ -392,7 +379,7 @@ def _seed(config: SyntheticConfig, purpose: _Purpose, split: Split = Split.TRAIN
     return (config.seed * len(Split) + split.value) * len(_Purpose) + purpose.value
 
 
-class SyntheticDataset:
+class SyntheticDataset(DrawnDataset):
     """Endless synthetic clicks, where each batch is computed from its number.
 
     Example:
@@ -405,8 +392,6 @@ class SyntheticDataset:
         >>> next(batches).labels.shape
         torch.Size([4])
     """
-
-    fingerprint: Mapping[str, str] = {}
 
     def __init__(self, config: SyntheticConfig) -> None:
         self._config = config
@@ -421,19 +406,24 @@ class SyntheticDataset:
         """The number of dense features."""
         return self._config.num_dense
 
-    def num_train_batches(self, global_batch_size: int) -> None:
-        """Return `None`: training batches never end."""
-
-    def batches(
-        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
-    ) -> Iterator[Batch]:
-        """Make this rank's part of a split's global batches, endlessly; see `Dataset.batches`."""
-        for number in count(start):
-            yield make_batch(
-                self._config,
-                step=number,
-                global_batch_size=global_batch_size,
-                rank=rank,
-                world_size=world_size,
-                split=split,
-            )
+    def batch(self, split: Split, samples: NDArray[np.int64]) -> Batch:
+        """Return the samples with these numbers."""
+        config = self._config
+        dense = normals(
+            _seed(config, _Purpose.DENSE, split), samples[:, None], np.arange(config.num_dense)
+        )
+        values, lengths = [], []
+        for index in range(len(config.features)):
+            rows, num_ids = _sparse(config, index, split, samples)
+            values.append(rows)
+            lengths.append(num_ids)
+        sparse = KeyedJaggedTensor(
+            keys=[feature.name for feature in config.features],
+            values=torch.from_numpy(np.concatenate(values)),
+            lengths=torch.from_numpy(np.concatenate(lengths).astype(np.int32)),
+        )
+        unlabelled = Batch(torch.from_numpy(dense.astype(np.float32)), sparse, torch.empty(0))
+        draws = uniforms(_seed(config, _Purpose.LABEL, split), samples)
+        clicked = draws < click_probability(config, unlabelled).numpy()
+        labels = torch.from_numpy(clicked.astype(np.float32))
+        return Batch(unlabelled.dense_features, sparse, labels)

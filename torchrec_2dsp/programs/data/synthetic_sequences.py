@@ -7,8 +7,7 @@ step's global batch is the same for every world size.
 """
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Sequence
 from typing import Literal, Self
 
 import numpy as np
@@ -19,7 +18,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.programs.config.section import Section
-from torchrec_2dsp.programs.data.dataset import Feature, Split, check_batch
+from torchrec_2dsp.programs.data.dataset import DrawnDataset, Feature, Progress, Split
 from torchrec_2dsp.programs.data.draws import Zipf, uniforms
 
 _Ids = NDArray[np.int64]
@@ -88,8 +87,8 @@ class SyntheticSequencesConfig(Section):
         """The distribution of the lengths beyond the shortest."""
         return Zipf(self.max_length - self.min_length + 1, self.length_skew, is_sorted=True)
 
-    def dataset(self) -> "SyntheticSequences":
-        """Return the dataset that the section describes."""
+    def dataset(self, progress: Progress | None = None) -> "SyntheticSequences":
+        """Return the dataset that the section describes, at once: there is no progress."""
         return SyntheticSequences(self)
 
 
@@ -99,13 +98,11 @@ class _Purpose(enum.Enum):
     LENGTH, IS_PLANTED, ITEM, RULE = range(4)
 
 
-class SyntheticSequences:
+class SyntheticSequences(DrawnDataset):
     """Endless sequences, as a `Dataset` with the feature "item".
 
     All labels are 1: the sequences have happened.
     """
-
-    fingerprint: Mapping[str, str] = {}
 
     def __init__(self, config: SyntheticSequencesConfig) -> None:
         self._config = config
@@ -122,18 +119,6 @@ class SyntheticSequences:
     def num_dense(self) -> int:
         """The number of dense features: none."""
         return 0
-
-    def num_train_batches(self, global_batch_size: int) -> None:
-        """Return `None`: training batches never end."""
-
-    def batches(
-        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
-    ) -> Iterator[Batch]:
-        """Make this rank's part of a split's global batches, endlessly; see `Dataset.batches`."""
-        check_batch(global_batch_size, rank, world_size, start)
-        size = global_batch_size // world_size
-        for number in count(start):
-            yield self.batch(split, number * global_batch_size + rank * size + np.arange(size))
 
     def batch(self, split: Split, samples: _Ids) -> Batch:
         """Return the sequences with these sample numbers."""

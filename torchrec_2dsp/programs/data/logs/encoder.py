@@ -323,9 +323,9 @@ class Prepared:
                 for name, scale in scales.items()
             }
             write_prepared(self._folder / _SCALES, json.dumps(content, indent=2).encode())
-        vocabularies = self._vocabularies()
+        prepared = self.read()
         warn_of_other_logs(map(self._file, self._features), log)
-        return vocabularies, scales
+        return prepared
 
     def read(self) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
         """Return the existing vocabularies by feature and scales by column.
@@ -340,13 +340,11 @@ class Prepared:
         ]
         if missing:
             raise ConfigError(f"{self._folder} lacks {missing[0]}; copy it whole")
-        return self._vocabularies(), scales
-
-    def _vocabularies(self) -> dict[str, Vocabulary]:
-        return {
+        vocabularies = {
             name: Vocabulary(read_vocabulary(self._file(name), _rules(feature)))
             for name, feature in self._features.items()
         }
+        return vocabularies, scales
 
     def _pass(
         self,
@@ -361,8 +359,8 @@ class Prepared:
             table = reader.read(piece)
             for name, counter in counters.items():
                 feature = self._features[name]
-                texts = texts_of(table[feature.source], feature.separator, feature.max_ids)
-                counter.add(texts.values)
+                values, _ = texts_of(table[feature.source], feature.separator, feature.max_ids)
+                counter.add(values)
             for name, moment in moments.items():
                 moment.add(transformed(table[name], self._dense[name]))
             num_rows += piece.num_rows

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,22 +41,14 @@ _MASKS = np.array(
 )
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Some rows' values."""
+def texts_of(
+    column: pa.ChunkedArray, separator: str = "", max_ids: int = 0
+) -> tuple[pa.BinaryArray, NDArray[np.int32] | None]:
+    """Return a column's values as strings without nulls, and how many each row has.
 
-    values: pa.BinaryArray
-    """All values concatenated, as strings without nulls; an empty string is a missing value."""
-
-    lengths: NDArray[np.int32] | None
-    """The number of values per row; `None` if each has one."""
-
-
-def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> Texts:
-    """Return a column's values as strings without nulls.
-
-    An integer and its decimal string are the same value, so that a log has the same ids as CSV and
-    as Parquet. A null list becomes an empty one.
+    Lengths are `None` if each row has one value. An empty string is a missing value, and a null
+    list becomes an empty one. An integer and its decimal string are the same value, so that a log
+    has the same ids as CSV and as Parquet.
 
     Args:
         column: strings, integers or booleans, or lists with such values.
@@ -68,8 +59,8 @@ def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> 
     Example:
         >>> import pyarrow as pa
         >>> from torchrec_2dsp.programs.data.logs.ids import texts_of
-        >>> texts = texts_of(pa.chunked_array([["a|b", "", "c"]]), separator="|")
-        >>> texts.values.to_pylist(), texts.lengths.tolist()
+        >>> values, lengths = texts_of(pa.chunked_array([["a|b", "", "c"]]), separator="|")
+        >>> values.to_pylist(), lengths.tolist()
         ([b'a', b'b', b'c'], [2, 0, 1])
     """
     array = joined(column)
@@ -85,7 +76,7 @@ def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> 
         array = compute.split_pattern(texts, separator.encode())
     elif not is_list:
         if not is_fixed_list:
-            return Texts(_as_binary(array), None)
+            return _as_binary(array), None
         array = array.cast(pa.list_(array.type.value_type))
     lengths = np.asarray(compute.list_value_length(array).fill_null(0)).astype(np.int32)
     values = _as_binary(array.flatten())
@@ -93,7 +84,7 @@ def texts_of(column: pa.ChunkedArray, separator: str = "", max_ids: int = 0) -> 
         to_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(values))
         values = values.filter(pa.array(to_end <= max_ids))
         lengths = np.minimum(lengths, max_ids).astype(np.int32)
-    return Texts(values, lengths)
+    return values, lengths
 
 
 def encoded_texts(
@@ -107,8 +98,8 @@ def encoded_texts(
     if pt.is_dictionary(column.type):
         num_values = sum(len(chunk.dictionary) for chunk in column.chunks)
     if separator or num_values >= len(column):
-        texts = texts_of(column, separator, max_ids)
-        return encode(texts.values), texts.lengths
+        values, lengths = texts_of(column, separator, max_ids)
+        return encode(values), lengths
     missing = pa.array([b""])
     parts = []
     for chunk in column.chunks:

@@ -95,13 +95,13 @@ def read_interactions(source: LogSource, config: InteractionsLayout) -> Interact
     reader = LogReader(source)
     tables = [reader.block(block) for block in source.blocks]
     users, items = (
-        texts_of(pa.chunked_array([chunk for table in tables for chunk in table[name].chunks]))
+        texts_of(pa.chunked_array([chunk for table in tables for chunk in table[name].chunks]))[0]
         for name in (config.user, config.item)
     )
     times = np.concatenate([_times(table[config.time], config.time_format) for table in tables])
     is_whole = ~np.isnan(times)
     for texts in (users, items):
-        is_whole &= np.asarray(compute.binary_length(texts.values)) > 0
+        is_whole &= np.asarray(compute.binary_length(texts)) > 0
     num_incomplete = len(times) - int(is_whole.sum())
     if num_incomplete > config.malformed_limit:
         row = int(np.flatnonzero(~is_whole)[0])
@@ -110,9 +110,9 @@ def read_interactions(source: LogSource, config: InteractionsLayout) -> Interact
             f"the log; malformed_limit={config.malformed_limit} allows fewer"
         )
     whole = pa.array(is_whole)
-    by_appearance = users.values.filter(whole).dictionary_encode()
+    by_appearance = users.filter(whole).dictionary_encode()
     user_numbers = np.asarray(by_appearance.indices).astype(np.int64)
-    item_numbers, names = _by_frequency(items.values.filter(whole))
+    item_numbers, names = _by_frequency(items.filter(whole))
     order = np.lexsort((times[is_whole], user_numbers))
     counts = np.bincount(user_numbers)
     has_enough = counts >= config.min_items

@@ -273,11 +273,11 @@ def cut(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
     """Cut rows that come in tables of any size into tables of one size; the last may be smaller."""
     pending = None
     for table in tables:
-        pending = table if pending is None else pa.concat_tables([pending, table])
+        pending = pa.concat_tables([pending, table]) if pending else table
         while pending.num_rows >= num_rows:
             yield pending.slice(0, num_rows)
             pending = pending.slice(num_rows)
-    if pending is not None and pending.num_rows:
+    if pending:
         yield pending
 
 

@@ -1,6 +1,7 @@
 """The config section ``[data]`` for logs: tables, two well-known logs, and interactions."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -101,13 +102,17 @@ class KnownLogConfig(LogConfig):
             for name in names
         )
 
-    def log_keys(self) -> dict[str, object]:
-        """Return the keys that a table shares."""
-        return {name: getattr(self, name) for name in LogConfig.model_fields}
-
     @abstractmethod
     def table(self) -> TableConfig:
         """Return the log as a table."""
+
+    def _table(self, label: str, counts: Sequence[str], **keys: object) -> TableConfig:
+        """Return a table with these dense counts, put on a logarithmic scale."""
+        dense = [DenseColumn(column=name, lowest=0.0, log1p=True) for name in counts]
+        shared = {name: getattr(self, name) for name in LogConfig.model_fields}
+        return TableConfig.model_validate(
+            {**shared, "label": label, "dense": dense, "quote": "", **keys}
+        )
 
     @model_validator(mode="after")
     def _check_table(self) -> Self:
@@ -139,18 +144,12 @@ class CriteoConfig(KnownLogConfig):
 
     def table(self) -> TableConfig:
         """Return the log as a table."""
-        return TableConfig.model_validate(
-            {
-                **self.log_keys(),
-                "label": "label",
-                "columns": ("label", *_CRITEO_DENSE, *_CRITEO_SPARSE),
-                "delimiter": "\t",
-                "quote": "",
-                "dense": [
-                    DenseColumn(column=name, lowest=0.0, log1p=True) for name in _CRITEO_DENSE
-                ],
-                "features": self.sparse(_CRITEO_SPARSE),
-            }
+        return self._table(
+            "label",
+            _CRITEO_DENSE,
+            columns=("label", *_CRITEO_DENSE, *_CRITEO_SPARSE),
+            delimiter="\t",
+            features=self.sparse(_CRITEO_SPARSE),
         )
 
 
@@ -174,18 +173,11 @@ class AvazuConfig(KnownLogConfig):
             SparseColumn(name=part, column="hour", encoding=part, time_format="yymmddhh")
             for part in ("hour", "weekday")
         ]
-        return TableConfig.model_validate(
-            {
-                **self.log_keys(),
-                "label": "click",
-                "columns": _AVAZU,
-                "delimiter": ",",
-                "quote": "",
-                "dense": [
-                    DenseColumn(column=name, lowest=0.0, log1p=True) for name in _AVAZU_SIZES
-                ],
-                "features": [*times, *self.sparse(_AVAZU[3:])],
-            }
+        return self._table(
+            "click",
+            _AVAZU_SIZES,
+            columns=_AVAZU,
+            features=[*times, *self.sparse(_AVAZU[3:])],
         )
 
 

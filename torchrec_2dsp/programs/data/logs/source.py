@@ -25,6 +25,7 @@ from torchrec_2dsp.programs.data.logs.conversion import (
     ConvertedFile,
     check_names,
     convert,
+    cut,
 )
 from torchrec_2dsp.programs.data.logs.files import (
     columnar_fragment,
@@ -135,6 +136,8 @@ class LogSource:
             ConfigError: a file can't be read, has no rows, or lacks a column.
         """
         self.columns, self.malformed = config.read_columns(), malformed
+        self.block_rows = config.block_rows
+        """The most rows in a block of a Parquet file that wasn't converted."""
         converted = {file.file: file for file in converted_files(config)}
         convert(list(converted.values()), progress=progress)
         self.fragments: list[ds.ParquetFileFragment] = []
@@ -150,7 +153,7 @@ class LogSource:
         """All blocks, in file and row order."""
         for file in config.all_files():
             source, is_text = converted.get(file), file in self.num_head_lines
-            blocks = self._list(file, source, config.block_rows)
+            blocks = self._list(file, source)
             if not blocks:
                 extent = "no row, at most the names of columns" if is_text else "no row"
                 raise ConfigError(f"{file} has {extent}; leave it out")
@@ -159,14 +162,14 @@ class LogSource:
                 self._check(file, fragment.physical_schema)
             self.blocks += blocks
 
-    def _list(self, file: str, source: ConvertedFile | None, block_rows: int) -> list[LogBlock]:
+    def _list(self, file: str, source: ConvertedFile | None) -> list[LogBlock]:
         """List a file's blocks: row groups that were written as such, or parts of others."""
         blocks: list[LogBlock] = []
         first_row = unit = 0
         for path in [file] if source is None else source.parts:
             fragment = self._fragment(file, str(path))
             for group in fragment.row_groups:
-                max_rows = block_rows if source is None else max(1, group.num_rows)
+                max_rows = self.block_rows if source is None else max(1, group.num_rows)
                 for offset in range(0, group.num_rows, max_rows):
                     size = min(max_rows, group.num_rows - offset)
                     place = (len(self.fragments), unit, group.id, offset, first_row + offset)
@@ -289,7 +292,9 @@ class LogReader:
 
     def __init__(self, source: LogSource) -> None:
         self._source = source
-        self._cursor: _Cursor | None = None
+        self._row_group: tuple[int, int] | None = None
+        self._tables: Iterator[pa.Table] = iter(())
+        self._offset = 0
 
     def read(self, piece: LogPiece, rows: Rows | None = None) -> pa.Table:
         """Read a piece's rows.
@@ -310,12 +315,11 @@ class LogReader:
 
     def block(self, block: LogBlock, rows: Rows | None = None) -> pa.Table:
         """Read and check a block's rows, all by default; see `read`."""
-        fragment = self._source.fragments[block.part]
         names = list(self._source.columns)
-        if MALFORMED in fragment.physical_schema.names:
+        if block.file in self._source.num_head_lines:
             names.append(MALFORMED)
         with reading(block.file):
-            table = self._table(fragment, block, names)
+            table = self._table(block, names)
         if rows is not None and len(rows) < block.num_rows:
             is_run = len(rows) and rows[-1] - rows[0] == len(rows) - 1
             table = table.slice(int(rows[0]), len(rows)) if is_run else table.take(pa.array(rows))
@@ -326,17 +330,26 @@ class LogReader:
         self._check_labels(block, table, numbers)
         return table
 
-    def _table(
-        self, fragment: ds.ParquetFileFragment, block: LogBlock, names: list[str]
-    ) -> pa.Table:
-        place = block.part, block.row_group
-        if (
-            self._cursor is None
-            or self._cursor.place != place
-            or (self._cursor.position > block.offset)
-        ):
-            self._cursor = _Cursor(fragment, place, names, block.num_rows)
-        return self._cursor.rows(block.offset, block.num_rows)
+    def _table(self, block: LogBlock, names: list[str]) -> pa.Table:
+        """Read a block, and first those of its row group that come before it, if that is new."""
+        row_group = block.part, block.row_group
+        if self._row_group != row_group or self._offset > block.offset:
+            group = self._source.fragments[block.part].subset(row_group_ids=[block.row_group])
+            size = self._source.block_rows if block.offset else block.num_rows
+            batches = group.to_batches(
+                columns=names,
+                batch_size=size,
+                batch_readahead=1,
+                fragment_readahead=1,
+                use_threads=False,
+            )
+            self._tables = cut((pa.Table.from_batches([batch]) for batch in batches), size)
+            self._row_group, self._offset = row_group, 0
+        for table in self._tables:
+            self._offset += table.num_rows
+            if self._offset == block.offset + block.num_rows:
+                return table
+        raise EOFError("a row group has fewer rows than the footer says")
 
     def _count(self, block: LogBlock, malformed: pa.ChunkedArray, rows: Rows) -> None:
         if malformed.null_count == len(malformed):
@@ -358,43 +371,6 @@ class LogReader:
                         f"{block.file}: {name!r} of row {row} is {labels[bad[0]]}, which isn't a "
                         "label from 0 to 1; leave such rows out when the file is written"
                     )
-
-
-class _Cursor:
-    """Reads a row group sequentially."""
-
-    def __init__(
-        self,
-        fragment: ds.ParquetFileFragment,
-        place: tuple[int, int],
-        names: list[str],
-        batch_rows: int,
-    ) -> None:
-        self.place, self.position = place, 0
-        group = fragment.subset(row_group_ids=[place[1]])
-        self._batches: Iterator[pa.RecordBatch] = group.to_batches(
-            columns=names,
-            batch_size=batch_rows,
-            batch_readahead=1,
-            fragment_readahead=1,
-            use_threads=False,
-        )
-        self._pending: pa.RecordBatch | None = None
-
-    def rows(self, start: int, num_rows: int) -> pa.Table:
-        """Return rows from ``start`` on, which is not before `position`."""
-        parts = []
-        stop = start + num_rows
-        while self.position < stop:
-            batch = next(self._batches, None) if self._pending is None else self._pending
-            if batch is None:
-                raise EOFError("a row group has fewer rows than the footer says")
-            first, last = max(start - self.position, 0), stop - self.position
-            if first < batch.num_rows:
-                parts.append(batch.slice(first, min(last, batch.num_rows) - first))
-            self._pending = batch.slice(last) if last < batch.num_rows else None
-            self.position += min(last, batch.num_rows)
-        return pa.Table.from_batches(parts)
 
 
 def _read_counts(prepared: str) -> dict[str, dict[str, Any]]:

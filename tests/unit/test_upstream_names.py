@@ -23,6 +23,7 @@ from tests.support.import_rules import parsed
 
 PACKAGE = Path(torchrec_2dsp.__file__).parent
 UPSTREAM = ("torch", "torchrec", "fbgemm_gpu")
+NAMES = "torchrec_2dsp._compat.torchrec"
 ATTACHED = {
     "_optimizer_classes": "torchrec.distributed.embeddingbag",
     "_optimizer_kwargs": "torchrec.distributed.embeddingbag",
@@ -40,10 +41,13 @@ def is_private(name: str) -> bool:
 
 
 def upstream_scope(path: Path) -> dict[str, object]:
-    """Return the upstream modules and classes that a file knows, by its names for them."""
+    """Return the upstream modules and classes that a file knows, by its names for them.
+
+    It may have them from the adapters' list of TorchRec's names.
+    """
     scope: dict[str, object] = {}
     for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom) and is_upstream(node.module):
+        if isinstance(node, ast.ImportFrom) and (is_upstream(node.module) or node.module == NAMES):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
                 scope[alias.asname or alias.name] = getattr(module, alias.name)

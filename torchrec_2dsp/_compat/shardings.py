@@ -12,56 +12,50 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torch.profiler import record_function
-from torchrec.distributed.batched_embedding_kernel import (
-    BatchedFusedEmbedding,
-    BatchedFusedEmbeddingBag,
-    EmbeddingFusedOptimizer,
-)
-from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsReduceScatter
-from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from torchrec.distributed.embedding_lookup import (
-    GroupedEmbeddingsLookup,
-    GroupedPooledEmbeddingsLookup,
-)
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
-from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
-from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.sharding.grid_sharding import (
-    GridPooledEmbeddingDist,
-    GridPooledEmbeddingSharding,
-)
-from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.rw_sharding import (
-    RwPooledEmbeddingDist,
-    RwPooledEmbeddingSharding,
-    RwSparseFeaturesDist,
-)
-from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.tw_sharding import (
-    TwPooledEmbeddingDist,
-    TwPooledEmbeddingSharding,
-    TwSparseFeaturesDist,
-)
-from torchrec.distributed.sharding.twrw_sharding import (
-    TwRwPooledEmbeddingDist,
-    TwRwPooledEmbeddingSharding,
-    TwRwSparseFeaturesDist,
-)
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
+from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.runtime_forwards import (
     BaseForward,
     EmbeddingPipelinedForward,
     PipelinedForward,
 )
-from torchrec.distributed.types import NoWait, ShardingEnv2D
+from torchrec.distributed.types import NoWait
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.streamable import Pipelineable
+
+from torchrec_2dsp._compat.torchrec import (
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+    CwPooledEmbeddingSharding,
+    CwSequenceEmbeddingSharding,
+    DpPooledEmbeddingSharding,
+    DpSequenceEmbeddingSharding,
+    EmbeddingFusedOptimizer,
+    EmbeddingShardingContext,
+    GridPooledEmbeddingDist,
+    GridPooledEmbeddingSharding,
+    GroupedEmbeddingConfig,
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+    KJTAllToAll,
+    PooledEmbeddingsReduceScatter,
+    RwPooledEmbeddingDist,
+    RwPooledEmbeddingSharding,
+    RwSequenceEmbeddingSharding,
+    ShardedEmbeddingCollection,
+    ShardingEnv2D,
+    TwPooledEmbeddingDist,
+    TwPooledEmbeddingSharding,
+    TwRwPooledEmbeddingDist,
+    TwRwPooledEmbeddingSharding,
+    TwSequenceEmbeddingSharding,
+)
 
 Sharding = (
     TwPooledEmbeddingSharding

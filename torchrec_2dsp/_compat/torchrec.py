@@ -16,81 +16,61 @@ from tensordict import TensorDict
 from torch.nn.utils.parametrize import is_parametrized
 from torchrec.distributed import comm as _comm
 from torchrec.distributed.batched_embedding_kernel import (
-    BatchedFusedEmbedding as BatchedFusedEmbedding,
-    BatchedFusedEmbeddingBag as BatchedFusedEmbeddingBag,
-    EmbeddingFusedOptimizer as EmbeddingFusedOptimizer,
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+    EmbeddingFusedOptimizer,
 )
-from torchrec.distributed.comm import (
-    get_local_size as get_local_size,
-    intra_and_cross_node_pg_2D as intra_and_cross_node_pg_2D,
-)
-from torchrec.distributed.comm_ops import get_gradient_division as get_gradient_division
+from torchrec.distributed.comm import get_local_size, intra_and_cross_node_pg_2D
+from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import (
-    KJTAllToAll as KJTAllToAll,
-    KJTAllToAllSplitsAwaitable as KJTAllToAllSplitsAwaitable,
-    PooledEmbeddingsAwaitable as PooledEmbeddingsAwaitable,
-    PooledEmbeddingsReduceScatter as PooledEmbeddingsReduceScatter,
-    SequenceEmbeddingsAllToAll as SequenceEmbeddingsAllToAll,
+    KJTAllToAll,
+    KJTAllToAllSplitsAwaitable,
+    PooledEmbeddingsAwaitable,
+    PooledEmbeddingsReduceScatter,
+    SequenceEmbeddingsAllToAll,
 )
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_kernel import BaseEmbedding as BaseEmbedding
+from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import (
-    GroupedEmbeddingsLookup as GroupedEmbeddingsLookup,
-    GroupedPooledEmbeddingsLookup as GroupedPooledEmbeddingsLookup,
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
 )
 from torchrec.distributed.embedding_sharding import (
-    BaseEmbeddingDist as BaseEmbeddingDist,
-    EmbeddingSharding as EmbeddingSharding,
-    EmbeddingShardingContext as EmbeddingShardingContext,
-    KJTListSplitsAwaitable as KJTListSplitsAwaitable,
+    BaseEmbeddingDist,
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    KJTListSplitsAwaitable,
 )
 from torchrec.distributed.embedding_types import (
-    BaseEmbeddingLookup as BaseEmbeddingLookup,
-    EmbeddingComputeKernel as EmbeddingComputeKernel,
-    GroupedEmbeddingConfig as GroupedEmbeddingConfig,
+    BaseEmbeddingLookup,
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
 )
 from torchrec.distributed.planner.types import Enumerator, SharderDataMap
-from torchrec.distributed.sharding.cw_sequence_sharding import (
-    CwSequenceEmbeddingSharding as CwSequenceEmbeddingSharding,
-)
-from torchrec.distributed.sharding.cw_sharding import (
-    CwPooledEmbeddingSharding as CwPooledEmbeddingSharding,
-)
-from torchrec.distributed.sharding.dp_sequence_sharding import (
-    DpSequenceEmbeddingSharding as DpSequenceEmbeddingSharding,
-)
-from torchrec.distributed.sharding.dp_sharding import (
-    DpPooledEmbeddingSharding as DpPooledEmbeddingSharding,
-)
+from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.grid_sharding import (
-    GridPooledEmbeddingDist as GridPooledEmbeddingDist,
-    GridPooledEmbeddingSharding as GridPooledEmbeddingSharding,
+    GridPooledEmbeddingDist,
+    GridPooledEmbeddingSharding,
 )
-from torchrec.distributed.sharding.rw_sequence_sharding import (
-    RwSequenceEmbeddingSharding as RwSequenceEmbeddingSharding,
-)
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import (
-    RwPooledEmbeddingDist as RwPooledEmbeddingDist,
-    RwPooledEmbeddingSharding as RwPooledEmbeddingSharding,
+    RwPooledEmbeddingDist,
+    RwPooledEmbeddingSharding,
 )
-from torchrec.distributed.sharding.sequence_sharding import (
-    SequenceShardingContext as SequenceShardingContext,
-)
-from torchrec.distributed.sharding.tw_sequence_sharding import (
-    TwSequenceEmbeddingSharding as TwSequenceEmbeddingSharding,
-)
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import (
-    TwPooledEmbeddingDist as TwPooledEmbeddingDist,
-    TwPooledEmbeddingSharding as TwPooledEmbeddingSharding,
+    TwPooledEmbeddingDist,
+    TwPooledEmbeddingSharding,
 )
 from torchrec.distributed.sharding.twrw_sharding import (
-    TwRwPooledEmbeddingDist as TwRwPooledEmbeddingDist,
-    TwRwPooledEmbeddingSharding as TwRwPooledEmbeddingSharding,
+    TwRwPooledEmbeddingDist,
+    TwRwPooledEmbeddingSharding,
 )
-from torchrec.distributed.types import (
-    DMPCollectionContext as DMPCollectionContext,
-    ShardingEnv2D as ShardingEnv2D,
-)
+from torchrec.distributed.types import DMPCollectionContext, ShardingEnv2D
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt

@@ -123,17 +123,13 @@ class VersionSet:
     tensordict: str = "0.15.3"
     pyre_extensions: str = "0.0.32"
 
-    def version(self, package: str) -> str:
-        """Return the set's version for one of `PACKAGES`."""
-        return {"torch": self.torch, "torchrec": self.torchrec, "fbgemm": self.fbgemm}[package]
-
     def series(self, package: str) -> str:
-        """Return the set's versions for ``package``, as people write them.
+        """Return the set's versions for one of `PACKAGES`, as people write them.
 
         >>> TRIED[0].series("torch")
         '2.13.x'
         """
-        return self.version(package).rpartition(".")[0] + ".x"
+        return getattr(self, package).rpartition(".")[0] + ".x"
 
     def has(self, package: str, version: str | None) -> bool:
         """Return whether ``version`` has the set's major and minor number.
@@ -145,10 +141,8 @@ class VersionSet:
         >>> TRIED[0].has("torch", "2.12.0")
         False
         """
-        numbers = re.match(r"(\d+)\.(\d+)(?!\d)", version or "")
-        return (
-            numbers is not None and list(numbers.groups()) == self.version(package).split(".")[:2]
-        )
+        numbers = re.match(r"\d+\.\d+(?!\d)", version or "")
+        return numbers is not None and f"{numbers.group()}.x" == self.series(package)
 
     def install_torch(self) -> tuple[str, ...]:
         """Return the commands that install torch."""
@@ -262,10 +256,11 @@ def check_versions(versions: FoundVersions) -> tuple[CheckResult, ...]:
     is_new_pair = bool(torch and fbgemm) and not (
         tried_set("torch", torch) or tried_set("fbgemm", fbgemm)
     )
-    install_torch, install_torchrec = nearest.install_torch(), nearest.install_torchrec()
+    torch_judged = _judge_version("torch", torch, nearest, is_new_pair)
+    torchrec_judged = _judge_version("torchrec", versions.torchrec, nearest, True)
     return (
-        _check_package("torch", torch, nearest, is_new_pair, install_torch),
-        _check_package("torchrec", versions.torchrec, nearest, True, install_torchrec),
+        _check("torch", torch, torch_judged, nearest, nearest.install_torch()),
+        _check("torchrec", versions.torchrec, torchrec_judged, nearest, nearest.install_torchrec()),
         _check_fbgemm(versions, nearest, is_new_pair),
         _check_torchmetrics(versions.torchmetrics),
     )
@@ -331,27 +326,15 @@ def _mismatch_text(checks: Sequence[CheckResult]) -> str:
 _NOT_TRIED = "not tried"
 
 
-def _check_package(
-    package: str,
-    version: str | None,
-    nearest: VersionSet,
-    may_be_untried: bool,
-    commands: tuple[str, ...],
-) -> CheckResult:
-    """Judge whether a version belongs to the nearest set."""
-    status, problem = _judge_version(package, version, nearest, may_be_untried)
-    return _check(package, status, version or "", problem, nearest, commands)
-
-
 def _check(
     package: str,
-    status: Status,
-    installed: str,
-    problem: str,
+    installed: str | None,
+    judged: tuple[Status, str],
     nearest: VersionSet,
     commands: tuple[str, ...],
 ) -> CheckResult:
     """Return a package's result, with the commands that repair it."""
+    status, problem = judged
     remedy = () if status is Status.OK else commands
     expected = nearest.series(package)
     if problem == _NOT_TRIED:
@@ -382,13 +365,13 @@ def _judge_version(
 
 def _check_fbgemm(versions: FoundVersions, nearest: VersionSet, is_new_pair: bool) -> CheckResult:
     builds, right_build = versions.fbgemm_builds, versions.wanted_fbgemm
-    status, problem = _judge_fbgemm(versions, nearest, is_new_pair)
     # Both distributions own the same files: uninstalling one removes files of the other, too.
     surplus = tuple(builds) if len(builds) > 1 or right_build not in builds else ()
     uninstall = (f"pip uninstall -y {' '.join(surplus)}",) if surplus else ()
     names = " and ".join(f"{name} {version}" for name, version in builds.items())
     commands = (*uninstall, *nearest.install_fbgemm(right_build))
-    return _check("fbgemm", status, names, problem, nearest, commands)
+    judged = _judge_fbgemm(versions, nearest, is_new_pair)
+    return _check("fbgemm", names, judged, nearest, commands)
 
 
 def _judge_fbgemm(
@@ -397,16 +380,16 @@ def _judge_fbgemm(
     torch, builds = versions.torch, versions.fbgemm_builds
     if len(builds) > 1:
         return Status.FAILED, "both own the same import package, only one may be installed"
-    status, problem = _judge_version("fbgemm", versions.fbgemm, nearest, is_new_pair)
-    if status is Status.FAILED:
-        return status, problem
+    judged = _judge_version("fbgemm", versions.fbgemm, nearest, is_new_pair)
+    if judged[0] is Status.FAILED:
+        return judged
     if versions.fbgemm_gpu is not None and is_cpu_build(torch):
         return Status.FAILED, f"the CUDA build can't be loaded beside the CPU build {torch}"
     if versions.fbgemm_gpu is not None and not versions.has_nvidia_driver:
         return Status.FAILED, "the CUDA build can't be loaded without an NVIDIA driver"
-    if status is Status.OK and versions.wanted_fbgemm not in builds:
+    if judged[0] is Status.OK and versions.wanted_fbgemm not in builds:
         return Status.WARNING, "the CPU build does not use the NVIDIA devices of this machine"
-    return status, problem
+    return judged
 
 
 def _check_torchmetrics(version: str | None) -> CheckResult:

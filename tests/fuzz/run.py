@@ -342,7 +342,7 @@ def _hot_copies(parallel: nn.Module) -> dict[str, torch.Tensor]:
         hot_rows = part.hot_rows
         if hot_rows is None or hot_rows._stale:
             continue
-        for kernel in hot_rows._tbes:
+        for kernel in hot_rows.tbes:
             for hot, tensors in zip(kernel.slices, kernel.tensors(), strict=True):
                 for name, tensor in tensors.items():
                     copies[f"{hot.table}, column {hot.column}, {name}"] = copied(tensor)

@@ -6,10 +6,9 @@ that overlaps with training. `BatchesInStep` uses it for a loader's batches.
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import torch
@@ -60,30 +59,20 @@ def agree(
                 )
 
 
-class agreeing(AbstractContextManager[dict[str, str]]):
-    """Runs a block of local work, then agrees on its error and the facts it found.
+@contextmanager
+def agreeing(group: dist.ProcessGroup) -> Iterator[dict[str, str]]:
+    """Run a block of local work, then agree on its error and the facts it found.
 
     The block puts its facts into a dict. An error that isn't a `TwoDError` becomes a `ConfigError`
     with the same text, because the other ranks must raise it too.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._facts: dict[str, str] = {}
-
-    def __enter__(self) -> dict[str, str]:
-        return self._facts
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            agree(self._group, facts=self._facts)
-        elif isinstance(error, Exception):
-            agree(self._group, error=as_ours(error, ConfigError))
+    facts: dict[str, str] = {}
+    try:
+        yield facts
+    except Exception as error:
+        agree(group, error=as_ours(error, ConfigError))
+    else:
+        agree(group, facts=facts)
 
 
 def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:

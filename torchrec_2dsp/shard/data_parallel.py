@@ -29,7 +29,6 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of_whole_tables, replace_optimizer
 from torchrec_2dsp._compat.torchrec import (
-    BaseEmbedding,
     BaseEmbeddingLookup,
     DpPooledEmbeddingSharding,
     DpSequenceEmbeddingSharding,
@@ -101,26 +100,15 @@ class _WholeTables:
 class WholeTablesBags(_WholeTables, PooledLookup):
     """Looks up bags in tables that are whole on every rank."""
 
-    def _create_embedding_kernel(
-        self, config: GroupedEmbeddingConfig, device: Any, pg: Any, sharding_type: Any, env: Any
-    ) -> BaseEmbedding:
-        kernel = PooledLookup._create_embedding_kernel(self, config, device, pg, sharding_type, env)
-        return _with_plain_state(kernel)
-
 
 class WholeTablesSequences(_WholeTables, SequenceLookup):
     """Looks up sequences in tables that are whole on every rank."""
 
-    def _create_embedding_kernel(
-        self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
-    ) -> BaseEmbedding:
-        kernel = SequenceLookup._create_embedding_kernel(self, config, pg, device, env)
-        return _with_plain_state(kernel)
 
-
-def _with_plain_state(kernel: Any) -> Any:
-    replace_optimizer(kernel, WholeTablesOptimizer(kernel.config, kernel.tbe))
-    return kernel
+def _with_plain_state(lookup: BaseEmbeddingLookup) -> BaseEmbeddingLookup:
+    for kernel in kernels_of([lookup]):
+        replace_optimizer(kernel, WholeTablesOptimizer(kernel.config, kernel.tbe))
+    return lookup
 
 
 class DpPooled(DpPooledEmbeddingSharding):
@@ -134,9 +122,10 @@ class DpPooled(DpPooledEmbeddingSharding):
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's copy."""
         facts = _as_one_shard(facts_of_whole_tables(self))
-        return pooled_lookup(
+        lookup = pooled_lookup(
             facts, device, feature_processor, None, WholeTablesBags, scale_weight_gradients=False
         )
+        return _with_plain_state(lookup)
 
 
 class DpSequence(DpSequenceEmbeddingSharding):
@@ -150,7 +139,7 @@ class DpSequence(DpSequenceEmbeddingSharding):
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's copy."""
         facts = _as_one_shard(facts_of_whole_tables(self))
-        return sequence_lookup(facts, device, WholeTablesSequences)
+        return _with_plain_state(sequence_lookup(facts, device, WholeTablesSequences))
 
 
 def _as_one_shard(facts: ShardingFacts) -> ShardingFacts:

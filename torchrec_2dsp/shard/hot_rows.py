@@ -308,7 +308,7 @@ class HotRows(Stage):
         self._kernels = list(kernels)
         gradients = sync if isinstance(sync, GradientSync) else GradientSync()
         self._sync, self._gradients = sync, gradients
-        self._tbes = [
+        self.tbes = [
             HotTbe(
                 slices,
                 fused_params[slices[0].table],
@@ -319,6 +319,7 @@ class HotRows(Stage):
             )
             for slices in _by_kernel(hot_slices(configs, tables), fused_params)
         ]
+        """The kernels that hold the replicas."""
         self.sets = HotSets(configs, tables, device)
         # Until they are read from home, the replicas hold nothing.
         self._stale = True
@@ -330,11 +331,11 @@ class HotRows(Stage):
         alarm, peers = self._groups.alarm, self._groups.hot_rows
         copies = [
             CopiedShard(f"{hot.table} (hot rows)", 0, tuple(tensors.values()))
-            for tbe in self._tbes
+            for tbe in self.tbes
             for hot, tensors in zip(tbe.slices, tbe.tensors(), strict=True)
         ]
         return GradientSyncAction(
-            [tbe.capture for tbe in self._tbes],
+            [tbe.capture for tbe in self.tbes],
             alarm,
             DriftCheck(copies, peers.everyone, alarm, self._sync.drift_every),
             delay=self._gradients.delay,
@@ -377,7 +378,7 @@ class HotRows(Stage):
         if notes.hot is None:
             return
         self.sets.looked_up(notes.hot)
-        for tbe in self._tbes:
+        for tbe in self.tbes:
             notes.hot_output |= tbe.lookup(notes.hot, is_training=notes.is_training)
 
     def before_backward(self, notes: BatchNotes) -> None:
@@ -390,18 +391,14 @@ class HotRows(Stage):
         self._keep_homes_exactly()
 
     def kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-        """Return the kernels that hold the replicas."""
-        return [tbe.capture.tbe for tbe in self._tbes]
-
-    def slices(self) -> list[list[HotSlice]]:
-        """Return these kernels' tables."""
-        return [tbe.slices for tbe in self._tbes]
+        """Return the FBGEMM modules of these kernels."""
+        return [tbe.capture.tbe for tbe in self.tbes]
 
     def replicas(
         self, rows: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[TableShard, torch.Tensor, torch.Tensor]]:
         """Yield each hot slice, the slots in which it holds some of these rows, and which ones."""
-        for tbe in self._tbes:
+        for tbe in self.tbes:
             for hot, tensors in zip(tbe.slices, tbe.tensors(), strict=True):
                 if hot.table in rows:
                     held = self.sets.held.by_table[hot.table]
@@ -432,7 +429,7 @@ class HotRows(Stage):
         if not self._stale:
             return
         tensors = [
-            tensor for tbe in self._tbes for state in tbe.tensors() for tensor in state.values()
+            tensor for tbe in self.tbes for state in tbe.tensors() for tensor in state.values()
         ]
         for tensor in tensors:
             tensor.zero_()
@@ -453,7 +450,7 @@ class HotRows(Stage):
     def _homes(self) -> Iterator[tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]]:
         """Yield each local hot slice's replica, home, slots and rows."""
         shards = [shard for kernel in self._kernels for shard in kernel.shards()]
-        for tbe in self._tbes:
+        for tbe in self.tbes:
             for hot, replica in zip(tbe.slices, tbe.tensors(), strict=True):
                 for shard in shards:
                     if (shard.table, shard.column) != (hot.table, hot.column):

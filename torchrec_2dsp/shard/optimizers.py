@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
@@ -151,31 +151,60 @@ def is_data_parallel(plan: ModulePlan2D, table: str) -> bool:
     return is_planned and base_type(plan[table].sharding_type) == ShardingType.DATA_PARALLEL.value
 
 
+class _TrainedTable(NamedTuple):
+    """A table with its fused optimizer."""
+
+    name: str
+    optimizer: EmbOptimType
+    own_arguments: Mapping[str, Any]
+    """The arguments that come with the optimizer."""
+    arguments: Mapping[str, Any]
+    """These, and the sharder's."""
+    data_type: DataType
+
+
+def _trained_tables(module: nn.Module, params: dict[str, Any]) -> Iterator[_TrainedTable]:
+    """Yield each table with its fused optimizer, by TorchRec's precedence."""
+    of_kind = "embedding_bag_configs", "embedding_configs"
+    configs = [config for name in of_kind for config in getattr(module, name, list)()]
+    data_types = {config.name: config.data_type for config in configs}
+    for name, param in module.named_parameters():
+        table, in_backward = table_of(name), in_backward_optimizers(param)
+        optimizer, arguments = params.get("optimizer", EmbOptimType.EXACT_SGD), params
+        if in_backward is not None:
+            arguments = in_backward.kwargs[0]
+            kind = in_backward.classes[0]
+            optimizer = arguments["optimizer"] if "optimizer" in arguments else fused_type_of(kind)
+        if optimizer is not None:
+            data_type = data_types.get(table, DataType.FP32)
+            yield _TrainedTable(table, optimizer, arguments, {**params, **arguments}, data_type)
+
+
 def check_optimizers(
     module: nn.Module, params: dict[str, Any], plan: ModulePlan2D, device_type: str
 ) -> None:
     """Raise if a table's optimizer can't run on this device, or not from row gradients."""
     _check_output_types(module, params, plan)
-    for table, optimizer, arguments in _optimizers(module, params):
-        is_by_rule = device_type == "cpu" and _data_type(module, table) is DataType.BF16
+    for trained in _trained_tables(module, params):
+        table, optimizer, arguments = trained.name, trained.optimizer, trained.arguments
+        is_by_rule = device_type == "cpu" and trained.data_type is DataType.BF16
         if is_by_rule and optimizer not in FROM_ROW_GRADIENTS:
             raise UnsupportedError(
                 f"table {table!r} has data_type={DataType.BF16!r}, which {_name(optimizer)} can't "
                 f"update on a CPU; use FP32 or FP16, or one of {_names(FROM_ROW_GRADIENTS)}"
             )
-        _check_arguments(optimizer, arguments, device_type)
-        bound = {**params, **arguments}
-        if "max_gradient" in bound and not bound.get("gradient_clipping"):
+        _check_arguments(optimizer, trained.own_arguments, device_type)
+        if "max_gradient" in arguments and not arguments.get("gradient_clipping"):
             raise ConfigError(
-                f"max_gradient={bound['max_gradient']} does nothing without "
+                f"max_gradient={arguments['max_gradient']} does nothing without "
                 "gradient_clipping=True; give both or none"
             )
         _check_single_rows(table, optimizer, plan)
-        _check_rounding(module, table, optimizer, {**params, **arguments}, plan)
+        _check_rounding(trained, plan)
         if getattr(plan.get(table), "stored_as", RowStorage.PLAIN) is RowStorage.INT8:
-            _check_eight_bits(module, table, optimizer, {**params, **arguments}, plan)
+            _check_eight_bits(trained, plan)
         if needs_rule(optimizer, device_type):
-            _check_rule(optimizer, {**params, **arguments})
+            _check_rule(optimizer, arguments)
         elif device_type == "cpu" and optimizer not in ON_CPU:
             raise UnsupportedError(
                 f"FBGEMM has no CPU kernel for {_name(optimizer)}; use one of "
@@ -199,10 +228,11 @@ def check_optimizers(
 def _check_output_types(module: nn.Module, params: dict[str, Any], plan: ModulePlan2D) -> None:
     """Refuse several output types in one exchange, which would read one for the other."""
     firsts: dict[str, tuple[str, str]] = {}
-    for table, _, arguments in _optimizers(module, params):
+    for trained in _trained_tables(module, params):
+        table = trained.name
         if table not in plan or is_data_parallel(plan, table):
             continue
-        default = {**params, **arguments}.get("output_dtype", DataType.FP32)
+        default = trained.arguments.get("output_dtype", DataType.FP32)
         own = table, (plan[table].output_dtype or default).name
         first = firsts.setdefault(plan[table].sharding_type, own)
         if first[1] != own[1]:
@@ -218,24 +248,18 @@ def _unknown_to_rules(optimizer: EmbOptimType, arguments: Mapping[str, Any]) -> 
     return [f"{name}={arguments[name]!r}" for name in unknown if arguments.get(name)]
 
 
-def _check_eight_bits(
-    module: nn.Module,
-    table: str,
-    optimizer: EmbOptimType,
-    arguments: Mapping[str, Any],
-    plan: ModulePlan2D,
-) -> None:
+def _check_eight_bits(trained: _TrainedTable, plan: ModulePlan2D) -> None:
     """Refuse what can't train rows in 8 bits, which rules on tensors update."""
-    given = _unknown_to_rules(optimizer, arguments)
-    if optimizer not in FROM_ROW_GRADIENTS:
-        given.append(_name(optimizer))
-    if _data_type(module, table) is not DataType.FP32:
-        given.append(f"data_type={_data_type(module, table)!r}")
+    given = _unknown_to_rules(trained.optimizer, trained.arguments)
+    if trained.optimizer not in FROM_ROW_GRADIENTS:
+        given.append(_name(trained.optimizer))
+    if trained.data_type is not DataType.FP32:
+        given.append(f"data_type={trained.data_type!r}")
     if isinstance(plan.sync, WeightSync) and plan.mesh.num_groups > 1:
         given.append("WeightSync")
     if given:
         raise UnsupportedError(
-            f"table {table!r} is stored_as='int8', which isn't possible with "
+            f"table {trained.name!r} is stored_as='int8', which isn't possible with "
             f"{' and '.join(given)}; change one of them"
         )
 
@@ -261,14 +285,9 @@ def _check_rule(optimizer: EmbOptimType, arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _check_rounding(
-    module: nn.Module,
-    table: str,
-    optimizer: EmbOptimType,
-    arguments: Mapping[str, Any],
-    plan: ModulePlan2D,
-) -> None:
+def _check_rounding(trained: _TrainedTable, plan: ModulePlan2D) -> None:
     """Refuse what rules on tensors can't round at random; FBGEMM would, unlike on each copy."""
+    table, optimizer, arguments = trained.name, trained.optimizer, trained.arguments
     is_random, seed = arguments.get("stochastic_rounding"), arguments.get(ROUNDING_SEED)
     if table in plan and plan[table].stochastic_rounding is not None:
         is_random = plan[table].stochastic_rounding
@@ -276,7 +295,7 @@ def _check_rounding(
         raise ConfigError(f"rounding_seed={seed!r} does nothing without stochastic_rounding=True")
     if seed is not None and type(seed) is not int:
         raise ConfigError(f"rounding_seed={seed!r} is no seed; use an integer")
-    if not is_random or _data_type(module, table) is DataType.FP32:
+    if not is_random or trained.data_type is DataType.FP32:
         return
     given = _unknown_to_rules(optimizer, arguments)
     if given or optimizer not in FROM_ROW_GRADIENTS:
@@ -285,13 +304,6 @@ def _check_rounding(
             f"{' and '.join([_name(optimizer), *given])}, because rules on tensors update it; "
             f"leave it out, or use one of {_names(FROM_ROW_GRADIENTS)}"
         )
-
-
-def _data_type(module: nn.Module, table: str) -> DataType:
-    """Return a table's type, by its collection's configs."""
-    of_kind = "embedding_bag_configs", "embedding_configs"
-    configs = [config for name in of_kind for config in getattr(module, name, list)()]
-    return next((config.data_type for config in configs if config.name == table), DataType.FP32)
 
 
 def _check_arguments(
@@ -316,23 +328,6 @@ def _check_arguments(
                 f"{name}={value} does nothing in FBGEMM's fused {_name(optimizer)}; leave it out, "
                 f"or use one of {_names(_USED_BY[name])}"
             )
-
-
-def _optimizers(
-    module: nn.Module, params: dict[str, Any]
-) -> Iterator[tuple[str, EmbOptimType, Mapping[str, Any]]]:
-    """Yield each table with its fused optimizer and arguments, by TorchRec's precedence."""
-    default = params.get("optimizer", EmbOptimType.EXACT_SGD)
-    for name, param in module.named_parameters():
-        table, in_backward = table_of(name), in_backward_optimizers(param)
-        if in_backward is None:
-            yield table, default, params
-            continue
-        kwargs, kind = in_backward.kwargs[0], in_backward.classes[0]
-        if "optimizer" in kwargs:
-            yield table, kwargs["optimizer"], kwargs
-        elif (optimizer := fused_type_of(kind)) is not None:
-            yield table, optimizer, kwargs
 
 
 def _name(optimizer: EmbOptimType) -> str:

@@ -462,12 +462,12 @@ def _round_updates(
             for shard in shards
         ]
         _round(kernel.tbe, rounded, fused_params)
-    for tbe, slices in zip(hot_rows.kernels(), hot_rows.slices(), strict=True):
+    for hot_tbe in hot_rows.tbes:
         rounded = [
             RoundedTable(hot.table, hot.column, partial(hot_rows.sets.numbers, hot.table))
-            for hot in slices
+            for hot in hot_tbe.slices
         ]
-        _round(tbe, rounded, fused_params)
+        _round(hot_tbe.capture.tbe, rounded, fused_params)
 
 
 def _round(

@@ -44,7 +44,6 @@ from tests.support.ranks import RankPool, error_of
 from tests.support.trips import make_stock, stock
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.shard.parted import sharded_tables
 
@@ -105,15 +104,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_algorithm(ranks4: RankPool, case: str) -> None:
     assert max(ranks4.run(train_scaled, *CASES[case])) < ROUNDING
-
-
-def test_an_optimizer_is_given_once() -> None:
-    for kind in KINDS:
-        for optimizer in (moment_scaled(), EmbOptimType.EXACT_ADAGRAD):
-            with pytest.raises(
-                ConfigError, match=r"fused_params\['optimizer'\] are given; give one"
-            ):
-                kind(optimizer, fused_params={"optimizer": SGD})
 
 
 Way = Callable[[Cell], tuple[nn.Module, Any]]

@@ -25,7 +25,6 @@ CODECS: dict[str, RowCodec] = {
     "int8": IntegerRows(bits=8),
     "int4": IntegerRows(bits=4),
 }
-BYTES_OF_64 = {"fp32": 256, "bf16": 128, "fp16": 128, "int8": 66, "int4": 34}
 FLOAT32_MAX = torch.finfo(torch.float32).max
 every_codec = pytest.mark.parametrize("name", CODECS)
 
@@ -81,11 +80,6 @@ def test_both_ends_know_sizes_and_types(name: str, shape: tuple[int, int]) -> No
     decoded = codec.decode(encoded, shape[1])
     assert decoded.dtype is torch.float32
     assert decoded.shape == rows.shape
-
-
-@pytest.mark.parametrize(("name", "num_bytes"), BYTES_OF_64.items())
-def test_bytes_of_a_row(name: str, num_bytes: int) -> None:
-    assert CODECS[name].num_bytes(64) == num_bytes
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,6 @@ def test_bad_ids_are_refused(row_ids: tuple[int, ...], message: str) -> None:
         HotSet(row_ids)
 
 
-def test_of_refuses_what_has_no_ids() -> None:
-    with pytest.raises(PlanError, match="at least one row id"):
-        HotSet.of(torch.empty(0, dtype=torch.int64))
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -96,11 +91,6 @@ def test_ids_have_to_fit_the_table() -> None:
     # Behind an id map it could be an id.
     with pytest.raises(PlanError, match="hot row -2 of table"):
         HotSet.of([0, -2]).check_fits("t_user", 9)
-
-
-def test_a_hot_set_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        HotSet.of([1]).row_ids = (2,)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

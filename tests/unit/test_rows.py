@@ -454,11 +454,10 @@ def test_it_is_quicker_than_the_fused_backward() -> None:
 def trained(case: Case, direct: bool) -> list[torch.Tensor]:
     """Return weights and state after some steps, updated by the rule or by FBGEMM's kernel."""
     tbe = make_tbe(case)
-    capture = RowCapture(tbe, [f"t{table}" for table in range(len(case.tables))])
+    capture = row_capture(tbe)
     updater = DirectUpdater(tbe, RULES[case.optimizer]) if direct else RowUpdater(tbe)
     for seed in range(4):
-        ids, offsets, _ = make_ids(case, seed)
-        output = capture.lookup(lambda: tbe(ids, offsets), None)  # noqa: B023
+        output = captured(capture, make_ids(case, seed))
         output.backward(upstream_gradient(output, seed))
         (backward,) = capture.take()
         updater.apply(backward.gradients())

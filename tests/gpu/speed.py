@@ -21,7 +21,7 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbeddingLocation,
     EmbOptimType,
     SparseType,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     sum_bags,
 )
 from torchrec_2dsp.codecs.rows import Transport
@@ -68,9 +68,7 @@ class Speeds:
         return begin.elapsed_time(end)
 
 
-def make_tables(
-    options: argparse.Namespace, device: torch.device
-) -> tuple[int, SplitTableBatchedEmbeddingBagsCodegen]:
+def make_tables(options: argparse.Namespace, device: torch.device) -> tuple[int, Tbe]:
     """Return how many rows a table gets, and a kernel with all tables."""
     dtype = SparseType.FP16 if options.dtype == "fp16" else SparseType.FP32
     row_bytes = options.dim * (2 if options.dtype == "fp16" else 4) + 4
@@ -81,7 +79,7 @@ def make_tables(
     is_cpu = device.type == "cpu"
     place = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
     compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
-    return num_rows, SplitTableBatchedEmbeddingBagsCodegen(
+    return num_rows, Tbe(
         [(num_rows, options.dim, place, compute)] * options.tables,
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         weights_precision=dtype,

@@ -12,7 +12,7 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbOptimType,
     PoolingMode,
     SparseType,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     table_tensors,
 )
 
@@ -52,15 +52,13 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 CPU = torch.device("cpu")
 
 
-def make_tbe(
-    case: Case, device: torch.device = CPU, **options: Any
-) -> SplitTableBatchedEmbeddingBagsCodegen:
+def make_tbe(case: Case, device: torch.device = CPU, **options: Any) -> Tbe:
     """Make the kernel, on the CPU if nothing else is said, with the same weights in 0..1."""
     is_cpu = device.type == "cpu"
     location = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
     compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
     settings: dict[str, Any] = {"stochastic_rounding": False, "device": device, **options}
-    tbe = SplitTableBatchedEmbeddingBagsCodegen(
+    tbe = Tbe(
         [(rows, dim, location, compute) for rows, dim in case.tables],
         feature_table_map=list(case.feature_tables),
         pooling_mode=case.pooling,
@@ -98,6 +96,6 @@ def upstream_gradient(output: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(output.shape, generator=torch.Generator().manual_seed(1000 + seed))
 
 
-def tensors_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[torch.Tensor]:
+def tensors_of(tbe: Tbe) -> list[torch.Tensor]:
     """Copy all weights and optimizer state."""
     return [tensor.clone() for table in table_tensors(tbe) for tensor in table.values()]

@@ -12,7 +12,7 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbeddingLocation,
     EmbOptimType,
     SparseType,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     adopt_optimizer,
     iteration_of,
     optimizer_states,
@@ -51,11 +51,9 @@ FORMULA = tuple(torch.tensor([0.9, 0.999, 0.1, 1e-8]).tolist())
 """FBGEMM's betas, the rate and eps, as its kernels take them: in float32."""
 
 
-def ruled_tbe(
-    optimizer: EmbOptimType, dtype: SparseType = SparseType.FP32, **options: Any
-) -> SplitTableBatchedEmbeddingBagsCodegen:
+def ruled_tbe(optimizer: EmbOptimType, dtype: SparseType = SparseType.FP32, **options: Any) -> Tbe:
     params = {"optimizer": optimizer, "learning_rate": 0.1, **options}
-    tbe = SplitTableBatchedEmbeddingBagsCodegen(
+    tbe = Tbe(
         [(5, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         weights_precision=dtype,
         **params_to_build(params, torch.device("cpu")),
@@ -65,7 +63,7 @@ def ruled_tbe(
     return tbe
 
 
-def step_of(tbe: SplitTableBatchedEmbeddingBagsCodegen, ids: list[int], grad: torch.Tensor) -> None:
+def step_of(tbe: Tbe, ids: list[int], grad: torch.Tensor) -> None:
     """Look up one bag, whose gradient updates its rows."""
     updating = DirectLookup(tbe, RULES_WITHOUT_KERNEL[tbe.optimizer])
     batch = torch.tensor(ids), torch.tensor([0, len(ids)])

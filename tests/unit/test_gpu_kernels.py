@@ -15,7 +15,7 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbOptimType,
     OptimizerStep,
     SparseType,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     tbe_shape,
 )
 from torchrec_2dsp._compat.triton import runs_triton
@@ -44,9 +44,7 @@ TABLES = {
 }
 
 
-def drawn_gradients(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen, key_dtype: torch.dtype
-) -> RowGradients:
+def drawn_gradients(tbe: Tbe, key_dtype: torch.dtype) -> RowGradients:
     """Draw a gradient for about half of the rows, the first and the last ones among them."""
     gradients = []
     for block in blocks_of(tbe_shape(tbe)):
@@ -157,7 +155,7 @@ def test_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         (ROW_WISE, {"precision": SparseType.FP16, "stochastic_rounding": True}),
     ]
     assert not any(is_used(optimizer, **options) for optimizer, options in others)
-    in_host = SplitTableBatchedEmbeddingBagsCodegen(
+    in_host = Tbe(
         [(10, 8, EmbeddingLocation.MANAGED, ComputeDevice.CUDA)], optimizer=SGD, device=device
     )
     assert isinstance(quickest_updater(in_host), RowUpdater)

@@ -36,7 +36,7 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbOptimType,
     PoolingMode,
     SparseType,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     iteration_of,
     learning_rate_of,
     set_learning_rate,
@@ -58,7 +58,7 @@ HALF_ROUNDING = 1e-3
 """For fp16 tables: such a difference can tip a weight near 1 to its fp16 neighbour."""
 
 
-def row_capture(tbe: SplitTableBatchedEmbeddingBagsCodegen, **options: Any) -> RowCapture:
+def row_capture(tbe: Tbe, **options: Any) -> RowCapture:
     return RowCapture(tbe, [f"t{table}" for table in range(len(tbe.embedding_specs))], **options)
 
 
@@ -493,7 +493,7 @@ OTHERS: list[tuple[EmbOptimType, dict[str, Any]]] = [
 def test_a_rule_is_used_where_there_is_one() -> None:
     assert isinstance(quickest_updater(make_tbe(Case())), DirectUpdater)
     for optimizer, options in OTHERS:
-        tbe = SplitTableBatchedEmbeddingBagsCodegen(
+        tbe = Tbe(
             [(10, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=optimizer, **options
         )
         assert isinstance(quickest_updater(tbe), RowUpdater), (optimizer, options)

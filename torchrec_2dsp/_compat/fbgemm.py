@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
 )
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice as ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen as Tbe,
     construct_split_state,
 )
 
@@ -58,7 +58,7 @@ class OptimizerStep:
     iteration: int
 
 
-def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
+def tbe_shape(tbe: Tbe) -> TbeShape:
     """Return the tables and features in ``tbe``."""
     return TbeShape(
         table_rows=tuple(int(spec[0]) for spec in tbe.embedding_specs),
@@ -69,7 +69,7 @@ def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
     )
 
 
-def is_on_gpu(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+def is_on_gpu(tbe: Tbe) -> bool:
     """Tell whether a kernel computes on a GPU."""
     return torch.device(tbe.current_device).type != "cpu"
 
@@ -147,7 +147,7 @@ def _bounds_of_table(dim: int, device: torch.device) -> tuple[torch.Tensor, torc
     return columns, torch.tensor([0, 2**_MAX_ROW_BITS], device=device)
 
 
-def tell_empty_tables_apart(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+def tell_empty_tables_apart(tbe: Tbe) -> None:
     """Keep the kernel's backward from confusing a table without rows with the next table.
 
     FBGEMM's CPU backward takes adjacent features for features of one table if the rows of their
@@ -162,26 +162,22 @@ def tell_empty_tables_apart(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
     tbe.total_hash_size_bits = first_rows[-1].bit_length()
 
 
-def last_lookup(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def last_lookup(tbe: Tbe) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the latest forward's ids and offsets, after the kernel's bounds check."""
     return tbe._indices, tbe._offsets
 
 
-def learning_rate_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
+def learning_rate_of(tbe: Tbe) -> float:
     """Return the kernel's learning rate, in its own units."""
     return float(_tensor(tbe.learning_rate_tensor).item())
 
 
-def set_learning_rate(tbe: SplitTableBatchedEmbeddingBagsCodegen, learning_rate: float) -> None:
+def set_learning_rate(tbe: Tbe, learning_rate: float) -> None:
     """Set the kernel's learning rate in place, in its own units."""
     _tensor(tbe.learning_rate_tensor).fill_(learning_rate)
 
 
-def optimizer_arguments(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen, *names: str
-) -> dict[str, float]:
+def optimizer_arguments(tbe: Tbe, *names: str) -> dict[str, float]:
     """Return arguments of the kernel's optimizer, as its float32 arithmetic reads them."""
     return {name: c_float(getattr(tbe.optimizer_args, name)).value for name in names}
 
@@ -200,14 +196,14 @@ def needs_rule(optimizer: EmbOptimType, device_type: str) -> bool:
     return device_type == "cpu" and optimizer in HAS_ROW_WISE_MOMENT
 
 
-def updates_by_rule(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+def updates_by_rule(tbe: Tbe) -> bool:
     """Return whether only a rule on tensors can update this kernel's tables."""
     is_rounded = rounding_of(tbe) is not None
     device_type = torch.device(tbe.current_device).type
     return is_rounded or _needs_lookup(tbe) or needs_rule(tbe.optimizer, device_type)
 
 
-def _needs_lookup(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+def _needs_lookup(tbe: Tbe) -> bool:
     """Return whether FBGEMM has no lookup of such tables on a kernel's device."""
     is_bf16 = tbe.weights_precision is SparseType.BF16
     return has_own_rows(tbe) or (is_bf16 and not is_on_gpu(tbe))
@@ -216,14 +212,12 @@ def _needs_lookup(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 _WEIGHTS = "split_embedding_weights"
 
 
-def has_own_rows(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+def has_own_rows(tbe: Tbe) -> bool:
     """Return whether `replace_weights` has replaced a kernel's weights."""
     return _WEIGHTS in vars(tbe)
 
 
-def replace_weights(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen, tables: Sequence[torch.Tensor]
-) -> None:
+def replace_weights(tbe: Tbe, tables: Sequence[torch.Tensor]) -> None:
     """Let a kernel keep its tables in these tensors, which only rules update."""
     for place in ("host", "dev", "uvm"):
         weights = getattr(tbe, f"weights_{place}")
@@ -232,7 +226,7 @@ def replace_weights(
     vars(tbe)[_WEIGHTS] = lambda: list(tables)
 
 
-def adopt_lookup(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+def adopt_lookup(tbe: Tbe) -> None:
     """Give a kernel a forward by torch's operators if FBGEMM has none; only rules update it."""
     if _needs_lookup(tbe):
         # On the instance, which stays FBGEMM's.
@@ -241,7 +235,7 @@ def adopt_lookup(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
 
 @torch.no_grad()
 def _look_up_in_float(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen,
+    tbe: Tbe,
     indices: torch.Tensor,
     offsets: torch.Tensor,
     per_sample_weights: torch.Tensor | None = None,
@@ -265,12 +259,12 @@ def _look_up_in_float(
     return joined.to(output_dtype(tbe))
 
 
-def rounding_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Any:
+def rounding_of(tbe: Tbe) -> Any:
     """Return the rounding that rules apply to this kernel's rows; `None` for to the nearest."""
     return vars(tbe).get(_ROUNDING)
 
 
-def set_rounding(tbe: SplitTableBatchedEmbeddingBagsCodegen, rounding: object) -> None:
+def set_rounding(tbe: Tbe, rounding: object) -> None:
     """Let only rules update this kernel's rows from now on, and round them so."""
     setattr(tbe, _ROUNDING, rounding)
 
@@ -287,7 +281,7 @@ def params_to_build(params: dict[str, Any], device: torch.device | None) -> dict
     return {**params, "optimizer": EmbOptimType.EXACT_ADAGRAD}
 
 
-def adopt_optimizer(tbe: SplitTableBatchedEmbeddingBagsCodegen, params: dict[str, Any]) -> bool:
+def adopt_optimizer(tbe: Tbe, params: dict[str, Any]) -> bool:
     """Give a kernel the optimizer in ``params``, with its states by FBGEMM's names.
 
     Returns whether it wasn't built with it, and only a rule updates its tables from now on.
@@ -305,7 +299,7 @@ def adopt_optimizer(tbe: SplitTableBatchedEmbeddingBagsCodegen, params: dict[str
 
 
 def without_update(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen,
+    tbe: Tbe,
     run: Callable[[], torch.Tensor],
     *,
     is_training: bool,
@@ -333,16 +327,14 @@ def without_update(
     return look_up
 
 
-def _uncounted(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen, run: Callable[[], torch.Tensor]
-) -> torch.Tensor:
+def _uncounted(tbe: Tbe, run: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Run a forward that FBGEMM's kernels for GPUs would take for one that trains."""
     output = run()
     count_forwards(tbe, -1)
     return output
 
 
-def keeps_untouched_rows(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+def keeps_untouched_rows(tbe: Tbe) -> bool:
     """Return whether an update by a gradient of zero leaves a row as it is."""
     by_gradient_alone = (
         EmbOptimType.EXACT_SGD,
@@ -353,7 +345,7 @@ def keeps_untouched_rows(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     return tbe.optimizer in by_gradient_alone and not (args.weight_decay or args.max_norm)
 
 
-def writes_rows_plainly(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+def writes_rows_plainly(tbe: Tbe) -> bool:
     """Return whether updates round float32 or float16 rows in a GPU's memory to the nearest."""
     is_half = tbe.weights_precision is SparseType.FP16 and not tbe.stochastic_rounding
     return (is_half or tbe.weights_precision is SparseType.FP32) and all(
@@ -361,37 +353,35 @@ def writes_rows_plainly(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     )
 
 
-def output_dtype(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.dtype:
+def output_dtype(tbe: Tbe) -> torch.dtype:
     """Return the kernel's output type."""
     return SparseType.from_int(tbe.output_dtype).as_dtype()
 
 
-def iteration_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> int:
+def iteration_of(tbe: Tbe) -> int:
     """Return how many forwards the kernel has counted."""
     return int(_tensor(tbe.iter_cpu).item())
 
 
-def count_forwards(tbe: SplitTableBatchedEmbeddingBagsCodegen, number: int) -> None:
+def count_forwards(tbe: Tbe, number: int) -> None:
     """Count forwards that FBGEMM didn't count, or take back some that it did."""
     for counter in (tbe.iter, tbe.iter_cpu):
         _tensor(counter).add_(number)
 
 
-def set_iteration(tbe: SplitTableBatchedEmbeddingBagsCodegen, iteration: int) -> None:
+def set_iteration(tbe: Tbe, iteration: int) -> None:
     """Set the kernel's forward count; FBGEMM keeps it twice."""
     for counter in (tbe.iter, tbe.iter_cpu):
         _tensor(counter).fill_(iteration)
 
 
-def max_gradient(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float | None:
+def max_gradient(tbe: Tbe) -> float | None:
     """Return the bound to which the kernel clips each bag's gradient; `None` without one."""
     args = tbe.optimizer_args
     return float(args.max_gradient) if args.gradient_clipping else None
 
 
-def optimizer_states(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen,
-) -> list[dict[str, torch.Tensor]]:
+def optimizer_states(tbe: Tbe) -> list[dict[str, torch.Tensor]]:
     """Return each table's optimizer state by name, as views; empty dicts for plain SGD."""
     num_tables = len(tbe.embedding_specs)
     if tbe.optimizer == EmbOptimType.EXACT_SGD:
@@ -401,13 +391,13 @@ def optimizer_states(
     return states
 
 
-def table_tensors(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[dict[str, torch.Tensor]]:
+def table_tensors(tbe: Tbe) -> list[dict[str, torch.Tensor]]:
     """Return each table's weight and optimizer state, by name, as views."""
     tables = zip(tbe.split_embedding_weights(), optimizer_states(tbe), strict=True)
     return [{"weight": weight, **states} for weight, states in tables]
 
 
-def write_counts(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[int]:
+def write_counts(tbe: Tbe) -> list[int]:
     """Return how often weights and states were written, apart from the kernel's own updates.
 
     Autograd refuses the backward of a lookup that has read older ones.
@@ -421,9 +411,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def updating_as_of(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen, step: OptimizerStep, *, as_sequence: bool
-) -> Iterator[None]:
+def updating_as_of(tbe: Tbe, step: OptimizerStep, *, as_sequence: bool) -> Iterator[None]:
     """Run a forward and a backward as at ``step``, unclipped, inside the context.
 
     With ``as_sequence``, the forward gives one output row per id, whatever the kernel pools by; its

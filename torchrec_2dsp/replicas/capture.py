@@ -8,7 +8,7 @@ import torch
 from torch.profiler import record_function
 
 from torchrec_2dsp._compat.fbgemm import (
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     iteration_of,
     last_lookup,
     learning_rate_of,
@@ -51,7 +51,7 @@ class RowCapture:
 
     def __init__(
         self,
-        tbe: SplitTableBatchedEmbeddingBagsCodegen,
+        tbe: Tbe,
         tables: Sequence[str],
         learning_rate: Callable[[], float] | None = None,
         peers: Peers | None = None,

@@ -10,7 +10,7 @@ import torch
 from torchrec_2dsp._compat.fbgemm import (
     EmbOptimType,
     OptimizerStep,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     TbeShape,
     is_on_gpu,
     iteration_of,
@@ -90,7 +90,7 @@ class RowUpdater:
     whose kernel rounds differently. So they are on a GPU.
     """
 
-    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+    def __init__(self, tbe: Tbe) -> None:
         self._tbe = tbe
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
@@ -195,7 +195,7 @@ class DirectLookup:
     kernel has a backward pass that takes six times as long, and some optimizers have none.
     """
 
-    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule | None) -> None:
+    def __init__(self, tbe: Tbe, rule: Rule | None) -> None:
         self._tbe = tbe
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
@@ -270,7 +270,7 @@ RULES_WITHOUT_KERNEL: dict[EmbOptimType, Rule] = {
 """The rules of FBGEMM's CUDA kernels that have no counterpart on a CPU."""
 
 
-def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
+def rule_for(tbe: Tbe) -> Rule | None:
     """Return the rule that can replace a kernel's own update; `None` where none can.
 
     GPU kernels are fast already, quantised rows aren't floating-point numbers, and an optimizer
@@ -291,7 +291,7 @@ class DirectUpdater:
     Nothing else may change these rows meanwhile, and they may not be cached elsewhere.
     """
 
-    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
+    def __init__(self, tbe: Tbe, rule: Rule) -> None:
         self._tbe = tbe
         self._rule = rule
         self._rounding = rounding_of(tbe)
@@ -338,7 +338,7 @@ class OnePassUpdater:
     FBGEMM's kernels look all rows up first, check their numbers and sort them.
     """
 
-    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+    def __init__(self, tbe: Tbe) -> None:
         from torchrec_2dsp.rows.gpu_kernels import rows_in_memory, update_rows
 
         self._tbe = tbe
@@ -359,7 +359,7 @@ class OnePassUpdater:
             self._update_rows(rows, block.keys, block.grads, **rates)
 
 
-def updates_in_one_pass(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+def updates_in_one_pass(tbe: Tbe) -> bool:
     """Return whether `OnePassUpdater` runs, and does what the kernel's own update would."""
     states = [state for of_table in optimizer_states(tbe) for state in of_table.items()]
     return (
@@ -375,7 +375,7 @@ Updater = RowUpdater | DirectUpdater | OnePassUpdater
 """Applies row gradients to a TBE."""
 
 
-def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
+def quickest_updater(tbe: Tbe) -> Updater:
     """Return the fastest updater: by a `Rule` if the kernel has one, else the fused kernel."""
     rule = rule_for(tbe)
     if rule is not None:

@@ -21,7 +21,7 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_2dsp._compat.fbgemm import (
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     keeps_untouched_rows,
     learning_rate_of,
     set_learning_rate,
@@ -54,9 +54,7 @@ from torchrec_2dsp.shard.replica_sync import copied_shards
 class WholeTablesOptimizer(FusedOptimizer):
     """A kernel's fused optimizer, whose state has plain tensors, as the weights have."""
 
-    def __init__(
-        self, config: GroupedEmbeddingConfig, tbe: SplitTableBatchedEmbeddingBagsCodegen
-    ) -> None:
+    def __init__(self, config: GroupedEmbeddingConfig, tbe: Tbe) -> None:
         self._tbe = tbe
         params, state = {}, {}
         for table, tensors in zip(config.embedding_tables, table_tensors(tbe), strict=True):

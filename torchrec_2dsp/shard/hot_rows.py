@@ -25,7 +25,7 @@ from torchrec_2dsp._compat.fbgemm import (
     ComputeDevice,
     EmbeddingLocation,
     PoolingMode,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     adopt_lookup,
     adopt_optimizer,
     params_to_build,
@@ -229,7 +229,7 @@ class HotTbe:
         on_cpu = device.type == "cpu"
         # Merged over all ranks the moments are exact: no moment scale here.
         own = {name: value for name, value in fused_params.items() if name not in OWN_PARAMS}
-        tbe = SplitTableBatchedEmbeddingBagsCodegen(
+        tbe = Tbe(
             embedding_specs=[
                 (
                     hot.num_rows,
@@ -390,7 +390,7 @@ class HotRows(Stage):
         self._stale, self._dirty = True, False
         self._keep_homes_exactly()
 
-    def kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    def kernels(self) -> list[Tbe]:
         """Return the FBGEMM modules of these kernels."""
         return [tbe.capture.tbe for tbe in self.tbes]
 

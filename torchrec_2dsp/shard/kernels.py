@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.fbgemm import (
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     adopt_lookup,
     adopt_optimizer,
     has_own_rows,
@@ -72,7 +72,7 @@ class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
     def __init__(
         self,
         config: GroupedEmbeddingConfig,
-        tbe: SplitTableBatchedEmbeddingBagsCodegen,
+        tbe: Tbe,
         pg: dist.ProcessGroup | None,
         *,
         moment_scale: float,
@@ -187,7 +187,7 @@ class _CapturingKernel:
         return self._capture
 
     @property
-    def tbe(self) -> SplitTableBatchedEmbeddingBagsCodegen:
+    def tbe(self) -> Tbe:
         """The kernel's FBGEMM module."""
         return cast("Kernel", self).emb_module
 

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import (
     HAS_ROW_WISE_MOMENT,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
     has_own_rows,
     keeps_untouched_rows,
     set_iteration,
@@ -222,7 +222,7 @@ class Tables2D:
         """Return this rank's fused kernels, without hot rows' kernels."""
         return [*self._kernels, *self._whole_tables]
 
-    def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    def tbes(self) -> list[Tbe]:
         """Return the FBGEMM modules in this rank's fused kernels and hot rows' kernels."""
         return [kernel.tbe for kernel in self.kernels()] + self.hot_tbes()
 
@@ -359,7 +359,7 @@ class Tables2D:
         for stage in self.stages:
             stage.after_write()
 
-    def hot_tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    def hot_tbes(self) -> list[Tbe]:
         """Return the FBGEMM modules in the hot rows' kernels."""
         return [] if self.hot_rows is None else self.hot_rows.kernels()
 
@@ -471,7 +471,7 @@ def _round_updates(
 
 
 def _round(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen,
+    tbe: Tbe,
     tables: Sequence[RoundedTable],
     fused_params: Mapping[str, Mapping[str, Any]],
 ) -> None:

@@ -13,7 +13,7 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbeddingLocation,
     EmbOptimType,
     PoolingMode,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    Tbe,
 )
 from torchrec_2dsp.codecs.rows import RowCodec, Transport
 from torchrec_2dsp.cost.calibration import encoding
@@ -126,13 +126,11 @@ def _there_and_back(
     )
 
 
-def _tables(
-    dim: int, pooling: PoolingMode, device: torch.device
-) -> SplitTableBatchedEmbeddingBagsCodegen:
+def _tables(dim: int, pooling: PoolingMode, device: torch.device) -> Tbe:
     is_cpu = device.type == "cpu"
     place = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
     compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
-    return SplitTableBatchedEmbeddingBagsCodegen(
+    return Tbe(
         [(_NUM_ROWS // _NUM_TABLES, dim, place, compute)] * _NUM_TABLES,
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         pooling_mode=pooling,

@@ -165,12 +165,10 @@ class NotedBatches(EmptyBatches):
 
     num_samples: ClassVar[list[int]] = []
 
-    def before_ids_travel(
-        self, notes: BatchNotes, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
-        features = super().before_ids_travel(notes, features)
-        self.num_samples.append(features.stride())
-        return features
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        batch = super().before_ids_travel(notes, batch)
+        self.num_samples.append(batch.stride())
+        return batch
 
 
 def filled_gap(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int]]:

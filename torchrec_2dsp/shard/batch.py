@@ -442,15 +442,13 @@ class OneBatchSize(Stage):
         self._feature_of = features_by_output(configs)
         self._pack_size = pack_size
 
-    def before_ids_travel(
-        self, notes: BatchNotes, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the batch's distinct bags."""
-        bags = distinct_bags(features, frozenset(self._feature_of.values()))
+        bags = distinct_bags(batch, frozenset(self._feature_of.values()))
         notes.error = bags.error
         if bags.of_samples is not None:
             notes.bags_of_samples = bags.of_samples.by_output(self._feature_of)
-        if self._pack_size > 1 and features.variable_stride_per_key():
+        if self._pack_size > 1 and batch.variable_stride_per_key():
             notes.error = notes.error or InputError(
                 "a batch with a batch size for each feature has bags that don't fill packs of "
                 f"{self._pack_size} numbers, in which the codecs (such as TorchRec's INT8) encode; "
@@ -478,17 +476,15 @@ class BatchCheck(Stage):
         self._form = BatchForm(features_of(configs), alarm.group, is_weighted=is_weighted)
         self._alarm = alarm
 
-    def before_ids_travel(
-        self, notes: BatchNotes, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the batch as it will be looked up.
 
         Collectives:
             As in `Alarm.check`, waited for before the lookup; first as in `BatchForm.fit`.
         """
-        features, notes.error = self._form.fit(features, self.ids, notes.error)
+        batch, notes.error = self._form.fit(batch, self.ids, notes.error)
         notes.check = self._alarm.check(notes.error)
-        return features
+        return batch
 
     def before_lookup(self, notes: BatchNotes) -> None:
         """Raise one rank's error on all ranks."""

@@ -343,11 +343,9 @@ class HotRows(Stage):
             on_update=self._mark_dirty,
         )
 
-    def before_ids_travel(
-        self, notes: BatchNotes, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the batch without hot ids."""
-        cold, notes.hot = self.sets.split(features)
+        cold, notes.hot = self.sets.split(batch)
         return cold
 
     def before_lookup(self, notes: BatchNotes) -> None:

@@ -55,20 +55,18 @@ class PositionWeights(Stage):
         group = tables.groups.alarm.group
         self._form = BatchForm(features_of(configs), group, is_weighted=False)
 
-    def before_ids_travel(
-        self, notes: BatchNotes, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Give each id its slot in place of a weight."""
-        notes.error = notes.error or self._form.error_in(features) or self._error(features)
+        notes.error = notes.error or self._form.error_in(batch) or self._error(batch)
         if notes.error is not None:
-            return features  # The next stage sends no ids in its place.
-        lengths, num_ids = features.lengths(), features.values().numel()
-        firsts, steps, _ = self._layout(features)
-        per_feature = ids_per_feature(features)
+            return batch  # The next stage sends no ids in its place.
+        lengths, num_ids = batch.lengths(), batch.values().numel()
+        firsts, steps, _ = self._layout(batch)
+        per_feature = ids_per_feature(batch)
         starts = repeated(lengths.cumsum(0) - lengths, lengths, num_ids)
         positions = torch.arange(num_ids, device=lengths.device) - starts
         first, step = (repeated(of, per_feature, num_ids) for of in (firsts, steps))
-        return _with_weights(features, (first + positions * step).float())
+        return _with_weights(batch, (first + positions * step).float())
 
     def on_arrival(self, notes: BatchNotes, arrived: Any) -> Any:
         """Look up the weights of a batch's slots."""

@@ -287,17 +287,15 @@ class JoinBags(Stage):
     def __init__(self, averaged_outputs: Mapping[str, str]) -> None:
         self._averaged_outputs = dict(averaged_outputs)
 
-    def before_ids_travel(
-        self, notes: BatchNotes, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Note bag lengths for outputs that are averaged here, hot ids included."""
         if self._averaged_outputs:
-            lengths = features.lengths().view(len(features.keys()), features.stride())
-            by_feature = dict(zip(features.keys(), lengths, strict=True))
+            lengths = batch.lengths().view(len(batch.keys()), batch.stride())
+            by_feature = dict(zip(batch.keys(), lengths, strict=True))
             notes.bag_lengths = {
                 output: by_feature[feature] for output, feature in self._averaged_outputs.items()
             }
-        return features
+        return batch
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
         """Return the complete bags; a feature with hot rows looks up one table, under its name."""
@@ -328,18 +326,16 @@ class EmptyBatches(Stage):
     The CUDA kernel of FBGEMM that sorts ids by row owner fails without samples.
     """
 
-    def before_ids_travel(
-        self, notes: BatchNotes, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return a batch that has samples."""
-        notes.is_empty = not features.variable_stride_per_key() and not features.stride()
+        notes.is_empty = not batch.variable_stride_per_key() and not batch.stride()
         if not notes.is_empty:
-            return features
+            return batch
         return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values(),
-            weights=features.weights_or_none(),
-            lengths=features.lengths().new_zeros(len(features.keys())),
+            keys=batch.keys(),
+            values=batch.values(),
+            weights=batch.weights_or_none(),
+            lengths=batch.lengths().new_zeros(len(batch.keys())),
         )
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:

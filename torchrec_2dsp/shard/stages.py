@@ -384,11 +384,9 @@ Output = KeyedTensor | Mapping[str, JaggedTensor]
 class Stage:
     """A stage that does nothing; subclasses override hooks."""
 
-    def before_ids_travel(
-        self, notes: BatchNotes, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the batch as the next stage, and TorchRec after the last one, will see it."""
-        return features
+        return batch
 
     def before_lookup(self, notes: BatchNotes) -> None:
         """Prepare a batch's rows for reading."""
@@ -445,13 +443,11 @@ class StrayGradients(Stage):
                     "let the loss use the module's outputs in place of the table's weight"
                 )
 
-    def before_ids_travel(
-        self, notes: BatchNotes, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Let all ranks raise the error, if any."""
         error, self._error = self._error, None
         notes.error = notes.error or error
-        return features
+        return batch
 
 
 class ClipGradients(Stage):

@@ -93,12 +93,12 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         self,
         module: Any,
         plan: Any,
-        configs: list[Any],
         device: torch.device | None,
         path: str | None,
         make: Any,
     ) -> Any:
         device = torch.device("cpu") if device is None else device
+        configs = configs_of(module)
         local_world_size = get_local_size(dist.get_world_size())
         with agreeing(world_group()) as facts:
             check_alone(module)
@@ -335,9 +335,8 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         Collectives:
             All ranks agree on the arguments, then come process groups and broadcasts.
         """
-        configs = module.embedding_bag_configs()
         make = ShardedEmbeddingBagCollection2D
-        return self._shard_2d(module, params, configs, device, module_fqn, make)
+        return self._shard_2d(module, params, device, module_fqn, make)
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection2D]:
@@ -402,8 +401,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
                 )
             return ShardedEmbeddingCollection2D(*args, use_index_dedup=dedups_ids(self), **kwargs)
 
-        configs = module.embedding_configs()
-        return self._shard_2d(module, params, configs, device, module_fqn, make)
+        return self._shard_2d(module, params, device, module_fqn, make)
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingCollection2D]:

@@ -189,47 +189,34 @@ def row_wise_adagrad_step(
 
 @torch.no_grad()
 def adam_step(
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    weights: Rows,
-    args: RuleArguments,
+    grad: torch.Tensor, *moments: torch.Tensor, weights: Rows, args: RuleArguments
 ) -> torch.Tensor:
     """Update Adam's moments in place; return ``lr * (m^ / (sqrt(v^) + eps) + decay * w)``.
 
     ``m <- beta1 m + (1 - beta1) g``, ``v <- beta2 v + (1 - beta2) g^2``; ``m^`` and ``v^`` are
     divided by ``1 - beta^iteration``. A ``v`` with one number per row takes the mean of ``g^2``.
     """
-    return _adam_direction(grad, exp_avg, exp_avg_sq, weights, args).mul_(args.lr)
+    return _adam_direction(grad, moments, weights, args).mul_(args.lr)
 
 
 @torch.no_grad()
 def lamb_step(
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    weights: Rows,
-    args: RuleArguments,
+    grad: torch.Tensor, *moments: torch.Tensor, weights: Rows, args: RuleArguments
 ) -> torch.Tensor:
     """Update Adam's moments in place; return Adam's step times ``|w| / |step|``, row by row.
 
     A row of zeros stays what it is. So does one with a step of zeros, which FBGEMM makes NaN.
     """
-    direction = _adam_direction(grad, exp_avg, exp_avg_sq, weights, args)
+    direction = _adam_direction(grad, moments, weights, args)
     lengths = direction.norm(dim=1)
     ratios = weights().norm(dim=1) / lengths
     return direction.mul_(torch.where(lengths > 0, args.lr * ratios, 0.0)[:, None])
 
 
 def _adam_direction(
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    weights: Rows,
-    args: RuleArguments,
+    grad: torch.Tensor, moments: tuple[torch.Tensor, ...], weights: Rows, args: RuleArguments
 ) -> torch.Tensor:
+    exp_avg, exp_avg_sq = moments
     squares = grad.square() if exp_avg_sq.dim() == 2 else grad.square().mean(dim=1)
     exp_avg.mul_(args.beta1).add_(grad, alpha=1 - args.beta1)
     exp_avg_sq.mul_(args.beta2).add_(squares, alpha=1 - args.beta2)

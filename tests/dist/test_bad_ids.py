@@ -31,8 +31,8 @@ CELLS = [
     Cell(TWO, "row_wise", hot_rows=HOT_ROWS),
     Cell(tdsp.Mesh2D(1, 4), exchange="row", spec=ModelSpec(weighted=True)),
     Cell(TWO, exchange="row", spec=SEQUENCES),
-    # In two parts, each of which checks the whole batch.
-    Cell(TWO, in_world=("t2",)),
+    # In two parts, each of which checks the whole batch: t1 has a mesh of its own.
+    Cell(TWO, in_world=("t1",)),
 ]
 BAD = [-1, 24, 10**12]
 """For the features of t1, which has 24 rows."""

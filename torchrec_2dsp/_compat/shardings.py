@@ -162,15 +162,9 @@ def fused_params_of(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> dict[str, dict[str, Any]]:
     """Return each table's fused parameters by name, in the user's units."""
-    if isinstance(module, ShardedEmbeddingBagCollection):
-        return {
-            info.embedding_config.name: info.fused_params or {}
-            for infos in module.sharding_type_to_sharding_infos.values()
-            for info in infos
-        }
     return {
         table.name: config.fused_params or {}
-        for sharding in _shardings_of_sequences(module)
+        for sharding in shardings_of(module)
         for configs in getattr(sharding, "_grouped_embedding_configs_per_rank", [])
         for config in configs
         for table in config.embedding_tables

@@ -229,13 +229,7 @@ class OracleKind(NamedTuple):
     column_blocks: tuple[tuple[str, int], ...]
 
     def make(self) -> Oracle:
-        return Oracle(
-            self.spec,
-            optimizer=self.optimizer,
-            lr=self.lr,
-            eps=self.eps,
-            column_blocks=dict(self.column_blocks),
-        )
+        return Oracle(**{**self._asdict(), "column_blocks": dict(self.column_blocks)})
 
 
 def batches_of(

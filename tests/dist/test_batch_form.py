@@ -18,6 +18,7 @@ from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import TWO, Cell, make_optimizer
 from tests.support.ranks import RankPool, error_text
 from tests.support.slices import Deal
+from torchrec_2dsp.shard.batch import with_parts
 from torchrec_2dsp.shard.parted import sharded_tables
 from torchrec_2dsp.shard.sharded_modules import EmptyBatches
 from torchrec_2dsp.shard.stages import BatchNotes
@@ -30,17 +31,6 @@ CELLS = [
     Cell(TWO, exchange="row", spec=SEQUENCES),
 ]
 Change = Callable[[KeyedJaggedTensor], Any]
-
-
-def with_parts(batch: KeyedJaggedTensor, **parts: Any) -> KeyedJaggedTensor:
-    """Replace some of the batch's tensors."""
-    known: dict[str, Any] = {
-        "keys": batch.keys(),
-        "values": batch.values(),
-        "lengths": batch.lengths(),
-        "weights": batch.weights_or_none(),
-    }
-    return KeyedJaggedTensor(**{**known, **parts})
 
 
 def in_reverse(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -77,8 +77,7 @@ class IdCheck:
                 # What is about to be raised has to travel first, and may not hurt on its way.
                 clamped = values.long().clamp(min=0).minimum(limits - 1).to(values.dtype)
                 values = torch.where(is_bad, clamped, values)
-                weights = features.weights_or_none()
-                features = _rebuilt(features, values, features.lengths(), weights)
+                features = with_parts(features, values=values)
         return features, error
 
     def find(
@@ -115,19 +114,20 @@ def _without(features: KeyedJaggedTensor, is_bad: torch.Tensor) -> KeyedJaggedTe
     dropped, weights = count_per_bag(is_bad, features.offsets()), features.weights_or_none()
     lengths = features.lengths() - dropped.to(features.lengths().dtype)
     kept_weights = None if weights is None else weights[~is_bad]
-    return _rebuilt(features, features.values()[~is_bad], lengths, kept_weights)
+    values = features.values()[~is_bad]
+    return with_parts(features, values=values, lengths=lengths, weights=kept_weights)
 
 
-def _rebuilt(
-    features: KeyedJaggedTensor,
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    weights: torch.Tensor | None,
-    num_ids: list[int] | None = None,
-    stride: int | None = None,
-) -> KeyedJaggedTensor:
-    keys, stride = features.keys(), features.stride() if stride is None else stride
-    return KeyedJaggedTensor(keys, values, weights, lengths, stride=stride, length_per_key=num_ids)
+def with_parts(batch: KeyedJaggedTensor, **parts: Any) -> KeyedJaggedTensor:
+    """Return a batch in which some tensors or sizes are others."""
+    own_parts = {
+        "keys": batch.keys(),
+        "values": batch.values(),
+        "weights": batch.weights_or_none(),
+        "lengths": batch.lengths(),
+        "stride": batch.stride(),
+    }
+    return KeyedJaggedTensor(**{**own_parts, **parts})
 
 
 _ID_TYPES = (torch.int32, torch.int64)
@@ -304,12 +304,12 @@ class BatchForm:
         values, lengths, weights = batch.values(), batch.lengths(), batch.weights_or_none()
         if types.weights is not None:
             weights = (values[:0] if weights is None else weights).to(types.weights).contiguous()
-        batch = _rebuilt(
+        batch = with_parts(
             batch,
-            values.to(types.ids).contiguous(),
-            lengths.to(types.lengths).contiguous(),
-            None if types.weights is None else weights,
-            num_ids,
+            values=values.to(types.ids).contiguous(),
+            lengths=lengths.to(types.lengths).contiguous(),
+            weights=None if types.weights is None else weights,
+            length_per_key=num_ids,
         )
         if batch.keys() == self._keys:
             return batch
@@ -379,14 +379,14 @@ def distinct_bags(features: KeyedJaggedTensor, needed: Iterable[str]) -> Distinc
     lengths, weights = features.lengths(), features.weights_or_none()
     error = _sizes_error(features, needed)
     if error is not None:
+        nothing = {"values": features.values()[:0], "lengths": lengths[:0], "stride": 0}
         no_weights = None if weights is None else weights[:0]
-        nothing = _rebuilt(features, features.values()[:0], lengths[:0], no_weights, stride=0)
-        return DistinctBags(nothing, None, error)
+        return DistinctBags(with_parts(features, weights=no_weights, **nothing), None, error)
     largest = max(sizes, default=0)
     numbers = torch.arange(largest, device=lengths.device)
     is_there = numbers < torch.tensor(sizes, device=lengths.device).unsqueeze(1)
     padded = lengths.new_zeros(is_there.shape).masked_scatter_(is_there, lengths)
-    bags = _rebuilt(features, features.values(), padded.view(-1), weights, stride=largest)
+    bags = with_parts(features, lengths=padded.view(-1), stride=largest)
     names, indices = features.inverse_indices()
     rows = {name: row for row, name in enumerate(names)}
     return DistinctBags(bags, BagsOfSamples(rows, indices.long()))

@@ -49,7 +49,7 @@ from torchrec_2dsp.errors import (
     TwoDError,
     UnsupportedError,
 )
-from torchrec_2dsp.shard.batch import BatchForm, distinct_bags
+from torchrec_2dsp.shard.batch import BatchForm, distinct_bags, with_parts
 from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, TablesAndMore, parts_of
 from torchrec_2dsp.shard.stages import BatchNotes, Eviction
 
@@ -366,17 +366,12 @@ class ShardedManagedCollisions2D(TablesAndMore):
             buffers = maps[table].buffers if maps else {}
             rows = self._maps[table].rows_of(ids[feature], buffers)
             values[places[feature]] = rows.to(values.dtype)
-        sizes: dict[str, Any] = {"stride": features.stride()}
+        sizes: dict[str, Any] = {}
         if features.variable_stride_per_key():
-            sizes = {"stride_per_key_per_rank": features.stride_per_key_per_rank()}
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=values,
-            weights=features.weights_or_none(),
-            lengths=features.lengths(),
-            inverse_indices=features.inverse_indices_or_none(),
-            **sizes,
-        )
+            by_rank = features.stride_per_key_per_rank()
+            sizes = {"stride": None, "stride_per_key_per_rank": by_rank}
+        inverse_indices = features.inverse_indices_or_none()
+        return with_parts(features, values=values, inverse_indices=inverse_indices, **sizes)
 
     def _features_of(self, ctx: MappedContext) -> KeyedJaggedTensor | None:
         """Return the mapped features in the tables' order, as the unsharded module does."""

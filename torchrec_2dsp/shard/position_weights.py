@@ -33,7 +33,7 @@ from torchrec_2dsp._compat.feature_processors import (
 from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.errors import InputError, UnsupportedError
 from torchrec_2dsp.rows.gradients import repeated
-from torchrec_2dsp.shard.batch import BatchForm, features_of
+from torchrec_2dsp.shard.batch import BatchForm, features_of, with_parts
 from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, TablesAndMore, parts_of
 from torchrec_2dsp.shard.row_exchange.exchange import RowContext
 from torchrec_2dsp.shard.stages import BatchNotes, Output, Stage, ids_per_feature
@@ -66,7 +66,8 @@ class PositionWeights(Stage):
         starts = repeated(lengths.cumsum(0) - lengths, lengths, num_ids)
         positions = torch.arange(num_ids, device=lengths.device) - starts
         first, step = (repeated(of, per_feature, num_ids) for of in (firsts, steps))
-        return _with_weights(batch, (first + positions * step).float())
+        slots = (first + positions * step).float()
+        return with_parts(batch, weights=slots, length_per_key=batch.length_per_key_or_none())
 
     def on_arrival(self, notes: BatchNotes, arrived: Any) -> Any:
         """Look up the weights of a batch's slots."""
@@ -85,9 +86,13 @@ class PositionWeights(Stage):
             if isinstance(context, RowContext):
                 context.requested = context.requested.weighed(weigh)
         # With row exchange no slots have come: the rows themselves do.
-        slots = [ids.weights_or_none() for ids in arrived]
-        pairs = zip(arrived, slots, strict=True)
-        return KJTList([ids if of is None else _with_weights(ids, weigh(of)) for ids, of in pairs])
+        weighed = []
+        for ids in arrived:
+            slots, sizes = ids.weights_or_none(), ids.length_per_key_or_none()
+            if slots is not None:
+                ids = with_parts(ids, weights=weigh(slots), length_per_key=sizes)
+            weighed.append(ids)
+        return KJTList(weighed)
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
         """Let all ranks have a gradient for the weights, also those that look none up."""
@@ -120,17 +125,6 @@ class PositionWeights(Stage):
             f"rank's batch, but position weights for {self._weights()[key].numel()}; cut the bag, "
             "or give the processor a larger max_feature_length"
         )
-
-
-def _with_weights(features: KeyedJaggedTensor, weights: torch.Tensor) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        features.keys(),
-        features.values(),
-        weights,
-        features.lengths(),
-        stride=features.stride(),
-        length_per_key=features.length_per_key_or_none(),
-    )
 
 
 class _Weighed(torch.autograd.Function):

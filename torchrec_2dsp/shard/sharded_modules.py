@@ -30,6 +30,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     TableType,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.batch import with_parts
 from torchrec_2dsp.shard.codecs import codecs_registry
 from torchrec_2dsp.shard.kernels import STORED_AS
 from torchrec_2dsp.shard.optimizers import table_of
@@ -331,12 +332,7 @@ class EmptyBatches(Stage):
         notes.is_empty = not batch.variable_stride_per_key() and not batch.stride()
         if not notes.is_empty:
             return batch
-        return KeyedJaggedTensor(
-            keys=batch.keys(),
-            values=batch.values(),
-            weights=batch.weights_or_none(),
-            lengths=batch.lengths().new_zeros(len(batch.keys())),
-        )
+        return with_parts(batch, lengths=batch.lengths().new_zeros(len(batch.keys())), stride=1)
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
         """Return bags without those of the sample that was added."""

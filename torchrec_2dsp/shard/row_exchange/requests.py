@@ -287,49 +287,48 @@ class HostRows:
         self.needed.record_stream(stream)
 
 
-class HostRequests:
-    """Collects requests for rows inside a host, before they leave it."""
+def collected_in_host(
+    numberings: Sequence[RowNumbering], needed: Sequence[NeededRows], host: dist.ProcessGroup
+) -> list[HostRows]:
+    """Collect a host's requests for rows, block by block, before they leave it.
 
-    def __init__(self, numberings: Sequence[RowNumbering], host: dist.ProcessGroup) -> None:
-        self._numberings = tuple(numberings)
-        self._host = host
-
-    def collect(self, needed: Sequence[NeededRows]) -> list[HostRows]:
-        """Ask for the rows that each block needs.
-
-        Collectives:
-            Two all-to-alls on the host, waited for: how many keys come, and the keys.
-        """
-        num_places, place = dist.get_world_size(self._host), dist.get_rank(self._host)
-        per_block = [of_block.counts.view(num_places, -1).sum(dim=1) for of_block in needed]
-        num_taken = torch.stack(per_block, dim=1)
-        num_given = torch.empty_like(num_taken)
-        dist.all_to_all_single(num_given, num_taken, group=self._host)
-        takes, gives = torch.stack([num_taken, num_given]).tolist()
-        keys = self._exchange([of_block.sums.keys for of_block in needed], takes, gives)
-        of_blocks = []
-        for block, (numbering, block_keys) in enumerate(zip(self._numberings, keys, strict=True)):
-            of_host = numbering.distinct(block_keys)
-            of_blocks.append(
-                HostRows(
-                    of_host.of_place(place, num_places),
-                    num_given[:, block],
-                    num_given=tuple(of_rank[block] for of_rank in gives),
-                    num_taken=tuple(of_rank[block] for of_rank in takes),
-                )
+    Collectives:
+        Two all-to-alls on the host, waited for: how many keys come, and the keys.
+    """
+    num_places, place = dist.get_world_size(host), dist.get_rank(host)
+    per_block = [of_block.counts.view(num_places, -1).sum(dim=1) for of_block in needed]
+    num_taken = torch.stack(per_block, dim=1)
+    num_given = torch.empty_like(num_taken)
+    dist.all_to_all_single(num_given, num_taken, group=host)
+    takes, gives = torch.stack([num_taken, num_given]).tolist()
+    keys = _exchanged_keys([of_block.sums.keys for of_block in needed], takes, gives, host)
+    of_blocks = []
+    for block, (numbering, block_keys) in enumerate(zip(numberings, keys, strict=True)):
+        of_host = numbering.distinct(block_keys)
+        of_blocks.append(
+            HostRows(
+                of_host.of_place(place, num_places),
+                num_given[:, block],
+                num_given=tuple(of_rank[block] for of_rank in gives),
+                num_taken=tuple(of_rank[block] for of_rank in takes),
             )
-        return of_blocks
+        )
+    return of_blocks
 
-    def _exchange(
-        self, keys: list[torch.Tensor], sent: list[list[int]], received: list[list[int]]
-    ) -> Sequence[torch.Tensor]:
-        """Send keys to the ranks at their places; return those received, by block."""
-        outgoing = part_by_part(keys, list(zip(*sent, strict=True)))
-        incoming = outgoing.new_empty(sum(map(sum, received)))
-        sizes = [[sum(of_rank) for of_rank in counts] for counts in (received, sent)]
-        dist.all_to_all_single(incoming, outgoing, *sizes, group=self._host)
-        of_blocks = [sum(of_block) for of_block in zip(*received, strict=True)]
-        return part_by_part(incoming.split(sizes[0]), received).split(of_blocks)
+
+def _exchanged_keys(
+    keys: list[torch.Tensor],
+    sent: list[list[int]],
+    received: list[list[int]],
+    host: dist.ProcessGroup,
+) -> Sequence[torch.Tensor]:
+    """Send keys to the ranks at their places; return those received, by block."""
+    outgoing = part_by_part(keys, list(zip(*sent, strict=True)))
+    incoming = outgoing.new_empty(sum(map(sum, received)))
+    sizes = [[sum(of_rank) for of_rank in counts] for counts in (received, sent)]
+    dist.all_to_all_single(incoming, outgoing, *sizes, group=host)
+    of_blocks = [sum(of_block) for of_block in zip(*received, strict=True)]
+    return part_by_part(incoming.split(sizes[0]), received).split(of_blocks)
 
 
 class HostHandover(nn.Module):
@@ -391,7 +390,7 @@ class RowRequests(nn.Module):
         num_owners = dist.get_world_size(owners.everyone)
         per_host = num_owners if owners.in_host is None else dist.get_world_size(owners.in_host)
         self._numberings = [RowNumbering(block, num_owners, per_host, device) for block in blocks]
-        self._host = owners.in_host and HostRequests(self._numberings, owners.in_host)
+        self._host = owners.in_host
         tables = [table for block in blocks for table in block.tables]
         group = owners.everyone if owners.across is None else owners.across
         num_asked = dist.get_world_size(group)
@@ -417,7 +416,7 @@ class RowRequests(nn.Module):
                 numbering.find(part)
                 for numbering, part in zip(self._numberings, parts, strict=True)
             ]
-            of_host = self._host and self._host.collect(needed)
+            of_host = self._host and collected_in_host(self._numberings, needed, self._host)
             from_owners = needed if of_host is None else [rows.needed for rows in of_host]
             ids = [
                 numbering.ids(rows)

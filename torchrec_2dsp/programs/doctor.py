@@ -92,14 +92,9 @@ def check_fbgemm_operators() -> CheckResult:
     """Look up rows in a tiny table, train it one step on the CPU and compare the numbers."""
     import torch
 
-    from torchrec_2dsp._compat.fbgemm import (
-        ComputeDevice,
-        EmbeddingLocation,
-        EmbOptimType,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
+    from torchrec_2dsp._compat.fbgemm import ComputeDevice, EmbeddingLocation, EmbOptimType, Tbe
 
-    table = SplitTableBatchedEmbeddingBagsCodegen(
+    table = Tbe(
         [(3, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         optimizer=EmbOptimType.EXACT_SGD,
         learning_rate=0.5,

@@ -20,10 +20,10 @@ from torchrec_2dsp.dense.pipelined.engine import LayerStage
 from torchrec_2dsp.dense.sharded_dense import _OwnRows
 from torchrec_2dsp.dense.thresholded_gradients import BucketLayout
 from torchrec_2dsp.replicas.exchange import ArrivingRows, Hop
+from torchrec_2dsp.replicas.synced_shard import TableShard
 from torchrec_2dsp.rows.rounding import StochasticRounding
 from torchrec_2dsp.rows.update import DirectUpdater
 from torchrec_2dsp.shard import initial_tables
-from torchrec_2dsp.shard.kernels import TableShard
 from torchrec_2dsp.shard.managed_collisions import IdsOfWorld
 from torchrec_2dsp.shard.position_weights import PositionWeights, ShardedFeatureProcessors2D
 

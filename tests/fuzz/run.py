@@ -343,7 +343,7 @@ def _hot_copies(parallel: nn.Module) -> dict[str, torch.Tensor]:
         if hot_rows is None or hot_rows._stale:
             continue
         for kernel in hot_rows.tbes:
-            for hot, tensors in zip(kernel.slices, kernel.tensors(), strict=True):
-                for name, tensor in tensors.items():
+            for hot in kernel.shards():
+                for name, tensor in hot.tensors.items():
                     copies[f"{hot.table}, column {hot.column}, {name}"] = copied(tensor)
     return copies

@@ -27,7 +27,7 @@ from tests.support.oracle import DECAY, Oracle, OracleKind, batch_of, local_loss
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.shard.kernels import TableShard
+from torchrec_2dsp.replicas.synced_shard import TableShard
 from torchrec_2dsp.shard.parted import sharded_tables
 
 ONE, TWO, FOUR = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2), tdsp.Mesh2D(4, 1)

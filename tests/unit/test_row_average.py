@@ -7,11 +7,12 @@ from hypothesis import given, settings, strategies as st
 from torchrec_2dsp.comms.collectives import Packed, pack, unpack
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.replicas import row_average
-from torchrec_2dsp.replicas.drift import CopiedShard, _checksums, _named
+from torchrec_2dsp.replicas.drift import _checksums, _named
 from torchrec_2dsp.replicas.row_average import messages, range_ends
 from torchrec_2dsp.replicas.synced_shard import (
     StateRule,
     SyncedShard,
+    TableShard,
     TouchedRows,
     break_even_share,
     state_rule_for,
@@ -200,7 +201,7 @@ def test_rows_that_have_changed_places_change_the_sum() -> None:
     ],
 )
 def test_ranges_are_those_of_the_table(differs: list[int], error_text: str) -> None:
-    shard = CopiedShard("t0", 500, (torch.zeros(10_000, 1),))
+    shard = TableShard("t0", 500, 0, {"weight": torch.zeros(10_000, 1)})
     flags = torch.zeros(10, dtype=torch.bool)
     flags[differs] = True
     assert _named(shard, flags) == error_text

@@ -1,28 +1,19 @@
 """`DriftCheck`: compares row copies after a sync."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.comms.alarm import Alarm, as_ours
 from torchrec_2dsp.errors import SyncError, TwoDError
+from torchrec_2dsp.replicas.synced_shard import TableShard
 from torchrec_2dsp.rows.eight_bits import plain
 
 _ROWS_AT_A_TIME = 2**13
 _ROWS_PER_RANGE = 1024
 _MAX_RANGES = 4
 """The most differing ranges that an error names."""
-
-
-class CopiedShard(NamedTuple):
-    """A table shard with copies on other ranks."""
-
-    table: str
-    first_row: int
-    tensors: tuple[torch.Tensor, ...]
-    """Weights and optimizer state, which have one entry per row."""
 
 
 class DriftCheck:
@@ -33,7 +24,7 @@ class DriftCheck:
     """
 
     def __init__(
-        self, shards: Sequence[CopiedShard], group: dist.ProcessGroup, alarm: Alarm, every: int
+        self, shards: Sequence[TableShard], group: dist.ProcessGroup, alarm: Alarm, every: int
     ) -> None:
         self._shards = list(shards)
         self._group = group
@@ -61,7 +52,7 @@ class DriftCheck:
     def _compare(self) -> None:
         if not self._shards:
             return
-        sums = [_checksums(tensor) for shard in self._shards for tensor in shard.tensors]
+        sums = [_checksums(tensor) for shard in self._shards for tensor in shard.tensors.values()]
         own_sums = torch.cat(sums)
         copies = [torch.empty_like(own_sums) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(copies, own_sums, group=self._group)
@@ -113,20 +104,16 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(sums)
 
 
-def _named(shard: CopiedShard, differs: torch.Tensor) -> str:
+def _named(shard: TableShard, differs: torch.Tensor) -> str:
     """Name the table's differing row ranges, adjacent ones joined."""
     ranges: list[list[int]] = []
-    num_rows = shard.tensors[0].shape[0]
     for number in differs.nonzero().view(-1).tolist():
         start = number * _ROWS_PER_RANGE
-        end = min(start + _ROWS_PER_RANGE, num_rows)
+        end = min(start + _ROWS_PER_RANGE, shard.num_rows)
         if ranges and ranges[-1][1] == start:
             ranges[-1][1] = end
         else:
             ranges.append([start, end])
-    words = [
-        f"{shard.first_row + start} to {shard.first_row + end - 1}"
-        for start, end in ranges[:_MAX_RANGES]
-    ]
+    words = [f"{shard.row + start} to {shard.row + end - 1}" for start, end in ranges[:_MAX_RANGES]]
     more = len(ranges) - _MAX_RANGES
     return ", ".join(words) + (f" and {more} more ranges" if more > 0 else "")

@@ -6,8 +6,8 @@ every peer that hasn't changed the row since.
 
 import enum
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,6 +65,32 @@ def state_rule_for(state: str, table: str) -> StateRule:
             "GradientSync, which needs none"
         )
     return STATE_RULES[state]
+
+
+@dataclass(frozen=True)
+class TableShard:
+    """A table shard on this rank."""
+
+    table: str
+    row: int
+    column: int
+    tensors: Mapping[str, torch.Tensor]
+    """``"weight"`` and the optimizer state, by name, as views."""
+
+    @property
+    def num_rows(self) -> int:
+        """The shard's row count."""
+        return next(iter(self.tensors.values())).shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds the shard."""
+        return next(iter(self.tensors.values())).device
+
+    def synced(self, is_synced: Callable[[str], bool] = lambda name: True) -> "TableShard":
+        """Return the shard with those of its tensors that are equal after a sync."""
+        names = [name for name in self.tensors if name not in UNSYNCED_STATES and is_synced(name)]
+        return replace(self, tensors={name: self.tensors[name] for name in names})
 
 
 _ROW_WORK = 3.3

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,10 +40,11 @@ from torchrec_2dsp.errors import PlanError, SyncError
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.capture import RowCapture
-from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
+from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
+from torchrec_2dsp.replicas.synced_shard import TableShard
 from torchrec_2dsp.rows.eight_bits import EightBitRows
-from torchrec_2dsp.shard.kernels import OWN_PARAMS, Kernel, TableShard
+from torchrec_2dsp.shard.kernels import OWN_PARAMS, Kernel
 from torchrec_2dsp.shard.stages import (
     BatchNotes,
     HotBatch,
@@ -256,9 +257,10 @@ class HotTbe:
         )
         """The kernel, and the gradients that wait for their merge."""
 
-    def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return each slice's weight and optimizer state, by name, as views."""
-        return table_tensors(self.capture.tbe)
+    def shards(self) -> list[TableShard]:
+        """Return the slices, whose rows are the hot sets' slots."""
+        pairs = zip(self.slices, table_tensors(self.capture.tbe), strict=True)
+        return [TableShard(hot.table, 0, hot.column, tensors) for hot, tensors in pairs]
 
     def lookup(self, batch: HotBatch, *, is_training: bool) -> dict[str, torch.Tensor]:
         """Look up each feature's hot rows, columns joined: summed by bag, or one per id."""
@@ -286,7 +288,7 @@ class HotTbe:
         }
 
 
-Tensors = dict[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 
 
 class HotRows(Stage):
@@ -330,9 +332,7 @@ class HotRows(Stage):
         """Return the sync action that merges the replicas' gradients over all ranks."""
         alarm, peers = self._groups.alarm, self._groups.hot_rows
         copies = [
-            CopiedShard(f"{hot.table} (hot rows)", 0, tuple(tensors.values()))
-            for tbe in self.tbes
-            for hot, tensors in zip(tbe.slices, tbe.tensors(), strict=True)
+            replace(replica, table=f"{replica.table} (hot rows)") for replica in self._replicas()
         ]
         return GradientSyncAction(
             [tbe.capture for tbe in self.tbes],
@@ -396,14 +396,15 @@ class HotRows(Stage):
         self, rows: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[TableShard, torch.Tensor, torch.Tensor]]:
         """Yield each hot slice, the slots in which it holds some of these rows, and which ones."""
-        for tbe in self.tbes:
-            for hot, tensors in zip(tbe.slices, tbe.tensors(), strict=True):
-                if hot.table in rows:
-                    held = self.sets.held.by_table[hot.table]
-                    of_table = rows[hot.table].to(held.device)
-                    is_held = torch.isin(of_table, held)
-                    slots = torch.searchsorted(held, of_table[is_held])
-                    yield TableShard(hot.table, 0, hot.column, tensors), slots, is_held
+        for replica in self._replicas():
+            if replica.table in rows:
+                held = self.sets.held.by_table[replica.table]
+                of_table = rows[replica.table].to(held.device)
+                is_held = torch.isin(of_table, held)
+                yield replica, torch.searchsorted(held, of_table[is_held]), is_held
+
+    def _replicas(self) -> list[TableShard]:
+        return [replica for tbe in self.tbes for replica in tbe.shards()]
 
     @torch.no_grad()
     def before_read(self) -> None:
@@ -426,9 +427,7 @@ class HotRows(Stage):
         """
         if not self._stale:
             return
-        tensors = [
-            tensor for tbe in self.tbes for state in tbe.tensors() for tensor in state.values()
-        ]
+        tensors = [tensor for replica in self._replicas() for tensor in replica.tensors.values()]
         for tensor in tensors:
             tensor.zero_()
         for replica, home, slots, rows in self._homes():
@@ -448,15 +447,14 @@ class HotRows(Stage):
     def _homes(self) -> Iterator[tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]]:
         """Yield each local hot slice's replica, home, slots and rows."""
         shards = [shard for kernel in self._kernels for shard in kernel.shards()]
-        for tbe in self.tbes:
-            for hot, replica in zip(tbe.slices, tbe.tensors(), strict=True):
-                for shard in shards:
-                    if (shard.table, shard.column) != (hot.table, hot.column):
-                        continue
-                    ids = self.sets.held.by_table[hot.table].to(shard.device)
-                    slots = ((ids >= shard.row) & (ids < shard.row + shard.num_rows)).nonzero()
-                    slots = slots.squeeze(1)
-                    yield replica, shard.tensors, slots, ids[slots] - shard.row
+        for replica in self._replicas():
+            for shard in shards:
+                if (shard.table, shard.column) != (replica.table, replica.column):
+                    continue
+                ids = self.sets.held.by_table[shard.table].to(shard.device)
+                slots = ((ids >= shard.row) & (ids < shard.row + shard.num_rows)).nonzero()
+                slots = slots.squeeze(1)
+                yield replica.tensors, shard.tensors, slots, ids[slots] - shard.row
 
     def _home_learning_rate(self, slices: Sequence[HotSlice]) -> float:
         """Return the tables' learning rate on this rank; NaN without a shard."""

@@ -5,7 +5,7 @@ They are TorchRec's kernels: storage, state names and the fused update are stock
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -52,6 +52,7 @@ from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.optim import to_kernel_units
 from torchrec_2dsp.plan.parameter_sharding import RowStorage
 from torchrec_2dsp.replicas.capture import RowCapture
+from torchrec_2dsp.replicas.synced_shard import TableShard
 from torchrec_2dsp.rows.eight_bits import EightBitRows, RowStore
 from torchrec_2dsp.rows.update import (
     DirectLookup,
@@ -104,27 +105,6 @@ class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
 
     def _set_learning_rate(self) -> None:
         set_learning_rate(self._tbe, to_kernel_units(self._group["lr"], self._moment_scale))
-
-
-@dataclass(frozen=True)
-class TableShard:
-    """A table shard on this rank."""
-
-    table: str
-    row: int
-    column: int
-    tensors: dict[str, torch.Tensor]
-    """``"weight"`` and the optimizer state, by name, as views."""
-
-    @property
-    def num_rows(self) -> int:
-        """The shard's row count."""
-        return self.tensors["weight"].shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds the shard."""
-        return self.tensors["weight"].device
 
 
 class _CapturingKernel:
@@ -196,7 +176,7 @@ class _CapturingKernel:
         """The table shards' configs, in the lookup's order."""
         return cast("Kernel", self).config.embedding_tables
 
-    def shards(self) -> list["TableShard"]:
+    def shards(self) -> list[TableShard]:
         """Return the kernel's table shards."""
         shards = []
         for table, tensors in zip(self.table_configs, table_tensors(self.tbe), strict=True):

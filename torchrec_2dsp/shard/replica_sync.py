@@ -15,7 +15,7 @@ from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, SyncPolicy, WeightSync
-from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck, fingerprint
+from torchrec_2dsp.replicas.drift import DriftCheck, fingerprint
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.row_average import RowAverage
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason
@@ -24,6 +24,7 @@ from torchrec_2dsp.replicas.synced_shard import (
     UNSYNCED_STATES,
     StateRule,
     SyncedShard,
+    TableShard,
     TouchedRows,
     break_even_share,
     state_rule_for,
@@ -31,7 +32,7 @@ from torchrec_2dsp.replicas.synced_shard import (
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
 from torchrec_2dsp.rows.eight_bits import parts_of
 from torchrec_2dsp.shard.batch import BadIds
-from torchrec_2dsp.shard.kernels import Kernel, TableShard
+from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.optimizers import is_data_parallel
 from torchrec_2dsp.shard.stages import BatchNotes, Stage
 
@@ -111,30 +112,18 @@ def _average(
 
 def copied_shards(
     kernels: Sequence[Kernel], is_synced: Callable[[str], bool] = lambda name: True
-) -> list[CopiedShard]:
+) -> list[TableShard]:
     """Return the kernels' shards, with the tensors that are equal after a sync."""
-    return [
-        CopiedShard(
-            shard.table,
-            shard.row,
-            tuple(
-                tensor
-                for name, tensor in shard.tensors.items()
-                if name not in UNSYNCED_STATES and is_synced(name)
-            ),
-        )
-        for kernel in kernels
-        for shard in kernel.shards()
-    ]
+    return [shard.synced(is_synced) for kernel in kernels for shard in kernel.shards()]
 
 
 def _synced_shard(
     shard: TableShard, is_synced: Callable[[str], bool], num_peers: int, sync: WeightSync
 ) -> SyncedShard:
     """Describe a shard to an average."""
-    names = [name for name in shard.tensors if name not in UNSYNCED_STATES and is_synced(name)]
-    tensors = [shard.tensors[name] for name in names]
-    rules = tuple(state_rule_for(name, shard.table) for name in names)
+    synced = shard.synced(is_synced).tensors
+    tensors = list(synced.values())
+    rules = tuple(state_rule_for(name, shard.table) for name in synced)
     codecs = tuple(
         None if rule is StateRule.MAX else _codec_of(tensor, sync.transport, shard.table)
         for tensor, rule in zip(tensors, rules, strict=True)

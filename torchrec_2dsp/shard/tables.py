@@ -43,13 +43,14 @@ from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason
 from torchrec_2dsp.replicas.sync_point import SyncPoint
+from torchrec_2dsp.replicas.synced_shard import TableShard
 from torchrec_2dsp.rows.rounding import HALF_TYPES, RoundedTable, StochasticRounding
 from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize, features_of
 from torchrec_2dsp.shard.codecs import pack_size, shard_widths
 from torchrec_2dsp.shard.data_parallel import kernels_by_kind, whole_tables_action
 from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
-from torchrec_2dsp.shard.kernels import ROUNDING_SEED, Kernel, TableShard
+from torchrec_2dsp.shard.kernels import ROUNDING_SEED, Kernel
 from torchrec_2dsp.shard.optimizers import is_data_parallel
 from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch

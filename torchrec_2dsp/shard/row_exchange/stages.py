@@ -23,7 +23,8 @@ from torchrec_2dsp.plan.parameter_sharding import RowOwners, RowSpread, num_rows
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.drift import fingerprint
 from torchrec_2dsp.replicas.sync_action import SyncAction, SyncReason, SyncReport
-from torchrec_2dsp.shard.kernels import Kernel, TableShard
+from torchrec_2dsp.replicas.synced_shard import TableShard
+from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.row_exchange.exchange import RowContext, RowFetch
 from torchrec_2dsp.shard.row_exchange.journey import RowJourney
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup

@@ -45,8 +45,7 @@ from torchrec_2dsp.shard.kernels import (
     PooledLookup,
     SequenceLookup,
     kernels_of,
-    pooled_lookup,
-    sequence_lookup,
+    make_lookup,
 )
 from torchrec_2dsp.shard.replica_sync import copied_shards
 
@@ -120,10 +119,10 @@ class DpPooled(DpPooledEmbeddingSharding):
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's copy."""
         facts = _as_one_shard(facts_of_whole_tables(self))
-        lookup = pooled_lookup(
-            facts, device, feature_processor, None, WholeTablesBags, scale_weight_gradients=False
-        )
-        return _with_plain_state(lookup)
+        # TorchRec undoes, for per-sample weights, that bags' gradients are divided by the ranks on
+        # their way to the tables. Here they aren't.
+        options = {"feature_processor": feature_processor, "scale_weight_gradients": False}
+        return _with_plain_state(make_lookup(WholeTablesBags, facts, device, **options))
 
 
 class DpSequence(DpSequenceEmbeddingSharding):
@@ -137,7 +136,7 @@ class DpSequence(DpSequenceEmbeddingSharding):
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's copy."""
         facts = _as_one_shard(facts_of_whole_tables(self))
-        return _with_plain_state(sequence_lookup(facts, device, WholeTablesSequences))
+        return _with_plain_state(make_lookup(WholeTablesSequences, facts, device))
 
 
 def _as_one_shard(facts: ShardingFacts) -> ShardingFacts:

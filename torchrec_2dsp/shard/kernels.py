@@ -365,47 +365,16 @@ class SequenceLookup(GroupedEmbeddingsLookup):
         return self.kernel_class(config, pg, device)
 
 
-Pooled = TypeVar("Pooled", bound=PooledLookup)
+Lookup = TypeVar("Lookup", PooledLookup, SequenceLookup)
 
 
-def pooled_lookup(
-    facts: ShardingFacts,
-    device: torch.device | None,
-    feature_processor: Any,
-    sharding_type: ShardingType | None,
-    kind: type[Pooled],
-    *,
-    scale_weight_gradients: bool = True,
-) -> Pooled:
-    """Make a sharding's pooled lookup on this rank.
-
-    TorchRec divides bags' gradients by the number of ranks on their way to the tables. That holds
-    for the gradients of per-sample weights, too, unless ``scale_weight_gradients`` undoes it.
-    """
+def make_lookup(
+    kind: type[Lookup], facts: ShardingFacts, device: torch.device | None, **of_kind: Any
+) -> Lookup:
+    """Make a sharding's lookup on this rank; ``of_kind`` are further arguments of its kind."""
+    device = facts.device if device is None else device
     lookup = kind(
-        grouped_configs=facts.configs,
-        pg=facts.group,
-        device=facts.device if device is None else device,
-        feature_processor=feature_processor,
-        sharding_type=sharding_type,
-        env=facts.env,
-        scale_weight_gradients=scale_weight_gradients,
-    )
-    return_type_of_others(lookup, facts)
-    return lookup
-
-
-def sequence_lookup(
-    facts: ShardingFacts,
-    device: torch.device | None,
-    kind: type[SequenceLookup] = SequenceLookup,
-) -> SequenceLookup:
-    """Make a sharding's sequence lookup on this rank."""
-    lookup = kind(
-        grouped_configs=facts.configs,
-        pg=facts.group,
-        device=facts.device if device is None else device,
-        env=facts.env,
+        grouped_configs=facts.configs, pg=facts.group, device=device, env=facts.env, **of_kind
     )
     return_type_of_others(lookup, facts)
     return lookup

@@ -46,7 +46,7 @@ from torchrec_2dsp.comms.row_wire import narrow_ids
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
 from torchrec_2dsp.shard.codecs import UnevenReduceScatter, codecs_by_dim
 from torchrec_2dsp.shard.data_parallel import DpPooled, DpSequence
-from torchrec_2dsp.shard.kernels import PooledLookup, pooled_lookup, sequence_lookup
+from torchrec_2dsp.shard.kernels import PooledLookup, SequenceLookup, make_lookup
 from torchrec_2dsp.shard.nonempty import (
     FilledBags,
     NonEmptyContext,
@@ -118,8 +118,9 @@ class _LooksUpBags(_SendsIds):
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's shards."""
-        facts, kind = facts_of(cast(Any, self)), self.lookup_class
-        return pooled_lookup(facts, device, feature_processor, self.averages_as, kind)
+        facts = facts_of(cast(Any, self))
+        options = {"feature_processor": feature_processor, "sharding_type": self.averages_as}
+        return make_lookup(self.lookup_class, facts, device, **options)
 
 
 class _LooksUpSequences(_SendsIds):
@@ -129,7 +130,7 @@ class _LooksUpSequences(_SendsIds):
         self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's shards."""
-        return sequence_lookup(facts_of(cast(Any, self)), device)
+        return make_lookup(SequenceLookup, facts_of(cast(Any, self)), device)
 
 
 class _ReducesInNode(_LooksUpBags):
@@ -293,7 +294,7 @@ class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
     ) -> Any:
         """Make the lookup for this rank's rows."""
         by_row = [config_by_row(config) for config in self._facts.configs]
-        return sequence_lookup(replace(self._facts, configs=by_row), device, RowLookup)
+        return make_lookup(RowLookup, replace(self._facts, configs=by_row), device)
 
     def create_output_dist(self, device: Device = None) -> Any:
         """Make the row fetch."""

@@ -204,7 +204,11 @@ def check_optimizers(
         if getattr(plan.get(table), "stored_as", RowStorage.PLAIN) is RowStorage.INT8:
             _check_eight_bits(trained, plan)
         if needs_rule(optimizer, device_type):
-            _check_rule(optimizer, arguments)
+            if unknown := _unknown_to_rules(optimizer, arguments):
+                raise UnsupportedError(
+                    f"{unknown[0]} is unknown to {_name(optimizer)} on a CPU; leave it out, or "
+                    "train on CUDA"
+                )
         elif device_type == "cpu" and optimizer not in ON_CPU:
             raise UnsupportedError(
                 f"FBGEMM has no CPU kernel for {_name(optimizer)}; use one of "
@@ -273,16 +277,6 @@ def _check_single_rows(table: str, optimizer: EmbOptimType, plan: ModulePlan2D) 
             f"table {table!r} has a shard of one row beside others, which TorchRec can't save with "
             f"{_name(optimizer)}; make it table-wise, or choose another optimizer"
         )
-
-
-def _check_rule(optimizer: EmbOptimType, arguments: Mapping[str, Any]) -> None:
-    """Refuse what FBGEMM's CUDA kernels can, and rules on tensors can't."""
-    for name in _ONLY_ON_CUDA:
-        if arguments.get(name):
-            raise UnsupportedError(
-                f"{name}={arguments[name]!r} is unknown to {_name(optimizer)} on a CPU; leave it "
-                "out, or train on CUDA"
-            )
 
 
 def _check_rounding(trained: _TrainedTable, plan: ModulePlan2D) -> None:

@@ -19,7 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.fits_module import configs_of
-from torchrec_2dsp.replicas.synced_shard import UNSYNCED_STATES
+from torchrec_2dsp.replicas.synced_shard import UNSYNCED_STATES, TableShard
 from torchrec_2dsp.shard.hot_rows import HotRows
 from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.row_exchange.stages import RowArrangement

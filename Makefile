@@ -89,8 +89,8 @@ test-all: $(RECIPES)  ## run all tests
 # One test of each kind of what depends on TorchRec the most, for a version that isn't the default.
 SMOKE := tests/unit/test_versions.py \
   tests/unit/test_upstream_names.py tests/unit/test_proposers.py \
-  "tests/fuzz/test_pinned.py::test_pinned_cases_are_right[bags Mesh2D(2x2, strided) rowwise_adagrad gradient]" \
-  "tests/fuzz/test_pinned.py::test_pinned_cases_are_right[sequences Mesh2D(1x4, strided) sgd gradient]" \
+  "tests/dist/test_parity.py::test_bags_equal_the_unsharded_model[table_wise]" \
+  "tests/dist/test_parity.py::test_sequences_equal_the_unsharded_model[row_wise]" \
   tests/dist/test_planner.py::test_every_rank_gets_the_plan_of_a_search_by_cost \
   tests/dist/test_row_prefetch.py::test_bags_train_as_without \
   tests/dist/test_checkpoint.py::test_a_model_travels_to_stock_torchrec_and_back \

@@ -1,15 +1,109 @@
-"""What the matrix of pinned cases lacks: names with an at sign, and parts of a sharded model."""
+"""Training in 2D equals training one unsharded model on the global batch: the matrix.
+
+Ten steps, or four; the loss of every step, every weight and every moment at the end.
+"""
 
 from functools import partial
+from itertools import product
 
 import pytest
+from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
-from tests.support.models import ModelSpec, TableSpec, make_batch
-from tests.support.oracle import local_loss
-from tests.support.parity import ONE, STEPS, TWO, Cell, check_cells, shard
+from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, ModelSpec, TableSpec, make_batch
+from tests.support.oracle import WITH_AVERAGE, local_loss
+from tests.support.parity import (
+    MESHES,
+    STEPS,
+    TOLERANCE,
+    Cell,
+    check_cells,
+    run_cell,
+    shard,
+)
 from tests.support.ranks import RankPool, error_text
+from tests.support.slices import Deal
+from torchrec_2dsp import GradientSync, Mesh2D, RankLayout, WeightSync
 from torchrec_2dsp.shard.parted import sharded_tables
+
+MESHES_8 = (Mesh2D(2, 4), Mesh2D(2, 4, RankLayout.CONTIGUOUS), Mesh2D(4, 2))
+BAG_TYPES = (
+    "table_wise",
+    "column_wise",
+    "row_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+    "data_parallel",
+)
+METHODS = (
+    ("sgd", GradientSync()),
+    ("rowwise_adagrad", GradientSync()),
+    ("sgd", WeightSync(dense_above=1.0)),
+)
+
+
+def matrix(sharding: str, meshes: tuple[Mesh2D, ...]) -> list[Cell]:
+    """Return all cells of one sharding type that apply."""
+    cells = [
+        Cell(mesh, sharding, spec, optimizer, sync, hot_rows)
+        for mesh, spec, (optimizer, sync), hot_rows in product(
+            meshes, BAGS, METHODS, ((), HOT_ROWS)
+        )
+    ]
+    if sharding == "table_column_wise":
+        # Runs as column-wise; what differs is the planning.
+        return [cell for cell in cells if cell.spec == ModelSpec()]
+    if sharding == "data_parallel":
+        # All rows are on every rank already, so that none can be hot.
+        return [cell for cell in cells if not cell.hot_rows]
+    return cells
+
+
+def every_triple(cells: list[Cell]) -> list[Cell]:
+    """Keep half the cells, with all triples from mesh, bags, method and hot rows."""
+    if len(cells) < len(MESHES) * len(BAGS) * len(METHODS) * 2:
+        # Where some of them don't vary, half would be too few.
+        return cells
+    return [
+        cell
+        for cell in cells
+        if not (
+            MESHES.index(cell.mesh)
+            + BAGS.index(cell.spec)
+            + METHODS.index((cell.optimizer, cell.sync))
+            + bool(cell.hot_rows)
+        )
+        % 2
+    ]
+
+
+@pytest.mark.parametrize("sharding", BAG_TYPES)
+def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: Deal) -> None:
+    cells = dealt(every_triple(matrix(sharding, MESHES)))
+    # The other types repeat what happens in this one; fewer steps show that they do.
+    steps = STEPS if sharding == "row_wise" else 4
+    check_cells(cells, ranks4, steps, must_sync=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("sharding", BAG_TYPES)
+def test_bags_in_all_cells(ranks4: RankPool, sharding: str, mesh: Mesh2D) -> None:
+    cells = matrix(sharding, (mesh,))
+    check_cells(cells, ranks4, STEPS, must_sync=True)
+
+
+def test_a_table_may_be_hot_from_end_to_end(ranks4: RankPool) -> None:
+    """A table on every rank whose gradients are merged by row instead of all-reduced."""
+    (first, *_) = ModelSpec().tables
+    everything = ((first.name, tuple(range(first.num_rows))),)
+    cells = [
+        Cell(mesh, sharding, optimizer="rowwise_adagrad", hot_rows=everything)
+        for mesh in MESHES[:2]
+        for sharding in ("table_wise", "row_wise")
+    ]
+    check_cells(cells, ranks4, STEPS, must_sync=True)
 
 
 def test_a_features_name_may_have_an_at_sign(ranks4: RankPool) -> None:
@@ -17,11 +111,131 @@ def test_a_features_name_may_have_an_at_sign(ranks4: RankPool) -> None:
     tables = (TableSpec("t0", 40, 8, ("user@7d",)), TableSpec("t1", 24, 8, ("user", "item@1")))
     hot = (("t0", (0, 1, 5)), ("t1", (0, 2)))
     cells = [
-        Cell(ONE, spec=spec, hot_rows=hot_rows, variable=is_variable)
+        Cell(MESHES[0], spec=spec, hot_rows=hot_rows, variable=is_variable)
         for spec in (ModelSpec(tables), ModelSpec(tables, sequence=True))
         for hot_rows, is_variable in ((hot, False), ((), True))
     ]
     check_cells(cells, ranks4, STEPS, must_sync=True)
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise", "data_parallel"])
+def test_sequences_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: Deal) -> None:
+    cells = dealt(
+        [
+            Cell(mesh, sharding, SEQUENCES, optimizer, sync)
+            for mesh, (optimizer, sync) in product(MESHES, METHODS)
+        ]
+    )
+    check_cells(cells, ranks4, STEPS, must_sync=True)
+
+
+def test_element_wise_adagrad_is_exact_too(ranks4: RankPool, dealt: Deal) -> None:
+    cells = dealt(
+        [
+            Cell(mesh, sharding, optimizer="adagrad", hot_rows=hot_rows)
+            for mesh in MESHES
+            for sharding in ("table_wise", "row_wise", "column_wise", "data_parallel")
+            for hot_rows in ((), *([HOT_ROWS] if sharding != "data_parallel" else []))
+        ]
+    )
+    check_cells(cells, ranks4, 5, must_sync=True)
+
+
+@pytest.mark.parametrize("optimizer", WITH_AVERAGE)
+@pytest.mark.dealt
+def test_adam_and_lamb_are_exact_too(ranks4: RankPool, optimizer: str, dealt: Deal) -> None:
+    """With every way in which tables are looked up, and with hot rows that some ranks don't hit."""
+    ways = [
+        *((sharding, "pooled", ()) for sharding in BAG_TYPES),
+        *((sharding, "pooled", HOT_ROWS) for sharding in ("table_wise", "column_wise", "row_wise")),
+        ("row_wise", "row", ()),
+        ("row_wise", "row", HOT_ROWS),
+    ]
+    spec = ModelSpec(weighted=True) if optimizer == "adam" else ModelSpec()
+    cells = [
+        Cell(mesh, sharding, spec, optimizer, hot_rows=hot_rows, exchange=exchange)
+        for mesh in MESHES
+        for sharding, exchange, hot_rows in ways
+    ]
+    check_cells(dealt(cells), ranks4, STEPS, tolerance=10 * TOLERANCE, must_sync=True)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "partial_adam", "lamb"])
+def test_adam_of_sequences(ranks4: RankPool, optimizer: str, dealt: Deal) -> None:
+    cells = [
+        Cell(mesh, sharding, SEQUENCES, optimizer, exchange=exchange)
+        for mesh in MESHES
+        for sharding, exchange in (("table_wise", "pooled"), ("row_wise", "row"))
+    ]
+    check_cells(dealt(cells), ranks4, STEPS, tolerance=10 * TOLERANCE, must_sync=True)
+
+
+def test_ids_of_one_two_and_three_bytes(two_hosts: RankPool) -> None:
+    tables = (
+        TableSpec("t0", 255, 4, ("f0",)),
+        TableSpec("t1", 256, 4, ("f1",)),
+        TableSpec("t2", 70_000, 4, ("f2", "f3")),
+    )
+    bags, sequences = ModelSpec(tables), ModelSpec(tables, sequence=True)
+    kinds = product(MESHES[:2], ("table_wise", "row_wise"), (bags, sequences))
+    cells = [Cell(mesh, sharding, spec) for mesh, sharding, spec in kinds]
+    one = Mesh2D(1, 4)
+    cells += [
+        Cell(one, "table_row_wise", ModelSpec(tables, weighted=True)),
+        Cell(one, "column_wise", ModelSpec(tables[:1])),
+        Cell(one, "row_wise", bags, exchange="nonempty"),
+        Cell(one, "row_wise", bags, exchange="row"),
+        Cell(one, "row_wise", sequences, exchange="row_per_host"),
+    ]
+    check_cells(cells, two_hosts)
+
+
+def test_half_precision_tables(ranks4: RankPool, dealt: Deal) -> None:
+    """Within a rounding of fp16 per step, which is 2.4e-4 for weights below 0.5."""
+    spec = ModelSpec(data_type=DataType.FP16)
+    cells = [
+        Cell(MESHES[1], sharding, spec, optimizer, sync, hot_rows)
+        for sharding in ("table_wise", "row_wise", "data_parallel")
+        for optimizer, sync in METHODS
+        for hot_rows in ((), HOT_ROWS)
+        if not (hot_rows and sharding == "data_parallel")
+    ]
+    for cell in dealt(cells):
+        assert max(gap.worst for gap in ranks4.run(run_cell, cell, 5)) < 1e-3, cell
+
+
+def test_two_ranks_per_host_in_groups_over_hosts(ranks8: RankPool, dealt: Deal) -> None:
+    """Node-wise types are only themselves where a group spans hosts."""
+    cells = [
+        Cell(MESHES_8[0], sharding, optimizer="rowwise_adagrad", hot_rows=hot_rows)
+        for sharding in ("table_row_wise", "grid_shard")
+        for hot_rows in ((), HOT_ROWS)
+    ]
+    cells += [Cell(MESHES_8[1], sharding) for sharding in ("table_row_wise", "grid_shard")]
+    cells = dealt(cells)
+    check_cells(cells, ranks8, STEPS, tolerance=TOLERANCE, must_sync=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES_8, ids=str)
+@pytest.mark.parametrize("sharding", BAG_TYPES)
+def test_eight_ranks(ranks8: RankPool, sharding: str, mesh: Mesh2D) -> None:
+    cells = matrix(sharding, (mesh,))
+    check_cells(cells, ranks8, STEPS, tolerance=TOLERANCE, must_sync=True)
+
+
+def test_the_matrix_notices_a_method_that_is_not_exact(ranks4: RankPool) -> None:
+    """Averaging row-wise AdaGrad is a different algorithm: the check must see it."""
+    cell = Cell(Mesh2D(2, 2), optimizer="rowwise_adagrad", sync=WeightSync())
+    assert max(gap.weight for gap in ranks4.run(run_cell, cell)) > 1e-3
+
+
+@pytest.mark.dealt_file
+def test_rows_of_a_host_travel_together(ranks8: RankPool) -> None:
+    """Groups span two hosts of two ranks, beside a table on four hosts."""
+    mesh = Mesh2D(2, 4)
+    cells = [Cell(mesh, exchange=kind, in_world=("t1",)) for kind in ("row_per_host", "pooled")]
+    check_cells(cells, ranks8, 4, tolerance=TOLERANCE, must_sync=True)
 
 
 def modes_of(rank: int, world_size: int, cell: Cell) -> list[bool]:
@@ -31,7 +245,7 @@ def modes_of(rank: int, world_size: int, cell: Cell) -> list[bool]:
 
 @pytest.mark.dealt_file
 def test_all_parts_are_told_of_evaluation(ranks4: RankPool) -> None:
-    assert ranks4.run(modes_of, Cell(TWO, in_world=("t1",))) == [[False, False]] * 4
+    assert ranks4.run(modes_of, Cell(Mesh2D(2, 2), in_world=("t1",))) == [[False, False]] * 4
 
 
 def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
@@ -49,6 +263,6 @@ def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
 
 @pytest.mark.dealt_file
 def test_bad_ids_of_all_parts_are_told_on_every_rank(ranks4: RankPool) -> None:
-    first, *others = ranks4.run(bad_ids, Cell(TWO, in_world=("t1",)), timeout_s=60)
+    first, *others = ranks4.run(bad_ids, Cell(Mesh2D(2, 2), in_world=("t1",)), timeout_s=60)
     assert all(other == first for other in others)
     assert ["'t0'" in first[0], "'t1'" in first[1]] == [True, True]

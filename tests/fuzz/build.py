@@ -42,7 +42,6 @@ from tests.fuzz.state import (
 )
 from tests.support.devices import copied, rank_device
 from tests.support.managed_collisions import hour_of
-from tests.support.oracle import DECAY
 from tests.support.parity import FUSED
 from torchrec_2dsp._compat.id_maps import HashedIdMap
 
@@ -190,8 +189,6 @@ def make_sharders(case: Case) -> list[Any]:
     else:
         known["optimizer"] = FUSED[case.optimizer]
         known["fused_params"] = {"learning_rate": LR, "eps": EPS}
-        if case.optimizer in DECAY:
-            known["fused_params"]["weight_decay"] = DECAY[case.optimizer]
     more = dict(REFUSALS[case.refused].fused_params) if case.refused else {}
     if case.at_random:
         more |= {"stochastic_rounding": True, "rounding_seed": case.seed}

@@ -21,8 +21,8 @@ from tests.fuzz.case import (
     TableCase,
 )
 from tests.fuzz.refusals import REFUSALS
+from tests.fuzz.state import ADAMS
 from tests.support.devices import on_gpus
-from tests.support.oracle import WITH_AVERAGE
 
 MESHES = ((1, 2), (2, 1), (1, 4), (1, 4), (2, 2), (2, 2), (4, 1))
 """Groups and ranks of a group; what stands twice is drawn twice as often."""
@@ -210,7 +210,7 @@ def settled(case: Case) -> Case:
     transports = {case.sync.transport, *(table.transport for table in case.tables.values())}
     rounds = case.search is not None and case.search.precision != ("exact",)
     rounds |= transports != {"fp32"} or case.qcomms != "none"
-    if case.optimizer in WITH_AVERAGE and rounds:
+    if case.optimizer in ADAMS and rounds:
         # The oracle loses there which rows without a gradient were looked up.
         case = replace(case, optimizer="adagrad")
     if case.optimizer == "partial_adam" and min(t.rows for t in case.tables.values()) < _MANY_ROWS:

@@ -28,8 +28,7 @@ from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
 from tests.fuzz.dense_oracle import DenseNet, DenseState, NetPass, PositionWeights
 from tests.fuzz.id_maps import HotRows, IdMaps, IdMapState
-from tests.fuzz.state import LR, Noise, TableState, initial_tables, parts_of_case
-from tests.support.oracle import WITH_AVERAGE
+from tests.fuzz.state import ADAMS, LR, Noise, TableState, initial_tables, parts_of_case
 
 _BY_HOST = ("table_row_wise", "grid_shard")
 BY_OWNER = ("row_wise", *_BY_HOST)
@@ -385,7 +384,7 @@ class _Simulation:
                 of_shares = wire.share_gradients(self._weights(column, rank), bags, lookups, hot)
                 key = column.module, column.feature
                 self._positions.add_gradients_(dense_grads[rank], key, lookups, of_shares)
-                if self._case.optimizer in WITH_AVERAGE:
+                if self._case.optimizer in ADAMS:
                     # Tells rows without a gradient from those that nobody looked up; ranks also
                     # look up bags that no sample has.
                     ids = batch.sent[column.module, column.feature].ids

@@ -10,7 +10,6 @@ import torch
 
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import DTYPES, Case, TableCase, feature_name
-from tests.support.oracle import BETA1, BETA2, DECAY, PER_ELEMENT, WITH_AVERAGE
 from torchrec_2dsp.codecs.rows import FloatRows
 from torchrec_2dsp.plan.sync import parse_policy
 from torchrec_2dsp.rows.eight_bits import decoded, encoded
@@ -149,6 +148,14 @@ SIGNS = ((1, 1), (-1, 1), (1, -1))
 """Those that are tried."""
 
 
+ROW_WISE = ("rowwise_adagrad", "moment_scaled")
+"""Optimizers with one moment for each row of a column shard."""
+ADAMS = ("adam", "partial_adam")
+"""Optimizers that also average gradients, and move every row that is looked up."""
+BETA1, BETA2 = torch.tensor([0.9, 0.999]).tolist()
+"""FBGEMM's, which are float32 numbers."""
+
+
 class TableState:
     """A table's state in training."""
 
@@ -185,10 +192,10 @@ class TableState:
     def _begin(self, rule: str) -> None:
         """Train by a rule from now on, without moments so far."""
         self._rule, table = rule, self._table
-        moments_per_row = 0 if rule in ("sgd", "frozen") else table.num_blocks
-        if rule in PER_ELEMENT:
-            moments_per_row = table.dim
-        self._num_averages = table.dim if rule in WITH_AVERAGE else 0
+        moments_per_row = {"adagrad": table.dim, "sgd": 0, "frozen": 0, "adam": table.dim}.get(
+            rule, table.num_blocks
+        )
+        self._num_averages = table.dim if rule in ADAMS else 0
         moments_per_row += self._num_averages
         zeros = torch.zeros(len(self.weights), table.rows, moments_per_row)
         self._moments = zeros.to(self.weights)
@@ -294,7 +301,7 @@ class TableState:
         elif self._rule == "adagrad":
             moment += grad.square()
             weight -= lr * grad / (moment.sqrt() + EPS)
-        elif self._rule in WITH_AVERAGE:
+        elif self._rule in ADAMS:
             self._apply_adam(weight, moment, grad, lr, step)
         else:
             blocks = moment.shape[1]
@@ -319,14 +326,7 @@ class TableState:
         second = BETA2 * second + (1 - BETA2) * squares
         moment[rows] = torch.cat([average, second], dim=1)
         roots = (second / (1 - BETA2**step)).sqrt().repeat_interleave(dim // blocks, dim=1)
-        change = average / (1 - BETA1**step) / (roots + EPS)
-        change += DECAY.get(self._rule, 0.0) * weight[rows]
-        if self._rule.endswith("lamb"):
-            # Each column shard has a ratio of its own.
-            shards = (num_rows, self._table.num_blocks, dim // self._table.num_blocks)
-            ratios = weight[rows].view(shards).norm(dim=2) / change.view(shards).norm(dim=2)
-            change *= ratios.repeat_interleave(dim // self._table.num_blocks, dim=1)
-        weight[rows] -= lr * change
+        weight[rows] -= lr * average / (1 - BETA1**step) / (roots + EPS)
 
     def _in_type(self, weights: torch.Tensor) -> torch.Tensor:
         # At random a number becomes either neighbour, which is twice as far off.

@@ -45,10 +45,10 @@ FAULTS = {
 }
 """Thirty faults of `tests.support.fault_cases`, by program; each tuple is a job."""
 
-PINNED = ("bags", "mean", "weighted", "sequences", "adagrad", "adam", "partial", "lamb", "line")
-"""How the names of pinned cases begin."""
-PARITY = ("parity", "exchanges", "planned_parity", "batch_form", "weight_sync", "optimizer")
-PARITY += ("row_prefetch", "model_parallel2d", "variable_batch_sizes", "data_parallel")
+SHARDINGS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise")
+SHARDINGS += ("grid_shard", "data_parallel")
+PARITY = ("planned_parity", "batch_form", "weight_sync", "optimizer", "row_prefetch")
+PARITY += ("model_parallel2d", "variable_batch_sizes", "data_parallel")
 PARITY += ("host_memory", "one_group", "accumulate", "loops", "parallelize")
 RESUMES = ("checkpoint", "train_state", "thresholded_data_parallel", "delayed_dense", "local_dense")
 
@@ -82,9 +82,22 @@ def _faults() -> Iterator[Job]:
 
 
 def _parity() -> Iterator[Job]:
-    for kind in PINNED:
-        pinned = ("tests/fuzz/test_pinned.py", "-k", f"[{kind}")
-        yield _tests(f"parity, pinned cases of {kind}", *pinned, budget_s=600)
+    file = "tests/dist/test_parity.py"
+    yield _tests("parity, bags of each type", file, "-k", "test_bags_equal")
+    others = "not all_cells and not eight_ranks and not test_bags_equal"
+    yield _tests("parity, one test of each kind", file, "-k", others)
+    for sharding in SHARDINGS:
+        yield _tests(
+            f"parity, all cells of {sharding} bags",
+            f"{file}::test_bags_in_all_cells",
+            "-k",
+            f"[{sharding}-",
+        )
+    yield _tests("parity, eight ranks", file, "-k", "eight_ranks")
+    file = "tests/dist/test_exchanges.py"
+    yield _tests("parity, exchanges and the unsharded model", file, "-k", "test_training_equals")
+    yield _tests("parity, exchanges", file, "-k", "not test_training_equals")
+    yield _tests("parity, pinned cases", "tests/fuzz/test_pinned.py", budget_s=600)
     for name in PARITY:
         yield _tests(f"parity, {name.replace('_', ' ')}", f"tests/dist/test_{name}.py")
 

@@ -241,21 +241,32 @@ PIPELINES = DenseMesh.for_world(8, pp=2)
 def asked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> dict[str, Any]:
     """Record the settings of the last wrapper that a program builds."""
     settings: dict[str, Any] = {}
-    for name in ("FullyShardedDense", "TensorParallelDense", "PipelinedDense"):
+    for name in (
+        *("FullyShardedDense", "TensorParallelDense", "PipelinedDense"),
+        "DefaultDataParallelWrapper",
+    ):
         monkeypatch.setattr(dense, name, lambda *_, **options: settings.update(options))
     settings["is_planned"] = request.param
     return settings
 
 
-def make(asked: dict[str, Any], kind: str, mesh: DenseMesh, **options: Any) -> None:
+def make(
+    asked: dict[str, Any], kind: str, mesh: DenseMesh, *, static_graph: bool = True, **options: Any
+) -> None:
     """Build a wrapper from a config, or from a plan."""
     if asked["is_planned"]:
         cuts = (1,) * (mesh.pp - 1)
         plan = DensePlan(kind=DenseKind(kind), mesh=mesh, cuts=cuts, **options)
-        dense.wrapper_of(plan, LAYERED)
+        dense.wrapper_of(plan, LAYERED, static_graph=static_graph)
     else:
         tree = {"kind": kind} | ({"tp": mesh.tp} if mesh.tp > 1 else {}) | options
-        dense.dense_wrapper(TypeAdapter(DensePartConfig).validate_python(tree), LAYERED)
+        config = TypeAdapter(DensePartConfig).validate_python(tree)
+        dense.dense_wrapper(config, LAYERED, static_graph=static_graph)
+
+
+def test_ddp_of_accumulated_batches_has_no_static_graph(asked: dict[str, Any]) -> None:
+    make(asked, "ddp", DenseMesh.for_world(8), static_graph=False)
+    assert asked["static_graph"] is False
 
 
 def test_copies_are_those_of_the_config(asked: dict[str, Any]) -> None:

@@ -308,14 +308,17 @@ def dense_part(
             batch_size=batch_size,
         )
         facts["the plan of the dense part"] = str(choices.best.plan)
-    return DensePart(wrapper_of(choices.best.plan, layered), choices)
+    plan = choices.best.plan
+    return DensePart(wrapper_of(plan, layered, static_graph=static_graph), choices)
 
 
-def wrapper_of(plan: DensePlan, layered: Layered) -> DataParallelWrapper | None:
-    """Build a plan's wrapper; `None` for DDP, which is TorchRec's own."""
+def wrapper_of(
+    plan: DensePlan, layered: Layered, *, static_graph: bool = True
+) -> DataParallelWrapper | None:
+    """Build a plan's wrapper, as `dense_wrapper` does."""
     mesh = plan.mesh
     if plan.kind is DenseKind.DDP:
-        return None
+        return dense_wrapper(DDPConfig(), layered, static_graph=static_graph)
     if plan.kind is DenseKind.FULLY_SHARDED:
         return FullyShardedDense(layered.units, num_copies=plan.num_copies)
     if plan.kind is DenseKind.TENSOR_PARALLEL:

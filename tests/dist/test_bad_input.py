@@ -230,7 +230,7 @@ PLAN_ERRORS: dict[str, Case] = {
         lambda rank: construct(change=lambda plan: tdsp.pin(plan, "t0", hot_rows=[0, 40])),
     ),
     "hot rows of a data-parallel table": (
-        "data parallel: every rank holds all",
+        "is data parallel, so every rank holds all its rows already",
         lambda rank: pinned("t0", [0], Cell(TWO, "data_parallel")),
     ),
     "an odd dim": (

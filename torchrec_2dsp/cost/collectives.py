@@ -223,7 +223,17 @@ class Coefficients(CalibrationPart):
 
 
 class CollectiveCost(Coefficients):
-    """A collective's price; bytes travel inside hosts and across them at the same time."""
+    """A collective's price; bytes travel inside hosts and across them at the same time.
+
+    Example:
+        >>> from torchrec_2dsp.cost.collectives import CollectiveCost, Span, all_to_all
+        >>> cost = CollectiveCost(
+        ...     base_s=0.001, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=1e-9
+        ... )
+        >>> span = Span.of_world(4, 2)
+        >>> cost.seconds(span, all_to_all(span, to_each=1e6))
+        0.005
+    """
 
     per_peer_s: Call
     """Seconds for each other rank of the group."""

@@ -86,7 +86,20 @@ class MemoryCost(NamedParts):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts steps from measured constants."""
+    """Predicts steps from measured constants.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec_2dsp.cost.model import CostModel
+        >>> from torchrec_2dsp.cost.workload import TableWork, Workload
+        >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+        >>> work = TableWork(name="t", num_rows=1_000_000, dim=64, ids_per_sample=1.0)
+        >>> workload = Workload(batch_size=1_024, tables={"t": work})
+        >>> model = CostModel(calibration, local_world_size=2)
+        >>> no_tables = tdsp.Plan2D({}, mesh=tdsp.Mesh2D(1, 4), sync=tdsp.GradientSync())
+        >>> model.step_cost(no_tables, workload).total_s
+        0.0
+    """
 
     calibration: Calibration
 

@@ -102,6 +102,13 @@ def cut_layers(
 
     Raises:
         ConfigError: there are fewer layers than stages, or a time is negative or no number.
+
+    Example:
+        >>> from torchrec_2dsp.plan.dense_plan import cut_layers
+        >>> cut_layers([1.0, 1.0, 1.0, 3.0], [8, 8, 8, 8], num_stages=2)
+        (3,)
+        >>> cut_layers([1.0, 1.0, 1.0, 1.0], [8, 800, 8, 8], num_stages=2, seconds_per_byte=0.01)
+        (1,)
     """
     num_layers = len(seconds)
     check_layers(num_layers, num_stages)

@@ -69,7 +69,17 @@ def golden_step(num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class RowSpread:
-    """A bijection between a table's rows and their positions."""
+    """A bijection between a table's rows and their positions.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.plan.parameter_sharding import RowSpread
+        >>> spread = RowSpread(num_rows=10)
+        >>> spread.positions(torch.arange(4))
+        tensor([0, 7, 4, 1])
+        >>> spread.rows(torch.tensor([0, 7, 4, 1]))
+        tensor([0, 1, 2, 3])
+    """
 
     num_rows: int
     """The table's row count."""

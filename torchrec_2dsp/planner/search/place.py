@@ -197,6 +197,14 @@ def largest_differencing(times: Floats, base: Floats) -> Assignment:
     It begins with a partition for each item, in which one bin has it and the others have nothing,
     and joins the two partitions whose bins differ most, the fullest bin of one with the emptiest of
     the other, until there is one. ``base`` is the time that each bin has already.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.planner.search.place import largest_differencing
+        >>> times = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
+        >>> bins = largest_differencing(times, np.zeros(2))
+        >>> sorted(np.bincount(bins, times).tolist())
+        [14.0, 16.0]
     """
     num_bins = len(base)
     order = np.argsort(-base, kind="stable")

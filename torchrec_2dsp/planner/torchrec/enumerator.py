@@ -57,6 +57,21 @@ class Enumerator2D(EmbeddingEnumerator):
 
     Any estimator runs on TorchRec's own type names; the replicas' cost is added last. Options
     come in one order in every process, so that equal ratings give equal plans.
+
+    Example:
+        >>> from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+        >>> from torchrec_2dsp import Mesh2D
+        >>> from torchrec_2dsp.planner.torchrec.adapters import Partitioner2D, Stats2D
+        >>> from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
+        >>> from torchrec_2dsp.planner.topology import group_topology
+        >>> world = Topology(world_size=4, local_world_size=4, compute_device="cuda")
+        >>> mesh = Mesh2D(num_groups=2, group_size=2)
+        >>> planner = EmbeddingShardingPlanner(
+        ...     topology=group_topology(world, mesh),
+        ...     enumerator=Enumerator2D(world, batch_size=512, mesh=mesh),
+        ...     partitioner=Partitioner2D(),
+        ...     stats=Stats2D(mesh=mesh),
+        ... )
     """
 
     def __init__(

@@ -12,6 +12,7 @@ In the order data flows:
 - `save` and `writer`: one run at a time writes a folder, each shard once, with checksums;
 - `metadata` and `stored`: reading and verifying without running code from the folder;
 - `load`: fit checks, dense optimizer state, and the read in place;
+- `address`: folders of object stores, which the others use like paths;
 - `coordination`: gloo groups, and DCP's errors as typed ones.
 """
 

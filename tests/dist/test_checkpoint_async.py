@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
+from tests.support.buckets import bucket
 from tests.support.loops import make_stream, plain_loop
 from tests.support.models import SEQUENCES
 from tests.support.parity import Cell
@@ -24,6 +25,7 @@ from tests.support.trips import HOT, M14, M22, M41, make, stock
 from torchrec_2dsp.comms.groups import WorldGroups
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+from torchrec_2dsp.parallel.checkpoint.address import Place
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 
 SAVED_STEPS = (1, 4)
@@ -317,6 +319,29 @@ def test_refused_saves(ranks2: RankPool, tmp_path: Path, make_arguments: Argumen
     texts = ranks2.run(save_fails, tmp_path / "0", make_arguments)
     assert texts == [REFUSED_SAVES[make_arguments]] * 2
     assert not (tmp_path / "0").exists()
+
+
+def save_twice_at_once(rank: int, world_size: int, path: Place) -> tuple[str, dict[str, Any]]:
+    """Save again while a save is to write; return the first one's error and what can be loaded."""
+    model, _ = make(COPIED)
+    second_saves = [partial(save_checkpoint, path, model, extra={"save": "second"})]
+
+    def overtake() -> None:
+        while second_saves:
+            second_saves.pop()()
+
+    with writing_after(overtake):
+        first_save = partial(save_checkpoint, path, model, extra={"save": "first"})
+        text = error_text(first_save, CheckpointError)
+    return text, load_checkpoint(path, model)
+
+
+def test_saves_to_an_address_at_the_same_time_lose_nothing(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    for text, extra in ranks2.run(save_twice_at_once, bucket(tmp_path / "0")):
+        assert "holds a checkpoint already; save to a new folder" in text
+        assert extra == {"save": "second"}
 
 
 def nothing(rank: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ NUM_FILE_HANDS = 10
 NUM_SUITE_HANDS = 4
 """How many commits it takes at the least until every test marked `dealt_suite` has run."""
 USUAL_SECONDS = 10
-"""What a test marked `dealt_suite` takes unless its mark says ``seconds=``."""
+"""The time of a test marked `dealt_suite` whose mark doesn't say ``seconds=``."""
 
 _SHUFFLED = 36
 """The seed of a shuffle that leaves each sixth of a product of 4, 3 and 3 with all its factors."""

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
     _StorageInfo,
+    _StoragePrefix,
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 StorageInfo = _StorageInfo
 """A chunk's place: file, offset, length."""
+StoragePrefix = _StoragePrefix
+"""The beginning of the names of a rank's files."""
 
 _DCP = "torch.distributed.checkpoint"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"

@@ -344,7 +344,7 @@ def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
                 # What makes it a checkpoint goes first, in case that deleting is cut short.
                 (path / _FINISHED).unlink(missing_ok=True)
                 path.delete() if isinstance(path, Address) else shutil.rmtree(path)
-    except OSError as error:
+    except Exception as error:  # whatever a file system can raise
         # The other ranks go on, so this one has to.
         logger.warning("old checkpoints in %s can't be deleted, and stay (%s)", folder, error)
 

@@ -22,7 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchrec_2dsp._compat.dcp import CURRENT_DCP_VERSION, StorageInfo, open_address
+from torchrec_2dsp._compat.dcp import (
+    CURRENT_DCP_VERSION,
+    StorageInfo,
+    StoragePrefix,
+    open_address,
+)
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint.address import Address, Place
 from torchrec_2dsp.parallel.checkpoint.stored import FILE_NAME, MARK, Checksums, Chunk
@@ -125,6 +130,13 @@ class ChecksumWriter(dcp.FileSystemWriter):
             self.lock.take()
         if (self._folder / ".metadata").exists():
             raise holds_checkpoint(self._folder)
+        if self.lock is None:
+            # Files of two saves that run at the same time have different names.
+            prefixes = (StoragePrefix(f"__{self.save_id}_{rank}_") for rank in range(len(plans)))
+            plans = [
+                replace(plan, storage_data=prefix)
+                for plan, prefix in zip(plans, prefixes, strict=True)
+            ]
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -155,6 +167,8 @@ class ChecksumWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the checksums, then `.metadata`, which completes the checkpoint."""
+        if (self._folder / ".metadata").exists():
+            raise holds_checkpoint(self._folder)
         chunks: dict[Chunk, int] = {}
         places: dict[MetadataIndex, StorageInfo] = {}
         for result in (result for rank_results in results for result in rank_results):

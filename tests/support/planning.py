@@ -29,10 +29,11 @@ from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of, rated
+from torchrec_2dsp.planner.search.space import Room
 from torchrec_2dsp.planner.topology import world_topology
 from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
 
-ENOUGH = 1e12
+ENOUGH = Room(1e12)
 ROWS = (40, 1_000, 9_000)
 EXACT = tdsp.GradientSync()
 SHARDERS: list[ModuleSharder[nn.Module]] = [
@@ -196,7 +197,9 @@ def bytes_by_rank(options: list[ShardingOption], num_ranks: int) -> list[int]:
     return stored
 
 
-def best_of_all(candidates: list[Candidate], setting: CostSetting, room: float = ENOUGH) -> float:
+def best_of_all(
+    candidates: list[Candidate], setting: CostSetting, room: float = ENOUGH.device
+) -> float:
     """Return the best step of all choices of all tables, with all ranks for table-wise ones."""
     group = setting.group
     ways = []

@@ -44,7 +44,7 @@ from torchrec_2dsp.planner.search.best_placements import placements, search
 from torchrec_2dsp.planner.search.choices import Choice, candidates_of
 from torchrec_2dsp.planner.search.cost_search import meshes_of
 from torchrec_2dsp.planner.search.placement import MeshPlacement
-from torchrec_2dsp.planner.search.space import Effort, Selected, Space, selections, smallest
+from torchrec_2dsp.planner.search.space import Effort, Room, Selected, Space, selections, smallest
 
 pytestmark = pytest.mark.dealt_file
 
@@ -355,7 +355,7 @@ def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -
     candidates, setting = problem(tdsp.Mesh2D(1, 4), rows, pooled, batch_size=64)
     (roomy,) = search(candidates, [setting], ENOUGH).placements
     room = share * float(roomy.bytes_by_rank.max())
-    placed = search(candidates, [setting], room).placements
+    placed = search(candidates, [setting], Room(room)).placements
     best = best_of_all(candidates, setting, room)
     assert bool(placed) == bool(np.isfinite(best))
     for entry in placed:
@@ -380,7 +380,7 @@ def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
         Selected.of(space, entry).cost.total_s for entry in every if space.bytes_of(entry) <= room
     )
     smallest = Selected.of(space, np.ones(5, dtype=np.int64)).cost.total_s
-    placed = selections(space, room)[0]
+    placed = selections(space, Room(room))[0]
     assert space.bytes_of(placed.selection) <= room
     assert best < 0.95 * smallest
     assert best <= placed.cost.total_s <= best + (smallest - best) / 2
@@ -406,7 +406,7 @@ def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
     candidates, setting = problem(tdsp.Mesh2D(1, 4), rows, batch_size=64)
     settings = [replace(setting, mesh=mesh) for mesh in meshes_of(4, 2)]
     room = share * sum(rows) * (32 * 4 + 4)
-    placed = search(candidates, settings, room).placements
+    placed = search(candidates, settings, Room(room)).placements
     assert placed
     assert max(bytes_of(entry) for entry in placed) <= room
     sizes = {entry.setting.mesh.group_size for entry in placed}
@@ -438,9 +438,9 @@ def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
     candidates, setting = problem(tdsp.Mesh2D(1, 4), rows, constraints, link="no_limit")
 
     def placed(room: float) -> list[MeshPlacement]:
-        return list(search(candidates, [setting], room).placements)
+        return list(search(candidates, [setting], Room(room)).placements)
 
-    (roomy,) = placed(ENOUGH)
+    (roomy,) = placed(ENOUGH.device)
     needed = bytes_of(roomy)
     assert placed(needed)
     for share in (1.0, 0.95, 0.9, 0.85, 0.8):
@@ -456,7 +456,7 @@ def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> Non
     least = smallest(space)
     room = 1.7 * space.bytes_of(least.selection)
     effort = Effort(meshes=1, selections=1, tries=0)
-    placed = list(placements(space, selections(space, room), room, effort))
+    placed = list(placements(space, selections(space, Room(room)), Room(room), effort))
     assert all(descent.bytes_by_rank(entry).max() <= room for entry, descent in placed)
     assert min(descent.rated_s(entry) for entry, descent in placed) < 0.8 * least.rated_s
 

@@ -39,7 +39,7 @@ from torchrec_2dsp.planner.search.placement import (
     concave_runs,
     rows_by_byte,
 )
-from torchrec_2dsp.planner.search.space import Space
+from torchrec_2dsp.planner.search.space import Room, Space
 
 pytestmark = pytest.mark.dealt_file
 
@@ -99,19 +99,19 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
     settings = [
         CostSetting(hardware, workload, mesh, tdsp.GradientSync(), 8) for mesh in meshes_of(64, 8)
     ]
-    alike = search(candidates, settings, 20e9).placements[0]
-    (outcome, *_) = search_copies(candidates, settings, 20e9).placements
+    alike = search(candidates, settings, Room(20e9)).placements[0]
+    (outcome, *_) = search_copies(candidates, settings, Room(20e9)).placements
     assert alike.setting.mesh.num_groups == 1
     assert outcome.setting.mesh.num_groups > 1
     assert names_once(outcome) == {"t24", "t25"}
     assert outcome.rated_s < 0.95 * alike.rated_s
 
 
-def too_little(candidates: list[Candidate], setting: CostSetting) -> float:
+def too_little(candidates: list[Candidate], setting: CostSetting) -> Room:
     """Not much less memory than a group needs for all tables."""
     (roomy,) = search(candidates, [setting], ENOUGH).placements
-    rooms = (share * float(roomy.bytes_by_rank.max()) for share in (0.8, 0.7, 0.6, 0.5))
-    return next(entry for entry in rooms if not search(candidates, [setting], entry).placements)
+    rooms = (Room(share * float(roomy.bytes_by_rank.max())) for share in (0.8, 0.7, 0.6, 0.5))
+    return next(room for room in rooms if not search(candidates, [setting], room).placements)
 
 
 def test_what_fits_no_group_fits_the_world() -> None:
@@ -119,7 +119,7 @@ def test_what_fits_no_group_fits_the_world() -> None:
     room = too_little(candidates, setting)
     (outcome, *_) = search_copies(candidates, [setting], room).placements
     assert names_once(outcome)
-    assert outcome.bytes_by_rank.max() <= room
+    assert outcome.bytes_by_rank.max() <= room.device
 
 
 def test_what_is_found_costs_what_its_plan_costs() -> None:
@@ -326,7 +326,7 @@ def searched(
         batch_size=256,
         access=skewed(ONE_TABLE),
     )
-    (outcome,) = search(candidates, [setting], room).placements
+    (outcome,) = search(candidates, [setting], Room(room)).placements
     return outcome
 
 

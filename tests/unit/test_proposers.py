@@ -46,6 +46,7 @@ from torchrec_2dsp.cost.workload import ASSUMED_SKEW, DenseWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline, ProposedType, base_type
 from torchrec_2dsp.plan.plan2d import is_proposed
 from torchrec_2dsp.planner.search.choices import rated
+from torchrec_2dsp.planner.search.space import Room
 from torchrec_2dsp.planner.torchrec.adapters import Stats2D
 from torchrec_2dsp.planner.torchrec.options import Draft
 from torchrec_2dsp.planner.torchrec.proposers import Loaded
@@ -177,7 +178,7 @@ def test_the_first_answer_says_how_much_fits(memory: float, largest: int) -> Non
 class RoomsSeen(tdsp.ExchangeProposer):
     """Notes for how much memory plans are drafted."""
 
-    def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
+    def drafts(self, loaded: Loaded, room: Room) -> Iterator[Draft]:
         self.rooms = [*getattr(self, "rooms", []), room]
         return super().drafts(loaded, room)
 
@@ -186,7 +187,7 @@ def test_drafts_are_made_again_once_when_it_is_known_how_much_fits() -> None:
     topology = world(4, 2, ddr_cap=10**9)
     proposer = RoomsSeen(topology, calibration())
     stock_planner(proposer, topology).plan(tables(), SHARDERS)
-    assert proposer.rooms == [float("inf"), 1e9]
+    assert proposer.rooms == [Room(float("inf")), Room(1e9)]
 
 
 def test_optimizers_need_memory_as_well() -> None:

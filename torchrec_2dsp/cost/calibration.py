@@ -96,6 +96,10 @@ class Kernels(CalibrationPart):
     dense_update: KernelCost
     """An optimizer's pass over a whole table."""
 
+    host_memory: KernelCost | None = None
+    """Reading rows that are in the host's memory from a GPU, beside the time of the kernels above;
+    `None` on CPUs, and where it wasn't measured."""
+
     matmul: KernelCost | None = None
     """Multiplying matrices, by floating-point operations, and by the bytes that go in and out;
     `None` in files from before it was measured."""
@@ -151,6 +155,9 @@ class Hardware(CalibrationPart):
 
     memory_bytes: int = Field(default=0, ge=0, le=2**50)
     """A rank's memory for tables: GPU memory, or its share of a host's; 0 for unknown."""
+
+    host_memory_bytes: int = Field(default=0, ge=0, le=2**50)
+    """Beside GPU memory, a rank's share of its host's; 0 for unknown, and on CPUs."""
 
 
 class CollectiveTimes(CalibrationPart):
@@ -253,9 +260,9 @@ class Calibration(CalibrationPart):
             local_s_per_byte=1 / (1e3 * topology.intra_host_bw),
             link_s_per_byte=1 / (1e3 * topology.inter_host_bw * topology.local_world_size),
         )
-        once, twice = (
-            KernelCost(base_s=0.0, per_item_s=0.0, per_byte_s=passes / (1e3 * memory))
-            for passes in (1, 2)
+        once, twice, bus = (
+            KernelCost(base_s=0.0, per_item_s=0.0, per_byte_s=passes / (1e3 * bandwidth))
+            for passes, bandwidth in ((1, memory), (2, memory), (1, topology.hbm_to_ddr_mem_bw))
         )
         # Ids cost the same whether they repeat or not.
         lookup, update = (
@@ -282,6 +289,7 @@ class Calibration(CalibrationPart):
                 pool=twice,
                 add=twice,
                 dense_update=once,
+                host_memory=None if on_cpu else bus,
             ),
         )
 
@@ -312,9 +320,10 @@ class Calibration(CalibrationPart):
         """
         cost = self.all_to_all(full_duplex=True)
         device = device or self.hardware.device
-        memory = "ddr_cap_bytes" if device == "cpu" else "hbm_cap_bytes"
-        if self.hardware.memory_bytes and device == self.hardware.device:
-            more.setdefault(memory, self.hardware.memory_bytes)
+        sizes = {"ddr_cap_bytes": self.hardware.host_memory_bytes}
+        sizes["ddr_cap_bytes" if device == "cpu" else "hbm_cap_bytes"] = self.hardware.memory_bytes
+        if device == self.hardware.device:
+            more = {name: size for name, size in sizes.items() if size} | more
         return TopologyFactory.create_topology(
             TrainerConfig(world_size=world_size, local_world_size=local_world_size, **more),
             HardwareConfig(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.codecs.ids import num_id_bytes
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import KernelCost
@@ -74,6 +75,10 @@ class Loads:
     """Rows that are looked up and updated for others, by row exchange."""
     owned_bytes = Load()
     """Bytes of the rows that are looked up and updated for others."""
+    bus_rows = Load()
+    """Rows that a GPU reads from its host's memory, to look them up and to update them."""
+    bus_bytes = Load()
+    """Bytes of these rows, and of their optimizer state."""
     found_ids = Load()
     """Ids among which the distinct ones are found."""
     moved_rows = Load()
@@ -293,6 +298,9 @@ class Placed:
     transport: Transport = Transport.FP32
     """The wire format of rows and vectors; the workload's where it is fp32."""
 
+    in_host_memory: bool = False
+    """True if a GPU's kernels read and update its rows in the host's memory."""
+
     is_stock: bool = False
     """True for one of TorchRec's own shardings, whose ids travel in eight bytes."""
 
@@ -313,6 +321,7 @@ class Placed:
             ),
             num_hot=0 if sharding.hot_set is None else len(sharding.hot_set),
             transport=sharding.transport,
+            in_host_memory=sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM.value,
             is_stock=sharding.sharding_type == base_type(sharding.sharding_type),
         )
 

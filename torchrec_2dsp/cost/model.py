@@ -47,7 +47,7 @@ order, put together."""
 _LOOKED_UP_ID_BYTES = 48
 """Bytes for an id in FBGEMM's kernels, which sort ids and note where each came from."""
 
-_KEPT = ("weights", "optimizer_state", "hot_rows", "dense_gradients")
+_KEPT = ("weights", "optimizer_state", "hot_rows", "dense_gradients", "host_memory")
 """The parts of `MemoryCost` that are there between steps as well."""
 
 
@@ -78,10 +78,13 @@ class MemoryCost(NamedParts):
     copies_bytes: float = 0.0
     """Buffers that keep copies of rows equal: merged gradients, or rows as they were before."""
 
+    host_memory_bytes: float = 0.0
+    """Weights and optimizer state that a GPU has in its host's memory."""
+
     @property
     def total_bytes(self) -> float:
-        """All parts together."""
-        return sum(size for _, size in self.parts())
+        """All parts in the memory of the device together."""
+        return sum(size for _, size in self.parts()) - self.host_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -291,7 +294,7 @@ class CostSetting:
         )
         parts = dict(zip(_KEPT, kept_bytes, strict=True))
         parts |= {name: weights @ loads.values for name, weights in self._buffer_parts.items()}
-        fullest = int(sum(parts.values(), np.zeros(loads.num_ranks)).argmax())
+        fullest = int((sum(parts.values()) - parts["host_memory"]).argmax())
         return MemoryCost(
             **{f"{name}_bytes": float(by_rank[fullest]) for name, by_rank in parts.items()}
         )
@@ -368,21 +371,31 @@ class CostSetting:
 
 
 def table_bytes(table: Placed, num_ranks: int) -> Ranks:
-    """Return the bytes of a table's weights, optimizer state and hot copies on each rank."""
-    return _kept(table, num_ranks).sum(axis=0)
+    """Return the bytes of a table's weights, optimizer state and hot copies on each rank.
+
+    Those in the memory of a GPU; `host_memory_bytes` returns those in its host's.
+    """
+    return _kept(table, num_ranks)[:-1].sum(axis=0)
+
+
+def host_memory_bytes(table: Placed, num_ranks: int) -> Ranks:
+    """Return the bytes that a table takes of each rank's share of its host's memory."""
+    return _kept(table, num_ranks)[-1]
 
 
 def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
     """Return a table's bytes on each rank, with a row for each of `_KEPT`."""
     work = table.work
     kept_bytes = np.zeros((len(_KEPT), *np.shape(work.num_rows)[:-1], num_ranks))
-    weights, state, hot_rows, gradients = kept_bytes
+    weights, state, hot_rows, gradients, in_host_memory = kept_bytes
     if table.kind is ShardingType.DATA_PARALLEL:
         weights += work.num_rows * table.row_bytes
         state += work.num_rows * _state_bytes(table, work.dim)
         gradients += _GRADIENT_COPIES * work.num_rows * work.dim * FLOAT_BYTES
         return kept_bytes
     ranks, rows, columns = table.shards
+    if table.in_host_memory:
+        weights = state = in_host_memory
     weights += sum_by_rank(ranks, rows * columns * work.element_bytes, num_ranks)
     state += sum_by_rank(ranks, rows * _state_bytes(table, columns), num_ranks)
     # Hot rows of tables in 8 bits are in float32.

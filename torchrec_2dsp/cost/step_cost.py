@@ -84,6 +84,9 @@ class StepCost(NamedParts):
     lookup_s: float = 0.0
     """Reading rows from tables."""
 
+    host_memory_s: float = 0.0
+    """Reading rows from the host's memory into a GPU's, to look them up and to update them."""
+
     rows_s: float = 0.0
     """The local work of row exchange: finding distinct ids, putting rows where they are wanted,
     adding up their gradients."""
@@ -129,7 +132,8 @@ class StepCost(NamedParts):
     @property
     def compute_s(self) -> float:
         """The parts in which a rank computes."""
-        return self.lookup_s + self.rows_s + self.dense_s + self.update_s
+        of_rows = self.lookup_s + self.host_memory_s + self.rows_s + self.update_s
+        return of_rows + self.dense_s
 
     @property
     def tables_s(self) -> float:
@@ -154,6 +158,7 @@ class Phases:
         return {
             "input_exchange_s": self._input_s(loads),
             "lookup_s": self._lookup_s(loads),
+            "host_memory_s": self._host_memory_s(loads),
             "rows_s": self._rows_s(loads),
             "forward_exchange_s": self._forward_s(loads),
             "dense_s": self.workload.dense.forward_s + self.workload.dense.backward_s,
@@ -186,6 +191,12 @@ class Phases:
     def _lookup_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
         return _kernels_s(loads, kernels.lookup, kernels.row_lookup)
+
+    def _host_memory_s(self, loads: Loads) -> float:
+        bus = self.calibration.kernels.host_memory
+        if bus is None:
+            return 0.0
+        return _most(bus.seconds(loads.bus_rows, loads.bus_bytes))
 
     def _update_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels

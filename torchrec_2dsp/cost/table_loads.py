@@ -72,6 +72,7 @@ def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> No
     bags = float(workload.batch_size * work.num_features)
     batch = _Batch(ids, bags, ids if work.is_sequence else bags, cold)
     loads.given_bytes += batch.vectors * work.dim * FLOAT_BYTES
+    reads, updates = _rows_bytes(loads)
     if table.exchange in ROW_EXCHANGES:
         _row_exchange(loads, table, workload, batch, span)
     elif table.kind in _BY_KIND:
@@ -81,6 +82,19 @@ def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> No
     else:
         raise UnsupportedError(f"the cost of {table.kind.value} tables isn't known")
     loads.types |= {message_type(table.kind, table.exchange, table.transport)} - {""}
+    if table.in_host_memory:
+        read, updated = _rows_bytes(loads)
+        # An update reads optimizer state as well; rows are written while others are read.
+        num_passes = 0.0 if work.is_frozen else 1 + work.state_bytes_per_row / table.row_bytes
+        num_bytes = read - reads + num_passes * (updated - updates)
+        loads.bus_bytes += num_bytes
+        loads.bus_rows += num_bytes / table.row_bytes
+
+
+def _rows_bytes(loads: Loads) -> tuple[float | Ranks, float | Ranks]:
+    """Return the bytes of all rows that are looked up, and of those that are updated."""
+    owned = loads.owned_bytes
+    return loads.lookup_bytes + owned, loads.lookup_row_bytes + owned
 
 
 def _table_or_column_wise(

@@ -16,7 +16,7 @@ from torchrec_2dsp.cost.step_cost import NamedParts, StepCost
 from torchrec_2dsp.cost.workload import ASSUMED_SKEW
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.placement import Descent, MeshPlacement, SearchResult, Tried
-from torchrec_2dsp.planner.search.space import Space
+from torchrec_2dsp.planner.search.space import Room, Space
 from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Line, LineChart
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table
@@ -107,12 +107,13 @@ def _exchange(choice: Choice) -> str:
 
 def _kind(choice: Choice) -> str:
     parts = f" / {choice.column_shards}" if choice.column_shards > 1 else ""
-    return choice.kind.value.replace("_", "-") + parts
+    memory = ", uvm" if choice.in_host_memory else ""
+    return choice.kind.value.replace("_", "-") + parts + memory
 
 
 def _difference(chosen: Choice, other: Choice) -> str:
     exchange = _exchange(other)
-    if other.kind is chosen.kind:
+    if other.kind is chosen.kind and other.kernel == chosen.kernel:
         return exchange
     return _kind(other) + ("" if exchange == "pooled" else f", {exchange}")
 
@@ -148,8 +149,7 @@ class Explanation:
     bytes_by_rank: Ranks
     """Bytes on each rank."""
 
-    room: float
-    """Bytes that a rank has for tables and buffers."""
+    room: Room
 
     meshes: Sequence[tuple[str, float]]
     """The meshes on which tables were placed, and their steps; the first is the plan."""
@@ -241,7 +241,8 @@ class Explanation:
     def memory_rows(self) -> Table:
         """Return the parts of the fullest rank's memory."""
         headings = ("kept by the fullest rank", "GB")
-        return _parts_table(headings, self.memory, self.memory.total_bytes, _gigabytes)
+        whole = "all on its GPU" if self.memory.host_memory_bytes else "all"
+        return _parts_table(headings, self.memory, self.memory.total_bytes, _gigabytes, whole)
 
     def rank_rows(self) -> Table:
         """Return the time and memory of each rank of a group."""
@@ -253,7 +254,7 @@ class Explanation:
                 milliseconds(busy),
                 "#" * round(_BAR * busy / longest),
                 _gigabytes(num_bytes),
-                f"{num_bytes / self.room:.0%}",
+                f"{num_bytes / self.room.device:.0%}",
             )
             for rank, (busy, num_bytes) in enumerate(
                 zip(self.busy_by_rank.tolist(), self.bytes_by_rank.tolist(), strict=True)
@@ -328,10 +329,14 @@ def _gigabytes(num_bytes: float) -> str:
 
 
 def _parts_table(
-    headings: tuple[str, str], parts: NamedParts, total: float, shown: Callable[[float], str]
+    headings: tuple[str, str],
+    parts: NamedParts,
+    total: float,
+    shown: Callable[[float], str],
+    whole: str = "all",
 ) -> Table:
     rows = [(name.replace("_", " "), shown(part)) for name, part in parts.parts() if part]
-    return Table(headings, [*rows, ("all", shown(total))], _WORDS)
+    return Table(headings, [*rows, (whole, shown(total))], _WORDS)
 
 
 def parts_chart(cost: StepCost) -> BarChart:
@@ -424,7 +429,7 @@ def explain(result: SearchResult) -> Explanation:
     )
 
 
-def _explained(best: MeshPlacement, room: float) -> tuple[list[TableLine], Ranks, Ranks]:
+def _explained(best: MeshPlacement, room: Room) -> tuple[list[TableLine], Ranks, Ranks]:
     """Return a line for each table, and each rank's busy seconds and ids."""
     space = Space.of(best.candidates, best.setting)
     rough = Descent(space, np.zeros(0), room).sums(best.placement)

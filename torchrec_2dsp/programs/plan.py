@@ -24,6 +24,7 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.planner.explanation import Explanation
 from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D
+from torchrec_2dsp.planner.search.choices import ANYWHERE
 from torchrec_2dsp.programs.config.config_file import (
     PathBesideConfig,
     find_config,
@@ -129,7 +130,10 @@ class PlanConfig(Section):
 
 
 def torchrec_cost(setting: CostSetting, model: nn.Module, topology: Topology) -> StepCost | None:
-    """Predict a step with TorchRec's own plan for one group; `None` if it finds none."""
+    """Predict a step with TorchRec's own plan for one group.
+
+    `None` if it finds none, or one with kernels whose time isn't known: those with caches.
+    """
     constraints = {
         name: ParameterConstraints(pooling_factors=[table.ids_per_sample / table.num_features])
         for name, table in setting.workload.tables.items()
@@ -147,6 +151,9 @@ def torchrec_cost(setting: CostSetting, model: nn.Module, topology: Topology) ->
     except PlannerError:
         return None
     plan = Plan2D.from_stock(stock, Mesh2D(1, topology.world_size), setting.sync)
+    kernels = {table.compute_kernel for _, module in plan.modules() for _, table in module.tables()}
+    if not kernels.issubset(ANYWHERE):
+        return None
     costs = CostModel(setting.calibration, setting.local_world_size)
     return costs.step_cost(plan, setting.workload)
 

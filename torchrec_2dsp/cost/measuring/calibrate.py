@@ -183,17 +183,24 @@ def _hardware(
         An all-gather of objects.
     """
     num_sharing = 1 if device.type == "cuda" else local_world_size
-    own = (processor(device), memory_bytes(device) // num_sharing)
-    gathered: list[tuple[str, int]] = [own] * world.size()
+    # TorchRec's kernels pin what they read from a host's memory; half of it stays the system's.
+    in_host = memory_bytes(torch.device("cpu")) // 2 // local_world_size
+    own = (
+        processor(device),
+        memory_bytes(device) // num_sharing,
+        in_host if device.type == "cuda" else 0,
+    )
+    gathered: list[tuple[str, int, int]] = [own] * world.size()
     dist.all_gather_object(gathered, own, group=world)
     return Hardware(
         name=name,
         device="cpu" if device.type == "cpu" else "cuda",
         num_hosts=world.size() // local_world_size,
         ranks_per_host=local_world_size,
-        processor=" and ".join(dict.fromkeys(text for text, _ in gathered)),
+        processor=" and ".join(dict.fromkeys(text for text, *_ in gathered)),
         measured=datetime.now(UTC).strftime("%Y-%m-%d"),
-        memory_bytes=min(num_bytes for _, num_bytes in gathered),
+        memory_bytes=min(num_bytes for _, num_bytes, _ in gathered),
+        host_memory_bytes=min(num_bytes for *_, num_bytes in gathered),
     )
 
 

@@ -58,6 +58,8 @@ def measure_kernels(
     samples: dict[str, list[KernelSample]] = {}
     device, sampling = clock.device, clock.sampling
     kinds = (_bags, _owned_rows, _needed_rows, _moves, _passes, _matmuls, _encodings)
+    if device.type == "cuda":
+        kinds = (*kinds, _host_rows)
     # In turns, so that a late end, or what else a machine does for a while, is shared by all.
     turns = zip_longest(*(kind(device, sampling) for kind in kinds))
     for piece in clock.guarded(piece for turn in turns for piece in turn if piece is not None):
@@ -102,13 +104,24 @@ def _owned_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
         tbe = tables_of(dim)
         rule = rule_for(tbe)
         direct = None if rule is None else DirectLookup(tbe, rule)
-        lists = (_NUM_TABLES * _NUM_ASKING, num_ids // _NUM_TABLES // _NUM_ASKING)
-        ids = torch.randint(0, _NUM_ROWS // _NUM_TABLES, lists, device=device)
-        ids = ids.sort(dim=1).values.view(-1)
-        offsets = torch.arange(num_ids + 1, device=device)
-        forward = partial(tbe, ids, offsets)
+        forward = partial(tbe, *_asked_rows(num_ids, device))
         look_up = forward if direct is None else partial(direct.lookup, forward)
         yield from _there_and_back("row_", dim, num_ids, look_up)
+
+
+def _host_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
+    """Yield a GPU's lookups of rows that are in its host's memory."""
+    for dim, num_ids in sampling.rows:
+        tbe = _tables(dim, PoolingMode.NONE, device, EmbeddingLocation.MANAGED)
+        look_up = partial(tbe, *_asked_rows(num_ids, device))
+        yield _Piece("host_memory", num_ids, float(num_ids * dim * _FLOAT_BYTES), look_up)
+
+
+def _asked_rows(num_ids: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids as other ranks ask for them, in the order of rows, and offsets for one each."""
+    lists = (_NUM_TABLES * _NUM_ASKING, num_ids // _NUM_TABLES // _NUM_ASKING)
+    ids = torch.randint(0, _NUM_ROWS // _NUM_TABLES, lists, device=device)
+    return ids.sort(dim=1).values.view(-1), torch.arange(num_ids + 1, device=device)
 
 
 def _there_and_back(
@@ -126,15 +139,22 @@ def _there_and_back(
     )
 
 
-def _tables(dim: int, pooling: PoolingMode, device: torch.device) -> Tbe:
+def _tables(
+    dim: int,
+    pooling: PoolingMode,
+    device: torch.device,
+    on_gpus: EmbeddingLocation = EmbeddingLocation.DEVICE,
+) -> Tbe:
     is_cpu = device.type == "cpu"
-    place = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
+    place = EmbeddingLocation.HOST if is_cpu else on_gpus
     compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
     return Tbe(
         [(_NUM_ROWS // _NUM_TABLES, dim, place, compute)] * _NUM_TABLES,
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         pooling_mode=pooling,
         device=device,
+        # As in training: managed memory may be moved by the driver.
+        uvm_host_mapped=True,
     )
 
 

@@ -23,6 +23,7 @@ from torchrec_2dsp.planner.search.placement import (
 )
 from torchrec_2dsp.planner.search.space import (
     Effort,
+    Room,
     Selected,
     Space,
     chosen_on_each,
@@ -43,7 +44,7 @@ _COPIES_PATIENCE = 2
 
 
 def search_copies(
-    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: Room
 ) -> SearchResult:
     """Search the best placements, with as many copies of each table as are best or demanded.
 
@@ -75,7 +76,7 @@ def search_copies(
 
 
 def search(
-    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: Room
 ) -> SearchResult:
     """Choose on every mesh as if shards were dealt evenly; place them on the best meshes."""
     if not candidates:
@@ -112,7 +113,7 @@ def search(
 
 
 def _placed(
-    space: Space, selected: Sequence[Selected], room: float, effort: Effort
+    space: Space, selected: Sequence[Selected], room: Room, effort: Effort
 ) -> MeshPlacement | None:
     placed: list[MeshPlacement] = []
     for placement, descent in placements(space, selected, room, effort):
@@ -123,7 +124,7 @@ def _placed(
 
 
 def placements(
-    space: Space, selected: Sequence[Selected], room: float, effort: Effort
+    space: Space, selected: Sequence[Selected], room: Room, effort: Effort
 ) -> Iterator[tuple[Placement, Descent]]:
     """Yield selections with ranks for their shards and single tables improved.
 
@@ -134,7 +135,7 @@ def placements(
     if budget.best < np.inf:
         return
     for share in _SHARES:
-        selected = selections(space, share * room)
+        selected = selections(space, room._replace(device=share * room.device))
         yield from _attempts(space, selected[: effort.selections], room, budget)
         if budget.best < np.inf:
             break
@@ -152,7 +153,7 @@ class _Budget:
 
 
 def _attempts(
-    space: Space, selected: Sequence[Selected], room: float, budget: _Budget
+    space: Space, selected: Sequence[Selected], room: Room, budget: _Budget
 ) -> Iterator[tuple[Placement, Descent]]:
     for candidate in selected:
         if budget.best < np.inf and budget.at_best - budget.tries > _PATIENCE:
@@ -166,7 +167,7 @@ def _attempts(
             tuple(space.chosen(candidate.selection)), tuple(tuple(there) for there in ranks)
         )
         placement, budget.tries = descent.improved(start, budget.tries)
-        if descent.bytes_by_rank(placement).max() > room:
+        if not descent.fits(placement):
             continue
         rated_s = descent.rated_s(placement)
         if rated_s < budget.best:
@@ -215,7 +216,7 @@ def _promising(settings: Sequence[CostSetting], tried: Sequence[Tried]) -> list[
 
 
 def _most_promising(
-    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float, to_beat: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: Room, to_beat: float
 ) -> tuple[list[Candidate], list[Candidate], list[CostSetting]] | None:
     """Return the tables that should have one copy, the others, and the best meshes for these.
 
@@ -246,7 +247,7 @@ def _rated_beside(
     once: Sequence[Candidate],
     others: Sequence[Candidate],
     settings: Sequence[CostSetting],
-    room: float,
+    room: Room,
 ) -> list[tuple[float, int]]:
     """Rate steps with evenly dealt shards; return seconds and numbers of the meshes that fit."""
     chosen = chosen_on_each(once, [settings[0].of_world()], room)
@@ -254,7 +255,7 @@ def _rated_beside(
         return []
     space, (first, *_) = chosen[0]
     in_world = space.types_of(first.selection)
-    room -= space.bytes_of(first.selection)
+    room = room.beside(space.bytes_of(first.selection), space.host_bytes_of(first.selection))
     numbers = {setting.mesh: number for number, setting in enumerate(settings)}
     ratings: list[tuple[float, int]] = []
     for of_others, (best, *_) in chosen_on_each(others, _beside(first.cost, settings), room):
@@ -268,7 +269,7 @@ def _placed_beside(
     once: Sequence[Candidate],
     others: Sequence[Candidate],
     settings: Sequence[CostSetting],
-    room: float,
+    room: Room,
 ) -> SearchResult:
     """Place tables with one copy in the world, and the others beside them."""
     in_world = search(once, [settings[0].of_world()], room)
@@ -276,7 +277,8 @@ def _placed_beside(
         return in_world
     placed_once = in_world.placements[0]
     once_bytes = float(placed_once.bytes_by_rank.max())
-    result = search(others, _beside(placed_once.cost, settings), room - once_bytes)
+    room_beside = room.beside(once_bytes, placed_once.memory.host_memory_bytes)
+    result = search(others, _beside(placed_once.cost, settings), room_beside)
     return SearchResult(
         [
             replace(placed, once=placed_once, bytes_by_rank=placed.bytes_by_rank + once_bytes)

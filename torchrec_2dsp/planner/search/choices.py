@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -48,6 +49,13 @@ _BY_DEFAULT = (
 """Types that train as the unsharded model does. Column-wise shards keep a moment for each part of a
 row, so users must ask for them."""
 _KNOWN = (*_BY_DEFAULT, ShardingType.COLUMN_WISE)
+_DENSE = EmbeddingComputeKernel.DENSE.value
+_FUSED = EmbeddingComputeKernel.FUSED.value
+_IN_HOST_MEMORY = EmbeddingComputeKernel.FUSED_UVM.value
+ON_DEVICE = _DENSE, _FUSED
+"""Kernels whose tables are in the memory of the device."""
+ANYWHERE = *ON_DEVICE, _IN_HOST_MEMORY
+"""Besides, that which reads tables in the host's memory from a GPU."""
 _WHOLE_ROWS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)
 _MIN_COLUMNS = 32
 """The fewest columns in a column-wise shard, as in TorchRec."""
@@ -68,6 +76,13 @@ class Choice:
     num_hot: int = 0
     """The number of its hottest rows that every rank also holds."""
     transport: Transport = Transport.FP32
+    kernel: str = _FUSED
+    """The kernel that runs it."""
+
+    @property
+    def in_host_memory(self) -> bool:
+        """True if a GPU reads its rows in the host's memory."""
+        return self.kernel == _IN_HOST_MEMORY
 
     @property
     def family(self) -> Family:
@@ -128,9 +143,6 @@ class Candidate:
     work: TableWork
     choices: Sequence[Choice]
 
-    kernels: dict[ShardingType, str]
-    """The kernel that runs each type."""
-
     constraint: ParameterConstraints | None = None
     """The user's constraint; the parts that aren't about the search go into the plan."""
 
@@ -171,6 +183,7 @@ class Candidate:
             self.owners(choice, group),
             choice.num_hot,
             choice.transport,
+            choice.in_host_memory,
         )
 
     def _shards(self, choice: Choice, ranks: Sequence[int]) -> Shards:
@@ -190,9 +203,16 @@ class Candidate:
         return self.placed(choice, ranks, group)
 
     def may_be_hot(self, choice: Choice) -> bool:
-        """Tell whether row replicas would save anything: a stock exchange ships every bag."""
+        """Tell whether row replicas would save anything: a stock exchange ships every bag.
+
+        Replicas of rows in the host's memory are in the GPU's, which is faster.
+        """
         ships_all = choice.exchange is Exchange.POOLED and not self.work.is_sequence
-        return self.can_be_hot and choice.kind is not ShardingType.DATA_PARALLEL and not ships_all
+        return (
+            self.can_be_hot
+            and choice.kind is not ShardingType.DATA_PARALLEL
+            and (choice.in_host_memory or not ships_all)
+        )
 
     def shapes(self, choice: Choice, group: Span) -> tuple[list[list[int]], list[list[int]]]:
         """Return shard sizes and offsets as TorchRec deals them."""
@@ -247,14 +267,15 @@ def candidates_of(
     device: str,
     transports: Sequence[Transport] = (Transport.FP32,),
     exchanges: Sequence[Exchange] = (),
+    kernels: Sequence[str] = ON_DEVICE,
 ) -> list[Candidate]:
     """Return a candidate for every table in every module that has a sharder.
 
-    ``transports`` and ``exchanges`` are allowed where the constraints don't name any. A
-    table that can have none of these ``exchanges`` may have any.
+    ``transports``, ``exchanges`` and ``kernels`` are allowed where the constraints don't name any.
+    A table that can have none of these ``exchanges`` may have any.
     """
     sharder_of = {sharder.module_type: sharder for sharder in sharders}
-    tables = _Tables(constraints or {}, workload, device, transports, exchanges)
+    tables = _Tables(constraints or {}, workload, device, transports, exchanges, kernels)
     for path, part, sharder in sharded_parts(module, sharder_of):
         params = cast(Any, sharder).fused_params or {}
         available = {
@@ -300,6 +321,7 @@ class _Tables:
     device: str
     transports: Sequence[Transport] = (Transport.FP32,)
     exchanges: Sequence[Exchange] = ()
+    kernels: Sequence[str] = ON_DEVICE
     candidates: dict[str, Candidate] = field(default_factory=dict)
     _cold: dict[int, set[str]] = field(default_factory=dict)
     """The tables that can't have hot rows, by their module's id."""
@@ -337,14 +359,14 @@ class _Tables:
         work = self.workload.table(name)
         state = 0 if work.is_frozen else state_bytes_per_row(optimizer, weight.shape[1])
         work = replace(work, state_bytes_per_row=float(state))
-        kernels = {
-            kind: kernel
-            for kind, kernel in _allowed_kernels(constraint).items()
+        ways = [
+            (kind, kernel)
+            for kind, kernel in _allowed_ways(constraint, self.kernels)
             if (kind.value, kernel) in available
             and (kind is not ShardingType.DATA_PARALLEL or can_be_data_parallel(optimizer))
-            and (kind in IN_8_BITS or not is_in_8_bits)
-        }
-        choices = _choices_of(kernels, constraint, work, self.transports, self.exchanges)
+            and (not is_in_8_bits or (kind in IN_8_BITS and kernel != _IN_HOST_MEMORY))
+        ]
+        choices = _choices_of(ways, constraint, work, self.transports, self.exchanges)
         if not choices:
             raise PlanError(_nothing_text(name, constraint, sharded_by, self.device))
         if id(part) not in self._cold:
@@ -352,9 +374,7 @@ class _Tables:
         can_be_hot = (
             getattr(constraint, "hot_rows", None) is None and name not in self._cold[id(part)]
         )
-        self.candidates[name] = Candidate(
-            path, weight, work, choices, kernels, constraint, can_be_hot
-        )
+        self.candidates[name] = Candidate(path, weight, work, choices, constraint, can_be_hot)
 
 
 def sharded_parts(
@@ -384,30 +404,33 @@ def _always_cold(part: nn.Module) -> set[str]:
     }
 
 
-def _allowed_kernels(constraint: ParameterConstraints | None) -> dict[ShardingType, str]:
-    """Return the types that may be searched, and the kernel for each."""
+def _allowed_ways(
+    constraint: ParameterConstraints | None, by_default: Sequence[str]
+) -> Iterator[tuple[ShardingType, str]]:
+    """Yield the types that may be searched, each with its kernels."""
     demanded = None if constraint is None else constraint.sharding_types
     type_names = [kind.value for kind in _BY_DEFAULT] if demanded is None else demanded
     types = {base_type(kind) for kind in type_names}
-    named = None if constraint is None else constraint.compute_kernels
-    kernels: dict[ShardingType, str] = {}
-    for kind in _KNOWN:
+    kernels = (None if constraint is None else constraint.compute_kernels) or by_default
+    for kind, kernel in product(_KNOWN, ANYWHERE):
         is_dense = kind is ShardingType.DATA_PARALLEL
-        kernel = (EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value
-        if kind.value in types and (not named or kernel in named):
-            kernels[kind] = kernel
-    return kernels
+        if kind.value in types and kernel in kernels and is_dense == (kernel == _DENSE):
+            yield kind, kernel
 
 
 def _choices_of(
-    kinds: Iterable[ShardingType],
+    ways: Iterable[tuple[ShardingType, str]],
     constraint: ParameterConstraints | None,
     work: TableWork,
     transports: Sequence[Transport],
     exchanges: Sequence[Exchange],
 ) -> list[Choice]:
     """Return every allowed choice; of equal costs, the search takes what comes first."""
-    exact = [choice for kind in kinds for choice in _exact_choices(kind, constraint, work)]
+    exact = [
+        replace(choice, kernel=kernel)
+        for kind, kernel in ways
+        for choice in _exact_choices(kind, constraint, work)
+    ]
     if getattr(constraint, "exchange", None) is None:
         among = [choice for choice in exact if choice.message_type and choice.exchange in exchanges]
         exact = among or exact

@@ -1,9 +1,9 @@
 """`CostSearch`: search meshes, choices and copies of all tables by predicted step time."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, cast
 
@@ -15,16 +15,16 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.model import CostSetting, table_bytes
+from torchrec_2dsp.cost.model import CostSetting, host_memory_bytes, table_bytes
 from torchrec_2dsp.cost.workload import ASSUMED_SKEW, DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout, divisors
 from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline, kinds_of
 from torchrec_2dsp.plan.sync import SyncConfig
 from torchrec_2dsp.planner.search.best_placements import search_copies
-from torchrec_2dsp.planner.search.choices import Candidate, candidates_of
+from torchrec_2dsp.planner.search.choices import ANYWHERE, ON_DEVICE, Candidate, candidates_of
 from torchrec_2dsp.planner.search.placement import SearchResult
-from torchrec_2dsp.planner.search.space import chosen_on_each, is_searched_closely
+from torchrec_2dsp.planner.search.space import Room, chosen_on_each, is_searched_closely
 from torchrec_2dsp.planner.topology import Shortfall, no_plan_text
 
 logger = logging.getLogger(__name__)
@@ -75,42 +75,60 @@ class CostSearch:
     def result(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]], available: Topology
     ) -> SearchResult:
-        """Search the best placements in the ``available`` memory; a `PlanError` if nothing fits."""
-        workload = self.workload_of(module, _sharders_wire_bytes(sharders))
-        device = available.compute_device
-        settings, room = self.settings(workload, available), room_of(available)
+        """Search the best placements in the ``available`` memory; a `PlanError` if nothing fits.
 
-        def candidates_in(transport: Transport) -> list[Candidate]:
-            return candidates_of(
-                module, sharders, self.constraints, workload, device, (transport,), self.exchanges
+        Tables may be in the host's memory where that of GPUs doesn't suffice.
+        """
+        workload = self.workload_of(module, _sharders_wire_bytes(sharders))
+        device, room = available.compute_device, room_of(available)
+        settings = self.settings(workload, available)
+        has_host_memory = device == "cuda" and self.calibration.kernels.host_memory is not None
+        candidates: Sequence[Candidate] = ()
+        for kernels in (ON_DEVICE, ANYWHERE) if has_host_memory else (ON_DEVICE,):
+            candidates_in = partial(
+                candidates_of,
+                *(module, sharders, self.constraints, workload, device),
+                exchanges=self.exchanges,
+                kernels=kernels,
             )
+            candidates, result = self._search(settings, room, candidates_in)
+            if result.placements:
+                return result
+        largest = max(settings, key=lambda setting: setting.mesh.group_size)
+        missing = _shortfall(candidates, largest, room)
+        raise PlanError(no_plan_text(largest.mesh, missing, ""))
+
+    def _search(
+        self,
+        settings: Sequence[CostSetting],
+        room: Room,
+        candidates_in: Callable[[Sequence[Transport]], Sequence[Candidate]],
+    ) -> tuple[Sequence[Candidate], SearchResult]:
+        """Search with the best of the allowed transports."""
 
         @cache
         def rated_s(transport: Transport) -> float:
             """Rate the best choices with evenly dealt shards."""
-            chosen = chosen_on_each(candidates_in(transport), settings, room)
+            chosen = chosen_on_each(candidates_in((transport,)), settings, room)
             return chosen[0][1][0].rated_s if chosen else np.inf
 
         # One for all tables whose constraints name none: each more needs messages of its own.
         several = len(self.transports) > 1
         transport = min(self.transports, key=rated_s) if several else self.transports[0]
-        candidates = candidates_in(transport)
+        candidates = candidates_in((transport,))
         self._check_exchanges(candidates)
         result = search_copies(candidates, settings, room)
-        if not result.placements:
-            largest = max(settings, key=lambda setting: setting.mesh.group_size)
-            missing = _shortfall(candidates, largest, int(room))
-            raise PlanError(no_plan_text(largest.mesh, missing, ""))
-        if candidates and is_searched_closely(candidates) and Transport.INT4 not in self.transports:
+        is_close = result.placements and candidates and is_searched_closely(candidates)
+        if is_close and Transport.INT4 not in self.transports:
             there = [each for each in settings if each.key == result.placements[0].setting.key]
             chosen = [
                 chosen_on_each(each, there, room)
-                for each in (candidates, candidates_in(Transport.INT4))
+                for each in (candidates, candidates_in((Transport.INT4,)))
             ]
             if all(chosen):
                 exact, rounded = (each[0][1][0].rated_s for each in chosen)
                 result = replace(result, gain_by_int4=exact / rounded if rounded else 1.0)
-        return result
+        return candidates, result
 
     def _check_exchanges(self, candidates: Sequence[Candidate]) -> None:
         """Raise `ConfigError` for an exchange that none of the tables can have."""
@@ -169,10 +187,13 @@ class CostSearch:
         )
 
 
-def room_of(topology: Topology) -> float:
+def room_of(topology: Topology) -> Room:
     """Return the bytes that every rank has for tables and buffers."""
-    kind = "ddr" if topology.compute_device == "cpu" else "hbm"
-    return float(min(getattr(device.storage, kind) for device in topology.devices))
+    hbm, ddr = (
+        float(min(getattr(device.storage, kind) for device in topology.devices))
+        for kind in ("hbm", "ddr")
+    )
+    return Room(ddr) if topology.compute_device == "cpu" else Room(hbm, ddr)
 
 
 def _sharders_wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[float, float]:
@@ -186,13 +207,21 @@ def _sharders_wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[
     return 4.0, 4.0
 
 
-def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: int) -> Shortfall:
-    """Compare the least memory that tables need in the largest groups with the room there is."""
+def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: Room) -> Shortfall:
+    """Compare the least memory that tables need in the largest groups with the room there is.
+
+    Where tables may be in either, that of GPUs and of their hosts together.
+    """
+    spills = any(choice.in_host_memory for table in candidates for choice in table.choices)
+    rank_bytes = int(sum(room) if spills else room.device)
     group = setting.group
     on_one, on_all, buffers = {}, {}, 0
     for candidate in candidates:
         placed = [candidate.somewhere(choice, group) for choice in candidate.choices]
-        bytes_by_choice = [table_bytes(table, group.num_ranks) for table in placed]
+        bytes_by_choice = [
+            table_bytes(table, group.num_ranks) + host_memory_bytes(table, group.num_ranks)
+            for table in placed
+        ]
         on_one[candidate.name] = int(min(by_rank.max() for by_rank in bytes_by_choice))
         on_all[candidate.name] = int(min(by_rank.sum() for by_rank in bytes_by_choice))
         loads = (setting.loads([table]).values for table in placed)
@@ -201,9 +230,9 @@ def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: int)
     return Shortfall(
         table=table,
         table_bytes=on_one[table],
-        rank_bytes=room,
+        rank_bytes=rank_bytes,
         all_tables_bytes=sum(on_all.values()),
-        group_bytes=room * group.num_ranks,
+        group_bytes=rank_bytes * group.num_ranks,
         buffer_bytes=buffers,
     )
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_2dsp.cost.loads import Floats
-from torchrec_2dsp.cost.model import table_bytes
-from torchrec_2dsp.planner.search.space import Selection, Space
+from torchrec_2dsp.cost.model import host_memory_bytes, table_bytes
+from torchrec_2dsp.planner.search.space import Room, Selection, Space
 
 Assignment = NDArray[np.int64]
 """The bin of each item."""
@@ -24,7 +24,7 @@ _MAX_EXCHANGES_PER_ITEM = 10
 
 
 def place(
-    space: Space, selection: Selection, prices: Floats, room: float
+    space: Space, selection: Selection, prices: Floats, room: Room
 ) -> "list[Sequence[int]] | None":
     """Return ranks for each table's free shards; `None` where memory doesn't suffice.
 
@@ -52,32 +52,34 @@ class _Dealing:
     space: Space
     selection: Selection
     prices: Floats
-    room: float
+    room: Room
 
     def __post_init__(self) -> None:
         self.choices = self.space.chosen(self.selection)
         self.group = self.space.setting.group
-        self.taken = np.zeros(self.group.num_ranks)
+        self.taken = np.zeros((self.group.num_ranks, len(self.room)))
         self.busy = np.zeros(self.group.num_ranks)
         self.ranks: list[Sequence[int]] = [[] for _ in self.choices]
 
     def kept(self, table: int) -> Floats:
-        """Return a table's bytes on each rank with buffers, on the first ranks if it is free."""
+        """Return a table's bytes with buffers: ranks (the first if it is free), kinds of memory."""
         setting = self.space.setting
         placed = self.space.candidates[table].somewhere(self.choices[table], self.group)
         buffers = setting.buffer_bytes @ setting.loads([placed]).values
-        return table_bytes(placed, self.group.num_ranks) + buffers
+        num_ranks = self.group.num_ranks
+        on_device = table_bytes(placed, num_ranks) + buffers
+        return np.stack([on_device, host_memory_bytes(placed, num_ranks)], axis=1)
 
-    def needs(self, tables: Sequence[int]) -> list[float]:
+    def needs(self, tables: Sequence[int]) -> Floats:
         """Return the bytes that shards need beyond those on all ranks, which are counted here."""
-        needs: list[float] = []
-        for table in tables:
+        needs = np.zeros((len(tables), len(self.room)))
+        for number, table in enumerate(tables):
             by_rank, shards = self.kept(table), self.choices[table].column_shards
-            on_all = float(by_rank[-1]) if shards < len(by_rank) else 0.0
+            on_all = by_rank[-1] if shards < len(by_rank) else np.zeros(len(self.room))
             if not self.choices[table].is_on_host and shards > 1:
-                needs.append(float(by_rank.sum() - on_all * len(by_rank)) / shards)
+                needs[number] = (by_rank.sum(axis=0) - on_all * len(by_rank)) / shards
             else:
-                needs.append(float(by_rank[0]) - on_all)
+                needs[number] = by_rank[0] - on_all
             self.taken += on_all
         return needs
 
@@ -87,8 +89,8 @@ class _Dealing:
             return True  # Hosts may be uneven then.
         num_hosts, per_host = self.group.num_hosts, self.group.ranks_per_host
         needs = self.needs(tables)
-        room = (self.room - self.taken).reshape(num_hosts, -1).min(axis=1)
-        host_of = self._dealt(tables, np.array(needs), np.zeros(num_hosts), room)
+        room = (self.room - self.taken).reshape(num_hosts, per_host, -1).min(axis=1)
+        host_of = self._dealt(tables, needs, np.zeros(num_hosts), room)
         if host_of is None:
             return False
         for table, host, need in zip(tables, host_of, needs, strict=True):
@@ -102,8 +104,8 @@ class _Dealing:
         """Deal shards to ranks; tell whether there is room."""
         parts = [self.choices[table].column_shards for table in tables]
         shards = np.repeat(tables, parts).tolist()
-        needs = np.repeat(self.needs(tables), parts).tolist()
-        rank_of = self._dealt(shards, np.array(needs), self.busy, self.room - self.taken)
+        needs = np.repeat(self.needs(tables), parts, axis=0)
+        rank_of = self._dealt(shards, needs, self.busy, self.room - self.taken)
         if rank_of is None:
             return False
         for table, rank in zip(shards, rank_of, strict=True):
@@ -117,7 +119,7 @@ class _Dealing:
         if not tables:
             return []
         times = np.array([self._seconds(table) for table in tables])
-        bin_of = dealt(Items(times, needs[:, None]), Bins(busy, room[:, None]))
+        bin_of = dealt(Items(times, needs), Bins(busy, room))
         return None if bin_of is None else bin_of.tolist()
 
     def _seconds(self, table: int) -> float:

@@ -16,13 +16,13 @@ from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import Floats, Loads, Ranks
-from torchrec_2dsp.cost.model import CostSetting, MemoryCost, table_bytes
+from torchrec_2dsp.cost.model import CostSetting, MemoryCost, host_memory_bytes, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import TableWork
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
-from torchrec_2dsp.planner.search.space import Space
+from torchrec_2dsp.planner.search.space import Room, Space
 
 _LEAST_GAIN = 1e-6
 """The share by which a change must shorten the step, so that rounding changes nothing."""
@@ -45,7 +45,7 @@ class Sums:
     """A row for each of `LOADS`, a column for each rank."""
 
     table_bytes: Floats
-    """Bytes of tables on each rank, without buffers."""
+    """Bytes of tables without buffers on each rank's device, and in its host's memory."""
 
     def __add__(self, other: "Sums") -> "Sums":
         return Sums(self.loads + other.loads, self.table_bytes + other.table_bytes)
@@ -72,7 +72,7 @@ class Placement:
 class Descent:
     """Shortens a placement's step by changing tables; caches the sums of single tables."""
 
-    def __init__(self, space: Space, prices: Floats, room: float) -> None:
+    def __init__(self, space: Space, prices: Floats, room: Room) -> None:
         setting = space.setting
         self._space = space
         self.prices = prices
@@ -90,7 +90,8 @@ class Descent:
         if self._last is not None and self._last[0] is placement:
             return self._last[1]
         sums = Sums(
-            np.zeros((len(self._buffers), self._group.num_ranks)), np.zeros(self._group.num_ranks)
+            np.zeros((len(self._buffers), self._group.num_ranks)),
+            np.zeros((len(self._room), self._group.num_ranks)),
         )
         for table in range(len(placement.choices)):
             sums += self.sums_of(placement, table)
@@ -110,8 +111,12 @@ class Descent:
         return self._rated_s(self.sums(placement), placement.choices)
 
     def bytes_by_rank(self, placement: Placement) -> Floats:
-        """Return the bytes on each rank, buffers included."""
+        """Return the bytes on each rank's device, buffers included."""
         return self._bytes(self.sums(placement))
+
+    def fits(self, placement: Placement) -> bool:
+        """Tell whether all ranks have room."""
+        return self._fits(self.sums(placement))
 
     def improved(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
         """Improve the start until nothing helps or ``max_tries`` are used; return the tries left.
@@ -189,18 +194,24 @@ class Descent:
         if key in self._known:
             return self._known[key]
         placed = self._space.candidates[table].placed(choice, ranks, self._group)
-        sums = Sums(
-            self._space.setting.loads([placed]).values, table_bytes(placed, self._group.num_ranks)
-        )
+        num_ranks = self._group.num_ranks
+        num_bytes = table_bytes(placed, num_ranks), host_memory_bytes(placed, num_ranks)
+        sums = Sums(self._space.setting.loads([placed]).values, np.stack(num_bytes))
         if len(self._space.candidates) * self._group.num_ranks <= _MAX_REMEMBERED:
             self._known[key] = sums
         return sums
 
     def _bytes(self, sums: Sums) -> Floats:
-        return np.asarray(sums.table_bytes + self._buffers @ sums.loads, np.float64)
+        return np.asarray(sums.table_bytes[0] + self._buffers @ sums.loads, np.float64)
+
+    def _fits(self, sums: Sums) -> bool:
+        in_host = sums.table_bytes[1]
+        return bool(
+            (self._bytes(sums).max() <= self._room.device) & (in_host.max() <= self._room.host)
+        )
 
     def _rated_s(self, sums: Sums, choices: Sequence[Choice]) -> float:
-        if (self._bytes(sums) > self._room).any():
+        if not self._fits(sums):
             return float("inf")
         types = {choice.message_type for choice in choices}
         digest = hashlib.blake2b(repr(sorted(types)).encode(), digest_size=16)
@@ -266,12 +277,12 @@ def rows_by_byte(runs: Runs, room: float) -> Floats:
     return num_taken
 
 
-def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: float) -> Placement:
+def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: Room) -> Placement:
     """Return the placement with the hot rows that pay, or itself where none do.
 
     Reference: P2RES, whose performance model this follows; see docs/guides/planner.md.
     """
-    free_bytes = room - float(descent.bytes_by_rank(placement).max())
+    free_bytes = room.device - float(descent.bytes_by_rank(placement).max())
     runs = _runs(space, placement)
     while runs is not None and free_bytes > 0:
         num_taken = rows_by_byte(runs, free_bytes)
@@ -281,7 +292,7 @@ def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: fl
             for choice, num_hot in zip(placement.choices, by_table, strict=True)
         ]
         hotter = Placement(tuple(choices), placement.ranks)
-        missing = float(descent.bytes_by_rank(hotter).max()) - room
+        missing = float(descent.bytes_by_rank(hotter).max()) - room.device
         if missing <= 0:
             before = descent.step_cost(placement).tables_s
             after = descent.step_cost(hotter).tables_s
@@ -439,7 +450,7 @@ class MeshPlacement:
         constraint = candidate.constraint or ParameterConstraints()
         return ParameterSharding2D(
             sharding_type=type_2d(choice.kind.value),
-            compute_kernel=candidate.kernels[choice.kind],
+            compute_kernel=choice.kernel,
             ranks=list(ranks),
             sharding_spec=spec,
             cache_params=constraint.cache_params,
@@ -474,8 +485,7 @@ class SearchResult:
 
     placements: Sequence[MeshPlacement]
     tried: Sequence[Tried]
-    room: float
-    """Bytes that a rank has for tables and buffers."""
+    room: Room
 
     gain_by_int4: float = 1.0
     """The factor by which rows in 4 bits would speed up a step; 1 if they are allowed."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.collectives import Span
 from torchrec_2dsp.cost.loads import LOADS, Floats, Loads, load_weights
-from torchrec_2dsp.cost.model import CostSetting, table_bytes
+from torchrec_2dsp.cost.model import CostSetting, host_memory_bytes, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import AlikeWork
@@ -44,6 +44,20 @@ _MAX_WEIGHED = 300
 """With more tables than these, a sample decides which meshes are searched closely."""
 _SAMPLE = 100
 """The sample's approximate size, in tables."""
+
+
+class Room(NamedTuple):
+    """Bytes that every rank has for tables and buffers."""
+
+    device: float
+    """In the memory of the tables' device."""
+
+    host: float = 0.0
+    """Beside a GPU's memory, in its host's."""
+
+    def beside(self, device: float, host: float) -> "Room":
+        """Return what other tables leave."""
+        return Room(self.device - device, self.host - host)
 
 
 class Effort(NamedTuple):
@@ -91,6 +105,9 @@ class Space:
     bytes_of_shard: Floats
     """Bytes on the fullest rank."""
 
+    host_bytes_of_rank: Floats
+    """Bytes in the mean rank's share of its host's memory, beside a GPU's."""
+
     _prices: dict[bytes, Floats] = field(default_factory=dict, repr=False, compare=False)
     """Prices by the loads they are for: many sets of families come to the same choices."""
 
@@ -120,7 +137,7 @@ class Space:
         shape = len(candidates), max((len(of_table) for of_table in choices), default=0)
         family_of = np.full(shape, -1)
         loads = np.zeros((*shape, len(LOADS)))
-        mean, most = np.full(shape, np.inf), np.full(shape, np.inf)
+        mean, most, in_host = np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(shape)
         buffers = setting.buffer_bytes
         together: dict[tuple[int, ...], Candidate] = {}
         for tables in alike:
@@ -136,6 +153,9 @@ class Space:
                     loads[rows, number] = mean_loads
                     mean[rows, number] = by_rank.mean(axis=-1) + mean_loads @ buffers
                     most[rows, number] = by_rank.max(axis=-1)
+                    if choice.in_host_memory:
+                        of_host = host_memory_bytes(placed, group.num_ranks)
+                        in_host[rows, number] = of_host.mean(axis=-1)
         return cls(
             setting,
             candidates,
@@ -145,6 +165,7 @@ class Space:
             loads * stand_for,
             mean * stand_for,
             most,
+            in_host * stand_for,
         )
 
     def under(self, setting: CostSetting) -> "Space":
@@ -176,6 +197,16 @@ class Space:
     def bytes_of(self, selection: Selection) -> float:
         """Return the bytes on the mean rank."""
         return float(self.bytes_of_rank[np.arange(len(selection)), selection].sum())
+
+    def host_bytes_of(self, selection: Selection) -> float:
+        """Return the bytes in the mean rank's share of its host's memory."""
+        return float(self.host_bytes_of_rank[np.arange(len(selection)), selection].sum())
+
+    def fits(self, selection: Selection, room: Room) -> bool:
+        """Tell whether a selection fits if all ranks had the same of it."""
+        return (
+            self.bytes_of(selection) <= room.device and self.host_bytes_of(selection) <= room.host
+        )
 
     def types_of(self, selection: Selection) -> set[str]:
         """Return the message types that a selection sends."""
@@ -286,7 +317,7 @@ class Selected:
 
 
 def chosen_on_each(
-    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: Room
 ) -> list[tuple[Space, list[Selected]]]:
     """Choose on each mesh; return meshes and choices that fit, the best first.
 
@@ -300,7 +331,7 @@ def chosen_on_each(
 def _on_each(
     candidates: Sequence[Candidate],
     settings: Sequence[CostSetting],
-    room: float,
+    room: Room,
     stand_for: float = 1.0,
 ) -> list[tuple[Space, list[Selected]]]:
     """Choose on each mesh, and the schedule: pipeline and all-to-all; the best mesh first."""
@@ -314,7 +345,7 @@ def _on_each(
 def _scheduled(
     candidates: Sequence[Candidate],
     settings: Sequence[CostSetting],
-    room: float,
+    room: Room,
     stand_for: float,
 ) -> tuple[Space, list[Selected]]:
     """Choose for all tables on a mesh, and one of its schedules.
@@ -342,7 +373,7 @@ def _scheduled(
             (
                 Selected.of(other, each.selection).rated_s
                 for each in selected[:_RESCHEDULED]
-                if other.bytes_of(each.selection) <= room
+                if other.fits(each.selection, room)
             ),
             default=np.inf,
         )
@@ -367,7 +398,7 @@ def effort_for(candidates: Sequence[Candidate]) -> Effort:
 
 
 def _best_settings(
-    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: Room
 ) -> list[CostSetting]:
     """Return the best meshes for a sample with small and large tables."""
     by_size = sorted(candidates, key=lambda candidate: candidate.work.num_rows * candidate.work.dim)
@@ -380,8 +411,8 @@ def _best_settings(
     return best if largest.mesh in [setting.mesh for setting in best] else [*best, largest]
 
 
-def selections(space: Space, room: float) -> list[Selected]:
-    """Return good choices for all tables within ``room`` bytes per rank, the best first.
+def selections(space: Space, room: Room) -> list[Selected]:
+    """Return good choices for all tables within the ranks' ``room``, the best first.
 
     A step's cost is nearly a sum over tables, so each takes what is cheapest for it; but the first
     table in a family pays for messages and kernels that the others share. So sets of families are
@@ -414,7 +445,7 @@ def smallest(space: Space) -> Selected:
 
 def _try(
     space: Space,
-    room: float,
+    room: Room,
     families: frozenset[int],
     tried: dict[frozenset[int], Selected],
 ) -> None:
@@ -430,16 +461,14 @@ def _try(
         tried[families] = min(distinct.values(), key=lambda selected: selected.rated_s)
 
 
-def _allowed(space: Space, families: Iterable[int], room: float) -> _Mask:
+def _allowed(space: Space, families: Iterable[int], room: Room) -> _Mask:
     """Mask the choices in some families that fit; all that fit for tables without any."""
-    fits = np.isfinite(space.bytes_of_rank) & (space.bytes_of_shard <= room)
+    fits = np.isfinite(space.bytes_of_rank) & (space.bytes_of_shard <= room.device)
     of_families = fits & np.isin(space.family_of, list(families))
     return np.where(of_families.any(axis=1, keepdims=True), of_families, fits)
 
 
-def _cheapest_within(
-    space: Space, seconds: Floats, allowed: _Mask, room: float
-) -> Selection | None:
+def _cheapest_within(space: Space, seconds: Floats, allowed: _Mask, room: Room) -> Selection | None:
     """Return the cheapest choices that fit together; `None` where nothing does.
 
     Bisection finds the lowest price for a byte of memory at which all fit.
@@ -451,25 +480,22 @@ def _cheapest_within(
     def at_price(price: float) -> Selection:
         return _argmin(np.where(allowed, seconds + price * num_bytes, np.inf))
 
-    def fits(selection: Selection) -> bool:
-        return bool(num_bytes[np.arange(len(selection)), selection].sum() <= room)
-
     selection = at_price(0.0)
-    if fits(selection):
+    if space.fits(selection, room):
         return selection
     least = _argmin(np.where(allowed, num_bytes, np.inf))
-    if not fits(least):
+    if space.bytes_of(least) > room.device:
         return None
     low, high = _LEAST_PRICE, _HIGHEST_PRICE
     for _ in range(_BISECTIONS):
         # Prices differ by orders of magnitude.
         price = (low * high) ** 0.5
-        if fits(at_price(price)):
+        if space.bytes_of(at_price(price)) <= room.device:
             high = price
         else:
             low = price
-    selection = at_price(high)
-    return selection if fits(selection) else least
+    # The lowest price at which devices are full enough leaves least for the host's memory.
+    return next((each for each in (at_price(high), least) if space.fits(each, room)), None)
 
 
 def _argmin(values: Floats) -> Selection:

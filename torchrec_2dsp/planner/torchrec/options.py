@@ -1,7 +1,6 @@
 """The search's choices and plans as options of TorchRec's planner."""
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Stor
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import LOADS, Floats
-from torchrec_2dsp.cost.model import table_bytes
+from torchrec_2dsp.cost.model import host_memory_bytes, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
@@ -120,8 +119,8 @@ class Draft:
         device: str,
     ) -> ShardingOption:
         setting = self.space.setting
-        group, kernel = setting.group, candidate.kernels[choice.kind]
-        option = copy.copy(stock_options[candidate.name, choice.kind, kernel])
+        group = setting.group
+        option = copy.copy(stock_options[candidate.name, choice.kind, choice.kernel])
         option.sharding_type = ProposedType.of(
             choice.kind,
             setting.mesh,
@@ -137,20 +136,21 @@ class Draft:
         placed = candidate.somewhere(choice, group)
         loads = setting.loads([placed]).values
         by_rank = table_bytes(placed, group.num_ranks) + setting.buffer_bytes @ loads
+        in_host = host_memory_bytes(placed, group.num_ranks)
+        by_kind = np.ceil([in_host, by_rank] if device == "cpu" else [by_rank, in_host])
         milliseconds = prices.T @ loads
         if choice.is_free:
             milliseconds = _in_equal_parts(milliseconds, len(sizes))
-            by_rank = _in_equal_parts(by_rank, len(sizes))
-        memory = "ddr" if device == "cpu" else "hbm"
+            by_kind = _in_equal_parts(by_kind, len(sizes))
         option.shards = [
             Shard(
                 size=size,
                 offset=offset,
-                storage=Storage(**{"hbm": 0, "ddr": 0, memory: math.ceil(num_bytes)}),
+                storage=Storage(hbm=int(hbm), ddr=int(ddr)),
                 perf=Perf(*(float(part_ms) for part_ms in parts)),
             )
-            for size, offset, num_bytes, parts in zip(
-                sizes, offsets, by_rank, milliseconds.T, strict=True
+            for size, offset, (hbm, ddr), parts in zip(
+                sizes, offsets, by_kind.T, milliseconds.T, strict=True
             )
         ]
         return option
@@ -226,7 +226,9 @@ class PlannedOptions:
                 shards=[],
             )
             for candidate in placed.candidates
-            for kind, kernel in candidate.kernels.items()
+            for kind, kernel in dict.fromkeys(
+                (choice.kind, choice.kernel) for choice in candidate.choices
+            )
         )
 
 

@@ -29,11 +29,11 @@ from torchrec_2dsp.planner.search.best_placements import placements
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of_options
 from torchrec_2dsp.planner.search.cost_search import CostSearch, room_of
 from torchrec_2dsp.planner.search.placement import Descent, with_hot_rows
-from torchrec_2dsp.planner.search.space import chosen_on_each, effort_for
+from torchrec_2dsp.planner.search.space import Room, chosen_on_each, effort_for
 from torchrec_2dsp.planner.torchrec.adapters import base_constraints
 from torchrec_2dsp.planner.torchrec.options import Draft, KnownOptions, known_options
 
-_UNLIMITED = float("inf")
+_UNLIMITED = Room(float("inf"))
 _MAX_PROPOSALS = 36
 """The most plans that are drafted."""
 
@@ -138,7 +138,7 @@ class ExchangeProposer(Proposer):
         settings = search.settings(workload, self.topology)
         return Loaded(candidates, settings, known_options(search_space))
 
-    def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
+    def drafts(self, loaded: Loaded, room: Room) -> Iterator[Draft]:
         """Yield drafts for each mesh, the most promising mesh first."""
         effort = effort_for(loaded.candidates)
         for space, selected in chosen_on_each(loaded.candidates, loaded.settings, room):
@@ -172,7 +172,7 @@ class ExchangeProposer(Proposer):
             self._is_room_known = True
             self._draft(room_of(storage_constraint))
 
-    def _draft(self, room: float) -> None:
+    def _draft(self, room: Room) -> None:
         assert self._loaded is not None
         self._drafts = islice(self.drafts(self._loaded, room), _MAX_PROPOSALS)
 
@@ -234,7 +234,7 @@ class HotRowProposer(ExchangeProposer):
         self.inner = inner
         """The proposer behind this one."""
 
-    def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
+    def drafts(self, loaded: Loaded, room: Room) -> Iterator[Draft]:
         """Yield the inner proposer's drafts, with hot rows where they pay."""
         for draft in self.inner.drafts(loaded, room):
             space = draft.space

@@ -101,6 +101,9 @@ class MachinesConfig(Section):
     memory_gib: float = Field(default=0.0, ge=0)
     """A rank's memory in GiB; 0 takes the calibration's."""
 
+    host_memory_gib: float = Field(default=0.0, ge=0)
+    """Beside a GPU's memory, a rank's share of its host's in GiB; 0 takes the calibration's."""
+
     reserved: float = Field(default=0.15, ge=0, lt=1)
     """The share of memory that tables and their exchanges don't get."""
 
@@ -135,5 +138,7 @@ class MachinesConfig(Section):
                 f"{self.calibration} doesn't say how much memory a rank has; set "
                 "machines.memory_gib"
             )
-        hardware = calibration.hardware.model_copy(update={"memory_bytes": num_bytes})
+        in_host = int(self.host_memory_gib * _GIB) or calibration.hardware.host_memory_bytes
+        sizes = {"memory_bytes": num_bytes, "host_memory_bytes": in_host}
+        hardware = calibration.hardware.model_copy(update=sizes)
         return calibration.model_copy(update={"hardware": hardware})

@@ -1,0 +1,304 @@
+"""Tables that GPUs have no room for are searched in the hosts' memory, by cost, and the rest isn't.
+
+No GPU is needed to plan for some.
+"""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingType
+
+import torchrec_2dsp as tdsp
+from tests.support.planning import (
+    BATCH,
+    DIM,
+    EXACT,
+    NOTHING,
+    ROW,
+    SHARDERS,
+    TABLE_WISE,
+    cost,
+    nothing_reserved,
+    only_the_link,
+    skewed,
+    table,
+    tables,
+    tables_in,
+    with_part,
+)
+from torchrec_2dsp.cost.calibration import Calibration, KernelCost
+from torchrec_2dsp.cost.model import CostModel, CostSetting, host_memory_bytes, table_bytes
+from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.planner.search.best_placements import search
+from torchrec_2dsp.planner.search.choices import ANYWHERE, candidates_of
+from torchrec_2dsp.planner.search.space import Room, Selected, Space, selections
+from torchrec_2dsp.programs.config.machines import MachinesConfig
+from torchrec_2dsp.programs.plan import torchrec_cost
+
+MESH = tdsp.Mesh2D(1, 4)
+ROWS = (1_000_000,) * 4
+IDS = (30.0, 1.0, 10.0, 3.0)
+WHOLE = sum(ROWS) * (DIM * 4 + 4)
+"""The bytes of all tables with their moments."""
+BUS_S = 1e-9
+"""Seconds for a byte from the host's memory."""
+
+
+def gpus(**kernels: KernelCost | None) -> Calibration:
+    """Return the costs of GPUs where nothing but bytes costs anything."""
+    bus = NOTHING.model_copy(update={"per_byte_s": BUS_S})
+    return with_part(only_the_link(**({"host_memory": bus} | kernels)), "hardware", device="cuda")
+
+
+def constraints(**more: Any) -> dict[str, ParameterConstraints]:
+    return {
+        f"t{number}": ParameterConstraints(
+            sharding_types=["row_wise", "table_wise"], pooling_factors=[ids], **more
+        )
+        for number, ids in enumerate(IDS)
+    }
+
+
+def planner(device_share: float, host_share: float = 4.0, **settings: Any) -> Planner2D:
+    """Return a planner for GPUs that have room for these shares of all tables, buffers beside."""
+    topology = Topology(
+        world_size=4,
+        local_world_size=4,
+        compute_device="cuda",
+        hbm_cap=int(device_share * WHOLE / 4 + 5_000_000),
+        ddr_cap=int(host_share * WHOLE / 4),
+    )
+    given = {
+        "calibration": gpus(),
+        "constraints": constraints(),
+        "exchange": "row",
+        "batch_size": 64,
+        "mesh": MESH,
+        "storage_reservation": nothing_reserved(),
+    }
+    return Planner2D(topology=topology, **(given | settings))
+
+
+def kernels_in(plan: tdsp.Plan2D) -> dict[str, str]:
+    return {name: table.compute_kernel for name, table in tables_in(plan).items()}
+
+
+def problem(**more: Any) -> tuple[Space, CostSetting]:
+    """Return the choices for rows of tables in either memory."""
+    model = tables(ROWS, DIM)
+    workload = Workload.of_model(model, batch_size=64, constraints=constraints(), **more)
+    setting = CostSetting(gpus(), workload, MESH, EXACT, 4)
+    candidates = candidates_of(
+        model, SHARDERS, constraints(), workload, "cuda", exchanges=(tdsp.Exchange.ROW,), kernels=ANYWHERE
+    )
+    return Space.of(candidates, setting), setting
+
+
+def test_what_fits_stays_in_the_memory_of_gpus() -> None:
+    plan = planner(1.1).plan(tables(ROWS, DIM), SHARDERS)
+    assert set(kernels_in(plan).values()) == {"fused"}
+
+
+@pytest.mark.parametrize("share", [0.8, 0.55, 0.3, 0.05])
+def test_tables_that_are_read_least_are_in_the_hosts_memory(share: float) -> None:
+    """The best set of the sixteen, but for what rooms of single tables leave."""
+    space, _ = problem()
+    buffers = max(
+        space.bytes_of(selection) for selection in map(np.array, all_of(space, "fused_uvm"))
+    )
+    room = Room(buffers + share * WHOLE / 4, WHOLE)
+    (first, *_) = selections(space, room)
+    assert space.fits(first.selection, room)
+    fitting = [
+        Selected.of(space, np.array(each))
+        for each in itertools.product(*(range(len(of_table)) for of_table in space.choices))
+        if space.fits(np.array(each), room)
+    ]
+    least = min(each.rated_s for each in fitting)
+    in_host = [choice.in_host_memory for choice in space.chosen(first.selection)]
+    # Tables are as large as each other, so the order of their lookups is that of their seconds.
+    assert in_host[0] <= in_host[2] <= in_host[3] <= in_host[1]
+    assert any(in_host)
+    assert first.rated_s <= 1.001 * least
+
+
+def all_of(space: Space, kernel: str) -> list[list[int]]:
+    """Return the selection of the first choice with a kernel for each table."""
+    numbers = [
+        next(number for number, choice in enumerate(of_table) if choice.kernel == kernel)
+        for of_table in space.choices
+    ]
+    return [numbers]
+
+
+def test_placed_tables_fit_both_memories_of_each_rank() -> None:
+    space, setting = problem()
+    room = Room(0.5 * WHOLE / 4 + 5_000_000, 0.7 * WHOLE / 4)
+    for placed in search(space.candidates, [setting], room).placements:
+        tables_there = [
+            candidate.placed(choice, ranks, setting.group)
+            for candidate, choice, ranks in zip(
+                placed.candidates, placed.placement.choices, placed.placement.ranks, strict=True
+            )
+        ]
+        in_host = sum(host_memory_bytes(each, 4) for each in tables_there)
+        assert 0 < np.max(in_host) <= room.host
+        assert placed.bytes_by_rank.max() <= room.device
+        assert placed.memory.host_memory_bytes == pytest.approx(np.max(in_host))
+        assert placed.memory.total_bytes == pytest.approx(placed.bytes_by_rank.max())
+
+
+def test_a_plan_costs_what_its_search_says() -> None:
+    made = planner(0.3)
+    plan = made.plan(tables(ROWS, DIM), SHARDERS)
+    explained = made.explain()
+    assert sorted(kernels_in(plan).values()) == ["fused", "fused_uvm", "fused_uvm", "fused_uvm"]
+    model = CostModel(gpus(), local_world_size=4)
+    again = model.step_cost(plan, explained.setting.workload)
+    assert again.total_s == pytest.approx(explained.cost.total_s)
+    assert again.host_memory_s > 0
+    assert model.memory_cost(plan, explained.setting.workload) == explained.memory
+    text = str(explained)
+    assert "row-wise, uvm" in text
+    assert "host memory" in text
+    assert "all on its GPU" in text
+
+
+def test_neither_memory_suffices() -> None:
+    with pytest.raises(PlanError, match=r"the tables need .* more than the .* there are"):
+        planner(0.2, 0.2).plan(tables(ROWS, DIM), SHARDERS)
+
+
+def test_a_memory_whose_time_is_unknown_is_not_used() -> None:
+    with pytest.raises(PlanError, match="no plan fits"):
+        planner(0.3, calibration=gpus(host_memory=None)).plan(tables(ROWS, DIM), SHARDERS)
+
+
+def test_constraints_name_the_memory() -> None:
+    host = constraints(compute_kernels=["fused_uvm"])
+    plan = planner(1.1, constraints=constraints() | {"t0": host["t0"]}).plan(
+        tables(ROWS, DIM), SHARDERS
+    )
+    assert kernels_in(plan) == {"t0": "fused_uvm", "t1": "fused", "t2": "fused", "t3": "fused"}
+    device = constraints(compute_kernels=["fused"])
+    with pytest.raises(PlanError, match="no plan fits"):
+        planner(0.3, constraints=device).plan(tables(ROWS, DIM), SHARDERS)
+
+
+def test_the_hottest_rows_of_tables_in_the_hosts_memory_are_in_that_of_gpus() -> None:
+    """What its GPUs have room for beside the others: P2RES's layout."""
+    roomy = planner(0.3, access=skewed(ROWS), exchange="pooled")
+    plan = roomy.plan(tables(ROWS, DIM), SHARDERS)
+    hot = {name: table.hot_set for name, table in tables_in(plan).items() if table.hot_set}
+    in_host = {name for name, kernel in kernels_in(plan).items() if kernel == "fused_uvm"}
+    assert hot
+    assert set(hot) <= in_host
+    without = planner(
+        0.3,
+        exchange="pooled",
+        access=skewed(ROWS),
+        constraints={
+            name: tdsp.ParameterConstraints2D(
+                sharding_types=["row_wise", "table_wise"], pooling_factors=[ids], hot_rows=0
+            )
+            for name, ids in zip(("t0", "t1", "t2", "t3"), IDS, strict=True)
+        },
+    )
+    without.plan(tables(ROWS, DIM), SHARDERS)
+    assert roomy.explain().cost.host_memory_s < 0.8 * without.explain().cost.host_memory_s
+    assert roomy.explain().cost.tables_s < without.explain().cost.tables_s
+
+
+def test_options_say_in_which_memory_shards_are() -> None:
+    made = planner(0.3)
+    plan = made.plan(tables(ROWS, DIM), SHARDERS)
+    stored = {
+        option.name: [(shard.storage.hbm, shard.storage.ddr) for shard in option.shards]  # type: ignore[union-attr]
+        for option in made.get_selected_options()
+    }
+    for name, kernel in kernels_in(plan).items():
+        for hbm, ddr in stored[name]:
+            assert ddr == (WHOLE / 16 if kernel == "fused_uvm" else 0)
+            assert hbm > 0
+            assert (hbm > 1e6) == (kernel == "fused")
+
+
+# ---- what reading over the bus costs
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_rows_of_row_exchange_are_read_once_and_for_their_update_once_more(
+    is_frozen: bool,
+) -> None:
+    work = replace(ROW.work, is_frozen=is_frozen, state_bytes_per_row=4.0)
+    in_host = replace(ROW, work=work, in_host_memory=True)
+    bus = NOTHING.model_copy(update={"per_byte_s": 1e-6})
+    machines = only_the_link(host_memory=bus)
+    read_s = cost(in_host, calibration=machines).host_memory_s
+    # Four ranks' batches, whose rows are equally likely, and an owner has a quarter.
+    rows = 10_000 * (1 - (1 - 1 / 10_000) ** BATCH)
+    passes = 1 if is_frozen else 2 + 4 / (DIM * 4)
+    assert read_s == pytest.approx(1e-6 * rows * DIM * 4 * passes, rel=0.01)
+    assert cost(replace(ROW, work=work), calibration=machines).host_memory_s == 0
+
+
+def test_bags_read_rows_for_each_id_and_update_distinct_ones() -> None:
+    in_host = replace(TABLE_WISE, in_host_memory=True)
+    per_row = only_the_link(host_memory=NOTHING.model_copy(update={"per_item_s": 1e-6}))
+    shards = (table(ShardingType.TABLE_WISE, [rank]).shards for rank in range(4))
+    on_each = [replace(in_host, shards=there) for there in shards]
+    num_ids = 4 * BATCH
+    distinct = 10_000 * (1 - (1 - 1 / 10_000) ** num_ids)
+    seconds = cost(*on_each, calibration=per_row).host_memory_s
+    assert seconds == pytest.approx(1e-6 * (num_ids + distinct), rel=0.01)
+
+
+def test_memory_is_counted_where_it_is() -> None:
+    in_host = replace(TABLE_WISE, in_host_memory=True, num_hot=10)
+    row_bytes = DIM * 4 + in_host.work.state_bytes_per_row
+    assert host_memory_bytes(in_host, 4).tolist() == [10_000 * row_bytes, 0, 0, 0]
+    assert table_bytes(in_host, 4).tolist() == [10 * row_bytes] * 4
+    assert not host_memory_bytes(replace(in_host, in_host_memory=False), 4).any()
+
+
+# ---- what is known of the machines
+
+
+def test_a_topology_says_how_fast_the_bus_is() -> None:
+    topology = Topology(world_size=2, compute_device="cuda", hbm_to_ddr_mem_bw=50e6)
+    bus = Calibration.of_topology(topology).kernels.host_memory
+    assert bus is not None
+    assert bus.seconds(7, 50e9) == pytest.approx(1.0)
+    on_cpus = Topology(world_size=2, compute_device="cpu")
+    assert Calibration.of_topology(on_cpus).kernels.host_memory is None
+
+
+def test_a_calibration_gives_its_topology_both_memories() -> None:
+    measured = with_part(gpus(), "hardware", memory_bytes=7, host_memory_bytes=11)
+    storage = measured.topology(4, 2).devices[0].storage
+    assert (storage.hbm, storage.ddr) == (7, 11)
+    asked = measured.topology(4, 2, ddr_cap_bytes=13).devices[0].storage
+    assert (asked.hbm, asked.ddr) == (7, 13)
+
+
+def test_the_plan_command_takes_sizes_and_compares_with_no_cache() -> None:
+    machines = MachinesConfig(calibration="h100_8_datasheet", num_ranks=4, ranks_per_host=4)
+    assert machines.calibrated().hardware.host_memory_bytes == 192e9
+    sizes = {"memory_gib": WHOLE / 2**33, "host_memory_gib": 7.0}
+    calibration = machines.model_copy(update=sizes).calibrated()
+    assert calibration.hardware.host_memory_bytes == 7 * 2**30
+    _, setting = problem()
+    model = tables(ROWS, DIM)
+    roomy, tight = (
+        torchrec_cost(setting, model, known.topology(4, 4))
+        for known in (machines.calibrated(), calibration)
+    )
+    # TorchRec's plan caches rows of the host's memory, which takes nobody knows how long.
+    assert roomy is not None
+    assert tight is None

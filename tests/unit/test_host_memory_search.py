@@ -95,7 +95,13 @@ def problem(**more: Any) -> tuple[Space, CostSetting]:
     workload = Workload.of_model(model, batch_size=64, constraints=constraints(), **more)
     setting = CostSetting(gpus(), workload, MESH, EXACT, 4)
     candidates = candidates_of(
-        model, SHARDERS, constraints(), workload, "cuda", exchanges=(tdsp.Exchange.ROW,), kernels=ANYWHERE
+        model,
+        SHARDERS,
+        constraints(),
+        workload,
+        "cuda",
+        exchanges=(tdsp.Exchange.ROW,),
+        kernels=ANYWHERE,
     )
     return Space.of(candidates, setting), setting
 

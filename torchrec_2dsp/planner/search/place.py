@@ -32,7 +32,8 @@ def place(
     say how long a shard keeps its rank busy.
     """
     choices = space.chosen(selection)
-    dealing = _Dealing(space, selection, prices, room)
+    is_in_host = any(choice.in_host_memory for choice in choices)
+    dealing = _Dealing(space, selection, prices, np.array(room if is_in_host else room[:1]))
     for table, choice in enumerate(choices):
         if not choice.is_free:
             dealing.taken += dealing.kept(table)
@@ -52,7 +53,8 @@ class _Dealing:
     space: Space
     selection: Selection
     prices: Floats
-    room: Room
+    room: Floats
+    """Bytes of each kind of memory on a rank: its device's, and its host's if that is used."""
 
     def __post_init__(self) -> None:
         self.choices = self.space.chosen(self.selection)
@@ -67,8 +69,8 @@ class _Dealing:
         placed = self.space.candidates[table].somewhere(self.choices[table], self.group)
         buffers = setting.buffer_bytes @ setting.loads([placed]).values
         num_ranks = self.group.num_ranks
-        on_device = table_bytes(placed, num_ranks) + buffers
-        return np.stack([on_device, host_memory_bytes(placed, num_ranks)], axis=1)
+        by_kind = table_bytes(placed, num_ranks) + buffers, host_memory_bytes(placed, num_ranks)
+        return np.stack(by_kind[: len(self.room)], axis=1)
 
     def needs(self, tables: Sequence[int]) -> Floats:
         """Return the bytes that shards need beyond those on all ranks, which are counted here."""

@@ -377,11 +377,13 @@ def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
     space = replace(Space.of(both, setting), bytes_of_rank=num_bytes, bytes_of_shard=num_bytes)
     every = [np.array(entry) for entry in itertools.product(range(2), repeat=5)]
     best = min(
-        Selected.of(space, entry).cost.total_s for entry in every if space.bytes_of(entry) <= room
+        Selected.of(space, entry).cost.total_s
+        for entry in every
+        if space.bytes_of(entry).device <= room
     )
     smallest = Selected.of(space, np.ones(5, dtype=np.int64)).cost.total_s
     placed = selections(space, Room(room))[0]
-    assert space.bytes_of(placed.selection) <= room
+    assert space.bytes_of(placed.selection).device <= room
     assert best < 0.95 * smallest
     assert best <= placed.cost.total_s <= best + (smallest - best) / 2
 
@@ -454,7 +456,7 @@ def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> Non
     candidates, setting = problem(mesh, rows.tolist(), batch_size=1_024, local_world_size=8)
     space = Space.of(candidates, setting)
     least = smallest(space)
-    room = 1.7 * space.bytes_of(least.selection)
+    room = 1.7 * space.bytes_of(least.selection).device
     effort = Effort(meshes=1, selections=1, tries=0)
     placed = list(placements(space, selections(space, Room(room)), Room(room), effort))
     assert all(descent.bytes_by_rank(entry).max() <= room for entry, descent in placed)

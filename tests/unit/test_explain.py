@@ -428,3 +428,18 @@ def test_four_groups_bring_what_is_reported() -> None:
     assert uneven == pytest.approx([5.70, 1.57], rel=0.25)
     saved = one.memory.total_bytes - four.memory.total_bytes
     assert saved / one.setting.calibration.hardware.memory_bytes == pytest.approx(0.177, abs=0.10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_twelve_trillion_parameters_fit_gpus_and_their_hosts() -> None:
+    planned = simulated("trillions", 128, 0)
+    weights = planned.memory.weights_bytes + planned.memory.host_memory_bytes
+    assert 128 * weights / 2 > 12e12
+    hardware = planned.setting.calibration.hardware
+    assert 0.95 < planned.memory.total_bytes / (0.85 * hardware.memory_bytes) <= 1
+    assert planned.memory.host_memory_bytes <= hardware.host_memory_bytes
+    assert 0 < planned.cost.host_memory_s < 0.1 * planned.cost.total_s
+    in_host = {line.num_rows for line in planned.tables if line.choice.in_host_memory}
+    assert in_host == {2_000_000_000}, "those that are read least for their bytes"
+    assert all(line.choice.num_hot for line in planned.tables if line.choice.in_host_memory)

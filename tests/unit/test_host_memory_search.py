@@ -31,12 +31,14 @@ from tests.support.planning import (
     with_part,
 )
 from torchrec_2dsp.cost.calibration import Calibration, KernelCost
+from torchrec_2dsp.cost.loads import LOADS
 from torchrec_2dsp.cost.model import CostModel, CostSetting, host_memory_bytes, table_bytes
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.planner.search.best_placements import search
-from torchrec_2dsp.planner.search.choices import ANYWHERE, candidates_of
+from torchrec_2dsp.planner.search.choices import ANYWHERE, Choice, candidates_of
+from torchrec_2dsp.planner.search.placement import Descent, Placement
 from torchrec_2dsp.planner.search.space import Room, Selected, Space, selections
 from torchrec_2dsp.programs.config.machines import MachinesConfig
 from torchrec_2dsp.programs.plan import torchrec_cost
@@ -115,16 +117,13 @@ def test_what_fits_stays_in_the_memory_of_gpus() -> None:
 def test_tables_that_are_read_least_are_in_the_hosts_memory(share: float) -> None:
     """The best set of the sixteen, but for what rooms of single tables leave."""
     space, _ = problem()
-    buffers = max(
-        space.bytes_of(selection) for selection in map(np.array, all_of(space, "fused_uvm"))
-    )
-    room = Room(buffers + share * WHOLE / 4, WHOLE)
+    room = Room(all_in_host(space).device + share * WHOLE / 4, WHOLE)
     (first, *_) = selections(space, room)
-    assert space.fits(first.selection, room)
+    assert room.holds(space.bytes_of(first.selection))
     fitting = [
         Selected.of(space, np.array(each))
         for each in itertools.product(*(range(len(of_table)) for of_table in space.choices))
-        if space.fits(np.array(each), room)
+        if room.holds(space.bytes_of(np.array(each)))
     ]
     least = min(each.rated_s for each in fitting)
     in_host = [choice.in_host_memory for choice in space.chosen(first.selection)]
@@ -134,13 +133,13 @@ def test_tables_that_are_read_least_are_in_the_hosts_memory(share: float) -> Non
     assert first.rated_s <= 1.001 * least
 
 
-def all_of(space: Space, kernel: str) -> list[list[int]]:
-    """Return the selection of the first choice with a kernel for each table."""
+def all_in_host(space: Space) -> Room:
+    """Return the bytes that all tables need in the hosts' memory, and their buffers on GPUs."""
     numbers = [
-        next(number for number, choice in enumerate(of_table) if choice.kernel == kernel)
+        next(number for number, choice in enumerate(of_table) if choice.in_host_memory)
         for of_table in space.choices
     ]
-    return [numbers]
+    return space.bytes_of(np.array(numbers))
 
 
 def test_placed_tables_fit_both_memories_of_each_rank() -> None:
@@ -308,3 +307,14 @@ def test_the_plan_command_takes_sizes_and_compares_with_no_cache() -> None:
     # TorchRec's plan caches rows of the host's memory, which takes nobody knows how long.
     assert roomy is not None
     assert tight is None
+
+
+def test_each_rank_needs_room_in_both_memories() -> None:
+    """On average there would be: three tables on one of four ranks."""
+    space, _ = problem()
+    on_ranks = Choice(ShardingType.TABLE_WISE, tdsp.Exchange.POOLED, kernel="fused_uvm")
+    there = Placement((on_ranks,) * 4, ((0,), (0,), (0,), (1,)))
+    for tables_of_host, fits in ((2.9, False), (3.1, True)):
+        room = Room(1e9, tables_of_host * WHOLE / 4)
+        assert Descent(space, np.zeros(len(LOADS)), room).fits(there) == fits
+    assert not Descent(space, np.zeros(len(LOADS)), Room(10, WHOLE)).fits(there)

@@ -103,7 +103,7 @@ def search(
         Tried(
             space.setting,
             choice.cost.total_s,
-            space.bytes_of(choice.selection),
+            space.bytes_of(choice.selection).device,
             space.in_words(choice.selection),
         )
         for space, selected in chosen
@@ -255,7 +255,7 @@ def _rated_beside(
         return []
     space, (first, *_) = chosen[0]
     in_world = space.types_of(first.selection)
-    room = room.beside(space.bytes_of(first.selection), space.host_bytes_of(first.selection))
+    room = room.without(space.bytes_of(first.selection))
     numbers = {setting.mesh: number for number, setting in enumerate(settings)}
     ratings: list[tuple[float, int]] = []
     for of_others, (best, *_) in chosen_on_each(others, _beside(first.cost, settings), room):
@@ -277,7 +277,7 @@ def _placed_beside(
         return in_world
     placed_once = in_world.placements[0]
     once_bytes = float(placed_once.bytes_by_rank.max())
-    room_beside = room.beside(once_bytes, placed_once.memory.host_memory_bytes)
+    room_beside = room.without(Room(once_bytes, placed_once.memory.host_memory_bytes))
     result = search(others, _beside(placed_once.cost, settings), room_beside)
     return SearchResult(
         [

@@ -205,10 +205,7 @@ class Descent:
         return np.asarray(sums.table_bytes[0] + self._buffers @ sums.loads, np.float64)
 
     def _fits(self, sums: Sums) -> bool:
-        in_host = sums.table_bytes[1]
-        return bool(
-            (self._bytes(sums).max() <= self._room.device) & (in_host.max() <= self._room.host)
-        )
+        return self._room.holds(Room(self._bytes(sums).max(), sums.table_bytes[1].max()))
 
     def _rated_s(self, sums: Sums, choices: Sequence[Choice]) -> float:
         if not self._fits(sums):

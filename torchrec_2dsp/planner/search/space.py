@@ -47,17 +47,21 @@ _SAMPLE = 100
 
 
 class Room(NamedTuple):
-    """Bytes that every rank has for tables and buffers."""
+    """Bytes in a rank's memory, for tables and buffers or of them."""
 
     device: float
-    """In the memory of the tables' device."""
+    """On the tables' device."""
 
     host: float = 0.0
     """Beside a GPU's memory, in its host's."""
 
-    def beside(self, device: float, host: float) -> "Room":
+    def holds(self, other: "Room") -> bool:
+        """Tell whether there is room for so much."""
+        return self.device >= other.device and self.host >= other.host
+
+    def without(self, other: "Room") -> "Room":
         """Return what other tables leave."""
-        return Room(self.device - device, self.host - host)
+        return Room(self.device - other.device, self.host - other.host)
 
 
 class Effort(NamedTuple):
@@ -194,19 +198,11 @@ class Space:
         """Return a rank's share of each of `LOADS`."""
         return np.asarray(self.loads[np.arange(len(selection)), selection].sum(axis=0), np.float64)
 
-    def bytes_of(self, selection: Selection) -> float:
+    def bytes_of(self, selection: Selection) -> Room:
         """Return the bytes on the mean rank."""
-        return float(self.bytes_of_rank[np.arange(len(selection)), selection].sum())
-
-    def host_bytes_of(self, selection: Selection) -> float:
-        """Return the bytes in the mean rank's share of its host's memory."""
-        return float(self.host_bytes_of_rank[np.arange(len(selection)), selection].sum())
-
-    def fits(self, selection: Selection, room: Room) -> bool:
-        """Tell whether a selection fits if all ranks had the same of it."""
-        return (
-            self.bytes_of(selection) <= room.device and self.host_bytes_of(selection) <= room.host
-        )
+        chosen = np.arange(len(selection)), selection
+        by_kind = self.bytes_of_rank, self.host_bytes_of_rank
+        return Room(*(float(num_bytes[chosen].sum()) for num_bytes in by_kind))
 
     def types_of(self, selection: Selection) -> set[str]:
         """Return the message types that a selection sends."""
@@ -373,7 +369,7 @@ def _scheduled(
             (
                 Selected.of(other, each.selection).rated_s
                 for each in selected[:_RESCHEDULED]
-                if other.fits(each.selection, room)
+                if room.holds(other.bytes_of(each.selection))
             ),
             default=np.inf,
         )
@@ -481,21 +477,22 @@ def _cheapest_within(space: Space, seconds: Floats, allowed: _Mask, room: Room) 
         return _argmin(np.where(allowed, seconds + price * num_bytes, np.inf))
 
     selection = at_price(0.0)
-    if space.fits(selection, room):
+    if room.holds(space.bytes_of(selection)):
         return selection
     least = _argmin(np.where(allowed, num_bytes, np.inf))
-    if space.bytes_of(least) > room.device:
+    if space.bytes_of(least).device > room.device:
         return None
     low, high = _LEAST_PRICE, _HIGHEST_PRICE
     for _ in range(_BISECTIONS):
         # Prices differ by orders of magnitude.
         price = (low * high) ** 0.5
-        if space.bytes_of(at_price(price)) <= room.device:
+        if space.bytes_of(at_price(price)).device <= room.device:
             high = price
         else:
             low = price
     # The lowest price at which devices are full enough leaves least for the host's memory.
-    return next((each for each in (at_price(high), least) if space.fits(each, room)), None)
+    fitting = (each for each in (at_price(high), least) if room.holds(space.bytes_of(each)))
+    return next(fitting, None)
 
 
 def _argmin(values: Floats) -> Selection:

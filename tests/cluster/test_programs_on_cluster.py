@@ -50,6 +50,7 @@ def test_a_report_counts_what_crosses_the_link_and_says_where_it_ran(tmp_path: P
 
 
 @pytest.mark.alone
+@pytest.mark.dealt_suite(seconds=45)
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_ranks_compute_side_by_side_and_wait_for_the_slowest(tmp_path: Path, hosts: int) -> None:
     with EmulatedCluster(hosts, 2, "none", processor_per_rank=True) as cluster:

@@ -143,6 +143,7 @@ def check_real(hosts: int, ranks_per_host: int, link: str) -> SelfCheck:
 
 
 @pytest.mark.alone
+@pytest.mark.dealt_suite(seconds=20)
 @pytest.mark.usefixtures("needs_cluster")
 def test_a_real_link(capsys: pytest.CaptureFixture[str]) -> None:
     check = check_real(2, 1, "200mbit")

@@ -248,6 +248,7 @@ def test_a_failed_rank_ends_the_others() -> None:
     assert subprocess.run(command, timeout=patient(60), check=False).returncode == 7
 
 
+@pytest.mark.dealt_suite(seconds=20)
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.support.compiled_kernels"]

@@ -37,6 +37,7 @@ RUNS: dict[str, type[TrainConfig | BenchConfig | PlanConfig]] = {
     "scale": PlanConfig,
     "scale_clicks": PlanConfig,
     "sequence": TrainConfig,
+    "trillions": PlanConfig,
 }
 
 

@@ -23,7 +23,7 @@ from tests.support.buckets import bucket
 from tests.support.train_runs import TREE, click_data, config_with, plain_metrics
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint.address import Place
-from torchrec_2dsp.parallel.train_state.hyper_parameters import (
+from torchrec_2dsp.parallel.train_state.state import (
     check_hyper_parameters,
     restore_hyper_parameters,
 )

@@ -120,9 +120,19 @@ class ChecksumWriter(dcp.FileSystemWriter):
             open_address(self, str(folder))
         self._folder = folder
         self.lock = FolderLock(folder) if isinstance(folder, Path) else None
-        self._streams = _ChecksumStreams()
+        self.crc32s: dict[MetadataIndex, int] = {}
+        """The checksums of chunks, as far as they are written."""
+        self.failure: OSError | None = None
+        """The error of the first write that failed."""
         # DCP asks this object for a stream to write each chunk to.
-        self.transforms = cast(Any, self._streams)
+        self.transforms = cast(Any, self)
+
+    def transform_save_stream(
+        self, write_item: WriteItem, raw_stream: io.IOBase
+    ) -> tuple[IO[bytes], list[str]]:
+        """Return a chunk's stream, and no descriptors, because it doesn't change the bytes."""
+        stream = _ChecksumStream(cast(IO[bytes], raw_stream), self, write_item.index)
+        return cast(IO[bytes], stream), []
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lock the folder, on the rank that coordinates the save."""
@@ -149,16 +159,16 @@ class ChecksumWriter(dcp.FileSystemWriter):
         try:
             results = super().write_data(plan, planner).value()
         except RuntimeError as error:
-            if self._streams.failure is None:
+            if self.failure is None:
                 raise
-            raise self._streams.failure from error
+            raise self.failure from error
         written: Future[list[WriteResult]] = Future()
         written.set_result(
             [
                 WriteResult(
                     result.index,
                     result.size_in_bytes,
-                    (result.storage_data, self._streams.crc32s[result.index]),
+                    (result.storage_data, self.crc32s[result.index]),
                 )
                 for result in results
             ]
@@ -249,40 +259,24 @@ def holds_checkpoint(folder: Place) -> CheckpointError:
     return CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
 
 
-class _ChecksumStreams:
-    """Creates the streams to which DCP writes chunks, and keeps the checksum of each chunk."""
-
-    def __init__(self) -> None:
-        self.crc32s: dict[MetadataIndex, int] = {}
-        self.failure: OSError | None = None
-        """The error of the first write that failed."""
-
-    def transform_save_stream(
-        self, write_item: WriteItem, raw_stream: io.IOBase
-    ) -> tuple[IO[bytes], list[str]]:
-        """Return a chunk's stream, and no descriptors, because it doesn't change the bytes."""
-        stream = _ChecksumStream(cast(IO[bytes], raw_stream), self, write_item.index)
-        return cast(IO[bytes], stream), []
-
-
 class _ChecksumStream(io.RawIOBase):
     """A stream that passes bytes on to a file, which it never closes, and keeps their checksum."""
 
-    def __init__(self, file: IO[bytes], streams: _ChecksumStreams, index: MetadataIndex) -> None:
-        self._file, self._streams, self._index = file, streams, index
-        streams.crc32s[index] = 0
+    def __init__(self, file: IO[bytes], writer: ChecksumWriter, index: MetadataIndex) -> None:
+        self._file, self._writer, self._index = file, writer, index
+        writer.crc32s[index] = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any, /) -> int:
         """Write all of ``data``."""
-        crc32s = self._streams.crc32s
+        crc32s = self._writer.crc32s
         crc32s[self._index] = zlib.crc32(data, crc32s[self._index])
         try:
             return self._file.write(data)
         except OSError as error:
-            self._streams.failure = self._streams.failure or error
+            self._writer.failure = self._writer.failure or error
             raise
 
 

@@ -49,6 +49,7 @@ from torchrec_2dsp.rows.update import (
     DirectLookup,
     DirectUpdater,
     RowUpdater,
+    Updater,
     quickest_updater,
 )
 
@@ -57,7 +58,7 @@ ROUNDING = 1e-6
 HALF_ROUNDING = 1e-3
 """For fp16 tables: such a difference can tip a weight near 1 to its fp16 neighbour."""
 
-MakeUpdater = Callable[[Tbe], RowUpdater | DirectUpdater]
+MakeUpdater = Callable[[Tbe], Updater]
 
 
 def row_capture(tbe: Tbe, **options: Any) -> RowCapture:

@@ -55,8 +55,8 @@ from torchrec_2dsp.rows.update import (
 
 ROUNDING = 1e-6
 """The kernel adds in another order: a few float32 roundings of values near 1."""
-HALF_ROUNDING = 1e-3
-"""For fp16 tables: such a difference can tip a weight near 1 to its fp16 neighbour."""
+ROUNDINGS = {SparseType.FP32: ROUNDING, SparseType.FP16: 1e-3}
+"""By the tables' type: such a difference can tip a weight near 1 to its fp16 neighbour."""
 
 MakeUpdater = Callable[[Tbe], Updater]
 
@@ -113,7 +113,7 @@ def check(case: Case, batches: list[Batch], make_updater: MakeUpdater = RowUpdat
     if case.is_exact and make_updater is RowUpdater:
         assert all(map(torch.equal, actual, expected))
         return
-    tolerance = ROUNDING if case.precision is SparseType.FP32 else HALF_ROUNDING
+    tolerance = ROUNDINGS[case.precision]
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
@@ -367,8 +367,6 @@ def test_sums_as_on_a_gpu(weighted: bool) -> None:
     assert torch.equal(nothing, torch.zeros(3, 8))
 
 
-LOOKUP_ROUNDING = {SparseType.FP32: 1e-6, SparseType.FP16: 1e-3}
-"""Row gradients are added in another order."""
 TABLES = ((11, 8), (7, 8))
 
 
@@ -396,7 +394,7 @@ def trained_by_lookups(case: Case, *, direct: bool) -> list[torch.Tensor]:
     return [*(output.detach() for output in outputs), *tensors_of(tbe)]
 
 
-@pytest.mark.parametrize("precision", LOOKUP_ROUNDING)
+@pytest.mark.parametrize("precision", ROUNDINGS)
 @pytest.mark.parametrize("optimizer", RULES, ids=lambda optimizer: optimizer.name)
 @pytest.mark.parametrize("max_gradient", [None, 0.3])
 @pytest.mark.parametrize("feature_tables", [(0, 1), (0, 0, 1)], ids=str)
@@ -415,7 +413,7 @@ def test_it_trains_as_the_fused_backward_does(
         max_gradient=max_gradient,
         eps=0.01,
     )
-    rounding = LOOKUP_ROUNDING[precision]
+    rounding = ROUNDINGS[precision]
     result, expected = trained_by_lookups(case, direct=True), trained_by_lookups(case, direct=False)
     for own, fused in zip(result, expected, strict=True):
         torch.testing.assert_close(own, fused, rtol=rounding, atol=rounding)
@@ -461,7 +459,7 @@ def test_it_is_quicker_than_the_fused_backward() -> None:
 
 
 @pytest.mark.parametrize("optimizer", RULES, ids=lambda optimizer: optimizer.name)
-@pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
+@pytest.mark.parametrize("precision", ROUNDINGS)
 @pytest.mark.parametrize("feature_tables", [(0, 1), (0, 0, 1)], ids=str)
 def test_a_rule_does_what_the_kernel_does(
     optimizer: EmbOptimType, precision: SparseType, feature_tables: tuple[int, ...]

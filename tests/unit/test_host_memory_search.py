@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingType
 
@@ -173,6 +174,48 @@ def test_a_plan_costs_what_its_search_says() -> None:
     assert "row-wise, uvm" in text
     assert "host memory" in text
     assert "all on its GPU" in text
+
+
+KERNELS = (None, ["fused"], ["fused_uvm"], ["fused", "fused_uvm"])
+
+
+@pytest.mark.dealt_suite(seconds=5)
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(100, 1_000_000), st.sampled_from(KERNELS)), min_size=1),
+    st.floats(0.02, 1.3),
+    st.floats(0.1, 3.0),
+    st.sampled_from([EXACT, tdsp.WeightSync()]),
+)
+def test_drawn_plans_fit_and_cost_what_is_said(
+    of_tables: list[tuple[int, list[str] | None]],
+    device_share: float,
+    host_share: float,
+    sync: "tdsp.GradientSync | tdsp.WeightSync",
+) -> None:
+    demanded = {f"t{number}": kernels for number, (_, kernels) in enumerate(of_tables)}
+    made = planner(
+        device_share,
+        host_share,
+        mesh=None,
+        sync=sync,
+        constraints={
+            name: tdsp.ParameterConstraints2D(compute_kernels=kernels)
+            for name, kernels in demanded.items()
+        },
+    )
+    model = tables([rows for rows, _ in of_tables], DIM)
+    try:
+        plan = made.plan(model, SHARDERS)
+    except PlanError:
+        return
+    explained = made.explain()
+    assert explained.memory.total_bytes <= explained.room.device
+    assert explained.memory.host_memory_bytes <= explained.room.host
+    for name, kernel in kernels_in(plan).items():
+        assert kernel in (demanded[name] or ANYWHERE)
+    again = CostModel(gpus(), local_world_size=4).step_cost(plan, explained.setting.workload)
+    assert again.total_s == pytest.approx(explained.cost.total_s)
 
 
 def test_neither_memory_suffices() -> None:

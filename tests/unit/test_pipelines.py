@@ -93,6 +93,7 @@ def test_a_wide_layer_is_measured_to_take_longer() -> None:
 def test_impossible_cuts_are_refused() -> None:
     errors: list[tuple[Any, str]] = [
         (lambda: check_cuts([2], 4, 3), "cuts=[2] make 2 stages, not num_stages=3; give the first"),
+        (lambda: check_cuts({"stack": (1, 2)}, 4, 2), "cuts=['stack'] are no numbers of layers;"),  # type: ignore[arg-type]
         (lambda: check_cuts([2, 2], 4, 3), "cuts=[2, 2] leave a stage without layers; give"),
         (lambda: check_cuts([0, 2], 4, 3), "cuts=[0, 2] leave a stage without layers; give"),
         (lambda: even_cuts(3, 4), "a LayerStack of 3 layers can't be cut into num_stages=4; use 3"),

@@ -157,6 +157,11 @@ def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def check_cuts(cuts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return the cuts if they make ``num_stages`` stages of at least one layer each."""
     check_layers(num_layers, num_stages)
+    if not all(isinstance(cut, int) for cut in cuts):
+        raise ConfigError(
+            f"cuts={list(cuts)} are no numbers of layers; give the first layer of each stage but "
+            "the first"
+        )
     ends = (0, *cuts, num_layers)
     if len(cuts) != num_stages - 1:
         raise ConfigError(

@@ -36,7 +36,7 @@ def test_each_cell_is_in_a_hand(count: int) -> None:
     if count >= NUM_HANDS:
         assert sorted(cell for hand in hands for cell in hand) == cells
         assert hand_of(cells, NUM_HANDS) == hands[0], "the seventh slice has the first hand again"
-    hands = [hand_of(cells, number, 10) for number in range(10)]
+    hands = [hand_of(cells, number, 12) for number in range(12)]
     assert all(hands)
     assert {cell for hand in hands for cell in hand} == set(cells)
 

@@ -22,6 +22,7 @@ from tests.support.planning import (
     ROW,
     SHARDERS,
     TABLE_WISE,
+    TWO,
     cost,
     nothing_reserved,
     only_the_link,
@@ -305,6 +306,34 @@ def test_bags_read_rows_for_each_id_and_update_distinct_ones() -> None:
     distinct = 10_000 * (1 - (1 - 1 / 10_000) ** num_ids)
     seconds = cost(*on_each, calibration=per_row).host_memory_s
     assert seconds == pytest.approx(1e-6 * (num_ids + distinct), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sync", "rows_read"),
+    [
+        (EXACT, 2 * BATCH * 2),
+        (tdsp.WeightSync(), 2 * BATCH),
+        (tdsp.WeightSync(policy=tdsp.every(4)), 2 * BATCH),
+        (tdsp.WeightSync(policy=tdsp.never()), 0),
+        (tdsp.WeightSync(rows="all"), 10_000),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_syncs_read_rows_there(
+    sync: "tdsp.GradientSync | tdsp.WeightSync", rows_read: float
+) -> None:
+    """Beside lookups and updates, the touched rows of all peers or this rank's, or all."""
+    in_host = replace(TABLE_WISE, in_host_memory=True)
+    machines = only_the_link(host_memory=NOTHING.model_copy(update={"per_byte_s": 1e-6}))
+    first, second = (
+        replace(in_host, shards=table(ShardingType.TABLE_WISE, [rank]).shards) for rank in range(2)
+    )
+    synced, alone = (
+        cost(first, second, mesh=TWO, sync=way, calibration=machines).host_memory_s
+        for way in (sync, tdsp.WeightSync(policy=tdsp.never()))
+    )
+    row_s = 1e-6 * DIM * 4
+    assert (synced - alone) / row_s == pytest.approx(rows_read, rel=0.05)
 
 
 def test_memory_is_counted_where_it_is() -> None:

@@ -343,6 +343,7 @@ def add_synced_rows(
         loads.peer_bytes_of_rank += shards.touched_bytes(1, wire)
         loads.peer_bytes_of_host += shards.touched_bytes(peers.ranks_per_host, wire)
         loads.peer_bytes_of_all += shards.touched_bytes(peers.num_ranks, wire)
+        _read_synced(shards, shards.touched_bytes(peers.num_ranks, FLOAT_BYTES))
         return
     _add_average(shards, sync, weights=True, moments=sync.moments_policy is None)
     if sync.moments_policy is not None:
@@ -364,6 +365,8 @@ def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments:
     rows = num_bytes = 0.0
     if sync.rows is SyncedRows.TOUCHED:
         rows, num_bytes = shards.touched(num_steps), shards.touched_bytes(num_steps, of_column)
+    is_whole = sync.rows is SyncedRows.ALL
+    _read_synced(shards, (shards.whole_bytes(of_column) if is_whole else num_bytes) / num_steps)
     if weights:
         loads.averaged_rows += rows
         loads.averaged_bytes += num_bytes
@@ -372,6 +375,14 @@ def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments:
         loads.moment_rows += rows
         loads.moment_bytes += num_bytes
         loads.moment_whole_bytes += shards.whole_bytes(of_column)
+
+
+def _read_synced(shards: "_Shards", num_bytes: float | Ranks) -> None:
+    """Add the rows that a sync reads in the host's memory, to update or to average them."""
+    work = shards.table.work
+    if shards.table.in_host_memory and not work.is_frozen:
+        shards.loads.bus_bytes += num_bytes
+        shards.loads.bus_rows += num_bytes / shards.table.row_bytes
 
 
 def _bytes_per_number(transport: Transport, dim: int) -> float:

@@ -171,6 +171,9 @@ def test_a_plan_costs_what_its_search_says() -> None:
     assert again.total_s == pytest.approx(explained.cost.total_s)
     assert again.host_memory_s > 0
     assert model.memory_cost(plan, explained.setting.workload) == explained.memory
+    # CPUs have one memory, whatever the kernel is called.
+    on_cpus = CostModel(only_the_link(), local_world_size=4)
+    assert on_cpus.memory_cost(plan, explained.setting.workload).host_memory_bytes == 0
     text = str(explained)
     assert "row-wise, uvm" in text
     assert "host memory" in text

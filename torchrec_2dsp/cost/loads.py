@@ -305,8 +305,8 @@ class Placed:
     """True for one of TorchRec's own shardings, whose ids travel in eight bytes."""
 
     @classmethod
-    def of(cls, work: TableWork, sharding: ParameterSharding2D) -> "Placed":
-        """Return a table as a plan has it."""
+    def of(cls, work: TableWork, sharding: ParameterSharding2D, device: str = "cpu") -> "Placed":
+        """Return a table as a plan has it; on CPUs there is one memory."""
         spec = getattr(sharding.sharding_spec, "shards", None) or ()
         return cls(
             work=work,
@@ -321,7 +321,8 @@ class Placed:
             ),
             num_hot=0 if sharding.hot_set is None else len(sharding.hot_set),
             transport=sharding.transport,
-            in_host_memory=sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM.value,
+            in_host_memory=device == "cuda"
+            and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM.value,
             is_stock=sharding.sharding_type == base_type(sharding.sharding_type),
         )
 

@@ -111,7 +111,7 @@ class CostModel:
 
     def step_cost(self, plan: Plan2D, workload: Workload) -> StepCost:
         """Predict a plan's step."""
-        in_groups, in_world = _placed(plan, workload)
+        in_groups, in_world = _placed(plan, workload, self.calibration.hardware.device)
         setting = self._setting(plan, workload)
         if in_world:
             world = setting.of_world()
@@ -123,7 +123,7 @@ class CostModel:
 
         Tables with one copy in the world count as if the same rank had most of them.
         """
-        in_groups, in_world = _placed(plan, workload)
+        in_groups, in_world = _placed(plan, workload, self.calibration.hardware.device)
         setting = self._setting(plan, workload)
         cost = setting.memory_cost(in_groups)
         return cost + setting.of_world().memory_cost(in_world) if in_world else cost
@@ -140,7 +140,7 @@ class CostModel:
         )
 
 
-def _placed(plan: Plan2D, workload: Workload) -> tuple[list[Placed], list[Placed]]:
+def _placed(plan: Plan2D, workload: Workload, device: str) -> tuple[list[Placed], list[Placed]]:
     """Return tables with a copy in each group, and those with one in the world."""
     in_groups: list[Placed] = []
     in_world: list[Placed] = []
@@ -148,7 +148,7 @@ def _placed(plan: Plan2D, workload: Workload) -> tuple[list[Placed], list[Placed
         for name, sharding in module.tables():
             is_once = sharding.mesh_in(plan.mesh) != plan.mesh
             tables = in_world if is_once else in_groups
-            tables.append(Placed.of(workload.table(name), sharding))
+            tables.append(Placed.of(workload.table(name), sharding, device))
     return in_groups, in_world
 
 

@@ -484,7 +484,7 @@ def _column_shards(
 def _nothing_text(
     name: str, constraint: ParameterConstraints | None, sharded_by: str, device: str
 ) -> str:
-    kinds = ", ".join(kind.value for kind in _KNOWN)
+    kinds, kernels = ", ".join(kind.value for kind in _KNOWN), ", ".join(ANYWHERE)
     demanded = [
         f"{argument}={getattr(constraint, argument)}"
         for argument in ("sharding_types", "compute_kernels", "exchange", "transport", "hot_rows")
@@ -492,6 +492,6 @@ def _nothing_text(
     ]
     return (
         f"nothing is allowed for table {name!r}: {', '.join(demanded) or 'no constraint'}, with "
-        f"{sharded_by} on {device}. The search knows {kinds} with fused and dense kernels; loosen "
+        f"{sharded_by} on {device}. The search knows {kinds} with {kernels}; loosen "
         "the constraints, or use TorchRec's planner with Enumerator2D"
     )

@@ -36,7 +36,7 @@ from torchrec_2dsp.cost.calibration import Calibration, KernelCost
 from torchrec_2dsp.cost.loads import LOADS
 from torchrec_2dsp.cost.model import CostModel, CostSetting, host_memory_bytes, table_bytes
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.planner.search.best_placements import search
 from torchrec_2dsp.planner.search.choices import ANYWHERE, Choice, candidates_of
@@ -209,9 +209,12 @@ def test_drawn_plans_fit_and_cost_what_is_said(
         },
     )
     model = tables([rows for rows, _ in of_tables], DIM)
+    all_bytes = sum(rows for rows, _ in of_tables) * (DIM * 4 + 4)
+    is_free = all("fused_uvm" in (kernels or ANYWHERE) for kernels in demanded.values())
     try:
         plan = made.plan(model, SHARDERS)
     except PlanError:
+        assert not is_free or host_share * WHOLE < 1.1 * all_bytes, "the hosts alone have room"
         return
     explained = made.explain()
     assert explained.memory.total_bytes <= explained.room.device
@@ -244,7 +247,7 @@ def test_constraints_name_the_memory() -> None:
 
 
 def test_the_hottest_rows_of_tables_in_the_hosts_memory_are_in_that_of_gpus() -> None:
-    """What its GPUs have room for beside the others: P2RES's layout."""
+    """The planner fills what other tables leave of the GPUs' memory: P2RES's layout."""
     roomy = planner(0.3, access=skewed(ROWS), exchange="pooled")
     plan = roomy.plan(tables(ROWS, DIM), SHARDERS)
     hot = {name: table.hot_set for name, table in tables_in(plan).items() if table.hot_set}
@@ -379,6 +382,9 @@ def test_the_plan_command_takes_sizes_and_compares_with_no_cache() -> None:
         torchrec_cost(setting, model, known.topology(4, 4))
         for known in (machines.calibrated(), calibration)
     )
+    on_cpus = MachinesConfig(calibration="emulated_1gbit", num_ranks=4, ranks_per_host=2)
+    with pytest.raises(ConfigError, match=r"host_memory_gib=7\.0 is for GPUs"):
+        on_cpus.model_copy(update=sizes).calibrated()
     # TorchRec's plan caches rows of the host's memory, which takes nobody knows how long.
     assert roomy is not None
     assert tight is None

@@ -56,7 +56,7 @@ from torchrec_2dsp.rows.update import (
 ROUNDING = 1e-6
 """The kernel adds in another order: a few float32 roundings of values near 1."""
 ROUNDINGS = {SparseType.FP32: ROUNDING, SparseType.FP16: 1e-3}
-"""By the tables' type: such a difference can tip a weight near 1 to its fp16 neighbour."""
+"""Bounds by the tables' type: such a difference can tip a weight near 1 to its fp16 neighbour."""
 
 MakeUpdater = Callable[[Tbe], Updater]
 

@@ -7,9 +7,11 @@ measured constants; exchanges that may run beside computing are taken off again 
     Workload   tables, ids per sample, row frequencies    }
     Placed     a table's type, shards, exchange, hot rows }  ->  Loads: kinds of work x ranks
     Span       groups, peers and world on their hosts     }       |  times Calibration
-    StepCost   input exchange + lookup + rows + forward exchange + dense + backward exchange
-               + dense exchange + update + hot rows + sync + imbalance - hidden
-    MemoryCost weights + optimizer state + hot rows + dense gradients + batches + vectors + copies
+    StepCost   input exchange + lookup + host memory + rows + forward exchange + dense
+               + backward exchange + dense exchange + update + hot rows + id maps + sync
+               + imbalance + stragglers - hidden
+    MemoryCost weights + optimizer state + hot rows + dense gradients + batches + vectors + copies;
+               tables in the host's memory beside them
 
 =============== ==================================================================================
 file            content

@@ -150,6 +150,7 @@ class Explanation:
     """Bytes on each rank."""
 
     room: Room
+    """The memory that each rank has for tables and buffers."""
 
     meshes: Sequence[tuple[str, float]]
     """The meshes on which tables were placed, and their steps; the first is the plan."""

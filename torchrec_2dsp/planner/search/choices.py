@@ -55,7 +55,7 @@ _IN_HOST_MEMORY = EmbeddingComputeKernel.FUSED_UVM.value
 ON_DEVICE = _DENSE, _FUSED
 """Kernels whose tables are in the memory of the device."""
 ANYWHERE = *ON_DEVICE, _IN_HOST_MEMORY
-"""Besides, that which reads tables in the host's memory from a GPU."""
+"""All kernels that are searched; the last reads tables in the host's memory from a GPU."""
 _WHOLE_ROWS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)
 _MIN_COLUMNS = 32
 """The fewest columns in a column-wise shard, as in TorchRec."""

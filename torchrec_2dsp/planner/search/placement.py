@@ -483,6 +483,7 @@ class SearchResult:
     placements: Sequence[MeshPlacement]
     tried: Sequence[Tried]
     room: Room
+    """The memory that each rank has for tables and buffers."""
 
     gain_by_int4: float = 1.0
     """The factor by which rows in 4 bits would speed up a step; 1 if they are allowed."""

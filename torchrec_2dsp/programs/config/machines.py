@@ -128,7 +128,7 @@ class MachinesConfig(Section):
         """Return the calibration of these machines, with the memory that they have.
 
         Raises:
-            ConfigError: nothing says how much that is.
+            ConfigError: nothing says how much that is, or CPUs are given a second memory.
         """
         calibration = self.slower.than(Calibration.load(self.calibration))
         calibration.check_covers(world_size=self.num_ranks, local_world_size=self.ranks_per_host)
@@ -137,6 +137,11 @@ class MachinesConfig(Section):
             raise ConfigError(
                 f"{self.calibration} doesn't say how much memory a rank has; set "
                 "machines.memory_gib"
+            )
+        if self.host_memory_gib and calibration.hardware.device == "cpu":
+            raise ConfigError(
+                f"machines.host_memory_gib={self.host_memory_gib} is for GPUs, and "
+                f"{self.calibration} is of CPUs, which have one memory; set machines.memory_gib"
             )
         in_host = int(self.host_memory_gib * _GIB) or calibration.hardware.host_memory_bytes
         sizes = {"memory_bytes": num_bytes, "host_memory_bytes": in_host}

@@ -35,7 +35,6 @@ class FactorizationMachine(nn.Module):
         self.names = [feature.name for feature in features]
         self.embeddings = EmbeddingBagCollection(
             tables=[
-                # The program finds a feature's table by this name.
                 EmbeddingBagConfig(
                     name=f"t_{feature.name}",
                     num_embeddings=feature.num_rows,

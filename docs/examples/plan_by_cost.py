@@ -34,7 +34,8 @@ class Model(nn.Module):
         self.over = nn.Linear(32 * len(ROWS), 1)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        return self.over(self.ebc(features).values()).squeeze(1)
+        pooled = self.ebc(features)
+        return self.over(torch.cat([pooled[name] for name in ROWS], dim=1)).squeeze(1)
 
 
 def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:

@@ -146,8 +146,8 @@ def _without_garbage_collection() -> Iterator[None]:
 class Planner2D(ShardingPlanner):
     """Searches the plan that every sharding group runs, and the mesh, by predicted cost.
 
-    It chooses a sharding type, an exchange, a wire format, hot rows and the number of copies for
-    each table, and the mesh unless one is given. Where nothing was measured, it predicts by the
+    It chooses a sharding type, an exchange, hot rows and the number of copies for each table, one
+    wire format, and the mesh unless one is given. Where nothing was measured, it predicts by the
     topology's bandwidths.
 
     Example:

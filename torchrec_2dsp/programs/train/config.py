@@ -145,7 +145,7 @@ class OutputConfig(Section):
     """The folder for the config, the record and each run's plan and traces; empty for none."""
 
     traced_steps: int = Field(default=10, ge=0)
-    """Steps to trace in the middle of each run, or of its first 1,000 steps, so that a page says
+    """Steps to trace in the middle of each run, or of its next 1,000 steps, so that a page says
     where they go; at most a third of the run, and 0 for none."""
 
     watchers: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import plan_as_torchrec
-from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build, tables_of
+from tests.support.models import SEQUENCES, BagModel, ModelSpec, TableSpec, build, tables_of
 from tests.support.parity import TWO, Cell, group_plan, make_sharder
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -71,6 +71,14 @@ def with_a_half_output(plan: Any) -> tdsp.Plan2D:
     tables = plan.plan["ebc"]
     tables["t0"] = replace(tables["t0"], output_dtype=DataType.FP16)
     return plan
+
+
+def with_config(**fields: Any) -> BagModel:
+    """Build the cell's model; its first table's config has other ``fields``."""
+    model = BagModel(CELL.spec)
+    for name, value in fields.items():
+        setattr(model.ebc.embedding_bag_configs()[0], name, value)
+    return model
 
 
 def with_triton_on_some(rank: int) -> None:
@@ -310,6 +318,14 @@ UNSUPPORTED: dict[str, Case] = {
     "tables in integers": (
         "table 't0' of module 'ebc' has data_type=<DataType.INT8: 'INT8'>, which can't be trained",
         lambda rank: construct(model=build(replace(FP16, data_type=DataType.INT8))),
+    ),
+    "a table that makes rows as ids come": (
+        "table 't0' of module 'ebc' has use_virtual_table=True, for key-value kernels",
+        lambda rank: construct(model=with_config(use_virtual_table=True)),
+    ),
+    "a table that was pruned for inference": (
+        "table 't0' of module 'ebc' has num_embeddings_post_pruning=20, which is for inference",
+        lambda rank: construct(model=with_config(num_embeddings_post_pruning=20)),
     ),
     "stochastic rounding by an optimizer without a rule": (
         "stochastic_rounding of table 't0' isn't possible with EmbOptimType.EMAINPLACE_ROWWISE",

@@ -330,6 +330,16 @@ def check_table_configs(path: str, configs: Iterable[Any], *, is_weighted: bool 
                 f"{where} has data_type={config.data_type!r}, which can't be trained; use FP32, "
                 "FP16 or BF16, or plan it with stored_as='int8'"
             )
+        if config.use_virtual_table:
+            raise UnsupportedError(
+                f"{where} has use_virtual_table=True, for key-value kernels, whose replicas can't "
+                "be synced; leave it out, or map ids to rows by managed collisions"
+            )
+        if config.num_embeddings_post_pruning not in (None, config.num_embeddings):
+            raise UnsupportedError(
+                f"{where} has num_embeddings_post_pruning={config.num_embeddings_post_pruning}, "
+                "which is for inference; leave it out to train all rows"
+            )
         if config.num_embeddings < 1:
             raise PlanError(f"{where} has {config.num_embeddings} rows; give it at least one")
         if config.embedding_dim < 1 or config.embedding_dim % _COLUMNS_AT_A_TIME:

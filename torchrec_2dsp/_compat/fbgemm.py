@@ -244,14 +244,18 @@ def _look_up_in_float(
     ids, offsets, weights, _ = tbe.prepare_inputs(indices, offsets, per_sample_weights)
     tbe._indices, tbe._offsets = ids, offsets
     shape, tables = tbe_shape(tbe), tbe.split_embedding_weights()
-    num_bags, outputs = (offsets.numel() - 1) // len(shape.feature_tables), []
+    num_features, outputs = len(shape.feature_tables), []
+    num_bags = (offsets.numel() - 1) // num_features
+    # All that a GPU is waited for, however many features there are.
+    bounds = offsets[::num_bags].tolist() if num_bags else [0] * (num_features + 1)
     for feature, table in enumerate(shape.feature_tables):
         bags = offsets[feature * num_bags : (feature + 1) * num_bags + 1]
-        first, end = int(bags[0]), int(bags[-1])
+        first, end = bounds[feature : feature + 2]
         output = tables[table].index_select(0, ids[first:end]).float()
         if not shape.is_sequence:
             factors = None if weights is None else weights[first:end]
-            output = sum_bags(output, torch.arange(end - first), bags - first, factors)
+            places = torch.arange(end - first, device=ids.device)
+            output = sum_bags(output, places, bags - first, factors)
         if shape.is_mean:
             output /= bags.diff().clamp(min=1)[:, None]
         outputs.append(output)

@@ -308,7 +308,7 @@ UNSUPPORTED: dict[str, Case] = {
         ),
     ),
     "tables in bf16 with an optimizer that has no rule": (
-        "can't update on a CPU; use FP32 or FP16, or one of EmbOptimType.ADAM",
+        "because rules on tensors update it; use FP32 or FP16, or use one of EmbOptimType.ADAM",
         lambda rank: construct(
             Cell(tdsp.Mesh2D(1, 4), spec=FP16),
             sharder=sharder_of(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD),

@@ -56,7 +56,7 @@ def ruled_tbe(optimizer: EmbOptimType, dtype: SparseType = SparseType.FP32, **op
     tbe = Tbe(
         [(5, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         weights_precision=dtype,
-        **params_to_build(params, torch.device("cpu")),
+        **params_to_build(params, dtype, torch.device("cpu")),
     )
     assert adopt_optimizer(tbe, params)
     tbe.split_embedding_weights()[0].copy_(torch.arange(20.0).view(5, 4) / 20 + 0.25)

@@ -138,8 +138,10 @@ def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], message: st
 
 
 def test_tables_that_torchrec_cant_look_up_are_refused() -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match="can't look up tables in bf16 on a CPU"):
-        load_config(BenchConfig, "bench", ["model.table_dtype=bf16"])
+    for device in ("cpu", "cuda"):
+        overrides = ["model.table_dtype=bf16", f"schedule.device={device}"]
+        with pytest.raises(tdsp.errors.ConfigError, match="can't look up tables in bf16; use"):
+            load_config(BenchConfig, "bench", overrides)
     load_config(BenchConfig, "bench", ["model.table_dtype=fp16"])
 
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec, build, tables_of
@@ -28,6 +29,7 @@ from torchrec_2dsp.shard.optimizers import (
     stock_params,
 )
 
+ROW_WISE = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
 SCALES = [0.25, 1.0, 3.7, 4.0, 100.0]
 ROUNDING = 1e-6
 """Both sides divide and take roots in another order: some float32 roundings per step."""
@@ -276,6 +278,26 @@ def test_what_a_rule_on_tensors_lacks_is_refused(name: str) -> None:
     with pytest.raises(tdsp.errors.UnsupportedError, match=f"{name}=.* is unknown to .* on a CPU"):
         check_optimizers(model, params, AVERAGED, "cpu")
     check_optimizers(model, params, AVERAGED, "cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD}, "EMAINPLACE_ROWWISE_ADAGRAD,"),
+        ({"optimizer": EmbOptimType.LARS_SGD}, "LARS_SGD,"),
+        (ROW_WISE | {"weight_decay": 0.5}, "EXACT_ROWWISE_ADAGRAD and weight_decay=0.5,"),
+        (ROW_WISE | {"max_norm": 0.5}, "EXACT_ROWWISE_ADAGRAD and max_norm=0.5,"),
+    ],
+)
+def test_what_no_rule_does_to_tables_in_bf16_is_refused(
+    params: dict[str, Any], text: str, device: str
+) -> None:
+    model: Any = build(ModelSpec(data_type=DataType.BF16))
+    text = f"data_type=.*BF16.* of table 't0' isn't possible with EmbOptimType.{text} because"
+    with pytest.raises(tdsp.errors.UnsupportedError, match=text):
+        check_optimizers(model.ebc, params, AVERAGED, device)
+    check_optimizers(model.ebc, {"optimizer": EmbOptimType.ADAM}, AVERAGED, device)
 
 
 def test_what_an_optimizer_uses_or_what_changes_nothing_is_taken() -> None:

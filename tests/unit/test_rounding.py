@@ -13,10 +13,12 @@ from torchrec_2dsp._compat.fbgemm import (
     SparseType,
     adopt_lookup,
     last_lookup,
+    params_to_build,
     updates_by_rule,
 )
 from torchrec_2dsp.rows.gradients import sources_of_bags
 from torchrec_2dsp.rows.rounding import HALF_TYPES, RoundedTable, rounded
+from torchrec_2dsp.rows.update import DirectUpdater, quickest_updater
 
 TABLE = RoundedTable("t_user", 0, lambda rows: rows)
 SIZES = [0.0, 1e-12, 3e-8, 5.97e-8, 1e-6, 6.1e-5, 6.2e-5, 1e-3, 0.1, 0.9999, 1.0, 3.14159, 1e3, 6e4]
@@ -159,6 +161,16 @@ def test_rows_in_bf16_are_summed_in_float32(
         for offsets in (torch.zeros(1, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)):
             no_ids = torch.zeros(0, dtype=torch.int64)
             assert in_bf16(no_ids, offsets).abs().sum() == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_no_device_looks_up_rows_in_bf16_by_fbgemm(device: str) -> None:
+    """Its kernels for GPUs, which a tensor on the meta device stands for, have no such type."""
+    case, place = Case(precision=SparseType.BF16), torch.device(device)
+    tbe = make_tbe(case, place, **params_to_build({}, case.precision, place))
+    adopt_lookup(tbe)
+    assert "forward" in vars(tbe)
+    assert isinstance(quickest_updater(tbe), DirectUpdater)
 
 
 def test_shares_of_means_are_float32_whatever_the_default_type() -> None:

@@ -388,5 +388,6 @@ def test_torchrec_alone_does_not_round_alike() -> None:
     with pytest.raises(tdsp.errors.ConfigError, match="TorchRec alone, which doesn't round"):
         make_config(TrainConfig, {**tree, **stock})
     in_bf16 = {**MINIMAL, "model": {"table_dtype": "bf16"}, **stock}
-    with pytest.raises(tdsp.errors.ConfigError, match="TorchRec alone, which can't look up"):
-        make_config(TrainConfig, in_bf16)
+    for device in ("cpu", "cuda"):
+        with pytest.raises(tdsp.errors.ConfigError, match="TorchRec alone, which can't look up"):
+            make_config(TrainConfig, in_bf16 | {"loop": {"device": device}})

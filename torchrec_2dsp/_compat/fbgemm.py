@@ -204,9 +204,8 @@ def updates_by_rule(tbe: Tbe) -> bool:
 
 
 def _needs_lookup(tbe: Tbe) -> bool:
-    """Return whether FBGEMM has no lookup of such tables on a kernel's device."""
-    is_bf16 = tbe.weights_precision is SparseType.BF16
-    return has_own_rows(tbe) or (is_bf16 and not is_on_gpu(tbe))
+    """Return whether FBGEMM has no lookup of such tables, on a CPU or a GPU."""
+    return has_own_rows(tbe) or tbe.weights_precision is SparseType.BF16
 
 
 _WEIGHTS = "split_embedding_weights"
@@ -276,8 +275,13 @@ def set_rounding(tbe: Tbe, rounding: object) -> None:
 _ROUNDING = "rounding_by_rule"
 
 
-def params_to_build(params: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
+def params_to_build(
+    params: dict[str, Any], precision: SparseType, device: torch.device | None
+) -> dict[str, Any]:
     """Return fused parameters that FBGEMM can build on ``device``; see `adopt_optimizer`."""
+    if precision is SparseType.BF16:
+        # FBGEMM's kernels for GPUs have no cache of this type, not even an empty one.
+        params = {**params, "cache_precision": SparseType.FP32}
     device_type = "cpu" if device is None else device.type
     if not needs_rule(params.get("optimizer", EmbOptimType.EXACT_SGD), device_type):
         return params

@@ -230,6 +230,7 @@ class HotTbe:
         on_cpu = device.type == "cpu"
         # Merged over all ranks the moments are exact: no moment scale here.
         own = {name: value for name, value in fused_params.items() if name not in OWN_PARAMS}
+        precision = data_type_to_sparse_type(slices[0].data_type)
         tbe = Tbe(
             embedding_specs=[
                 (
@@ -242,9 +243,9 @@ class HotTbe:
             ],
             feature_table_map=[index for index, hot in enumerate(slices) for _ in hot.features],
             pooling_mode=PoolingMode.NONE if slices[0].is_sequence else PoolingMode.SUM,
-            weights_precision=data_type_to_sparse_type(slices[0].data_type),
+            weights_precision=precision,
             device=device,
-            **params_to_build(own, device),
+            **params_to_build(own, precision, device),
         )
         adopt_lookup(tbe)
         adopt_optimizer(tbe, own)

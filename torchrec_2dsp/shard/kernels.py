@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.fbgemm import (
@@ -316,7 +317,8 @@ def _kernel_config(
     config: GroupedEmbeddingConfig, device: torch.device | None
 ) -> GroupedEmbeddingConfig:
     """Return ``config`` with fused parameters that FBGEMM knows, in FBGEMM's units."""
-    params = params_to_build(dict(config.fused_params or {}), device)
+    precision = data_type_to_sparse_type(config.data_type)
+    params = params_to_build(dict(config.fused_params or {}), precision, device)
     scale = params.get(MOMENT_SCALE, 1.0)
     params = {name: value for name, value in params.items() if name not in OWN_PARAMS}
     if scale != 1.0:

@@ -187,12 +187,9 @@ def check_optimizers(
     _check_output_types(module, params, plan)
     for trained in _trained_tables(module, params):
         table, optimizer, arguments = trained.name, trained.optimizer, trained.arguments
-        is_by_rule = device_type == "cpu" and trained.data_type is DataType.BF16
-        if is_by_rule and optimizer not in FROM_ROW_GRADIENTS:
-            raise UnsupportedError(
-                f"table {table!r} has data_type={DataType.BF16!r}, which {_name(optimizer)} can't "
-                f"update on a CPU; use FP32 or FP16, or one of {_names(FROM_ROW_GRADIENTS)}"
-            )
+        if trained.data_type is DataType.BF16:
+            what = f"data_type={DataType.BF16!r} of table {table!r}"
+            _check_rule(what, trained, "use FP32 or FP16")
         _check_arguments(optimizer, trained.own_arguments, device_type)
         if "max_gradient" in arguments and not arguments.get("gradient_clipping"):
             raise ConfigError(
@@ -281,7 +278,7 @@ def _check_single_rows(table: str, optimizer: EmbOptimType, plan: ModulePlan2D) 
 
 def _check_rounding(trained: _TrainedTable, plan: ModulePlan2D) -> None:
     """Refuse what rules on tensors can't round at random; FBGEMM would, unlike on each copy."""
-    table, optimizer, arguments = trained.name, trained.optimizer, trained.arguments
+    table, arguments = trained.name, trained.arguments
     is_random, seed = arguments.get("stochastic_rounding"), arguments.get(ROUNDING_SEED)
     if table in plan and plan[table].stochastic_rounding is not None:
         is_random = plan[table].stochastic_rounding
@@ -289,14 +286,18 @@ def _check_rounding(trained: _TrainedTable, plan: ModulePlan2D) -> None:
         raise ConfigError(f"rounding_seed={seed!r} does nothing without stochastic_rounding=True")
     if seed is not None and type(seed) is not int:
         raise ConfigError(f"rounding_seed={seed!r} is no seed; use an integer")
-    if not is_random or trained.data_type is DataType.FP32:
-        return
-    given = _unknown_to_rules(optimizer, arguments)
-    if given or optimizer not in FROM_ROW_GRADIENTS:
+    if is_random and trained.data_type is not DataType.FP32:
+        _check_rule(f"stochastic_rounding of table {table!r}", trained, "leave it out")
+
+
+def _check_rule(what: str, trained: _TrainedTable, remedy: str) -> None:
+    """Refuse an optimizer, or its arguments, for which no rule on tensors does the update."""
+    given = _unknown_to_rules(trained.optimizer, trained.arguments)
+    if given or trained.optimizer not in FROM_ROW_GRADIENTS:
         raise UnsupportedError(
-            f"stochastic_rounding of table {table!r} isn't possible with "
-            f"{' and '.join([_name(optimizer), *given])}, because rules on tensors update it; "
-            f"leave it out, or use one of {_names(FROM_ROW_GRADIENTS)}"
+            f"{what} isn't possible with {' and '.join([_name(trained.optimizer), *given])}, "
+            f"because rules on tensors update it; {remedy}, or use one of "
+            f"{_names(FROM_ROW_GRADIENTS)}"
         )
 
 

@@ -317,10 +317,10 @@ class BenchConfig(Section):
                 f"model.kind={self.model.kind!r} can't train on data.kind={self.data.kind!r}; use "
                 '"sequence" and "synthetic_sequences" together'
             )
-        if self.model.table_dtype == "bf16" and self.schedule.device == "cpu":
+        if self.model.table_dtype == "bf16":
             raise ValueError(
                 "model.table_dtype='bf16': TorchRec, with which all is compared, can't look up "
-                "tables in bf16 on a CPU; use 'fp16'"
+                "tables in bf16; use 'fp16'"
             )
         for name, own in self.planned.items():
             check_calibrated(f"contestants.{name}", own.dense, self.calibration)

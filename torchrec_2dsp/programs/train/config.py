@@ -423,10 +423,9 @@ class TrainConfig(Section):
                 "GPU by other draws on each rank; leave optimizer.stochastic_rounding or the run "
                 "out"
             )
-        on_cpu = self.loop.device == "cpu"
-        if run.stock and on_cpu and getattr(self.model, "table_dtype", "") == "bf16":
+        if run.stock and getattr(self.model, "table_dtype", "") == "bf16":
             raise ValueError(
-                f"runs.{name} is TorchRec alone, which can't look up tables in bf16 on a CPU; set "
+                f"runs.{name} is TorchRec alone, which can't look up tables in bf16; set "
                 "model.table_dtype='fp16', or leave the run out"
             )
         if run.stock and isinstance(self.model, OwnModelConfig):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
@@ -28,6 +29,7 @@ from tests.support.pipelining import (
 )
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients
 
 NUM_STEPS = 4
 ROUNDING = 2e-6
@@ -188,6 +190,29 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks4: RankPool, tmp_path: Path) -> 
     assert ranks4.run(saved_or_resumed, folder, True) == losses
     for error in ranks4.run(load_elsewhere, folder):
         assert "hasn't sent yet, and that parameter is on other ranks now" in error
+
+
+def devices_of_nothing(rank: int, world_size: int) -> list[str]:
+    """Return the device of what a stage without trained layers reduces, by its groups' device."""
+    group, devices = dist.group.WORLD, []
+    assert group is not None
+
+    def mean(_: object, layout: object, buffer: torch.Tensor, **options: bool) -> Any:
+        devices.append(buffer.device.type)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThresholdedGradients, "_mean", mean)
+        for device in ("cpu", "meta"):
+            gradients = thresholded().over_copies({}, group, group, torch.device(device))
+            assert gradients.means([], []) == []
+    return devices
+
+
+def test_a_stage_without_parameters_reduces_on_its_device(ranks2: RankPool) -> None:
+    assert ranks2.run(devices_of_nothing) == [["cpu", "meta"]] * 2
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

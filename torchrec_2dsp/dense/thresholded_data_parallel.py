@@ -111,11 +111,15 @@ class ThresholdedDataParallel(HookedDDP):
         at_backwards(ddp, self._begin_backward)
 
     def over_copies(
-        self, names: Mapping[int, str], copies: dist.ProcessGroup, everyone: dist.ProcessGroup
+        self,
+        names: Mapping[int, str],
+        copies: dist.ProcessGroup,
+        everyone: dist.ProcessGroup,
+        device: torch.device,
     ) -> ThresholdedGradients:
         """Return what adds up the gradients of parameters that ``copies`` have, without DDP."""
         self._has_model = True
-        self._gradients = ThresholdedGradients(self.settings, names, copies, everyone)
+        self._gradients = ThresholdedGradients(self.settings, names, copies, everyone, device)
         return self._gradients
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -119,11 +119,15 @@ class ThresholdedGradients:
         names: Mapping[int, str],
         group: dist.ProcessGroup,
         everyone: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Prepare to add up gradients over ``group``; ``everyone`` agrees on steps and errors."""
+        """Prepare to add up gradients over ``group``; ``everyone`` agrees on steps and errors.
+
+        ``device`` is the groups', for a rank without parameters.
+        """
         self._settings, self._names, self._group = settings, names, group
         self._everyone = group if everyone is None else everyone
-        self._num_ranks = dist.get_world_size(group)
+        self._num_ranks, self._device = dist.get_world_size(group), device
         self._feedback = ErrorFeedback()
         self._preconditioner = Preconditioner(settings.preconditioner)
         self._thresholds: dict[str, Threshold] = {}
@@ -182,7 +186,7 @@ class ThresholdedGradients:
         """
         self.begin_batch(is_first=not have_gradients(params))
         parts = [gradient.reshape(-1).float() for gradient in gradients]
-        buffer = torch.cat(parts or [torch.empty(0)])
+        buffer = torch.cat(parts or [torch.empty(0, device=self._device)])
         means = self._mean(self._layout(params), buffer, is_last=True).wait()
         return [
             part.view_as(gradient).to(gradient.dtype)

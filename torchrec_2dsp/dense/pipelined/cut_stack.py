@@ -163,7 +163,7 @@ class CutStack:
         )
         names = {id(param): f"{name}.{key}" for key, param in stack.named_parameters()}
         self._thresholded = gradients and gradients.over_copies(
-            names, groups.copies, groups.everyone
+            names, groups.copies, groups.everyone, groups.device
         )
         self._build_pipeline()
 

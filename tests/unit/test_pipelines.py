@@ -1,8 +1,10 @@
 """Pipelines without ranks: cuts into stages, against all cuts, and schedules."""
 
+import copy
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -263,6 +265,23 @@ def make(
         tree = {"kind": kind} | ({"tp": mesh.tp} if mesh.tp > 1 else {}) | options
         config = TypeAdapter(DensePartConfig).validate_python(tree)
         dense.dense_wrapper(config, LAYERED, static_graph=static_graph)
+
+
+def test_layers_are_measured_on_the_device_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU; there all numbers that travel are, and all layers."""
+    layered = replace(LAYERED, stack=copy.deepcopy(LAYERED.stack))
+    summed: list[str] = []
+
+    def all_reduce(seconds: torch.Tensor, group: object) -> None:
+        summed.append(seconds.device.type)
+
+    monkeypatch.setattr(dense, "group_device", lambda group: torch.device("meta"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda seconds: torch.ones(seconds.shape))
+    work = layered.work(8, cast(Any, None), state_per_weight=0.0)
+    assert summed == [param.device.type for param in layered.stack.parameters()][:1] == ["meta"]
+    assert [layer.parameter_bytes for layer in work.layers] == [80, 80]
 
 
 def test_ddp_of_accumulated_batches_has_no_static_graph(asked: dict[str, Any]) -> None:

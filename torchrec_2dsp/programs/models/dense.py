@@ -18,6 +18,7 @@ from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.dense import DenseLayers, LayerWork
+from torchrec_2dsp.cost.measuring.clock import group_device
 from torchrec_2dsp.dense.delayed_dense import DelayedDense
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel
@@ -70,13 +71,15 @@ class Layered:
     def work(
         self, batch_size: int, world: dist.ProcessGroup, *, state_per_weight: float
     ) -> DenseLayers:
-        """Measure all layers on this machine, while the other ranks do the same.
+        """Measure all layers on this rank's device, where they stay, while other ranks do the same.
 
         Collectives:
             One all-reduce per layer, with four numbers.
         """
+        device = group_device(world)
+        self.stack.to(device)
         small = max(1, batch_size // _SMALLER)
-        inputs, targets = self.sample(batch_size)
+        inputs, targets = self._sample(batch_size)
         few = [tensor[:small] for tensor in (inputs, *targets)]
         timed = [
             measure_layers(self.stack, inputs, targets),
@@ -85,9 +88,10 @@ class Layered:
         seconds = torch.tensor(
             [[(t.forward_seconds, t.backward_seconds) for t in times] for times in timed],
             dtype=torch.float64,
+            device=device,
         )
         dist.all_reduce(seconds, group=world)
-        seconds /= dist.get_world_size(world)
+        seconds = seconds.cpu() / dist.get_world_size(world)
         layers = [
             self._layer(number, seconds[:, number], (batch_size, small), timed[0][number])
             for number in range(len(self.stack.layers))
@@ -98,6 +102,12 @@ class Layered:
             target_bytes=sum(target[0].nbytes for target in targets),
             state_per_weight=state_per_weight,
         )
+
+    def _sample(self, num_samples: int) -> Sample:
+        """Make samples where the layers are."""
+        inputs, targets = self.sample(num_samples)
+        device = next(self.stack.parameters(), inputs).device
+        return inputs.to(device), [target.to(device) for target in targets]
 
     def _layer(
         self, number: int, seconds: torch.Tensor, sizes: tuple[int, int], timed: LayerTime
@@ -134,7 +144,7 @@ class Layered:
 
     def _kept_bytes(self, number: int) -> float:
         """Return the bytes that a layer keeps per sample for its backward."""
-        given, _ = self.sample(1)
+        given, _ = self._sample(1)
         params = {param.data_ptr() for param in self.stack.parameters()}
         sizes: dict[int, int] = {}
 

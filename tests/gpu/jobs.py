@@ -95,8 +95,8 @@ def _parity() -> Iterator[Job]:
         )
     yield _tests("parity, eight ranks", file, "-k", "eight_ranks")
     file = "tests/dist/test_exchanges.py"
-    yield _tests("parity, exchanges and the unsharded model", file, "-k", "test_training_equals")
-    yield _tests("parity, exchanges", file, "-k", "not test_training_equals")
+    yield _tests("parity, exchanges and the unsharded model", file, "-k", "unsharded_model")
+    yield _tests("parity, exchanges", file, "-k", "not unsharded_model")
     yield _tests("parity, pinned cases", "tests/fuzz/test_pinned.py", budget_s=600)
     for name in PARITY:
         yield _tests(f"parity, {name.replace('_', ' ')}", f"tests/dist/test_{name}.py")

@@ -1,10 +1,12 @@
 """The queue for GPUs runs what there is time for, goes on where it ended, and survives its jobs."""
 
 import os
+import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -186,6 +188,22 @@ def test_jobs_are_what_they_say() -> None:
     assert {*faults} <= cases
     files = {part.partition("::")[0] for job in JOBS for part in job.arguments if ".py" in part}
     assert all(Path(file).exists() for file in files)
+
+
+def test_jobs_select_tests_by_words_of_their_file() -> None:
+    """With a word that isn't in it, pytest selects no test, and fails."""
+    num_words = 0
+    for job in JOBS:
+        _, module, *options = job.arguments
+        if module == "pytest":
+            (tests,) = (part for part in options if ".py" in part)
+            file, _, test = tests.partition("::")
+            asked = [value for option, value in pairwise(options) if option in ("-k", "-m")]
+            asked_for = re.sub(r"\b(not \w+|and)\b", "", " ".join([test, *asked]))
+            words, text = re.findall(r"\w+", asked_for), Path(file).read_text()
+            assert [word for word in words if word not in text] == [], job.name
+            num_words += len(words)
+    assert num_words > 15
 
 
 def test_jobs_are_chosen_in_order_and_once() -> None:

@@ -1,10 +1,12 @@
 """Ids that no row has: told on every rank, dropped, or clamped; and they never train a row."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
@@ -24,6 +26,8 @@ from tests.support.models import HOT_ROWS, SEQUENCES, ModelSpec, tables_of
 from tests.support.oracle import local_loss
 from tests.support.parity import TWO, Cell, make_optimizer, make_sharder
 from tests.support.ranks import RankPool, error_of, error_text
+from torchrec_2dsp._compat.tensors import take_gradient
+from torchrec_2dsp.shard.stages import BatchNotes, StrayGradients
 
 FAULTY_RANK = 2
 CELLS = [
@@ -181,6 +185,7 @@ PAST_LOOKUPS = [
     Cell(TWO, "table_wise"),
     Cell(TWO, "row_wise", hot_rows=HOT_ROWS),
     Cell(TWO, "data_parallel"),
+    Cell(TWO, "row_wise", stored_as="int8"),
     Cell(tdsp.Mesh2D(1, 4), exchange="row", spec=SEQUENCES),
 ]
 
@@ -202,6 +207,27 @@ def past_lookups(rank: int, world_size: int, cell: Cell) -> list[str]:
     for batches, factor in zip(make_stream(cell, 5), (0.0, 0.1, None, None, None), strict=True):
         messages.append(error_of(partial(step, batches[rank], factor)))
     return messages
+
+
+def test_a_table_in_a_kernels_buffer_is_watched_too() -> None:
+    """So FBGEMM keeps tables in a GPU's memory: no lookup needs a gradient of the buffer."""
+    buffer, tables = torch.rand(24), nn.ModuleDict({"t0": nn.Module(), "t1": nn.Module()})
+    for number, table in enumerate(tables.values()):
+        weight = TableBatchedEmbeddingSlice(buffer, 12 * number, 12 * number + 12, -1, 4)
+        table.register_parameter("weight", weight)
+    stage, (_, weight) = StrayGradients(tables, []), tables.parameters()
+    errors = []
+    for factor in (0.0, 0.1, None):
+        if factor is not None:
+            (factor * weight.pow(2).sum()).backward()
+        notes = BatchNotes()
+        stage.before_ids_travel(notes, cast(Any, None))
+        errors.append(str(notes.error or ""))
+    assert errors[1].startswith("table 't1' got a gradient past its lookup, which no optimizer")
+    assert errors[::2] == ["", ""]
+    # `zero_grad` would look for it at the buffer.
+    assert take_gradient(weight) is None
+    assert not buffer.requires_grad
 
 
 @pytest.mark.parametrize("cell", PAST_LOOKUPS, ids=str)

@@ -54,6 +54,14 @@ def held_weakly(method: Callable[[T], None]) -> Callable[[T], None]:
     return call
 
 
+def take_gradient(leaf: Tensor) -> Tensor | None:
+    """Return a leaf's own gradient, and clear it; its class may show another tensor's."""
+    own: Any = Tensor.grad
+    gradient = own.__get__(leaf)
+    own.__set__(leaf, None)
+    return gradient
+
+
 def running_backward() -> int:
     """Return the number of the backward that runs on this thread, which no other one has."""
     return _current_graph_task_id()

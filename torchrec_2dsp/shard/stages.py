@@ -36,7 +36,7 @@ from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.fbgemm import starts_of
 from torchrec_2dsp._compat.shardings import distributed_ahead
-from torchrec_2dsp._compat.tensors import held_weakly
+from torchrec_2dsp._compat.tensors import held_weakly, take_gradient
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, get_gradient_division
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Check
@@ -429,14 +429,20 @@ class StrayGradients(Stage):
     def __init__(self, tables: nn.ModuleDict, kernels: Iterable[nn.Module]) -> None:
         self._tables = tables
         self._error: UnsupportedError | None = None
-        for param in chain.from_iterable(kernel.parameters() for kernel in kernels):
+        params = list(chain.from_iterable(kernel.parameters() for kernel in kernels))
+        # On a CPU a table is a part of such a parameter. On a GPU it is a part of a buffer, and in
+        # 8 bits a parameter by itself: a leaf, which gradients reach.
+        weights = [cast(torch.Tensor, table.weight) for table in tables.values()]
+        own = [weight.requires_grad_() for weight in weights if weight.is_leaf]
+        for param in (*params, *own):
             if param.requires_grad:
                 # Before a loop can clear them. Gradients of lookups don't come here.
                 param.register_post_accumulate_grad_hook(held_weakly(self._note))
 
     def _note(self, _: torch.Tensor) -> None:
         for name, table in self._tables.items():
-            grad = cast(torch.Tensor, table.weight).grad
+            weight = cast(torch.Tensor, table.weight)
+            grad = take_gradient(weight) if weight.is_leaf else weight.grad
             if grad is not None and bool(grad.any()):
                 self._error = UnsupportedError(
                     f"table {name!r} got a gradient past its lookup, which no optimizer applies; "

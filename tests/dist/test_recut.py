@@ -260,6 +260,26 @@ def refused(rank: int, world_size: int) -> list[str]:
     return messages
 
 
+def by_times_of_launches(rank: int, world_size: int) -> tuple[str, bool]:
+    """Return the error for cuts by times on the meta device, and whether given cuts are taken."""
+    cell = PipelineCell(ONE_PIPELINE)
+    wrapper = cell.wrapper()
+    with pipelined(cell.cell, wrapper) as (model, params):
+        optimizer = dense_sgd(params.values())
+        step_of(model, optimizer, cell, 0, rank)
+        optimizer.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wrapper._model_groups(), "device", torch.device("meta"))
+            error = error_text(partial(wrapper.recut, optimizer), TwoDError)
+            return error, wrapper.recut(optimizer, cuts=[1, 3, 6])
+
+
+def test_no_cuts_are_chosen_by_times_of_launches(ranks4: RankPool) -> None:
+    for error, has_moved in ranks4.run(by_times_of_launches):
+        assert error.startswith("recut() chooses cuts by the layers' times, and on a GPU only")
+        assert has_moved
+
+
 def test_what_cannot_be_moved_is_refused_by_all(ranks4: RankPool) -> None:
     for gradients, differ, too_few, combined, unpicklable in ranks4.run(refused):
         assert "has gradients, which a move would lose" in gradients

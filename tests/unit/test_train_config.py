@@ -168,6 +168,10 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
             "runs.one.dense.local_steps=4 doesn't divide loop.eval_every=3",
         ),
         ("runs.one.dense.kind=planned", "needs to know the machines"),
+        (
+            ("loop.device=cuda", "runs.one.dense={kind='pipelined', recut_every=5}"),
+            "runs.one.dense.recut_every=5 chooses cuts by the layers' times, and on a GPU only",
+        ),
         ("runs.one={calibration='emulated_1gbit', hot_rows=3}", "hot_rows=3 can't be given as"),
         ("runs.one={plan='p.json', hot_rows=2}", "hot_rows=2 can't be given as well: plan='p."),
         ("runs.one={access='stats', num_groups=2}", "access='stats' is for a plan by cost and for"),

@@ -255,7 +255,7 @@ class PipelinedDense(DataParallelWrapper):
             optimizer: this rank's dense parameters', torch's or a `KeyedOptimizerWrapper` of it,
                 with equally many groups on all ranks.
             cuts: each stage's first layer, without the first stage's, for each `LayerStack`; by
-                default chosen by the layers' times since the last cuts.
+                default, on CPUs, chosen by the layers' times since the last cuts.
             least_gain: share of its time that the slowest stage must save by chosen cuts.
 
         Returns:
@@ -270,6 +270,11 @@ class PipelinedDense(DataParallelWrapper):
         with agreeing(groups.everyone):
             check_optimizer(optimizer)
             check_can_move(groups.mesh, is_sharded=self._fully_shard)
+            if cuts is None and groups.device.type != "cpu":
+                raise ConfigError(
+                    "recut() chooses cuts by the layers' times, and on a GPU only their launches "
+                    "are timed; give it cuts"
+                )
             if self._gradients is not None:
                 raise ConfigError(
                     "recut() can't move what layers with thresholded gradients haven't sent yet; "

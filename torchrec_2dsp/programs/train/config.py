@@ -401,6 +401,12 @@ class TrainConfig(Section):
         )
         if isinstance(run.dense, LocalConfig):
             self._check_meetings(name, run.dense.local_steps)
+        on_gpus, every = self.loop.device == "cuda", getattr(run.dense, "recut_every", 0)
+        if on_gpus and every:
+            raise ValueError(
+                f"runs.{name}.dense.recut_every={every} chooses cuts by the layers' times, and on "
+                "a GPU only their launches are timed; leave it out"
+            )
         if self.loop.accumulate > 1 and run.prefetch_rows:
             raise ValueError(
                 f"runs.{name}.prefetch_rows is for a pipeline, and a step of "

@@ -120,7 +120,7 @@ class Tables2D:
         arrangement = arrangement_of(plan, self._kernels, self.groups)
         self.stages: list[Stage] = [
             OneBatchSize(all_configs, _pack_size(module, plan)),
-            StrayGradients(table_modules, self.tbes()),
+            *([] if self.are_frozen else [StrayGradients(table_modules, self.tbes())]),
             self._batch_check,
             self._clipping(configs, plan),
             outputs,

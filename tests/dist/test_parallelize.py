@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -20,8 +22,9 @@ from tests.support.devices import are_equal, cpu_only, rank_device, rounded
 from tests.support.loops import LossModel, drain, plain_loop
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import FOUR, ONE, TWO, Cell, check_cells, parallelized
+from tests.support.parity import FOUR, ONE, TOLERANCE, TWO, Cell, check_cells, parallelized
 from tests.support.ranks import RankPool, error_text
+from torchrec_2dsp._compat.ddp import data_parallel_module
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.serialize import save
 from torchrec_2dsp.planner.search import cost_search
@@ -86,6 +89,40 @@ def test_it_chooses_rows_and_a_pipeline_and_says_so(two_hosts: RankPool) -> None
     assert "a step should take" in lines[1]
     assert "Zipf" in lines[-1]
     assert all("this isn't rank 0" in reasons for reasons in others)
+
+
+class DeepModel(LossModel):
+    """A dense part whose layers' gradients arrive one after another."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        width = sum(table.dim for _, table in spec.features)
+        hidden = [nn.Linear(width, width), nn.ReLU()]
+        self.over: Any = nn.Sequential(*hidden, nn.Linear(width, width), nn.ReLU(), self.over)
+
+
+def count_buckets(rank: int, world_size: int) -> tuple[list[int], list[list[float]]]:
+    """Return in how many buckets dense gradients travel by default and as in TorchRec."""
+    numbers, losses, spec = [], [], ModelSpec()
+    for wrapper in (None, DefaultDataParallelWrapper()):
+        torch.manual_seed(0)
+        model = parallelized(
+            Cell(ONE), DeepModel(spec), optimizer=ADAGRAD, data_parallel_wrapper=wrapper
+        )
+        optimizer = torch.optim.SGD(model.dense_parameters(), lr=0.01)
+        batches = [make_batch(spec, seed=10 * step + rank) for step in range(5)]
+        losses.append(plain_loop(model, optimizer, batches))
+        ddp = cast(Any, data_parallel_module(model))
+        numbers.append(len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")))
+    return numbers, losses
+
+
+@cpu_only("TorchRec's buckets stay on GPUs")
+def test_dense_gradients_set_out_before_the_backward_ends(ranks4: RankPool) -> None:
+    for numbers, losses in ranks4.run(count_buckets):
+        assert numbers[0] > 1
+        assert numbers[1] == 1
+        assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
 
 
 def keep_weights_and_take_plans(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, StorageRese
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.ddp import DefaultDataParallelWrapper
 from torchrec_2dsp._compat.feature_processors import bag_sharder_of
 from torchrec_2dsp._compat.managed_collisions import table_sharder_of
 from torchrec_2dsp._compat.shardings import dedups_ids
@@ -106,7 +107,8 @@ def parallelize(
         plan: run this plan, or the plan in this file, instead of searching one.
         sharders: shard by these instead of one for each kind of module. TorchRec's own are
             replaced by this package's, with their parameters.
-        data_parallel_wrapper: as in `ModelParallel2D`.
+        data_parallel_wrapper: as in `ModelParallel2D`. By default DDP, on CPUs with smaller buckets
+            than TorchRec's, of which the first are summed during the backward.
 
     Raises:
         TwoDError: the same on all ranks.
@@ -146,11 +148,31 @@ def parallelize(
         from torchrec_2dsp.parallel.planning import find_plan
 
         plan, explanation = find_plan(module, sharders, device, batch_size=batch_size, **given)
+    if data_parallel_wrapper is None and device.type == "cpu":
+        data_parallel_wrapper = _in_buckets(module)
     model = ModelParallel2D(
         module, device, plan, sharders, data_parallel_wrapper=data_parallel_wrapper
     )
     model.explanation = explanation
     return model
+
+
+_NUM_BUCKETS = 4
+_TORCHREC_BUCKET_MB = 25
+
+
+def _in_buckets(module: nn.Module) -> DataParallelWrapper:
+    """Return TorchRec's wrapper, for a few buckets of dense gradients instead of one.
+
+    Where rows travel in few bits, ranks wait for the dense gradients above all. TorchRec's buckets
+    hold 25 MiB, so that a click model's gradients set out together, when the backward ends.
+    """
+    of_tables = {id(weight) for weight in table_weights(module)}
+    trained = [param for param in module.parameters() if param.requires_grad]
+    num_bytes = sum(param.nbytes for param in trained if id(param) not in of_tables)
+    bucket_mb = max(num_bytes, 1) / _NUM_BUCKETS / 2**20
+    # DDP takes parts of a MiB, too.
+    return DefaultDataParallelWrapper(bucket_cap_mb=cast(int, min(bucket_mb, _TORCHREC_BUCKET_MB)))
 
 
 def _sharders(

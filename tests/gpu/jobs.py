@@ -49,7 +49,7 @@ SHARDINGS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_c
 SHARDINGS += ("grid_shard", "data_parallel")
 PARITY = ("planned_parity", "batch_form", "weight_sync", "optimizer", "row_prefetch")
 PARITY += ("model_parallel2d", "variable_batch_sizes", "data_parallel")
-PARITY += ("host_memory", "one_group", "accumulate", "loops", "parallelize")
+PARITY += ("host_memory", "one_group", "accumulate", "loops", "parallelize", "rounding", "bad_ids")
 RESUMES = ("checkpoint", "train_state", "thresholded_data_parallel", "delayed_dense", "local_dense")
 
 NUM_CASES, CASES_OF_JOB = 500, 25

@@ -315,7 +315,7 @@ def test_without_a_calibration_nothing_is_predicted() -> None:
 def test_numbers_in_bf16_travel_as_those_in_fp16() -> None:
     tables = tables_work(CONFIG)
     in_fp16, in_bf16 = (
-        workload_of(make_config(StockContestant, {"qcomms": qcomms}), tables, 8, DENSE)
+        workload_of(CONFIG, make_config(StockContestant, {"qcomms": qcomms}), tables, DENSE)
         for qcomms in ("fp16", "bf16")
     )
     assert in_bf16 == in_fp16

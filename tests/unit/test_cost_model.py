@@ -325,14 +325,14 @@ def test_a_pipeline_hides_ids_behind_compute() -> None:
     assert cost(ROW, pipeline=Pipeline.SPARSE_DIST).hidden_s == 0.0
 
 
-@pytest.mark.parametrize(("gradient_mib", "hidden_share"), [(20, 0.0), (99, 0.75)])
+@pytest.mark.parametrize(("mb", "bucket_mb", "share"), [(20, 25, 0), (99, 25, 0.75), (20, 10, 0.5)])
 def test_dense_gradients_hide_behind_the_backward_bucket_by_bucket(
-    gradient_mib: int, hidden_share: float
+    mb: int, bucket_mb: int, share: float
 ) -> None:
-    dense = DenseWork(backward_s=100.0, gradient_bytes=gradient_mib * 2.0**20)
+    dense = DenseWork(backward_s=100.0, gradient_bytes=mb * 1e6, bucket_bytes=bucket_mb * 1e6)
     predicted = cost(dense=dense)
     assert predicted.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK)
-    assert predicted.hidden_s == pytest.approx(-hidden_share * predicted.dense_exchange_s)
+    assert predicted.hidden_s == pytest.approx(-share * predicted.dense_exchange_s)
 
 
 def test_data_parallel_tables_have_an_all_reduce_of_their_own() -> None:

@@ -325,7 +325,8 @@ class CostSetting:
         dense = self.workload.dense
         all_bytes = dense.gradient_bytes + float(np.max(loads.all_reduced_bytes))
         dense_s = cost.dense_exchange_s * dense.gradient_bytes / all_bytes if all_bytes else 0.0
-        return beside_s + min(before_last_bucket(dense_s, dense.gradient_bytes), dense.backward_s)
+        early_s = before_last_bucket(dense_s, dense.gradient_bytes, dense.bucket_bytes)
+        return beside_s + min(early_s, dense.backward_s)
 
     def visible_cost(self, loads: Loads) -> StepCost:
         """Predict the step if nothing hides behind anything else."""

@@ -25,7 +25,7 @@ from torchrec_2dsp.cost.collectives import (
 )
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.table_loads import exchanges_rows
-from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.cost.workload import DDP_BUCKET_BYTES, Workload
 from torchrec_2dsp.plan.sync import (
     GradientSync,
     SyncConfig,
@@ -33,10 +33,6 @@ from torchrec_2dsp.plan.sync import (
     SyncPolicy,
     WeightSync,
 )
-
-_DDP_BUCKET_BYTES = 25 * 2**20
-"""The size of a gradient bucket in torch's `DistributedDataParallel`."""
-
 
 _RAW_ID_BYTES = 8
 """The bytes of an id before it is mapped, if ids are hashed; small ones travel in fewer."""
@@ -437,9 +433,11 @@ class ReplicaCost:
         return self.calibration.all_to_all(full_duplex=True)
 
 
-def before_last_bucket(exchange_s: float, gradient_bytes: float) -> float:
+def before_last_bucket(
+    exchange_s: float, gradient_bytes: float, bucket_bytes: float = DDP_BUCKET_BYTES
+) -> float:
     """Return the seconds of a gradient exchange that DDP starts before the backward has ended."""
-    num_buckets = 1 + gradient_bytes // _DDP_BUCKET_BYTES
+    num_buckets = max(1, math.ceil(gradient_bytes / bucket_bytes))
     return exchange_s * (1 - 1 / num_buckets)
 
 

@@ -266,6 +266,25 @@ def zipf_bins(num_rows: int, skew: float) -> tuple[NDArray[np.float64], NDArray[
     return ends, uses / uses.sum() / (ends - starts)
 
 
+DDP_BUCKET_BYTES = 25 * 2**20
+"""The size of a bucket of dense gradients in TorchRec's and torch's data parallelism."""
+_NUM_SMALL_BUCKETS = 4
+
+
+def small_bucket_bytes(gradient_bytes: float) -> float:
+    """Return the size of the buckets by which `parallelize` sums dense gradients on CPUs.
+
+    In TorchRec's a click model's gradients set out together, when the backward ends. Where rows
+    travel in few bits, ranks wait for them above all.
+
+    Example:
+        >>> from torchrec_2dsp.cost.workload import small_bucket_bytes
+        >>> small_bucket_bytes(400_000.0), small_bucket_bytes(1e12)
+        (100000.0, 26214400)
+    """
+    return min(max(gradient_bytes, 1.0) / _NUM_SMALL_BUCKETS, DDP_BUCKET_BYTES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DenseWork:
     """A step's work beside its tables."""
@@ -278,6 +297,9 @@ class DenseWork:
 
     gradient_bytes: float = 0.0
     """Bytes that are all-reduced over the world in each step."""
+
+    bucket_bytes: float = DDP_BUCKET_BYTES
+    """Bytes of them that set out together."""
 
     @classmethod
     def of_model(cls, module: nn.Module, workload: "Workload", kernels: Kernels) -> "DenseWork":

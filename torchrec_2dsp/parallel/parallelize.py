@@ -26,7 +26,7 @@ from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.workload import table_weights
+from torchrec_2dsp.cost.workload import small_bucket_bytes, table_weights
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -143,13 +143,15 @@ def parallelize(
         facts["whether there is a plan"] = str(plan is not None)
         facts["batch_size"] = str(batch_size)
     explanation = None
+    has_small_buckets = data_parallel_wrapper is None and device.type == "cpu"
     if plan is None:
         # Loaded only here: with a plan, none of the planner's modules is needed.
         from torchrec_2dsp.parallel.planning import find_plan
 
+        given["has_small_buckets"] = has_small_buckets
         plan, explanation = find_plan(module, sharders, device, batch_size=batch_size, **given)
-    if data_parallel_wrapper is None and device.type == "cpu":
-        data_parallel_wrapper = _in_buckets(module)
+    if has_small_buckets:
+        data_parallel_wrapper = _in_small_buckets(module)
     model = ModelParallel2D(
         module, device, plan, sharders, data_parallel_wrapper=data_parallel_wrapper
     )
@@ -157,22 +159,14 @@ def parallelize(
     return model
 
 
-_NUM_BUCKETS = 4
-_TORCHREC_BUCKET_MB = 25
-
-
-def _in_buckets(module: nn.Module) -> DataParallelWrapper:
-    """Return TorchRec's wrapper, for a few buckets of dense gradients instead of one.
-
-    Where rows travel in few bits, ranks wait for the dense gradients above all. TorchRec's buckets
-    hold 25 MiB, so that a click model's gradients set out together, when the backward ends.
-    """
+def _in_small_buckets(module: nn.Module) -> DataParallelWrapper:
+    """Return TorchRec's wrapper, whose first buckets set out before the backward ends."""
     of_tables = {id(weight) for weight in table_weights(module)}
     trained = [param for param in module.parameters() if param.requires_grad]
     num_bytes = sum(param.nbytes for param in trained if id(param) not in of_tables)
-    bucket_mb = max(num_bytes, 1) / _NUM_BUCKETS / 2**20
     # DDP takes parts of a MiB, too.
-    return DefaultDataParallelWrapper(bucket_cap_mb=cast(int, min(bucket_mb, _TORCHREC_BUCKET_MB)))
+    bucket_mb = cast(int, small_bucket_bytes(num_bytes) / 2**20)
+    return DefaultDataParallelWrapper(bucket_cap_mb=bucket_mb)
 
 
 def _sharders(

@@ -43,13 +43,15 @@ def find_plan(
     *,
     sample: KeyedJaggedTensor | Sequence[KeyedJaggedTensor] | None = None,
     calibration: Calibration | str | Path | None = None,
+    has_small_buckets: bool = False,
     **arguments: Any,
 ) -> tuple[Plan2D, Explanation | None]:
     """Search the plan on rank 0, and print there what was found.
 
     Rank 0 alone gets the reasons. A ``sample`` of batches is for `sampled_constraints`; without a
-    calibration, or its file's name, these machines are measured. ``arguments`` are those of
-    `Planner2D`, except the topology. Errors are the same on all ranks.
+    calibration, or its file's name, these machines are measured. With ``has_small_buckets`` dense
+    gradients are expected to be summed as by `parallelize`. ``arguments`` are those of `Planner2D`,
+    except the topology. Errors are the same on all ranks.
 
     Collectives:
         Two agreements of all ranks, those of `calibration_of_world` without a calibration, those of
@@ -76,6 +78,8 @@ def find_plan(
         device_type = "cpu" if device.type == "cpu" else "cuda"
         topology = calibration.topology(world.size(), local_world_size, device=device_type)
         planner = Planner2D(topology, calibration=calibration, **arguments)
+        if has_small_buckets:
+            planner.expect_small_buckets()
     plan = planner.collective_plan(module, list(sharders), world)
     if dist.get_rank(world):
         return plan, None

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal, TypeGuard, TypeVar
 
@@ -239,6 +239,10 @@ class Planner2D(ShardingPlanner):
         )
         self._result: SearchResult | None = None
         self._options: PlannedOptions | None = None
+
+    def expect_small_buckets(self) -> None:
+        """Expect that dense gradients are summed in several buckets, as by `parallelize`."""
+        self._search = replace(self._search, has_small_buckets=True)
 
     @_without_garbage_collection()
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Plan2D:

@@ -16,7 +16,12 @@ from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.model import CostSetting, host_memory_bytes, table_bytes
-from torchrec_2dsp.cost.workload import ASSUMED_SKEW, DenseWork, Workload
+from torchrec_2dsp.cost.workload import (
+    ASSUMED_SKEW,
+    DenseWork,
+    Workload,
+    small_bucket_bytes,
+)
 from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout, divisors
 from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline, kinds_of
@@ -64,6 +69,9 @@ class CostSearch:
 
     full_duplex: Sequence[bool] = (False, True)
     """The all-to-alls to try, where the backend has two: its own, and those in full duplex."""
+
+    has_small_buckets: bool = False
+    """True if dense gradients are summed as in `small_bucket_bytes`."""
 
     def __post_init__(self) -> None:
         if self.workload is not None and self.access is not None:
@@ -181,6 +189,8 @@ class CostSearch:
             skew=ASSUMED_SKEW,
         )
         dense = DenseWork.of_model(module, workload, self.calibration.kernels)
+        if self.has_small_buckets:
+            dense = replace(dense, bucket_bytes=small_bucket_bytes(dense.gradient_bytes))
         forward, backward = wire_bytes
         return replace(
             workload, dense=dense, forward_wire_bytes=forward, backward_wire_bytes=backward

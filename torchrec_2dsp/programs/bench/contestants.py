@@ -38,7 +38,7 @@ from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.measuring.clock import Clock
-from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.cost.workload import DenseWork, Workload, small_bucket_bytes
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.parallelize import parallelize
@@ -91,16 +91,19 @@ def tables_work(config: BenchConfig) -> Workload:
 
 
 def workload_of(
-    contestant: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
+    config: BenchConfig, contestant: PlannedContestant, tables: Workload, dense: DenseWork | None
 ) -> Workload:
     """Return the work in a contestant's step with its own communication."""
     # INT8 has a scale and an offset per row, MX4 an exponent for 32 numbers.
-    small = {"int8": 1 + 8 / dim, "mx4": 1 / 2 + 1 / 32}
+    small = {"int8": 1 + 8 / config.model.dim, "mx4": 1 / 2 + 1 / 32}
     bytes_per_number = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, **small}
     wire = bytes_per_number[contestant.qcomms]
+    dense = dense or DenseWork()
+    if contestant.kind == "parallelized" and config.schedule.device == "cpu":
+        dense = replace(dense, bucket_bytes=small_bucket_bytes(dense.gradient_bytes))
     return replace(
         tables,
-        dense=dense or DenseWork(),
+        dense=dense,
         forward_wire_bytes=wire,
         backward_wire_bytes=wire,
     )
@@ -267,7 +270,7 @@ def _planned(
         mesh=None if contestant.num_groups == "any" else mesh,
         sync=sync,
         calibration=Calibration.load(config.calibration) if config.calibration else None,
-        workload=workload_of(contestant, tables_work(config), config.model.dim, dense),
+        workload=workload_of(config, contestant, tables_work(config), dense),
     )
     return planner.collective_plan(model, sharders)
 

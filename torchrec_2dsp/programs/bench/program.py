@@ -142,7 +142,7 @@ def predicted_steps(
     }
 
     def cost(plan: Plan2D, contestant: PlannedContestant, dense: DenseWork) -> StepCost:
-        return costs.step_cost(plan, workload_of(contestant, tables, config.model.dim, dense))
+        return costs.step_cost(plan, workload_of(config, contestant, tables, dense))
 
     beside: dict[str, float] = {}
     for name, step_s in ceilings.items():

@@ -99,7 +99,8 @@ def workload_of(
     bytes_per_number = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, **small}
     wire = bytes_per_number[contestant.qcomms]
     dense = dense or DenseWork()
-    if contestant.kind == "parallelized" and config.schedule.device == "cpu":
+    is_ddp = contestant.dense.kind == "ddp" and config.schedule.device == "cpu"
+    if contestant.kind == "parallelized" and is_ddp:
         dense = replace(dense, bucket_bytes=small_bucket_bytes(dense.gradient_bytes))
     return replace(
         tables,

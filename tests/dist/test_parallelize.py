@@ -118,11 +118,14 @@ def count_buckets(rank: int, world_size: int) -> tuple[list[int], list[list[floa
 
 
 @cpu_only("TorchRec's buckets stay on GPUs")
-def test_dense_gradients_set_out_before_the_backward_ends(ranks4: RankPool) -> None:
-    for numbers, losses in ranks4.run(count_buckets):
+def test_between_hosts_dense_gradients_set_out_before_the_backward_ends(
+    two_hosts: RankPool, ranks4: RankPool
+) -> None:
+    for numbers, losses in two_hosts.run(count_buckets):
         assert numbers[0] > 1
         assert numbers[1] == 1
         assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+    assert [numbers for numbers, _ in ranks4.run(count_buckets)] == [[1, 1]] * 4
 
 
 def keep_weights_and_take_plans(

@@ -272,7 +272,7 @@ _NUM_SMALL_BUCKETS = 4
 
 
 def small_bucket_bytes(gradient_bytes: float) -> float:
-    """Return the size of the buckets by which `parallelize` sums dense gradients on CPUs.
+    """Return the size of the buckets by which `parallelize` sums dense gradients over hosts.
 
     In TorchRec's a click model's gradients set out together, when the backward ends. Where rows
     travel in few bits, ranks wait for them above all.

@@ -20,7 +20,7 @@ from torchrec_2dsp._compat.ddp import DefaultDataParallelWrapper
 from torchrec_2dsp._compat.feature_processors import bag_sharder_of
 from torchrec_2dsp._compat.managed_collisions import table_sharder_of
 from torchrec_2dsp._compat.shardings import dedups_ids
-from torchrec_2dsp._compat.torchrec import in_backward_optimizers
+from torchrec_2dsp._compat.torchrec import get_local_size, in_backward_optimizers
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.comms.alarm import agreeing
@@ -107,8 +107,8 @@ def parallelize(
         plan: run this plan, or the plan in this file, instead of searching one.
         sharders: shard by these instead of one for each kind of module. TorchRec's own are
             replaced by this package's, with their parameters.
-        data_parallel_wrapper: as in `ModelParallel2D`. By default DDP, on CPUs with smaller buckets
-            than TorchRec's, of which the first are summed during the backward.
+        data_parallel_wrapper: as in `ModelParallel2D`. By default DDP, on CPUs of several hosts
+            with smaller buckets than TorchRec's, the first of which are summed in the backward.
 
     Raises:
         TwoDError: the same on all ranks.
@@ -143,7 +143,7 @@ def parallelize(
         facts["whether there is a plan"] = str(plan is not None)
         facts["batch_size"] = str(batch_size)
     explanation = None
-    has_small_buckets = data_parallel_wrapper is None and device.type == "cpu"
+    has_small_buckets = data_parallel_wrapper is None and _sums_over_hosts(device)
     if plan is None:
         # Loaded only here: with a plan, none of the planner's modules is needed.
         from torchrec_2dsp.parallel.planning import find_plan
@@ -157,6 +157,12 @@ def parallelize(
     )
     model.explanation = explanation
     return model
+
+
+def _sums_over_hosts(device: torch.device) -> bool:
+    """Return whether smaller buckets pay: inside a host, more sums cost more than they hide."""
+    num_ranks = world_group().size()
+    return device.type == "cpu" and get_local_size(num_ranks) < num_ranks
 
 
 def _in_small_buckets(module: nn.Module) -> DataParallelWrapper:

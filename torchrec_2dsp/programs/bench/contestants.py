@@ -38,7 +38,7 @@ from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.measuring.clock import Clock
-from torchrec_2dsp.cost.workload import DenseWork, Workload, small_bucket_bytes
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.parallelize import parallelize
@@ -98,13 +98,9 @@ def workload_of(
     small = {"int8": 1 + 8 / config.model.dim, "mx4": 1 / 2 + 1 / 32}
     bytes_per_number = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, **small}
     wire = bytes_per_number[contestant.qcomms]
-    dense = dense or DenseWork()
-    is_ddp = contestant.dense.kind == "ddp" and config.schedule.device == "cpu"
-    if contestant.kind == "parallelized" and is_ddp:
-        dense = replace(dense, bucket_bytes=small_bucket_bytes(dense.gradient_bytes))
     return replace(
         tables,
-        dense=dense,
+        dense=dense or DenseWork(),
         forward_wire_bytes=wire,
         backward_wire_bytes=wire,
     )

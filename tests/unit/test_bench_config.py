@@ -312,10 +312,35 @@ def test_without_a_calibration_nothing_is_predicted() -> None:
     assert predicted_steps(CONFIG, plans(), None, PLACE, {"ceiling": 0.1}) == ({}, ())
 
 
+def test_one_call_is_priced_with_the_buckets_that_it_makes() -> None:
+    contestants = {"plain": {"kind": "stock"}, "one": {"kind": "parallelized"}}
+    config = config_of(contestants, calibration=CONFIG.calibration)
+    same = dict.fromkeys(contestants, plans()["plain"])
+    dense = replace(DENSE, gradient_bytes=1e6)
+    over_hosts, in_host = (
+        predicted_steps(config, same, dense, Place(0, 4, ranks_per_host), {}).steps
+        for ranks_per_host in (2, 4)
+    )
+    assert over_hosts["one"]["hidden_s"] < over_hosts["plain"]["hidden_s"] <= 0
+    assert in_host["one"] == in_host["plain"]
+
+
+def test_a_search_prices_the_buckets_that_it_is_told() -> None:
+    calibration, hidden_s = tdsp.Calibration.load("emulated_200mbit_per_rank"), []
+    for has_small_buckets in (False, True):
+        search = tdsp.Planner2D(calibration.topology(4, 2), 1024, calibration=calibration)
+        if has_small_buckets:
+            search.expect_small_buckets()
+        model = build_model(click_data(CONFIG), click_model(CONFIG), tables_device="meta")
+        search.plan(model, SHARDERS)
+        hidden_s.append(search.explain().cost.hidden_s)
+    assert hidden_s[1] < hidden_s[0] == 0
+
+
 def test_numbers_in_bf16_travel_as_those_in_fp16() -> None:
     tables = tables_work(CONFIG)
     in_fp16, in_bf16 = (
-        workload_of(CONFIG, make_config(StockContestant, {"qcomms": qcomms}), tables, DENSE)
+        workload_of(make_config(StockContestant, {"qcomms": qcomms}), tables, 8, DENSE)
         for qcomms in ("fp16", "bf16")
     )
     assert in_bf16 == in_fp16

@@ -321,7 +321,7 @@ def test_bags_read_rows_for_each_id_and_update_distinct_ones() -> None:
         (tdsp.WeightSync(), 2 * BATCH),
         (tdsp.WeightSync(policy=tdsp.every(4)), 2 * BATCH),
         (tdsp.WeightSync(policy=tdsp.never()), 0),
-        (tdsp.WeightSync(rows="all"), 10_000),  # type: ignore[arg-type]
+        (tdsp.WeightSync(rows=tdsp.SyncedRows.ALL), 10_000),
     ],
     ids=str,
 )

@@ -271,6 +271,18 @@ DDP_BUCKET_BYTES = 25 * 2**20
 _NUM_SMALL_BUCKETS = 4
 
 
+def has_small_buckets(device: str, world_size: int, local_world_size: int) -> bool:
+    """Return whether `parallelize` makes them: inside a host, more sums cost more than they hide.
+
+    Example:
+        >>> from torchrec_2dsp.cost.workload import has_small_buckets
+        >>> has_small_buckets("cpu", 8, 2), has_small_buckets("cpu", 8, 8)
+        (True, False)
+    """
+    # On GPUs nothing was measured.
+    return device == "cpu" and local_world_size < world_size
+
+
 def small_bucket_bytes(gradient_bytes: float) -> float:
     """Return the size of the buckets by which `parallelize` sums dense gradients over hosts.
 

@@ -26,7 +26,7 @@ from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.workload import small_bucket_bytes, table_weights
+from torchrec_2dsp.cost.workload import has_small_buckets, small_bucket_bytes, table_weights
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -143,26 +143,22 @@ def parallelize(
         facts["whether there is a plan"] = str(plan is not None)
         facts["batch_size"] = str(batch_size)
     explanation = None
-    has_small_buckets = data_parallel_wrapper is None and _sums_over_hosts(device)
+    num_ranks = world_group().size()
+    in_small = has_small_buckets(device.type, num_ranks, get_local_size(num_ranks))
+    in_small = in_small and data_parallel_wrapper is None
     if plan is None:
         # Loaded only here: with a plan, none of the planner's modules is needed.
         from torchrec_2dsp.parallel.planning import find_plan
 
-        given["has_small_buckets"] = has_small_buckets
+        given["has_small_buckets"] = in_small
         plan, explanation = find_plan(module, sharders, device, batch_size=batch_size, **given)
-    if has_small_buckets:
+    if in_small:
         data_parallel_wrapper = _in_small_buckets(module)
     model = ModelParallel2D(
         module, device, plan, sharders, data_parallel_wrapper=data_parallel_wrapper
     )
     model.explanation = explanation
     return model
-
-
-def _sums_over_hosts(device: torch.device) -> bool:
-    """Return whether smaller buckets pay: inside a host, more sums cost more than they hide."""
-    num_ranks = world_group().size()
-    return device.type == "cpu" and get_local_size(num_ranks) < num_ranks
 
 
 def _in_small_buckets(module: nn.Module) -> DataParallelWrapper:

@@ -91,11 +91,11 @@ def tables_work(config: BenchConfig) -> Workload:
 
 
 def workload_of(
-    config: BenchConfig, contestant: PlannedContestant, tables: Workload, dense: DenseWork | None
+    contestant: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
 ) -> Workload:
     """Return the work in a contestant's step with its own communication."""
     # INT8 has a scale and an offset per row, MX4 an exponent for 32 numbers.
-    small = {"int8": 1 + 8 / config.model.dim, "mx4": 1 / 2 + 1 / 32}
+    small = {"int8": 1 + 8 / dim, "mx4": 1 / 2 + 1 / 32}
     bytes_per_number = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, **small}
     wire = bytes_per_number[contestant.qcomms]
     return replace(
@@ -267,7 +267,7 @@ def _planned(
         mesh=None if contestant.num_groups == "any" else mesh,
         sync=sync,
         calibration=Calibration.load(config.calibration) if config.calibration else None,
-        workload=workload_of(config, contestant, tables_work(config), dense),
+        workload=workload_of(contestant, tables_work(config), config.model.dim, dense),
     )
     return planner.collective_plan(model, sharders)
 

@@ -15,7 +15,7 @@ from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.cost.workload import DenseWork, small_bucket_bytes
+from torchrec_2dsp.cost.workload import DenseWork, has_small_buckets, small_bucket_bytes
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
@@ -141,12 +141,12 @@ def predicted_steps(
         for name, plan in plans.items()
     }
 
-    on_hosts = config.schedule.device == "cpu" and place.local_world_size < place.world_size
+    in_small = has_small_buckets(config.schedule.device, place.world_size, place.local_world_size)
 
     def cost(plan: Plan2D, contestant: PlannedContestant, dense: DenseWork) -> StepCost:
-        if on_hosts and contestant.kind == "parallelized" and contestant.dense.kind == "ddp":
+        if in_small and contestant.kind == "parallelized" and contestant.dense.kind == "ddp":
             dense = replace(dense, bucket_bytes=small_bucket_bytes(dense.gradient_bytes))
-        return costs.step_cost(plan, workload_of(config, contestant, tables, dense))
+        return costs.step_cost(plan, workload_of(contestant, tables, config.model.dim, dense))
 
     beside: dict[str, float] = {}
     for name, step_s in ceilings.items():

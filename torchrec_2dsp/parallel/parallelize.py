@@ -143,9 +143,7 @@ def parallelize(
         facts["whether there is a plan"] = str(plan is not None)
         facts["batch_size"] = str(batch_size)
     explanation = None
-    num_ranks = world_group().size()
-    in_small = has_small_buckets(device.type, num_ranks, get_local_size(num_ranks))
-    in_small = in_small and data_parallel_wrapper is None
+    in_small = data_parallel_wrapper is None and _makes_small_buckets(device)
     if plan is None:
         # Loaded only here: with a plan, none of the planner's modules is needed.
         from torchrec_2dsp.parallel.planning import find_plan
@@ -159,6 +157,11 @@ def parallelize(
     )
     model.explanation = explanation
     return model
+
+
+def _makes_small_buckets(device: torch.device) -> bool:
+    num_ranks = world_group().size()
+    return has_small_buckets(device.type, num_ranks, get_local_size(num_ranks))
 
 
 def _in_small_buckets(module: nn.Module) -> DataParallelWrapper:

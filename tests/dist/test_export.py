@@ -33,7 +33,7 @@ from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError, Unsu
 from torchrec_2dsp.programs.config.config_file import make_config, with_absolute_paths
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
-from torchrec_2dsp.programs.export.export import ExportRecord, export_model
+from torchrec_2dsp.programs.export.export import ExportRecord, check_output, export_model
 from torchrec_2dsp.programs.export.kinds import saying_what_stops, served_model, served_own_model
 from torchrec_2dsp.programs.export.served import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
@@ -242,6 +242,9 @@ def test_a_model_that_serves_worse_leaves_nothing(
     source = served["dlrm"][0]
     with pytest.raises(ConfigError, match="exists and isn't an empty folder"), only_rank("export"):
         export_model(source, served["dlrm"][1])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is replaced as a whole; name the folder"):
+        check_output(Path("."))
 
     def damaged_(model: nn.Module) -> None:
         quantize_(model)

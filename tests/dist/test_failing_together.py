@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -440,3 +441,16 @@ def test_a_wait_has_a_deadline() -> None:
         "not all ranks do the same: rank 0 at step 1, in sync_now(); rank 1 at step 1, in the "
         "backward; lookups, syncs and reads of the state are for all ranks alike (RuntimeError: "
     )
+
+
+def comparing_fails(rank: int, world_size: int) -> str:
+    parallel = shard(replace(SMALL, sync=tdsp.GradientSync(drift_every=1)))
+    local_loss(parallel(make_stream(SMALL, 1)[0][rank])).backward()
+    fault = mock.patch("torchrec_2dsp.replicas.drift._checksums", side_effect=MemoryError("full"))
+    with fault if rank == FAULTY_RANK else nullcontext():
+        return error_text(parallel.sync_now, tdsp.errors.SyncError)
+
+
+def test_a_rank_that_can_not_compare_its_copies_keeps_no_peer_waiting(ranks4: RankPool) -> None:
+    (message,) = set(ranks4.run(comparing_fails, timeout_s=30))
+    assert message == f"MemoryError: full (found on rank {FAULTY_RANK})"

@@ -189,6 +189,29 @@ class Flat(nn.Linear):
         return super().forward(input).sum()
 
 
+class Failing(nn.Linear):
+    """A layer that fails on a condition that all ranks see."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such samples")
+
+
+def draw_after_an_error(rank: int, world_size: int) -> float:
+    layer, group = Failing(2, 1), torch.distributed.group.WORLD
+    assert group is not None
+    JointBatch("failing", layer, group)
+    torch.manual_seed(rank)
+    with pytest.raises(ValueError, match="no such samples"):
+        layer(torch.ones(3, 2))
+    with pytest.raises(UnsupportedError, match="without tensors"):
+        layer()
+    return float(torch.rand(()))
+
+
+def test_ranks_draw_their_own_numbers_after_an_error(ranks4: RankPool) -> None:
+    assert len(set(ranks4.run(draw_after_an_error))) == 4
+
+
 def misuse_split_layers(rank: int, world_size: int) -> tuple[str, ...]:
     cell = cell_of(world_size)
 

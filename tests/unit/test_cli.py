@@ -1,5 +1,6 @@
 """Common behaviour of all commands: errors, torchrun, the version."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -7,11 +8,13 @@ from pathlib import Path
 import pytest
 import typer
 from pydantic import BaseModel
+from rich.console import Console
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.errors import RankError
 from torchrec_2dsp.programs.cli.app import app
+from torchrec_2dsp.programs.cli.console import show_written, shown_errors
 from torchrec_2dsp.programs.cli.train import saying_how_to_go_on
 from torchrec_2dsp.programs.cluster.emulated_cluster import rank_environment
 from torchrec_2dsp.programs.config.config_file import (
@@ -39,6 +42,18 @@ def test_the_command_shows_the_error_and_fails(
 
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "[a]" / "page.md"
+    with pytest.raises(typer.Exit) as stop, shown_errors():
+        raise OSError(errno.ENOSPC, "No space left on device", str(page))
+    assert stop.value.exit_code == 2
+    assert capsys.readouterr().err == f"error: [Errno 28] No space left on device: '{page}'\n"
+    with pytest.raises(OSError, match="Connection reset"), shown_errors():
+        raise OSError(errno.ECONNRESET, "Connection reset by peer")
+    show_written(Console(), page, None, "")
+    assert capsys.readouterr().out == f"wrote {page}\n"
 
 
 def test_torchrun_is_told_what_to_say_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -229,6 +229,7 @@ RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
             "model={kind='sequence', ranking={among='sampled', exclude_seen=true}}",
             "model.ranking: exclude_seen=True is for among='all'",
         ),
+        ("model={kind='sequence', ranking={k=[10, 0]}}", "model.ranking.k.1=0: input should be"),
         ("optimizer.rounding_seed=3", "rounding_seed=3 is for stochastic_rounding=true; set it"),
         (
             "optimizer.stochastic_rounding=true",

@@ -59,7 +59,7 @@ class JointBatch:
         """The ranks' numbers of samples, and what ends with the module's call."""
         # Before hooks that are there, which see what the module sees.
         module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self._after)
+        module.register_forward_hook(self._after, always_call=True)
 
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -96,6 +96,9 @@ class JointBatch:
 
     def _after(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Take this rank's rows; in the backward, gather their gradients."""
+        if not self._calls:
+            # The call has failed before the module's forward.
+            return None
         sizes, call = self._calls.pop()
         call.close()
 

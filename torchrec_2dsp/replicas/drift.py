@@ -42,32 +42,35 @@ class DriftCheck:
         self._num_syncs += 1
         if not self._every or self._num_syncs % self._every:
             return
+        self._alarm.check(self._compare() if self._shards else None).wait()
+
+    def _compare(self) -> TwoDError | None:
+        """Return this rank's error, or the difference; peers wait for its sums even so."""
+        tensors = [tensor for shard in self._shards for tensor in shard.tensors.values()]
+        sizes = [_num_ranges(tensor) for tensor in tensors]
+        # The last says whether the rank has failed.
+        own_sums = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=tensors[0].device)
         error: TwoDError | None = None
         try:
-            self._compare()
+            torch.cat([_checksums(tensor) for tensor in tensors], out=own_sums[:-1])
         except Exception as raised:
             error = as_ours(raised, SyncError)
-        self._alarm.check(error).wait()
-
-    def _compare(self) -> None:
-        if not self._shards:
-            return
-        sums = [_checksums(tensor) for shard in self._shards for tensor in shard.tensors.values()]
-        own_sums = torch.cat(sums)
-        copies = [torch.empty_like(own_sums) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(copies, own_sums, group=self._group)
-        differs = torch.stack([copy != copies[0] for copy in copies]).any(dim=0)
-        if not differs.any():
-            return
-        by_tensor = iter(differs.split([part.numel() for part in sums]))
+            own_sums[-1] = 1
+        gathered = [torch.empty_like(own_sums) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, own_sums, group=self._group)
+        copies = torch.stack(gathered)
+        if error is not None or copies[:, -1].any():
+            return error
+        differs = iter((copies != copies[0]).any(dim=0)[:-1].split(sizes))
         for shard in self._shards:
-            in_shard = torch.stack([next(by_tensor) for _ in shard.tensors]).any(dim=0)
+            in_shard = torch.stack([next(differs) for _ in shard.tensors]).any(dim=0)
             if in_shard.any():
-                raise SyncError(
+                return SyncError(
                     f"copies of table {shard.table!r} differ in rows {_named(shard, in_shard)} "
                     "after a sync; if weights were written by hand, write them on all ranks and "
                     "call model.broadcast_replicas()"
                 )
+        return None
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,6 +90,11 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         places = torch.arange(start + 1, start + 1 + len(rows), device=rows.device)
         total += rows @ places.double()
     return total
+
+
+def _num_ranges(tensor: torch.Tensor) -> int:
+    """Return the number of a tensor's checksums."""
+    return -(-tensor.shape[0] // _ROWS_PER_RANGE) if tensor.numel() else 0
 
 
 def _checksums(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,8 +105,8 @@ def start_save(
 
     # Not a daemon: the interpreter waits for it before it exits.
     thread = threading.Thread(target=run, name=f"save {folder}")
-    _PENDING[world] = pending
     thread.start()
+    _PENDING[world] = pending
     is_staged.wait()
     return pending
 

@@ -10,6 +10,7 @@ from torchrec_2dsp.programs.cli.console import (
     ReadingProgress,
     check_writable,
     set_option,
+    show_written,
     shown_errors,
 )
 from torchrec_2dsp.report.table import MISSING, Table
@@ -57,7 +58,7 @@ def access(
             result = count_access(log, world_group(), progress.show)
         result.stats.save(path)
         show_access(result, console)
-        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+        show_written(console, path)
 
 
 def show_access(result: "AccessResult", console: Console) -> None:

@@ -13,6 +13,7 @@ from torchrec_2dsp.programs.cli.console import (
     ProgressBars,
     check_page,
     set_option,
+    show_written,
     shown_errors,
 )
 
@@ -94,7 +95,7 @@ def _shown_bench(config: "BenchConfig", output: Path | None) -> "BenchResult":
     if output is not None:
         result.save(output.with_suffix(".json"))
         output.write_text(markdown_report([result]))
-        console.print(f"wrote {output} and {output.with_suffix('.json')}", soft_wrap=True)
+        show_written(console, output, output.with_suffix(".json"))
     return result
 
 
@@ -202,7 +203,6 @@ def bench_report(
     The results are copied to NAME_1.json and so on, so that the page can be written again from
     its folder alone.
     """
-    from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.bench.page import markdown_report
     from torchrec_2dsp.programs.bench.plots import draw_plots
     from torchrec_2dsp.programs.bench.results import BenchResult
@@ -212,21 +212,16 @@ def bench_report(
     # Read before anything is written: a report may be made again from its own copies.
     copies = [path.read_bytes() for path in results]
     data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(results) + 1)]
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        drawn = draw_plots(benches, output) if plots else {}
-        page = markdown_report(
-            benches,
-            plots={name: path.name for name, path in drawn.items()},
-            data=[path.name for path in data],
-        )
-        for path, copy in zip(data, copies, strict=True):
-            path.write_bytes(copy)
-        output.write_text(page)
-    except OSError as error:
-        raise ConfigError(f"{error.filename} can't be written: {error.strerror}") from error
-    for path in (*data, *drawn.values(), output):
-        Console().print(Text(f"wrote {path}"), soft_wrap=True)
+    drawn = draw_plots(benches, output) if plots else {}
+    page = markdown_report(
+        benches,
+        plots={name: path.name for name, path in drawn.items()},
+        data=[path.name for path in data],
+    )
+    for path, copy in zip(data, copies, strict=True):
+        path.write_bytes(copy)
+    output.write_text(page)
+    show_written(Console(), *data, *drawn.values(), output)
 
 
 @shown_errors()

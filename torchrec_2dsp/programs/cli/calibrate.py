@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import check_writable, show_written, shown_errors
 from torchrec_2dsp.report.table import MISSING, Table
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def calibrate(
             return
         show_calibration(calibration, console)
         calibration.save(output)
-        console.print(f"wrote {output}", soft_wrap=True)
+        show_written(console, output)
 
 
 def show_calibration(calibration: "Calibration", console: Console) -> None:

@@ -1,5 +1,6 @@
 """Elements that commands share: errors, progress bars, ``--set``, outputs that can be written."""
 
+import errno
 import json
 import os
 import time
@@ -25,19 +26,25 @@ from torchrec_2dsp.errors import ConfigError, TwoDError
 # An error is usually that of all ranks, and torchrun stops the others as soon as one has left: they
 # wait so that rank 0 speaks for all, and speak if it is silent.
 _LET_RANK_0_SPEAK_S = 3.0
+_OF_THE_DISK = {
+    getattr(errno, name)
+    for name in ("EACCES", "EDQUOT", "EISDIR", "ENOSPC", "ENOTDIR", "EPERM", "EROFS")
+}
 _SECONDS_PER_LINE = 10.0
 """Seconds between progress lines where there is no terminal."""
 
 
 @contextmanager
 def shown_errors() -> Iterator[None]:
-    """Turn this package's errors into one line and exit code 2.
+    """Turn this package's errors, and those of a disk, into one line and exit code 2.
 
     Under torchrun that line is also the last thing that torchrun says.
     """
     try:
         yield
-    except TwoDError as error:
+    except (TwoDError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _OF_THE_DISK:
+            raise
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f" on rank {rank}"
         text = f"error{where}: {error}"
@@ -89,6 +96,12 @@ def check_page(output: Path) -> None:
     if output.suffix != ".md":
         raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
     check_writable(output)
+
+
+def show_written(console: Console, *paths: Path | str | None) -> None:
+    """Print the paths of what was written, as they are."""
+    for path in filter(None, paths):
+        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 class ProgressBars(AbstractContextManager["ProgressBars"]):

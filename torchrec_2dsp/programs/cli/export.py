@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.console import shown_errors
+from torchrec_2dsp.programs.cli.console import show_written, shown_errors
 from torchrec_2dsp.report.table import Table
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def export(
     with only_rank("export"):
         record = export_model(trained, output, max_loss=max_loss)
     show_export(record, Console())
-    Console().print(f"wrote {output}", soft_wrap=True, highlight=False)
+    show_written(Console(), output)
 
 
 def show_export(record: "ExportRecord", console: Console) -> None:

@@ -13,6 +13,7 @@ from torchrec_2dsp.programs.cli.console import (
     ReadingProgress,
     check_writable,
     set_option,
+    show_written,
     shown_errors,
 )
 from torchrec_2dsp.report.table import MISSING, Table
@@ -104,9 +105,7 @@ def plan(
         save(planned, output)
     if html is not None:
         explained.write_html(html, f"Why this plan: {Path(config).name}")
-    for written in (output, html):
-        if written is not None:
-            console.print(f"wrote {written}", soft_wrap=True)
+    show_written(console, output, html)
     if output is not None and work.title:
         values = [*of_training(changes), f"runs.{OPEN_RUN}.plan={output}"]
         sets = " ".join(f"--set {quote(value)}" for value in values)

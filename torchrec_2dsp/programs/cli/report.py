@@ -5,9 +5,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from torchrec_2dsp.programs.cli.console import check_page, check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import (
+    check_page,
+    check_writable,
+    show_written,
+    shown_errors,
+)
 
 
 @shown_errors()
@@ -31,7 +35,7 @@ def report(
     path = run / "report.html" if output is None else output
     check_writable(path)
     run_page(contents).write(path)
-    Console().print(Text(f"wrote {path}"), soft_wrap=True)
+    show_written(Console(), path)
 
 
 @shown_errors()
@@ -70,5 +74,4 @@ def train_study(
     for record, path in zip(compared, data, strict=True):
         record.save(path)
     output.write_text(page)
-    for path in (*data, plot, output):
-        Console().print(Text(f"wrote {path}"), soft_wrap=True)
+    show_written(Console(), *data, plot, output)

@@ -14,6 +14,7 @@ from torchrec_2dsp.programs.cli.console import (
     ReadingProgress,
     check_writable,
     set_option,
+    show_written,
     shown_errors,
 )
 
@@ -117,8 +118,8 @@ def _train(
         with agreeing(world_group()):
             if is_first and output is not None:
                 result.record(config).save(output)
-        for written in filter(None, (output, config.output.folder)) if is_first else ():
-            console.print(f"wrote {written}", soft_wrap=True)
+        if is_first:
+            show_written(console, output, config.output.folder)
 
 
 @contextmanager

@@ -97,9 +97,7 @@ def export_model(
     config = source.config
     dataset = config.data.dataset()
     model = trained_model(source, dataset)
-    draft = output.with_name(f"{output.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    draft = _emptied(_draft_of(output))
     try:
         record = _written(source, dataset, model, draft, max_loss)
         os.replace(draft, output)
@@ -112,10 +110,23 @@ def check_output(output: Path) -> None:
     """Raise `ConfigError` if a model can't be written to a folder, before any work."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists and isn't an empty folder; use another")
+    if not output.name:
+        raise ConfigError(f"--output {output} is replaced as a whole; name the folder")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        _emptied(_draft_of(output)).rmdir()
     except OSError as error:
         raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error
+
+
+def _draft_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.draft")
+
+
+def _emptied(folder: Path) -> Path:
+    """Make a folder anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def _written(

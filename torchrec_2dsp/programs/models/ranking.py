@@ -8,7 +8,7 @@ means that a sample has no target.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -197,7 +197,7 @@ class RankingConfig(Section):
     """The competitors of a true item: all items in its table; "sampled" ones that come with the
     batch, which are negatives or the other samples' items; or "none", for no ranking."""
 
-    k: tuple[int, ...] = Field(default=(10,), min_length=1)
+    k: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(10,), min_length=1)
     """The numbers of places for recall and NDCG."""
 
     exclude_seen: bool = False

@@ -1,6 +1,7 @@
 """One sync per training backward, whoever asks for it first, and replicas that are equal."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torchrec.distributed import comm_ops
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loop_oracles import LoopOracle, TwiceModel, bag_loss, bag_oracle, twice_oracle
+from tests.support.loop_oracles import LoopOracle, TwiceModel, bag_loss, bag_oracle
 from tests.support.loops import (
     Tensors,
     counting_syncs,
@@ -34,8 +35,8 @@ from tests.support.parity import (
     make_sharder,
     shards_of,
 )
-from tests.support.ranks import RankPool
-from torchrec_2dsp.errors import SyncError
+from tests.support.ranks import RankPool, error_text
+from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.replicas.sync_action import SyncReason
 
 pytestmark = pytest.mark.dealt_file
@@ -240,17 +241,54 @@ def test_peers_need_one_learning_rate(
     assert ranks4.run(different_rates, cell, (rates[0], rates[0])) == ["no error"] * 4
 
 
+def twice_refused(rank: int, world_size: int, cell: Cell) -> str:
+    parallel = shard(cell, model=TwiceModel(cell.spec))
+    loss = local_loss(parallel(make_stream(cell, 1)[0][rank]))
+    return error_text(loss.backward, UnsupportedError)
+
+
 def twice(rank: int, world_size: int, cell: Cell) -> float:
     torch.manual_seed(0)
-    parallel = shard(cell, model=TwiceModel(cell.spec))
+    model = TwiceModel(cell.spec)
+    rule: dict[str, Any] = {"optimizer": cell.optimizer, "lr": LR, "eps": cell.eps}
+    oracle, parallel = (
+        LoopOracle(cell.spec, **rule, model=deepcopy(model)),
+        shard(cell, model=model),
+    )
     stream = make_stream(cell, 3)
     plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
-    return compare(parallel, twice_oracle(cell, stream)).worst
+    for batches in stream:
+        oracle.step(batches)
+    return compare(parallel, oracle).worst
 
 
-def test_two_lookups_in_one_forward(ranks4: RankPool) -> None:
-    for cell in (EXACT, HOT, replace(EXACT, mesh=tdsp.Mesh2D(1, 4))):
-        assert max(ranks4.run(twice, cell)) < ROUNDING
+ONE_GROUP = Cell(tdsp.Mesh2D(1, 4))
+ADDED_UP = replace(ONE_GROUP, accumulates=True)
+LOOKED_UP_TWICE = (
+    EXACT,
+    HOT,
+    replace(EXACT, exchange="row", owners="hash"),
+    replace(ONE_GROUP, sharding="data_parallel"),
+    replace(ONE_GROUP, optimizer="sgd"),
+    ADDED_UP,
+    replace(ADDED_UP, exchange="nonempty", hot_rows=HOT_ROWS),
+    replace(ADDED_UP, exchange="row", optimizer="adam"),
+)
+
+
+def test_two_lookups_in_one_forward_are_one_update(ranks4: RankPool) -> None:
+    for cell in LOOKED_UP_TWICE:
+        assert max(ranks4.run(twice, cell)) < ROUNDING, str(cell)
+
+
+def test_two_lookups_in_one_forward_are_refused_where_each_would_update(ranks4: RankPool) -> None:
+    for cell in (
+        ONE_GROUP,
+        replace(ONE_GROUP, exchange="row"),
+        replace(AVERAGED, optimizer="rowwise_adagrad"),
+    ):
+        for text in ranks4.run(twice_refused, cell):
+            assert text.startswith("two lookups of a collection reach one backward,"), str(cell)
 
 
 def two_backwards(rank: int, world_size: int, cell: Cell) -> float:

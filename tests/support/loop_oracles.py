@@ -113,41 +113,12 @@ def _tensors(group: LoopOracle) -> list[torch.Tensor]:
 class TwiceModel(BagModel):
     """Looks its tables up twice in one forward, the second time without the last ids."""
 
-    trains: tuple[bool, bool] = (True, True)
-    """Which of the two lookups get a gradient."""
-
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         lengths = (features.lengths() - 1).clamp(min=0)
         keep = torch.ones(features.values().numel(), dtype=torch.bool)
         keep[(features.offsets()[1:] - 1)[features.lengths() > 0]] = False
         shorter = KeyedJaggedTensor(features.keys(), features.values()[keep], lengths=lengths)
-        scores = []
-        for batch, trains in zip((features, shorter), self.trains, strict=True):
-            joined = self.joined(batch)
-            scores.append(self.over(joined if trains else joined.detach()).squeeze(1))
-        return scores[0] - 0.5 * scores[1]
-
-
-def twice_oracle(cell: Cell, stream: Stream) -> Oracle:
-    """One update per lookup, as the fused kernel's backwards do: the later lookup first."""
-    torch.manual_seed(0)
-    model = TwiceModel(cell.spec)
-    oracle = LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps, model=model)
-    tables = tables_of(model)
-    for batches in stream:
-        grads = []
-        for model.trains in ((False, True), (True, False)):
-            model.zero_grad()
-            torch.stack([local_loss(model(batch)) for batch in batches]).mean().backward()
-            grads.append({name: table.weight.grad for name, table in tables.items()})
-        # The dense layer's gradient is whole in either pass.
-        with torch.no_grad():
-            for param in model.over.parameters():
-                param -= oracle.lr * cast(torch.Tensor, param.grad)
-        for by_table in grads:
-            for name, grad in by_table.items():
-                oracle._update_(name, grad)
-    return oracle
+        return super().forward(features) - 0.5 * super().forward(shorter)
 
 
 def bag_loss(cell: Cell, pooled: Any) -> torch.Tensor:
@@ -157,17 +128,12 @@ def bag_loss(cell: Cell, pooled: Any) -> torch.Tensor:
 
 
 def bag_oracle(cell: Cell, stream: Stream) -> Oracle:
-    """One update per batch, all from gradients of the first weights."""
+    """One update for all batches."""
     oracle = LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
     model = cast(BagModel, oracle.model)
-    tables = tables_of(model)
-    grads = []
     for batches in stream:
-        tables.zero_grad()
         losses = [bag_loss(cell, model.ebc(batch)) for batch in batches]
         torch.stack(losses).mean().backward()
-        grads.append({name: cast(Any, table).weight.grad for name, table in tables.items()})
-    for by_table in grads:
-        for name, grad in by_table.items():
-            oracle._update_(name, grad)
+    for name, table in tables_of(model).items():
+        oracle._update_(name, cast(torch.Tensor, table.weight.grad))
     return oracle

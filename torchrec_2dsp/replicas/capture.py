@@ -125,7 +125,7 @@ class RowCapture:
             `PendingGradients.gradients`.
         """
         pending, self._pending = self._pending, []
-        if self._is_accumulating:
+        if self._is_accumulating or len(pending) > 1:
             pending, self._is_accumulating = self._as_one_step(pending), False
         captured = [part.blocks for part in pending]
         for part in pending:
@@ -138,7 +138,8 @@ class RowCapture:
         """Sum several backwards into one step of the kernel."""
         if not pending:
             return []
-        lookup = pending[0].lookup
+        # Backwards of one forward come in reverse.
+        lookup = min((part.lookup for part in pending), key=lambda lookup: lookup.iteration)
         set_iteration(self.tbe, lookup.iteration)
         parts = zip(*(part.blocks for part in pending), strict=True)
         blocks = [added_up(of_block) for of_block in parts]

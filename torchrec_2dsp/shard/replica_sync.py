@@ -2,13 +2,15 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torchrec_2dsp._compat.fbgemm import HAS_ROW_WISE_MOMENT, EmbOptimType
+from torchrec_2dsp._compat.tensors import running_backward
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec, Transport
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
@@ -223,6 +225,49 @@ class ReplicaSync(Stage):
             for shard in kernel.shards()
             for tensor in shard.tensors.values()
         ]
+
+
+class OneUpdate:
+    """Refuses backwards in which a row would get two updates, or an update that isn't counted."""
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Mapping[str, Any]],
+        plan: ModulePlan2D,
+        sync_point: SyncPoint,
+    ) -> None:
+        sgd = EmbOptimType.EXACT_SGD
+        self._optimizers = {params.get("optimizer", sgd) for params in fused_params.values()}
+        self._may_look_up_twice = (
+            # A sync adds up what is captured; two steps of SGD are one with the sum.
+            sync_point.can_hold
+            or all(is_data_parallel(plan, name) for name in plan)
+            or self._optimizers <= {sgd}
+        )
+        self._backward: int | None = None
+        """The number of the latest backward."""
+
+    def check(self, notes: BatchNotes) -> None:
+        """Note the backward of a batch's lookup."""
+        backward = running_backward()
+        if notes.backward not in (None, backward):
+            raise UnsupportedError(
+                "a second backward through one lookup would update its rows twice; add the "
+                "losses and call backward() once, or look the batch up again"
+            )
+        is_next_lookup = notes.backward is None and backward == self._backward
+        if is_next_lookup and not self._may_look_up_twice:
+            raise UnsupportedError(
+                "two lookups of a collection reach one backward, which would update rows of both "
+                "twice; make its sharder with accumulates=True, which adds their gradients up, or "
+                "look the joined batches up at once"
+            )
+        notes.backward = self._backward = backward
+        if not notes.is_training and not self._optimizers.isdisjoint(HAS_ROW_WISE_MOMENT):
+            raise UnsupportedError(
+                "Adam and LAMB don't count a lookup in eval mode as a step, so its backward can't "
+                "update tables; call model.train(), then eval() of what is to stay as it is"
+            )
 
 
 def replica_actions(

@@ -13,7 +13,6 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import (
-    HAS_ROW_WISE_MOMENT,
     Tbe,
     has_own_rows,
     keeps_untouched_rows,
@@ -27,7 +26,7 @@ from torchrec_2dsp._compat.shardings import (
     shardings_of,
     wrap_optimizer,
 )
-from torchrec_2dsp._compat.tensors import Upstream, running_backward
+from torchrec_2dsp._compat.tensors import Upstream
 from torchrec_2dsp._compat.torchrec import jagged_features
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
@@ -52,7 +51,7 @@ from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
 from torchrec_2dsp.shard.kernels import ROUNDING_SEED, Kernel
 from torchrec_2dsp.shard.optimizers import is_data_parallel
-from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication
+from torchrec_2dsp.shard.replica_sync import OneUpdate, ReplicaSync, Replication
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
@@ -115,6 +114,7 @@ class Tables2D:
             self._broadcast_shards,
         )
         """Keeps the copies of the tables equal."""
+        self._one_update = OneUpdate(fused_params_of(module), plan, self.sync_point)
         bags = isinstance(module, ShardedEmbeddingBagCollection)
         table_modules = module.embedding_bags if bags else module.embeddings
         arrangement = arrangement_of(plan, self._kernels, self.groups)
@@ -320,21 +320,7 @@ class Tables2D:
     def _backward_begins(self, notes: BatchNotes, lookup: Upstream, _: torch.Tensor) -> None:
         self.groups.board.activity.begin("the backward")
         if lookup.is_reached():
-            backward = running_backward()
-            if notes.backward not in (None, backward):
-                raise UnsupportedError(
-                    "a second backward through one lookup would update its rows twice; add the "
-                    "losses and call backward() once, or look the batch up again"
-                )
-            notes.backward = backward
-        if not notes.is_training and any(
-            params.get("optimizer") in HAS_ROW_WISE_MOMENT
-            for params in fused_params_of(self.module).values()
-        ):
-            raise UnsupportedError(
-                "Adam and LAMB don't count a lookup in eval mode as a step, so its backward can't "
-                "update tables; call model.train(), then eval() of what is to stay as it is"
-            )
+            self._one_update.check(notes)
         for stage in self.stages:
             stage.before_backward(notes)
         self._before_use()

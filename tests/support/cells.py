@@ -1,20 +1,18 @@
 """`Cell`, one combination of the parity matrix, and its plans."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 
 import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec
+from tests.support.planning import group_plan_of, planner_for, torchrecs_planner
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
-from torchrec_2dsp.planner.topology import world_topology
 from torchrec_2dsp.planner.torchrec.adapters import Stats2D
-from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
 
 EPS = 1e-3
 """Large enough that a gradient which cancels to almost nothing, whose rounding error is then
@@ -92,19 +90,26 @@ _STOCK_PLANS: dict[Hashable, ShardingPlan] = {}
 """Plans made in this process that shard every table one way."""
 
 
-def plan_by_cost(
-    cell: Cell, model: nn.Module, sharder: object, local_world_size: int
-) -> ShardingPlan:
-    """Plan within the cell's demands, by predicted cost."""
-    return planned(
-        model,
-        sharder,
-        dict(cell.demands),
-        local_world_size,
-        mesh=cell.mesh,
-        sync=cell.sync,
-        proposed=cell.proposed,
+def plan_by_cost(cell: Cell, model: nn.Module, sharder: Any, local_world_size: int) -> ShardingPlan:
+    """Plan within the cell's demands, by `Planner2D` or TorchRec's planner with our proposals."""
+    mesh, sync, constraints = cell.mesh, cell.sync, dict(cell.demands)
+    calibration = tdsp.Calibration.load("configs/hardware/emulated_200mbit.toml")
+    topology = calibration.topology(mesh.world_size, local_world_size=local_world_size)
+    if not cell.proposed:
+        planner = planner_for(
+            mesh, topology, calibration=calibration, sync=sync, constraints=constraints
+        )
+        return planner.plan(model, [sharder])
+    stock = torchrecs_planner(
+        topology,
+        proposer=tdsp.ExchangeProposer(
+            topology, calibration, mesh=mesh, sync=sync, constraints=constraints
+        ),
+        partitioner=tdsp.BalancedPartitioner(),
+        stats=Stats2D(),
+        constraints=constraints,
     )
+    return stock.plan(model, [sharder])
 
 
 def group_plan(cell: Cell, model: nn.Module, sharder: object) -> tdsp.Plan2D:
@@ -134,51 +139,14 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object) -> tdsp.Plan2D:
 
 def plan_as_torchrec(cell: Cell, model: nn.Module, sharder: Any) -> tdsp.Plan2D:
     """Plan every table the cell's way, by TorchRec's search, which knows all types."""
-    constraints = {
+    return group_plan_of(
+        model, cell.mesh, sharders=[sharder], constraints=types_of(cell), sync=cell.sync
+    )
+
+
+def types_of(cell: Cell) -> dict[str, ParameterConstraints]:
+    """Return constraints by which every table is sharded the cell's way."""
+    return {
         table.name: ParameterConstraints(sharding_types=[cell.sharding], min_partition=4)
         for table in cell.spec.tables
     }
-    return search_as_torchrec(
-        model,
-        [sharder],
-        topology=world_topology(cell.mesh),
-        batch_size=8,
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        mesh=cell.mesh,
-        sync=cell.sync,
-    )
-
-
-def planned(
-    model: nn.Module,
-    sharder: Any,
-    constraints: Mapping[str, tdsp.ParameterConstraints2D],
-    local_world_size: int,
-    *,
-    mesh: tdsp.Mesh2D,
-    sync: tdsp.GradientSync | tdsp.WeightSync,
-    proposed: bool,
-) -> ShardingPlan:
-    """Return the plan of `Planner2D`, or of TorchRec's planner with this package's proposals."""
-    calibration = tdsp.Calibration.load("configs/hardware/emulated_200mbit.toml")
-    topology = calibration.topology(mesh.world_size, local_world_size=local_world_size)
-    known: dict[str, Any] = {
-        "topology": topology,
-        "batch_size": 8,
-        "storage_reservation": FixedPercentageStorageReservation(0.0),
-        "constraints": dict(constraints),
-    }
-    if not proposed:
-        planner = tdsp.Planner2D(calibration=calibration, mesh=mesh, sync=sync, **known)
-        return planner.plan(model, [sharder])
-    proposer = tdsp.ExchangeProposer(
-        topology, calibration, mesh=mesh, sync=sync, constraints=constraints
-    )
-    stock = EmbeddingShardingPlanner(
-        proposer=proposer,
-        partitioner=tdsp.BalancedPartitioner(),
-        stats=Stats2D(),
-        **known,
-    )
-    return stock.plan(model, [sharder])

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_2dsp as tdsp
+from tests.support.cells import types_of
 from tests.support.devices import copied, on_rank_device, rank_device
 from tests.support.models import build, make_batch
 from tests.support.oracle import Oracle, local_loss, trained_oracle
@@ -32,7 +32,7 @@ from tests.support.parity import (
     oracle_of,
     shard,
 )
-from tests.support.planning import AnyTypeSharder
+from tests.support.planning import AnyTypeSharder, torchrecs_planner
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.address import Place
@@ -109,19 +109,12 @@ def make_stock(cell: Cell, plan: ShardingPlan | None = None) -> DistributedModel
 
 def stock_planner(cell: Cell) -> EmbeddingShardingPlanner:
     """Return TorchRec's planner on this world, which shards every table the cell's way."""
-    return EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=dist.get_world_size(),
-            compute_device=rank_device().type,
-            local_world_size=local_world_size(),
-        ),
-        batch_size=8,
-        constraints={
-            table.name: ParameterConstraints(sharding_types=[cell.sharding], min_partition=4)
-            for table in cell.spec.tables
-        },
-        storage_reservation=FixedPercentageStorageReservation(0.0),
+    topology = Topology(
+        world_size=dist.get_world_size(),
+        compute_device=rank_device().type,
+        local_world_size=local_world_size(),
     )
+    return torchrecs_planner(topology, constraints=types_of(cell))
 
 
 def batches(cell: Cell, step: int, world_size: int) -> list:

@@ -17,14 +17,10 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
-from torchrec.modules.mc_modules import (
-    LFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 import torchrec_2dsp as tdsp
-from tests.support.managed_collisions import behind_maps
+from tests.support.managed_collisions import behind_maps, sorting_map
 from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, build
 from tests.support.parity import TWO
 from tests.support.ranks import RankPool, error_of
@@ -36,28 +32,19 @@ BAGS, WEIGHTED = ModelSpec(), ModelSpec(weighted=True)
 LR = 0.01
 
 
-def id_map(config: Any) -> MCHManagedCollisionModule:
-    return MCHManagedCollisionModule(
-        zch_size=config.num_embeddings,
-        device=torch.device("cpu"),
-        eviction_policy=LFU_EvictionPolicy(),
-        eviction_interval=1,
-    )
-
-
 def managed_bags() -> nn.Module:
-    return behind_maps(BagModel(BAGS).ebc, id_map)
+    return behind_maps(BagModel(BAGS).ebc, sorting_map)
 
 
 def managed_sequences() -> nn.Module:
-    return behind_maps(SequenceModel(SEQUENCES).ec, id_map)
+    return behind_maps(SequenceModel(SEQUENCES).ec, sorting_map)
 
 
 def mapped_by_hand() -> nn.Module:
     """Return bags behind an id map that isn't part of a collection."""
     ebc = BagModel(BAGS).ebc
     configs = ebc.embedding_bag_configs()
-    modules: Any = {config.name: id_map(config) for config in configs}
+    modules: Any = {config.name: sorting_map(config) for config in configs}
     return nn.ModuleDict({"maps": ManagedCollisionCollection(modules, configs), "ebc": ebc})
 
 

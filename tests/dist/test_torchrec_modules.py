@@ -30,17 +30,14 @@ from torchrec.modules.mc_adapter import (
     McEmbeddingBagCollectionAdapter,
     McEmbeddingCollectionAdapter,
 )
-from torchrec.modules.mc_modules import (
-    LFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.managed_collisions import sorting_map
 from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import TWO, make_optimizer
@@ -232,15 +229,7 @@ class MappedByHand(nn.Module):
         super().__init__()
         self.ebc = bags()
         configs = self.ebc.embedding_bag_configs()
-        id_maps: Any = {
-            config.name: MCHManagedCollisionModule(
-                zch_size=config.num_embeddings,
-                device=torch.device("cpu"),
-                eviction_policy=LFU_EvictionPolicy(),
-                eviction_interval=1,
-            )
-            for config in configs
-        }
+        id_maps: Any = {config.name: sorting_map(config) for config in configs}
         self.maps = ManagedCollisionCollection(id_maps, configs)
         for step in range(3):
             self.maps(raw_ids(make_batch(BAGS, step)))

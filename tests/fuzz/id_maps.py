@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
+from torchrec.modules.mc_modules import ManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.fuzz.actions import actions_of, distributions
 from tests.fuzz.batches import LocalBatch, Lookups
 from tests.fuzz.case import Case, ModuleCase, TableCase, table_name
 from tests.support.hash_zch import OneThreadHashZch, at_hour
-from tests.support.managed_collisions import HASHED, POLICIES, hashed_map, hour_of
+from tests.support.managed_collisions import HASHED, hashed_map, hour_of, sorting_map
 from torchrec_2dsp.shard.initial_tables import drawn_rows
 
 Maps = dict[str, Any]
@@ -30,12 +30,7 @@ def id_map(module: ModuleCase, config: Any, **hashed: Any) -> ManagedCollisionMo
     """Return the id map of a table in a module that has them."""
     if module.evicts in HASHED:
         return hashed_map(module.evicts, config, **hashed)
-    return MCHManagedCollisionModule(
-        zch_size=config.num_embeddings,
-        device=torch.device("cpu"),
-        eviction_policy=POLICIES[module.evicts](),
-        eviction_interval=module.interval,
-    )
+    return sorting_map(config, module.evicts, module.interval)
 
 
 class IdMaps:

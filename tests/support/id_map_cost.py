@@ -10,20 +10,19 @@ each one's milliseconds and the ratios of the rounds.
 
 import statistics
 import time
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell, group_plan
 from tests.support.drifting_ids import Stream
-from tests.support.managed_collisions import FAR, Head, behind_maps
+from tests.support.managed_collisions import FAR, Head, behind_maps, sorting_map
 from tests.support.models import BagModel, ModelSpec, TableSpec
 from tests.support.parity import make_optimizer, make_sharder
 from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
@@ -42,21 +41,12 @@ class Bags(nn.Module):
         self.sparse: Any = BagModel(SPEC).ebc
         self.has_maps = has_maps
         if has_maps:
-            self.sparse = behind_maps(self.sparse, _id_map)
+            self.sparse = behind_maps(self.sparse, partial(sorting_map, interval=INTERVAL))
         self.head = Head(SPEC)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         rows = self.sparse(features)
         return self.head(rows[0] if self.has_maps else rows).tanh().mean()
-
-
-def _id_map(config: EmbeddingBagConfig) -> MCHManagedCollisionModule:
-    return MCHManagedCollisionModule(
-        zch_size=config.num_embeddings,
-        device=torch.device("cpu"),
-        eviction_policy=LFU_EvictionPolicy(),
-        eviction_interval=INTERVAL,
-    )
 
 
 def sharded(cell: Cell, *, has_maps: bool) -> tdsp.ModelParallel2D:

@@ -103,6 +103,19 @@ def hashed_map(policy: str, config: Any, kind: Any = HashZchManagedCollisionModu
     )
 
 
+def sorting_map(
+    config: Any, policy: str = "lfu", interval: int = 1, **options: Any
+) -> MCHManagedCollisionModule:
+    """Return a map that sorts ids, and evicts by a policy each so many batches."""
+    return MCHManagedCollisionModule(
+        zch_size=config.num_embeddings,
+        device=torch.device("cpu"),
+        eviction_policy=POLICIES[policy](),
+        eviction_interval=interval,
+        **options,
+    )
+
+
 def hour_of(num_batches: int) -> int:
     """Return the time at which a batch is seen, after so many others."""
     return 1_000 + num_batches
@@ -169,14 +182,9 @@ class ManagedModel(nn.Module):
         def id_map(config: Any) -> ManagedCollisionModule:
             if case.policy in HASHED:
                 return hashed_map(case.policy, config, kind)
-            return MCHManagedCollisionModule(
-                zch_size=config.num_embeddings,
-                device=torch.device("cpu"),
-                eviction_policy=POLICIES[case.policy](),
-                eviction_interval=case.interval,
-                input_hash_size=1_000,
-                input_hash_func=halved if case.hashed else None,
-            )
+            hash_func = halved if case.hashed else None
+            options = {"input_hash_size": 1_000, "input_hash_func": hash_func}
+            return sorting_map(config, case.policy, case.interval, **options)
 
         self.mc = behind_maps(collection, id_map, return_remapped_features=True)
         self.head = Head(spec)

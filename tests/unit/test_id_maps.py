@@ -1,5 +1,6 @@
 """Hashed id maps give slots as TorchRec's by FBGEMM's kernel in one thread; a map's price."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
-from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.support.hash_zch import OneThreadHashZch, at_hour
-from tests.support.managed_collisions import behind_maps
+from tests.support.managed_collisions import behind_maps, sorting_map
 from tests.support.planning import BATCH, EXACT, LINK, TWO, calibration, cost, only_the_link
 from torchrec_2dsp._compat.id_maps import HashedIdMap, unequal_on_ranks
 from torchrec_2dsp.cost.calibration import KernelCost
@@ -137,14 +137,9 @@ def test_a_workload_knows_what_goes_through_maps() -> None:
     mapped, plain = (
         EmbeddingBagCollection([config], device=torch.device("meta")) for config in tables
     )
-    module = nn.ModuleList([behind_maps(mapped, sorted_map), plain])
+    module = nn.ModuleList([behind_maps(mapped, partial(sorting_map, interval=4)), plain])
     constraints = {"mapped": ParameterConstraints(pooling_factors=[5.0])}
     workload = Workload.of_model(module, batch_size=BATCH, constraints=constraints)
     assert workload.id_maps == IdMapWork(ids_per_sample=5.0, num_rows=60 / 4)
     setting = CostSetting(calibration(), workload, TWO, EXACT, 2)
     assert setting.of_world().workload.id_maps == IdMapWork()
-
-
-def sorted_map(config: EmbeddingBagConfig) -> MCHManagedCollisionModule:
-    policy, rows = LFU_EvictionPolicy(), config.num_embeddings
-    return MCHManagedCollisionModule(rows, torch.device("cpu"), policy, eviction_interval=4)

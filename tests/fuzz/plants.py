@@ -1,5 +1,6 @@
 """Faults that are planted on purpose, which the machine must find."""
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -37,128 +38,118 @@ _slots, _weights = PositionWeights._layout, ShardedFeatureProcessors2D._weights
 _stage_backward, _rows_backward = LayerStage.backward, _OwnRows.backward
 
 
-def updates_applied_twice() -> Patch:
-    """Rows whose gradients travel are updated twice."""
+def planted(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[[], Patch]]:
+    """Make a plant of a fault, which takes the place of this method or function."""
 
-    def apply_twice(updater: DirectUpdater, gradients: Any) -> None:
+    def plant_of(fault: Callable[..., Any]) -> Callable[[], Patch]:
+        # Workers import the plant by the fault's name.
+        @functools.wraps(fault)
+        def enter() -> Patch:
+            return mock.patch.object(owner, name, fault)
+
+        return enter
+
+    return plant_of
+
+
+@planted(DirectUpdater, "apply")
+def updates_applied_twice(updater: DirectUpdater, gradients: Any) -> None:
+    """Update rows whose gradients travel twice."""
+    _apply(updater, gradients)
+    _apply(updater, gradients)
+
+
+@planted(DirectUpdater, "apply")
+def a_rank_that_skips_updates(updater: DirectUpdater, gradients: Any) -> None:
+    """Update no row whose gradient travels, on rank 1."""
+    if dist.get_rank() != 1:
         _apply(updater, gradients)
-        _apply(updater, gradients)
-
-    return mock.patch.object(DirectUpdater, "apply", apply_twice)
 
 
-def a_rank_that_skips_updates() -> Patch:
-    """Rank 1 updates no row whose gradient travels."""
-
-    def apply_elsewhere(updater: DirectUpdater, gradients: Any) -> None:
-        if dist.get_rank() != 1:
-            _apply(updater, gradients)
-
-    return mock.patch.object(DirectUpdater, "apply", apply_elsewhere)
-
-
-def a_rank_that_rounds_otherwise() -> Patch:
-    """Rank 1's moments are off by a bit."""
-
-    def apply_and_round(updater: DirectUpdater, gradients: Any) -> None:
-        _apply(updater, gradients)
-        if dist.get_rank() == 1:
-            for states in updater._tbe.split_optimizer_states():
-                for state in states:
-                    state.copy_(torch.nextafter(state, torch.full_like(state, 9.0)))
-
-    return mock.patch.object(DirectUpdater, "apply", apply_and_round)
+@planted(DirectUpdater, "apply")
+def a_rank_that_rounds_otherwise(updater: DirectUpdater, gradients: Any) -> None:
+    """Change rank 1's moments by a bit."""
+    _apply(updater, gradients)
+    if dist.get_rank() == 1:
+        for states in updater._tbe.split_optimizer_states():
+            for state in states:
+                state.copy_(torch.nextafter(state, torch.full_like(state, 9.0)))
 
 
-def a_rank_that_draws_otherwise() -> Patch:
-    """Rank 1 rounds at random by draws of its own."""
-
-    def draws(rounding: StochasticRounding, *key: Any) -> torch.Tensor:
-        return _draws(rounding, *key).add_(dist.get_rank() << 12)
-
-    return mock.patch.object(StochasticRounding, "draws", draws)
+@planted(StochasticRounding, "draws")
+def a_rank_that_draws_otherwise(rounding: StochasticRounding, *key: Any) -> torch.Tensor:
+    """Round at random by draws of rank 1's own."""
+    return _draws(rounding, *key).add_(dist.get_rank() << 12)
 
 
-def a_rank_that_keeps_its_own_numbers() -> Patch:
-    """Rank 1 adds its own gradients to those of its peers without rounding them."""
+@planted(Hop, "start")
+def a_rank_that_keeps_its_own_numbers(
+    hop: Hop, rows: Any, sizes: Any, key_dtype: Any, codec: Any
+) -> Any:
+    """Add rank 1's own gradients to those of its peers without rounding them."""
+    arriving = _start(hop, rows, sizes, key_dtype, codec)
+    rank = dist.get_rank(hop.group)
+    if dist.get_rank() != 1 or hop.stride or not isinstance(arriving, ArrivingRows):
+        return arriving
+    first = sum(of_rank[0] for of_rank in sizes[:rank])
+    places = slice(first, first + len(rows.grads))
 
-    def start(hop: Hop, rows: Any, sizes: Any, key_dtype: Any, codec: Any) -> Any:
-        arriving = _start(hop, rows, sizes, key_dtype, codec)
-        rank = dist.get_rank(hop.group)
-        if dist.get_rank() != 1 or hop.stride or not isinstance(arriving, ArrivingRows):
-            return arriving
-        first = sum(of_rank[0] for of_rank in sizes[:rank])
-        places = slice(first, first + len(rows.grads))
+    def decode(encoded: torch.Tensor, dim: int) -> torch.Tensor:
+        decoded = codec.decode(encoded, dim).clone()
+        decoded[places] = rows.grads
+        return decoded
 
-        def decode(encoded: torch.Tensor, dim: int) -> torch.Tensor:
-            decoded = codec.decode(encoded, dim).clone()
-            decoded[places] = rows.grads
-            return decoded
-
-        return replace(arriving, codec=mock.Mock(decode=decode))
-
-    return mock.patch.object(Hop, "start", start)
-
-
-def a_rank_with_coarser_scales() -> Patch:
-    """Rank 1 sends integers in units that are larger by a 64th, which all ranks read right."""
-
-    def scales(codec: IntegerRows, rows: torch.Tensor) -> torch.Tensor:
-        factor = 1 + 1 / 64 if dist.is_initialized() and dist.get_rank() == 1 else 1.0
-        return (_scales(codec, rows).float() * factor).to(torch.bfloat16)
-
-    return mock.patch.object(IntegerRows, "_scales", scales)
+    return replace(arriving, codec=mock.Mock(decode=decode))
 
 
-def late_gradients_that_are_lost() -> Patch:
-    """Dense gradients of the step before never arrive: there are zeros in their place."""
-
-    def arrived(gradients: LateGradients, names: Any, sizes: Any, like: Any) -> torch.Tensor:
-        return torch.zeros_like(_arrived(gradients, names, sizes, like))
-
-    return mock.patch.object(LateGradients, "_arrived", arrived)
+@planted(IntegerRows, "_scales")
+def a_rank_with_coarser_scales(codec: IntegerRows, rows: torch.Tensor) -> torch.Tensor:
+    """Send rank 1's integers in units that are larger by a 64th, which all ranks read right."""
+    factor = 1 + 1 / 64 if dist.is_initialized() and dist.get_rank() == 1 else 1.0
+    return (_scales(codec, rows).float() * factor).to(torch.bfloat16)
 
 
-def stages_that_forget_a_micro_batch() -> Patch:
+@planted(LateGradients, "_arrived")
+def late_gradients_that_are_lost(
+    gradients: LateGradients, names: Any, sizes: Any, like: Any
+) -> torch.Tensor:
+    """Lose dense gradients of the step before: there are zeros in their place."""
+    return torch.zeros_like(_arrived(gradients, names, sizes, like))
+
+
+@planted(LayerStage, "backward")
+def stages_that_forget_a_micro_batch(
+    stage: LayerStage, micro_batch: int, gradient: Any
+) -> list[torch.Tensor]:
     """Drop a batch's second micro-batch from the gradients of pipelined layers."""
-
-    def backward(stage: LayerStage, micro_batch: int, gradient: Any) -> list[torch.Tensor]:
-        before = [param.grad for param in stage.params]
-        grads = _stage_backward(stage, micro_batch, gradient)
-        if micro_batch == 1:
-            for param, grad in zip(stage.params, before, strict=True):
-                param.grad = grad
-        return grads
-
-    return mock.patch.object(LayerStage, "backward", backward)
+    before = [param.grad for param in stage.params]
+    grads = _stage_backward(stage, micro_batch, gradient)
+    if micro_batch == 1:
+        for param, grad in zip(stage.params, before, strict=True):
+            param.grad = grad
+    return grads
 
 
-def ranks_of_a_layer_that_add_their_losses() -> Patch:
-    """Layers that two ranks compute together get the sum of their gradients, not the mean."""
-
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        rows, *others = _rows_backward(ctx, *grads)
-        return (2 * rows, *others)
-
-    return mock.patch.object(_OwnRows, "backward", staticmethod(backward))
+@planted(_OwnRows, "backward")
+@staticmethod
+def ranks_of_a_layer_that_add_their_losses(ctx: Any, *grads: torch.Tensor) -> Any:
+    """Give layers that two ranks compute together the sum of their gradients, not the mean."""
+    rows, *others = _rows_backward(ctx, *grads)
+    return (2 * rows, *others)
 
 
-def a_rank_that_forgets_what_it_left_out() -> Patch:
-    """Rank 1 takes more off its residuals than it has sent."""
+@planted(ErrorFeedback, "take_off")
+def a_rank_that_forgets_what_it_left_out(
+    feedback: ErrorFeedback, name: str, positions: Any, sent: Any
+) -> None:
+    """Take more off rank 1's residuals than it has sent."""
+    _take_off(feedback, name, positions, 1.01 * sent if dist.get_rank() == 1 else sent)
 
-    def take_off(feedback: ErrorFeedback, name: str, positions: Any, sent: Any) -> None:
-        _take_off(feedback, name, positions, 1.01 * sent if dist.get_rank() == 1 else sent)
 
-    return mock.patch.object(ErrorFeedback, "take_off", take_off)
-
-
-def ranks_that_send_twice_as_much() -> Patch:
-    """All ranks choose twice the elements of dense gradients that they were asked for."""
-
-    def layout_of(params: Any, *, density: float, dense_below: int) -> BucketLayout:
-        return _layout_of(params, density=min(0.99, 2 * density), dense_below=dense_below)
-
-    return mock.patch.object(BucketLayout, "of", layout_of)
+@planted(BucketLayout, "of")
+def ranks_that_send_twice_as_much(params: Any, *, density: float, dense_below: int) -> BucketLayout:
+    """Choose twice the elements of dense gradients that the ranks were asked for."""
+    return _layout_of(params, density=min(0.99, 2 * density), dense_below=dense_below)
 
 
 def unused_parameters_without_gradients() -> Patch:
@@ -166,58 +157,47 @@ def unused_parameters_without_gradients() -> Patch:
     return mock.patch.object(UnusedParameters, "give", lambda unused, means: means)
 
 
-def ranks_that_meet_without_rank_1() -> Patch:
+@planted(tdsp.LocalDense, "mean")
+def ranks_that_meet_without_rank_1(
+    dense: tdsp.LocalDense, changes: Any
+) -> dict[torch.Tensor, torch.Tensor]:
     """Drop rank 1's changes from the mean when ranks meet."""
-
-    def mean(dense: tdsp.LocalDense, changes: Any) -> dict[torch.Tensor, torch.Tensor]:
-        kept = 0.0 if dist.get_rank() == 1 else 1.0
-        return _mean(dense, {param: kept * change for param, change in changes.items()})
-
-    return mock.patch.object(tdsp.LocalDense, "mean", mean)
+    share = 0.0 if dist.get_rank() == 1 else 1.0
+    return _mean(dense, {param: share * change for param, change in changes.items()})
 
 
-def evicted_rows_with_moments() -> Patch:
-    """Rows that get another id keep their moments."""
-
-    def write(shard: TableShard, places: torch.Tensor, values: torch.Tensor) -> None:
-        columns = slice(shard.column, shard.column + shard.tensors["weight"].shape[1])
-        shard.tensors["weight"].data[places] = values[:, columns]
-
-    return mock.patch.object(initial_tables, "_write", write)
-
-
-def maps_of_groups() -> Patch:
-    """Id maps see half of the ids, as if each of two groups had its own."""
-
-    def gathered(
-        ids: IdsOfWorld, own: Any, maps: Any, **facts: Any
-    ) -> tuple[int, dict[str, torch.Tensor]]:
-        hour, of_world = _gathered(ids, own, maps, **facts)
-        return hour, {name: feature[: len(feature) // 2] for name, feature in of_world.items()}
-
-    return mock.patch.object(IdsOfWorld, "gathered", gathered)
+@planted(initial_tables, "_write")
+def evicted_rows_with_moments(
+    shard: TableShard, places: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Leave their moments to rows that get another id."""
+    columns = slice(shard.column, shard.column + shard.tensors["weight"].shape[1])
+    shard.tensors["weight"].data[places] = values[:, columns]
 
 
-def slots_off_by_one() -> Patch:
-    """Ids travel with the slot before that of their position's weight."""
+@planted(IdsOfWorld, "gathered")
+def maps_of_groups(
+    ids: IdsOfWorld, own: Any, maps: Any, **facts: Any
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Show id maps half of the ids, as if each of two groups had its own."""
+    hour, of_world = _gathered(ids, own, maps, **facts)
+    return hour, {name: feature[: len(feature) // 2] for name, feature in of_world.items()}
 
-    def layout(stage: PositionWeights, features: Any) -> list[torch.Tensor]:
-        firsts, *others = _slots(stage, features)
-        return [(firsts - 1).clamp(min=0), *others]
 
-    return mock.patch.object(PositionWeights, "_layout", layout)
+@planted(PositionWeights, "_layout")
+def slots_off_by_one(stage: PositionWeights, features: Any) -> list[torch.Tensor]:
+    """Send ids with the slot before that of their position's weight."""
+    firsts, *others = _slots(stage, features)
+    return [(firsts - 1).clamp(min=0), *others]
 
 
-def a_rank_that_counts_position_weights_twice() -> Patch:
-    """Rank 1 gives position weights twice their gradients, which aren't the ranks' mean then."""
-
-    def weights(module: ShardedFeatureProcessors2D) -> Any:
-        by_feature = _weights(module).items()
-        if dist.get_rank() != 1:
-            return dict(by_feature)
-        return {name: 2 * weight - weight.detach() for name, weight in by_feature}
-
-    return mock.patch.object(ShardedFeatureProcessors2D, "_weights", weights)
+@planted(ShardedFeatureProcessors2D, "_weights")
+def a_rank_that_counts_position_weights_twice(module: ShardedFeatureProcessors2D) -> Any:
+    """Double the gradients of rank 1's position weights, which aren't the ranks' mean then."""
+    by_feature = _weights(module).items()
+    if dist.get_rank() != 1:
+        return dict(by_feature)
+    return {name: 2 * weight - weight.detach() for name, weight in by_feature}
 
 
 def _hang() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz import plants
 from tests.fuzz.case import Case, DenseCase, ModuleCase, SearchCase, SyncCase, TableCase
-from tests.fuzz.judge import Counts, Verdict
+from tests.fuzz.judge import Counts
 from tests.fuzz.machine import ENOUGH_CASES, Machine, Summary
 from tests.fuzz.worker import Worker
 
@@ -21,6 +21,7 @@ REPLICAS = Case(
     events=((0, "sync_now"),),
 )
 """Rows with copies on both ranks, and a call in which a rank may fail."""
+WRONG = "wrong numbers"
 Plant = Callable[[], AbstractContextManager[None]]
 
 
@@ -44,12 +45,18 @@ def healthy() -> Iterator[Worker]:
         yield worker
 
 
-def with_and_without(plant: Plant, healthy: Worker, case: Case) -> tuple[Verdict, Verdict]:
-    """Return the verdicts on a case with a planted fault, and without it."""
+def check_found(
+    plant: Plant, healthy: Worker, case: Case, kind: str = WRONG, text: str = ""
+) -> Counts:
+    """Check that a case has a finding with the plant alone; return its counts without."""
     with Worker(plant) as faulty:
         for worker in (faulty, healthy):
             worker.ask(case, 60)
-        return faulty.answer(), healthy.answer()
+        verdict, right = faulty.answer(), healthy.answer()
+    assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
+    assert text in verdict.text
+    assert right.outcome == "ok", right.text
+    return right.counts
 
 
 def is_plain(case: Case) -> bool:
@@ -62,12 +69,7 @@ def test_a_rank_that_draws_otherwise_is_found(healthy: Worker) -> None:
     (module,) = REPLICAS.modules
     tables = tuple(replace(table, dtype="fp16") for table in module.tables)
     case = replace(REPLICAS, modules=(replace(module, tables=tables),), at_random=True)
-    faulty, sound = with_and_without(plants.a_rank_that_draws_otherwise, healthy, case)
-    assert sound.outcome == "ok", sound.text
-    assert faulty.kind == "copies differ", faulty.text
-
-
-WRONG = "wrong numbers"
+    check_found(plants.a_rank_that_draws_otherwise, healthy, case, "copies differ")
 
 
 @pytest.mark.parametrize(
@@ -108,20 +110,14 @@ def test_what_one_rank_does_is_found(plant: Plant, kind: str, text: str) -> None
 def test_what_one_rank_rounds_otherwise_is_found(
     plant: Plant, case: Case, kind: str, healthy: Worker
 ) -> None:
-    verdict, right = with_and_without(plant, healthy, case)
-    assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
-    assert right.outcome == "ok", right.text
-    assert right.counts.rounded > 0
+    assert check_found(plant, healthy, case, kind).rounded > 0
 
 
 @pytest.mark.parametrize("plant", [plants.evicted_rows_with_moments, plants.maps_of_groups])
 def test_wrong_id_maps_are_found(plant: Plant, healthy: Worker) -> None:
     module = ModuleCase(evicts="lru", drift=5, tables=(TableCase(rows=8, exchange="row"),))
     case = Case(groups=2, size=1, modules=(module,), optimizer="adam", steps=3)
-    verdict, right = with_and_without(plant, healthy, case)
-    assert (verdict.outcome, verdict.kind) == ("finding", WRONG), verdict.text
-    assert right.outcome == "ok", right.text
-    assert right.counts.evicted > 8
+    assert check_found(plant, healthy, case).evicted > 8
 
 
 @pytest.mark.parametrize(
@@ -129,18 +125,13 @@ def test_wrong_id_maps_are_found(plant: Plant, healthy: Worker) -> None:
 )
 def test_wrong_position_weights_are_found(plant: Plant, healthy: Worker) -> None:
     module = ModuleCase(kind="positions", tables=(TableCase(exchange="row"),))
-    verdict, right = with_and_without(plant, healthy, Case(modules=(module,)))
-    assert (verdict.outcome, verdict.kind) == ("finding", WRONG), verdict.text
-    assert right.outcome == "ok", right.text
-    assert right.counts.moved_positions > 0
+    assert check_found(plant, healthy, Case(modules=(module,))).moved_positions > 0
 
 
 def test_a_wrong_number_in_a_searched_plan_is_found(healthy: Worker) -> None:
     case = replace(REPLICAS, search=SearchCase(has_mesh=True))
-    verdict, right = with_and_without(plants.a_rank_that_skips_updates, healthy, case)
-    assert (verdict.outcome, verdict.kind) == ("finding", "wrong numbers"), verdict.text
-    assert "\n  plan {" in verdict.text
-    assert (right.outcome, right.counts.searched) == ("ok", 1), right.text
+    counts = check_found(plants.a_rank_that_skips_updates, healthy, case, text="\n  plan {")
+    assert counts.searched == 1
 
 
 def dense_case(**fields: Any) -> Case:
@@ -197,10 +188,7 @@ THRESHOLDED = dense_case(kind="thresholded", density=0.3, route="gather")
 def test_what_a_dense_wrapper_does_wrong_is_found(
     plant: Plant, case: Case, kind: str, text: str, healthy: Worker
 ) -> None:
-    verdict, right = with_and_without(plant, healthy, case)
-    assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
-    assert text in verdict.text
-    assert right.outcome == "ok", right.text
+    check_found(plant, healthy, case, kind, text)
 
 
 def test_a_machine_that_compares_nothing_complains() -> None:
@@ -224,4 +212,3 @@ def test_cases_that_ranks_survive_are_counted() -> None:
     assert (summary.num_ok, summary.refusals.total(), summary.findings) == (3, 1, [])
     assert summary.counts.copies > 0
     assert summary.counts.synced_rows > 0
-    assert not Verdict("ok").text

@@ -58,20 +58,30 @@ Calls = tuple[tuple[str, ...], ...]
 SHARD = ("mesh_shard", "sharding_intra_pg")
 """The names of sharding groups."""
 SGD = Cell(TWO, optimizer="sgd")
+
+
+def of_rule(rule: Cell) -> list[Cell]:
+    """Return a rule's cells of all placements."""
+    return [
+        rule,
+        replace(rule, mesh=ONE, sharding="table_wise"),
+        replace(rule, sharding="column_wise"),
+        replace(rule, sharding="data_parallel"),
+        replace(rule, exchange="row"),
+        replace(rule, exchange="row", owners="hash", mesh=ONE),
+        replace(rule, exchange="row", hot_rows=HOT),
+        replace(rule, exchange="row", in_world=("t0", "t1")),
+        replace(rule, exchange="nonempty", sharding="table_wise", hot_rows=HOT),
+        replace(rule, spec=SEQUENCES, exchange="row"),
+    ]
+
+
 CELLS = (
-    SGD,
-    replace(SGD, sharding="table_wise", mesh=ONE),
-    replace(SGD, sharding="column_wise"),
-    replace(SGD, sharding="data_parallel"),
-    replace(SGD, exchange="row"),
-    replace(SGD, exchange="row", owners="hash", mesh=ONE),
-    replace(SGD, exchange="row", hot_rows=(("t0", (0, 1)), ("t1", (0, 2)))),
-    replace(SGD, exchange="row", in_world=("t0", "t1")),
+    *of_rule(SGD),
     replace(SGD, exchange="nonempty", sharding="table_wise"),
     replace(SGD, sync=tdsp.WeightSync(policy=tdsp.every(1)), mesh=FOUR),
     replace(SGD, spec=ModelSpec(pooling="mean")),
     replace(SGD, spec=ModelSpec(weighted=True), exchange="row"),
-    replace(SGD, spec=SEQUENCES, exchange="row"),
     replace(SGD, spec=SEQUENCES, sharding="table_wise", mesh=ONE),
     replace(SGD, stock_wrapper=True),
 )
@@ -94,16 +104,8 @@ def batch(cell: Cell, step: int, rank: int) -> Any:
 
 def train(parallel: Any, cell: Cell, steps: range, rank: int) -> list[float]:
     """Train with a new optimizer; return the losses."""
-    optimizer, losses = make_optimizer(parallel), []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = local_loss(parallel(batch(cell, step, rank)))
-        loss.backward()
-        if not cell.stock_wrapper:
-            parallel.sync()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    batches = (batch(cell, step, rank) for step in steps)
+    return plain_loop(parallel, make_optimizer(parallel), batches)
 
 
 def output_names(parallel: Any, cell: Cell, rank: int) -> list[str]:
@@ -233,32 +235,12 @@ def test_frozen_tables_have_no_state_and_no_backward(ranks4: RankPool) -> None:
 
 def froze_on_one_rank(rank: int, world_size: int) -> str:
     model = frozen_model(SGD, ("t1",) if rank == 1 else ())
-    try:
-        shard(SGD, model=model)
-    except tdsp.TwoDError as error:
-        return str(error)
-    return ""
+    return error_of(partial(shard, SGD, model=model))
 
 
 def test_ranks_agree_on_what_is_frozen(ranks4: RankPool) -> None:
     for message in ranks4.run(froze_on_one_rank, timeout_s=60):
-        assert "frozen tables" in message
-
-
-def of_rule(rule: Cell) -> list[Cell]:
-    """Return a rule's cells of all placements."""
-    return [
-        rule,
-        replace(rule, mesh=ONE, sharding="table_wise"),
-        replace(rule, sharding="column_wise"),
-        replace(rule, sharding="data_parallel"),
-        replace(rule, exchange="row"),
-        replace(rule, exchange="row", owners="hash", mesh=ONE),
-        replace(rule, exchange="row", hot_rows=HOT),
-        replace(rule, exchange="row", in_world=("t0", "t1")),
-        replace(rule, exchange="nonempty", sharding="table_wise", hot_rows=HOT),
-        replace(rule, spec=SEQUENCES, exchange="row"),
-    ]
+        assert message.startswith("ConfigError: frozen tables differs between ranks")
 
 
 def test_one_of_two_frozen_tables_joins(ranks4: RankPool) -> None:

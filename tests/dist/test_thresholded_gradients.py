@@ -188,8 +188,9 @@ pytestmark = pytest.mark.dealt_file
 NUM_RESUMED_STEPS = 3
 
 
-def variant_on(world_size: int) -> Variant:
-    return replace(VARIANTS["thresholded owners"], cell=Cell(tdsp.Mesh2D(1, world_size)))
+def run_on(world_size: int, name: str = "thresholded owners") -> Run:
+    """Build a variant's run, of as many ranks as there are."""
+    return Run(replace(VARIANTS[name], cell=Cell(tdsp.Mesh2D(1, world_size))))
 
 
 def wrapper_of(run: Run) -> tdsp.ThresholdedDataParallel:
@@ -209,8 +210,10 @@ def sums_of_residuals(run: Run) -> dict[str, torch.Tensor]:
     return joined.state_dict()
 
 
-def save(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
-    run = Run(variant_on(world_size))
+def save(
+    rank: int, world_size: int, folder: Path, name: str = "thresholded owners"
+) -> dict[str, torch.Tensor]:
+    run = run_on(world_size, name)
     for _ in range(NUM_RESUMED_STEPS):
         run.step()
     run.losses.sum = 0.0
@@ -219,7 +222,7 @@ def save(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load(rank: int, world_size: int, path: Path) -> tuple[dict[str, torch.Tensor], float]:
-    run = Run(variant_on(world_size))
+    run = run_on(world_size)
     run.step()
     run.load(path)
     sums = sums_of_residuals(run)
@@ -227,41 +230,24 @@ def load(rank: int, world_size: int, path: Path) -> tuple[dict[str, torch.Tensor
     return sums, run.step()
 
 
-def test_other_ranks_take_over_the_sum(ranks4: RankPool, ranks2: RankPool, tmp_path: Path) -> None:
-    saved = ranks4.run(save, tmp_path)[0]
+@pytest.mark.parametrize("grows", [False, True])
+def test_other_ranks_take_over_the_sum(
+    ranks4: RankPool, ranks2: RankPool, tmp_path: Path, grows: bool
+) -> None:
+    before, after = (ranks2, ranks4) if grows else (ranks4, ranks2)
+    saved = before.run(save, tmp_path)[0]
     assert any(residual.any() for residual in saved.values())
-    for sums, _ in ranks2.run(load, tmp_path / str(NUM_RESUMED_STEPS)):
+    for sums, loss in after.run(load, tmp_path / str(NUM_RESUMED_STEPS)):
         assert sums.keys() == saved.keys()
         for name, residual in saved.items():
-            # A rank's gradients count for a half now, and not for a quarter.
-            torch.testing.assert_close(sums[name], residual / 2)
-
-
-def test_more_ranks_take_over_the_sum(ranks4: RankPool, ranks2: RankPool, tmp_path: Path) -> None:
-    saved = ranks2.run(save, tmp_path)[0]
-    for sums, loss in ranks4.run(load, tmp_path / str(NUM_RESUMED_STEPS)):
-        for name, residual in saved.items():
-            torch.testing.assert_close(sums[name], residual * 2)
+            # Each of two ranks' gradients counts for a half, and each of four's for a quarter.
+            torch.testing.assert_close(sums[name], residual * (2 if grows else 0.5))
         assert loss > 0
-
-
-def preconditioned_run(world_size: int) -> Run:
-    """Build a run of many ranks as one of few can be, with every rank's own moments."""
-    variant = VARIANTS["preconditioned"]
-    return Run(replace(variant, cell=Cell(tdsp.Mesh2D(1, world_size))))
-
-
-def save_moments(rank: int, world_size: int, folder: Path) -> None:
-    run = preconditioned_run(world_size)
-    for _ in range(NUM_RESUMED_STEPS):
-        run.step()
-    run.losses.sum = 0.0
-    run.save(folder)
 
 
 def resume_moments(rank: int, world_size: int, path: Path) -> tuple[list[bytes], list[bytes], int]:
     """Return the dense weights after two more steps, the whole parameters' moments, and steps."""
-    run = preconditioned_run(world_size)
+    run = run_on(world_size, "preconditioned")
     run.load(path)
     run.step()
     run.step()
@@ -281,7 +267,7 @@ def test_other_ranks_go_on_with_the_mean_of_the_moments(
     ranks4: RankPool, ranks2: RankPool, tmp_path: Path, grows: bool
 ) -> None:
     before, after = (ranks2, ranks4) if grows else (ranks4, ranks2)
-    before.run(save_moments, tmp_path)
+    before.run(save, tmp_path, "preconditioned")
     resumed = after.run(resume_moments, tmp_path / str(NUM_RESUMED_STEPS))
     for weights, moments, num_steps in resumed:
         assert moments
@@ -304,11 +290,10 @@ def test_a_model_that_would_lose_residuals_is_refused(ranks2: RankPool, tmp_path
 
 def change_wrapper(rank: int, world_size: int, name: str, folder: Path) -> float:
     """Resume with another wrapper after a run with TorchRec's own."""
-    cell = Cell(tdsp.Mesh2D(1, world_size))
-    plain = Run(Variant(cell))
+    plain = Run(Variant(Cell(tdsp.Mesh2D(1, world_size))))
     plain.step()
     plain.save(folder)
-    run = Run(replace(VARIANTS[name], cell=cell))
+    run = run_on(world_size, name)
     run.step()
     run.load(folder / "1")
     wrapper: Any = data_parallel_wrapper(run.model)
@@ -394,7 +379,7 @@ def test_saves_that_do_not_name_the_wrapper_are_loaded(
 
 
 def take_name(rank: int, world_size: int) -> None:
-    run = Run(variant_on(world_size))
+    run = run_on(world_size)
     with pytest.raises(
         ConfigError, match="dense_gradients is the name of the state of the model's"
     ):

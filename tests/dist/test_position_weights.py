@@ -17,7 +17,7 @@ import torchrec_2dsp as tdsp
 from tests.support.batches import make_variable_batch
 from tests.support.cells import Cell
 from tests.support.devices import KERNEL_ROUNDING
-from tests.support.loops import PIPELINES, by_pipelines, shard_tables
+from tests.support.loops import PIPELINES, by_pipelines, gap_to_unsharded, shard_tables
 from tests.support.models import (
     HOT_ROWS,
     NUM_POSITIONS,
@@ -26,8 +26,7 @@ from tests.support.models import (
     make_batch,
     tables_of,
 )
-from tests.support.oracle import local_loss
-from tests.support.parity import FOUR, LR, ONE, TOLERANCE, TWO, make_optimizer
+from tests.support.parity import FOUR, LR, ONE, TOLERANCE, TWO
 from tests.support.planning import group_plan_of
 from tests.support.ranks import RankPool, error_of
 from tests.support.trips import HOT, Trip, check_arrivals, stock
@@ -72,27 +71,14 @@ def test_pipelines(ranks4: RankPool, cell: Cell) -> None:
         assert max(gaps) <= KERNEL_ROUNDING
 
 
-def gap_to_unsharded(rank: int, world_size: int, case: str) -> float:
+def gap_of_case(rank: int, world_size: int, case: str) -> float:
     """Train what `CASES` has; return the largest gap of losses and weights to the unsharded one."""
     make, exchange = CASES[case]
     alone, model = make(), make()
     parallel: Any = shard_tables(
         model, ONE, sharders(), dict.fromkeys(TYPES, "row_wise"), dict.fromkeys(TYPES, exchange)
     )
-    optimizer = make_optimizer(parallel)
-    of_alone = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=LR)
-    gap = 0.0
-    for step in range(4):
-        batches = [make_batch(COLLECTION, 10 * step + other) for other in range(world_size)]
-        optimizer.zero_grad()
-        of_alone.zero_grad()
-        losses = torch.stack([local_loss(alone(batch)) for batch in batches])
-        losses.mean().backward()
-        loss = local_loss(parallel(batches[rank]))
-        loss.backward()
-        optimizer.step()
-        of_alone.step()
-        gap = max(gap, (loss - losses[rank]).abs().item())
+    gap = gap_to_unsharded(alone, parallel, COLLECTION)
     for expected in (alone.state_dict(), make().state_dict()):
         processors = {
             name: value for name, value in parallel.state_dict().items() if "_feat" in name
@@ -170,7 +156,7 @@ def sharders() -> list[Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_models(ranks4: RankPool, case: str) -> None:
-    assert max(ranks4.run(gap_to_unsharded, case)) < TOLERANCE
+    assert max(ranks4.run(gap_of_case, case)) < TOLERANCE
 
 
 def frozen_weights(rank: int, world_size: int) -> list[float]:

@@ -37,9 +37,9 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbe
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.loops import gap_to_unsharded, plain_loop
 from tests.support.managed_collisions import sorting_map
-from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, make_batch
-from tests.support.oracle import local_loss
+from tests.support.models import SEQUENCES, BagModel, ModelSpec, SequenceModel, make_batch, summed
 from tests.support.parity import TWO, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -83,11 +83,7 @@ class Scored(nn.Module):
 def bags_of(rows: Any) -> torch.Tensor:
     """Add up a sequence's rows; bags are returned as they are."""
     rows = rows.wait() if isinstance(rows, LazyAwaitable) else rows
-    if isinstance(rows, torch.Tensor):
-        return rows
-    sample = torch.arange(rows.lengths().numel()).repeat_interleave(rows.lengths())
-    bags = rows.values().new_zeros(rows.lengths().numel(), rows.values().shape[1])
-    return bags.index_add(0, sample, rows.values().tanh())
+    return rows if isinstance(rows, torch.Tensor) else summed(rows)
 
 
 class Interaction(nn.Module):
@@ -334,10 +330,10 @@ WAYS = (Way("table_wise"), Way("row_wise", "row"))
 
 def largest_loss_gaps(rank: int, world_size: int, case: str) -> list[float]:
     """Return the losses' gap to the unsharded model's on the batches of all ranks, each way."""
-    return [loss_gap(rank, world_size, case, way) for way in WAYS]
+    return [loss_gap(case, way) for way in WAYS]
 
 
-def loss_gap(rank: int, world_size: int, case: str, way: Way) -> float:
+def loss_gap(case: str, way: Way) -> float:
     make, spec = CASES[case]
     torch.manual_seed(0)
     alone = make()
@@ -346,21 +342,7 @@ def loss_gap(rank: int, world_size: int, case: str, way: Way) -> float:
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     parallel = tdsp.ModelParallel2D(model, plan=way.plan(model), sharders=sharders())
     parallel.load_state_dict(OrderedDict(weights))
-    optimizer = make_optimizer(parallel, lr=LR)
-    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=LR)
-    gap = 0.0
-    for step in range(4):
-        batches = [make_batch(spec, 10 * step + other) for other in range(world_size)]
-        optimizer.zero_grad()
-        optimizer_alone.zero_grad()
-        losses = torch.stack([local_loss(alone(batch)) for batch in batches])
-        losses.mean().backward()
-        loss = local_loss(parallel(batches[rank]))
-        loss.backward()
-        optimizer_alone.step()
-        optimizer.step()
-        gap = max(gap, (loss - losses[rank]).abs().item())
-    return gap
+    return gap_to_unsharded(alone, parallel, spec, lr=LR)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -403,14 +385,8 @@ def adapted_losses(rank: int, world_size: int, *, is_bags: bool) -> list[list[fl
         topology = Topology(world_size=world_size, compute_device="cpu")
         plan = tdsp.Planner2D(topology, mesh=TWO).collective_plan(model, seeded)
         parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=seeded)
-        optimizer = make_optimizer(parallel, lr=LR)
-        losses.append([])
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = local_loss(parallel(make_batch(BAGS, 10 * step + rank)))
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
+        batches = [make_batch(BAGS, 10 * step + rank) for step in range(4)]
+        losses.append(plain_loop(parallel, make_optimizer(parallel, lr=LR), batches))
     return losses
 
 

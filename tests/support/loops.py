@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
@@ -18,9 +19,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.batches import make_variable_batch
 from tests.support.devices import copied, rank_device
-from tests.support.models import BagModel, make_batch
+from tests.support.models import BagModel, ModelSpec, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, local_shards, make_optimizer, shard
+from tests.support.parity import LR, Cell, local_shards, make_optimizer, shard
 from tests.support.planning import group_plan_of
 from torchrec_2dsp.comms.counting import Collectives
 from torchrec_2dsp.replicas.sync_action import SyncReason
@@ -152,6 +153,28 @@ def plain_loop(
         if index % accumulate == accumulate - 1:
             optimizer.step()
     return losses
+
+
+def gap_to_unsharded(
+    alone: nn.Module, parallel: DistributedModelParallel, spec: ModelSpec, lr: float = LR
+) -> float:
+    """Train both on all ranks' batches; return the largest gap between a rank's losses."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    optimizer = make_optimizer(parallel, lr=lr)
+    of_alone = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=lr)
+    gap = 0.0
+    for step in range(4):
+        batches = [make_batch(spec, 10 * step + other) for other in range(world_size)]
+        optimizer.zero_grad()
+        of_alone.zero_grad()
+        losses = torch.stack([local_loss(alone(batch)) for batch in batches])
+        losses.mean().backward()
+        loss = local_loss(parallel(batches[rank]))
+        loss.backward()
+        optimizer.step()
+        of_alone.step()
+        gap = max(gap, (loss - losses[rank]).abs().item())
+    return gap
 
 
 PIPELINES: dict[str, type[Any]] = {

@@ -17,12 +17,8 @@ from torchrec_2dsp.programs.bench.results import (
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.link_speeds import LinkSpeeds
 
-NO_LINKS = LinkSpeeds(
-    intra_host_all_to_all_bytes_per_s=None,
-    intra_host_all_reduce_bytes_per_s=None,
-    cross_host_all_to_all_bytes_per_s=None,
-    cross_host_all_reduce_bytes_per_s=None,
-)
+_NO_SPEEDS = {"all-to-all": None, "all-reduce": None}
+NO_LINKS = LinkSpeeds(in_host=_NO_SPEEDS, across_hosts=_NO_SPEEDS)
 """Links that were not measured."""
 
 CONTESTANTS: dict[str, dict[str, Any]] = {

@@ -207,10 +207,8 @@ def test_what_this_package_adds_to_dense_parts_is_not_stock() -> None:
 
 
 SPEEDS = LinkSpeeds(
-    intra_host_all_to_all_bytes_per_s=3e9,
-    intra_host_all_reduce_bytes_per_s=2e9,
-    cross_host_all_to_all_bytes_per_s=60e6,
-    cross_host_all_reduce_bytes_per_s=55e6,
+    in_host={"all-to-all": 3e9, "all-reduce": 2e9},
+    across_hosts={"all-to-all": 60e6, "all-reduce": 55e6},
 )
 
 

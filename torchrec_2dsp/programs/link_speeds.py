@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +38,10 @@ class LinkSpeeds:
     neighbours, and one host no other hosts.
     """
 
-    intra_host_all_to_all_bytes_per_s: float | None
-    intra_host_all_reduce_bytes_per_s: float | None
-    cross_host_all_to_all_bytes_per_s: float | None
-    cross_host_all_reduce_bytes_per_s: float | None
+    in_host: Mapping[str, float | None]
+    """By collective: "all-to-all" and "all-reduce"."""
+
+    across_hosts: Mapping[str, float | None]
 
 
 def measure_link_speeds(
@@ -73,13 +73,11 @@ def measure_link_speeds(
                 f"local_world_size={local_world_size} does not divide world_size={world_size}; "
                 "pass the number of ranks that every host has"
             )
-    in_host = _measure(world, ranks_by_host(world_size, local_world_size), num_bytes, repeats)
-    cross_host = _measure(world, ranks_by_place(world_size, local_world_size), num_bytes, repeats)
     return LinkSpeeds(
-        intra_host_all_to_all_bytes_per_s=in_host["all_to_all"],
-        intra_host_all_reduce_bytes_per_s=in_host["all_reduce"],
-        cross_host_all_to_all_bytes_per_s=cross_host["all_to_all"],
-        cross_host_all_reduce_bytes_per_s=cross_host["all_reduce"],
+        in_host=_measure(world, ranks_by_host(world_size, local_world_size), num_bytes, repeats),
+        across_hosts=_measure(
+            world, ranks_by_place(world_size, local_world_size), num_bytes, repeats
+        ),
     )
 
 
@@ -100,11 +98,11 @@ def _measure(
 
 _Run = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
 _COLLECTIVES: dict[str, tuple[_Run, int]] = {
-    "all_to_all": (
+    "all-to-all": (
         lambda received, sent, group: dist.all_to_all_single(received, sent, group=group),
         1,
     ),
-    "all_reduce": (lambda received, sent, group: dist.all_reduce(sent, group=group), 2),
+    "all-reduce": (lambda received, sent, group: dist.all_reduce(sent, group=group), 2),
 }
 """Each collective, and how many times a ring sends the other ranks' share of its payload."""
 

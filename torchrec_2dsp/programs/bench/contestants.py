@@ -288,8 +288,8 @@ def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -
     hardware = HardwareConfig()
     if bandwidths == "measured":
         hardware = HardwareConfig(
-            intra_host_bw=_per_ms(speeds.intra_host_all_to_all_bytes_per_s),
-            inter_host_bw=_per_ms(speeds.cross_host_all_to_all_bytes_per_s),
+            intra_host_bw=_per_ms(speeds.in_host["all-to-all"]),
+            inter_host_bw=_per_ms(speeds.across_hosts["all-to-all"]),
         )
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=world_size, local_world_size=get_local_size(world_size)),

@@ -190,10 +190,8 @@ def describe_setting(
         machine=describe_machine(),
         versions=recorded_versions(),
         link_speeds={
-            "in a host, all-to-all": speeds.intra_host_all_to_all_bytes_per_s,
-            "in a host, all-reduce": speeds.intra_host_all_reduce_bytes_per_s,
-            "to other hosts, all-to-all": speeds.cross_host_all_to_all_bytes_per_s,
-            "to other hosts, all-reduce": speeds.cross_host_all_reduce_bytes_per_s,
+            **{f"in a host, {name}": speed for name, speed in speeds.in_host.items()},
+            **{f"to other hosts, {name}": speed for name, speed in speeds.across_hosts.items()},
         },
         config=config.model_dump(mode="json"),
     )

@@ -112,8 +112,8 @@ class BenchDisplay:
     def speeds_measured(self, speeds: "LinkSpeeds") -> None:
         """Show the bandwidths that the planner will be told."""
         rates = {
-            "inside its host": speeds.intra_host_all_to_all_bytes_per_s,
-            "to other hosts": speeds.cross_host_all_to_all_bytes_per_s,
+            "inside its host": speeds.in_host["all-to-all"],
+            "to other hosts": speeds.across_hosts["all-to-all"],
         }
         parts = [f"{rate * 8e-9:.2f} Gbit/s {to}" for to, rate in rates.items() if rate]
         self._say(f"a rank sends {', '.join(parts)}")

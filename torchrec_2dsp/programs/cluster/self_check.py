@@ -120,19 +120,15 @@ def _measure() -> SelfCheck:
 
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     speeds = measure_link_speeds(local_world_size=local_world_size)
-    assert speeds.cross_host_all_to_all_bytes_per_s is not None
-    assert speeds.cross_host_all_reduce_bytes_per_s is not None
     num_hosts = dist.get_world_size() // local_world_size
     once = local_world_size * _COUNTED_BYTES * (num_hosts - 1) // num_hosts
     return SelfCheck(
         host_bytes_per_s={
-            "all-to-all": local_world_size * speeds.cross_host_all_to_all_bytes_per_s,
-            "all-reduce": local_world_size * speeds.cross_host_all_reduce_bytes_per_s,
+            name: local_world_size * speed
+            for name, speed in speeds.across_hosts.items()
+            if speed is not None
         },
-        rank_bytes_per_s={
-            "all-to-all": speeds.intra_host_all_to_all_bytes_per_s,
-            "all-reduce": speeds.intra_host_all_reduce_bytes_per_s,
-        },
+        rank_bytes_per_s=dict(speeds.in_host),
         expected_bytes={"all-to-all": once, "all-reduce": 2 * once},
         sent_bytes=_count(local_world_size),
     )

@@ -230,28 +230,16 @@ class Page:
         )
 
     def add_lines(self, heading: str, chart: LineChart) -> None:
-        """Add a line chart as wide as the page.
-
-        Raises:
-            ConfigError: plotly is missing.
-        """
+        """Add a line chart as wide as the page."""
         self._add_figure(heading, lines_figure(chart), _PLOT_HEIGHT)
 
     def add_bars(self, heading: str, chart: BarChart, *, upright: bool = False) -> None:
-        """Add a bar chart as wide as the page; upright bars suit many places.
-
-        Raises:
-            ConfigError: plotly is missing.
-        """
+        """Add a bar chart as wide as the page; upright bars suit many places."""
         height = _PLOT_HEIGHT if upright else _BARS_MARGIN + _BAR_HEIGHT * len(chart.places)
         self._add_figure(heading, bars_figure(chart, upright=upright), height)
 
     def add_small_charts(self, charts: Sequence[tuple[str, LineChart | BarChart]]) -> None:
-        """Add charts with their headings, as many side by side as fit.
-
-        Raises:
-            ConfigError: plotly is missing.
-        """
+        """Add charts with their headings, as many side by side as fit."""
         self._parts.append('<div class="small">')
         for heading, chart in charts:
             self._parts.append("<div>")

@@ -36,11 +36,7 @@ _DATA = {
 
 
 def run_page(contents: RunContents) -> Page:
-    """Build the page on a training program: gain, steps, plans, then curves, amounts and config.
-
-    Raises:
-        ConfigError: plotly is missing.
-    """
+    """Build the page on a training program: gain, steps, plans, then curves, amounts and config."""
     page = Page(f"Training run {contents.folder.resolve().name}")
     for text in _headline(contents):
         page.add_text(text)

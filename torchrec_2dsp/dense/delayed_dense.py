@@ -194,15 +194,6 @@ class DelayedDense(HookedDDP):
         bucket_cap_mb: DDP's bucket size.
         static_graph: as in DDP.
         find_unused_parameters: as in DDP.
-
-    Example::
-
-        dense = tdsp.DelayedDense(warm_up=500)
-        model = tdsp.ModelParallel2D(
-            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
-        )
-        ...
-        dense.flush(optimizer)  # at the end of the training
     """
 
     def __init__(

@@ -42,13 +42,6 @@ class HookedDataParallel(HookedDDP):
         bucket_cap_mb: DDP's bucket size.
         static_graph: as in DDP.
         find_unused_parameters: as in DDP.
-
-    Example::
-
-        dense = tdsp.HookedDataParallel("powersgd", rank=4, warm_up=500)
-        model = tdsp.ModelParallel2D(
-            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
-        )
     """
 
     def __init__(

@@ -44,9 +44,6 @@ class LocalDense(DataParallelWrapper):
     Example::
 
         dense = tdsp.LocalDense(density=0.02)
-        model = tdsp.ModelParallel2D(
-            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
-        )
         params = dict(in_backward_optimizer_filter(model.named_parameters()))
         local = KeyedOptimizerWrapper(params, lambda values: torch.optim.AdamW(values))
         outer = KeyedOptimizerWrapper(params, lambda values: tdsp.DiLoCo(values, dense))

@@ -233,13 +233,6 @@ class FullyShardedDense(DataParallelWrapper):
         reshard_after_forward: whether parameters are freed after the forward, and gathered
             again in the backward.
         mixed_precision: as FSDP2's ``mp_policy``.
-
-    Example::
-
-        dense = tdsp.FullyShardedDense(units=[TransformerBlock])
-        model = tdsp.ModelParallel2D(
-            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
-        )
     """
 
     def __init__(
@@ -318,9 +311,6 @@ class TensorParallelDense(DataParallelWrapper):
 
         dense = tdsp.TensorParallelDense(
             {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}, tp=2
-        )
-        model = tdsp.ModelParallel2D(
-            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
         )
     """
 

@@ -42,13 +42,6 @@ class ThresholdedDataParallel(HookedDDP):
         static_graph: as in DDP.
         find_unused_parameters: as in DDP.
 
-    Example::
-
-        dense = tdsp.ThresholdedDataParallel(density=0.005, warm_up=500)
-        model = tdsp.ModelParallel2D(
-            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
-        )
-
     Reference: V. Gupta et al., Training recommender systems at scale: communication-efficient
     model and data parallelism, KDD 2021.
     """

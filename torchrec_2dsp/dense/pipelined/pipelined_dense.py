@@ -94,9 +94,6 @@ class PipelinedDense(DataParallelWrapper):
                 return self.stack(self.joined(self.tables(features)), labels).mean()
 
         dense = tdsp.PipelinedDense(4, num_micro_batches=16)
-        model = tdsp.ModelParallel2D(
-            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
-        )
     """
 
     state_kind = ThresholdedDataParallel.__name__

@@ -16,6 +16,7 @@ from torchrec_2dsp.programs.cluster.network import (
     address,
     read_interface_bytes,
 )
+from torchrec_2dsp.programs.dilation import dilation_for
 
 NET_DEV = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop
@@ -72,6 +73,7 @@ def test_links_are_slower_where_time_is() -> None:
     assert "rate 250000000bit" in limit
     assert (link.queue_bytes, link.rate) == (312_500, "1000mbit")
     assert link.name != Link.parse("1gbit", delay_ms=2).name
+    assert dilation_for(10**6) == 1000 * dilation_for(1000)
 
 
 def test_one_end_delays_and_both_limit() -> None:

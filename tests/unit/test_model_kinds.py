@@ -40,7 +40,7 @@ from torchrec_2dsp.programs.models.kinds import (
 from torchrec_2dsp.programs.models.model import build_model, split_
 from torchrec_2dsp.programs.models.optimizer import plain_dense_optimizer
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.models.planned import pinned, planner_arguments
+from torchrec_2dsp.programs.models.planned import StockSequenceSharder, pinned, planner_arguments
 from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
 
@@ -91,6 +91,11 @@ def test_rows_in_8_bits_need_a_type_that_fits() -> None:
     assert planned_table(["row_wise"], stored_as="int8").stored_as.value == "int8"
     with pytest.raises(ConfigError, match=r"stored_as='int8' is for tables sharded table_wise, ro"):
         planned_table(["data_parallel"], stored_as="int8")
+
+
+def test_stock_sequences_have_no_data_parallel_tables_on_cpu() -> None:
+    assert "data_parallel" not in StockSequenceSharder().sharding_types("cpu")
+    assert "data_parallel" in StockSequenceSharder().sharding_types("cuda")
 
 
 class OwnModel(nn.Module):

@@ -51,13 +51,7 @@ _now_s, _date_s, _sleep = time.perf_counter, time.time, time.sleep
 
 
 def dilation_for(num_ranks: int) -> float:
-    """Return the factor by which time has to pass slower for these ranks here; 1 for none.
-
-    Example:
-        >>> from torchrec_2dsp.programs.dilation import dilation_for
-        >>> dilation_for(10**6) == 1000 * dilation_for(1000)
-        True
-    """
+    """Return the factor by which time has to pass slower for these ranks here; 1 for none."""
     return max(1.0, 2.0 * num_ranks / len(os.sched_getaffinity(0)))
 
 

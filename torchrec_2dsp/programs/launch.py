@@ -28,13 +28,7 @@ _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def recorded_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that results depend on.
-
-    Example:
-        >>> from torchrec_2dsp.programs.launch import recorded_versions
-        >>> "torch" in recorded_versions()
-        True
-    """
+    """Return the versions of Python and of the packages that results depend on."""
     versions = {"python": platform.python_version()}
     for package in _RECORDED_PACKAGES:
         # Only one of the two FBGEMM packages is installed.

@@ -147,11 +147,6 @@ class ComputeProbe:
     The speed of a virtual machine changes with its neighbours, and a laptop's with its temperature,
     without any load that the operating system sees. Only time on a core counts: waiting for one is
     somebody's load.
-
-    Example:
-        >>> from torchrec_2dsp.programs.bench.machine import ComputeProbe
-        >>> ComputeProbe().run() > 0
-        True
     """
 
     def __init__(self) -> None:

@@ -105,16 +105,7 @@ def show_written(console: Console, *paths: Path | str | None) -> None:
 
 
 class ProgressBars(AbstractContextManager["ProgressBars"]):
-    """Progress bars on a terminal, one for each name; nothing elsewhere, where lines are printed.
-
-    Example:
-        >>> from rich.console import Console
-        >>> from torchrec_2dsp.programs.cli.console import ProgressBars
-        >>> with ProgressBars(Console(force_terminal=False)) as bars:
-        ...     bars.show("train", 5, 10, "loss 0.5")
-        >>> bars.are_shown
-        False
-    """
+    """Progress bars on a terminal, one per name; nothing elsewhere, where lines are printed."""
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         """Prepare bars on this console; ``columns`` stand between bars and figures."""

@@ -226,11 +226,6 @@ class EmulatedCluster:
     Nothing is left behind, however the caller ends: an exception, Ctrl-C or SIGTERM removes the
     cluster at once. SIGKILL kills its processes at once, and the next cluster on this machine
     removes its namespaces.
-
-    Example:
-        >>> from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
-        >>> with EmulatedCluster(2, 2, link="1gbit") as cluster:  # doctest: +SKIP
-        ...     result = cluster.run(["-m", "torchrec_2dsp", "train", "--config", "x.toml"])
     """
 
     def __init__(

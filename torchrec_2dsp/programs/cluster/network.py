@@ -69,13 +69,7 @@ class Link:
 
     @property
     def rate(self) -> str:
-        """The rate in the format that `parse` reads.
-
-        Example:
-            >>> from torchrec_2dsp.programs.cluster.network import Link
-            >>> Link.parse("2.5gbit").rate
-            '2500mbit'
-        """
+        """The rate in the format that `parse` reads."""
         return "none" if self.bits_per_s is None else f"{self.bits_per_s / 10**6:g}mbit"
 
     @property

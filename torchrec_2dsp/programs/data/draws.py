@@ -67,13 +67,6 @@ class Zipf:
 
     Reference: W. Hörmann and G. Derflinger, Rejection-inversion to generate variates from
     monotone discrete distributions, ACM TOMACS 6(3), 1996.
-
-    Example:
-        >>> import numpy as np
-        >>> from torchrec_2dsp.programs.data.draws import Zipf
-        >>> zipf = Zipf(num_rows=1_000_000_000, skew=1.05)
-        >>> zipf.sample(0, np.arange(4)).shape
-        (4,)
     """
 
     num_rows: int

@@ -380,18 +380,7 @@ def _seed(config: SyntheticConfig, purpose: _Purpose, split: Split = Split.TRAIN
 
 
 class SyntheticDataset(DrawnDataset):
-    """Endless synthetic clicks, where each batch is computed from its number.
-
-    Example:
-        >>> from torchrec_2dsp.programs.data.dataset import Split
-        >>> from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
-        >>> data = SyntheticConfig(features=(SparseFeature(name="user", num_rows=9),)).dataset()
-        >>> batches = data.batches(
-        ...     Split.TRAIN, global_batch_size=8, rank=0, world_size=2, start=3
-        ... )
-        >>> next(batches).labels.shape
-        torch.Size([4])
-    """
+    """Endless synthetic clicks, where each batch is computed from its number."""
 
     def __init__(self, config: SyntheticConfig) -> None:
         self._config = config

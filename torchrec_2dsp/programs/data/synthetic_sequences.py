@@ -25,14 +25,7 @@ _Ids = NDArray[np.int64]
 
 
 class SyntheticSequencesConfig(Section):
-    """The shape of the sequences, and how predictable they are.
-
-    Example:
-        >>> from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
-        >>> config = SyntheticSequencesConfig(num_items=1_000, num_clusters=10)
-        >>> config.dataset().features[0].name
-        'item'
-    """
+    """The shape of the sequences, and how predictable they are."""
 
     kind: Literal["synthetic_sequences"] = "synthetic_sequences"
     """The kind of data."""

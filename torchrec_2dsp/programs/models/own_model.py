@@ -15,13 +15,7 @@ from torchrec_2dsp.programs.models.model import PlannedSection
 
 
 class OwnModelConfig(PlannedSection):
-    """A model that a user's function builds.
-
-    Example:
-        >>> from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-        >>> OwnModelConfig(factory="my_package.models:make_model", options={"width": 64}).seed
-        0
-    """
+    """A model that a user's function builds."""
 
     kind: Literal["module:factory"] = "module:factory"
     """The kind of model."""

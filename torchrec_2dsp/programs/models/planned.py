@@ -245,13 +245,6 @@ class StockSequenceSharder(EmbeddingCollectionSharder):
 
     FBGEMM's dense CPU lookup returns bags instead of sequences, and TorchRec's planner chooses it
     for small tables all the same.
-
-    Example:
-        >>> from torchrec_2dsp.programs.models.planned import StockSequenceSharder
-        >>> "data_parallel" in StockSequenceSharder().sharding_types("cpu")
-        False
-        >>> "data_parallel" in StockSequenceSharder().sharding_types("cuda")
-        True
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:

@@ -34,13 +34,7 @@ from torchrec_2dsp.programs.models.sequence_layers import (
 
 
 class SequenceModelConfig(PlannedSection, TablesSection):
-    """A transformer that predicts each next item of a sequence.
-
-    Example:
-        >>> from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
-        >>> SequenceModelConfig(dim=64, num_heads=4).hidden
-        256
-    """
+    """A transformer that predicts each next item of a sequence."""
 
     kind: Literal["sequence"] = "sequence"
     """The kind of model."""

@@ -20,13 +20,7 @@ from torchrec_2dsp.programs.models.ranking import Queries, RankingConfig, places
 
 
 class TwoTowerConfig(PlannedSection, TablesSection):
-    """Two perceptrons, over user features and item features, and their dot product.
-
-    Example:
-        >>> from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
-        >>> TwoTowerConfig(user_features=("user",), item_features=("item", "genre")).loss
-        'bce'
-    """
+    """Two perceptrons, over user features and item features, and their dot product."""
 
     kind: Literal["two_tower"] = "two_tower"
     """The kind of model."""

@@ -59,11 +59,6 @@ class SparseColumn(Section):
     """A sparse feature: a column whose values become ids.
 
     Row 0 is for missing values. With a vocabulary, row 1 is for unknown values.
-
-    Example:
-        >>> from torchrec_2dsp.programs.data.logs.config import SparseColumn
-        >>> SparseColumn(name="user", num_rows=100_000).source
-        'user'
     """
 
     name: str = Field(min_length=1)

@@ -132,11 +132,6 @@ class CriteoConfig(KnownLogConfig):
     """Criteo's click logs: a label, 13 counts, 26 categories; tab separated, without a header.
 
     Counts are clipped at 0, and put on a logarithmic scale.
-
-    Example:
-        >>> from torchrec_2dsp.programs.data.logs.sections import CriteoConfig
-        >>> len(CriteoConfig(files=("day_0.gz",)).table().features)
-        26
     """
 
     kind: Literal["criteo"] = "criteo"
@@ -186,11 +181,6 @@ class InteractionsConfig(InteractionsLayout):
 
     Each user becomes one sequence, whose last item is held out. Column names default to those in
     RecBole's files.
-
-    Example:
-        >>> from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
-        >>> InteractionsConfig(files=("ml-100k.inter",)).max_length
-        50
     """
 
     kind: Literal["interactions"] = "interactions"

@@ -4,6 +4,7 @@ Ranks read different blocks and sum their counts. Counters and statistics are in
 ``torchrec_2dsp.access``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Progress, Split, open_together
@@ -56,30 +58,6 @@ _COUNTED_DIM = 4
 
 
 @dataclass(frozen=True)
-class TableReport:
-    """A summary of one table's lookups."""
-
-    table: str
-    """The table's name."""
-
-    num_rows: int
-    """The table's number of rows."""
-
-    used_rows: int
-    """The number of rows that the log uses."""
-
-    num_lookups: float
-    """The number of lookups."""
-
-    top_share: float
-    """The share of lookups that the hottest hundredth of used rows takes."""
-
-    collision_rate: float | None
-    """The expected share of values that share their row with another value; `None` if ids aren't
-    hashes."""
-
-
-@dataclass(frozen=True)
 class AccessResult:
     """The counts summed over all ranks."""
 
@@ -92,8 +70,9 @@ class AccessResult:
     num_malformed: int
     """The number of malformed rows among them."""
 
-    tables: tuple[TableReport, ...]
-    """A summary per table, in the model's order."""
+    collision_rates: Mapping[str, float | None]
+    """The expected share of values that share their row with another value, by table in the model's
+    order; `None` if ids aren't hashes."""
 
 
 def count_access(
@@ -139,10 +118,12 @@ def count_access(
         stats=stats,
         num_samples=sum(rows for rows, _ in numbers),
         num_malformed=sum(malformed for _, malformed in numbers),
-        tables=tuple(
-            _report(stats, table.name, not hashed.isdisjoint(table.feature_names))
+        collision_rates={
+            table.name: None
+            if hashed.isdisjoint(table.feature_names)
+            else _collision_rate(stats[table.name])
             for table in tables
-        ),
+        },
     )
 
 
@@ -162,19 +143,7 @@ def _hashed_features(config: AccessConfig) -> frozenset[str]:
     return frozenset(feature.name for feature in table.features if feature.encoding == "hash")
 
 
-def _report(stats: AccessStats, table: str, is_hashed: bool) -> TableReport:
-    access = stats[table]
-    used = access.num_used_rows
-    rate = None
-    if is_hashed:
-        num_hashed = access.num_rows - 1  # The other one is for missing values.
-        num_hit = used - (MISSING_ROW in access.rows)
-        rate = collision_rate(values_behind(num_hit, num_hashed), num_hashed)
-    return TableReport(
-        table=table,
-        num_rows=access.num_rows,
-        used_rows=used,
-        num_lookups=access.num_lookups,
-        top_share=access.share_of(max(1, round(used / 100))) if access.num_lookups else 0.0,
-        collision_rate=rate,
-    )
+def _collision_rate(access: TableAccess) -> float:
+    num_hashed = access.num_rows - 1  # The other one is for missing values.
+    num_hit = access.num_used_rows - (MISSING_ROW in access.rows)
+    return collision_rate(values_behind(num_hit, num_hashed), num_hashed)

@@ -64,17 +64,21 @@ def access(
 def show_access(result: "AccessResult", console: Console) -> None:
     """Print a line for each table, and what its numbers mean."""
     headings = ("rows", "used", "lookups\nper sample", "top 1 %\ntake", "colliding\nvalues")
-    rows = [
-        [
-            line.table,
-            f"{line.num_rows:,}",
-            f"{line.used_rows:,}",
-            f"{line.num_lookups / max(result.num_samples, 1):.2f}",
-            f"{line.top_share:.0%}",
-            MISSING if line.collision_rate is None else f"{line.collision_rate:.2%}",
-        ]
-        for line in result.tables
-    ]
+    rows = []
+    for table, collision_rate in result.collision_rates.items():
+        lookups = result.stats[table]
+        num_top = max(1, round(lookups.num_used_rows / 100))
+        top_share = lookups.share_of(num_top) if lookups.num_lookups else 0.0
+        rows.append(
+            [
+                table,
+                f"{lookups.num_rows:,}",
+                f"{lookups.num_used_rows:,}",
+                f"{lookups.num_lookups / max(result.num_samples, 1):.2f}",
+                f"{top_share:.0%}",
+                MISSING if collision_rate is None else f"{collision_rate:.2%}",
+            ]
+        )
     console.print(Table(["table", *headings], rows, words={"table"}))
     console.print(
         f"Read {result.num_samples:,} rows of the log; {result.num_malformed:,} were malformed and "

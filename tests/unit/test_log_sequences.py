@@ -53,10 +53,11 @@ def expected_sequences(log: list[Interaction]) -> list[list[str]]:
 
 def sequences(data: SequenceData, split: Split, size: int, **keys: int) -> list[list[list[str]]]:
     """Return the batches of all ranks, with the items as the log names them."""
+    names = [value.decode() for value in data.log.item_values.to_pylist()]
     batches = []
     for parts in global_batches(data, split=split, global_batch_size=size, **keys):  # type: ignore[arg-type]
         rows = [row.tolist() for part in parts for row in part.sparse_features["item"].to_dense()]
-        batches.append([[data.log.item_names[item] for item in row] for row in rows])
+        batches.append([[names[item] for item in row] for row in rows])
         assert all((part.labels == 1).all() for part in parts)
         assert all(part.dense_features.shape[1] == 0 for part in parts)
     return batches
@@ -76,7 +77,7 @@ def test_sequences_are_the_last_items_in_order(
     expected = expected_sequences(log)
     counts = Counter(item for _, item, _ in log)
     by_frequency = sorted(counts, key=lambda item: (-counts[item], item))
-    assert list(data.log.item_names) == by_frequency
+    assert data.log.item_values.to_pylist() == [item.encode() for item in by_frequency]
     assert data.num_rows(Split.TRAIN) == len(expected)
     for world_size in (1, 2, 4):
         trained = [

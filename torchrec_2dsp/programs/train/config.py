@@ -198,7 +198,7 @@ def splits_of(dataset: Dataset, loop: LoopConfig) -> str:
         log = dataset.log
         left_out = f", {log.num_left_out:,} others have too few" if log.num_left_out else ""
         return (
-            f"{log.num_users:,} users with {len(log.items):,} uses of {len(log.item_names):,} "
+            f"{log.num_users:,} users with {len(log.items):,} uses of {len(log.item_values):,} "
             f"items{left_out}; held out: the last of each user{_evaluated(dataset, loop)}"
         )
     return ""

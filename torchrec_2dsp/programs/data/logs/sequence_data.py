@@ -6,7 +6,6 @@ bytes per interaction.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -50,11 +49,6 @@ class InteractionLog:
 
     num_left_out: int
     """The number of users with too few items."""
-
-    @cached_property
-    def item_names(self) -> tuple[str, ...]:
-        """The items' names, with a mark for invalid UTF-8."""
-        return tuple(value.decode("utf-8", "replace") for value in self.item_values.to_pylist())
 
     @property
     def num_users(self) -> int:

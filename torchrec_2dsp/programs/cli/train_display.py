@@ -14,7 +14,7 @@ from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.programs.cli.console import ProgressBars
 from torchrec_2dsp.programs.run_report.contents import RunPlan
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained, best_of
+from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained, best_of, heading_of
 from torchrec_2dsp.programs.train.results import (
     RunResult,
     TrainResult,
@@ -149,8 +149,8 @@ def _losses_table(result: TrainResult, reference: RunResult | None) -> Table:
             row.append(MISSING if run is reference else f"{largest_loss_gap(run, reference):.1e}")
         rows.append(row)
     headings = ["run", "train\nloss", "eval\nloss"]
-    headings += [f"eval\n{_heading(metric)}" for metric in (name, *others)]
-    headings += [f"best\n{_heading(name)}", "at\nstep"]
+    headings += [f"eval\n{heading_of(metric)}" for metric in (name, *others)]
+    headings += [f"best\n{heading_of(name)}", "at\nstep"]
     headings += [] if reference is None else [f"gap to\n{reference.name}"]
     return Table(headings, rows, {"run"})
 
@@ -171,10 +171,6 @@ def _speeds_table(result: TrainResult) -> Table:
         )
     headings = ["run", "mesh", "sync", "samples\nper s", "sync MB\nper step"]
     return Table(headings, rows, {"run", "mesh", "sync"})
-
-
-def _heading(metric: str) -> str:
-    return metric.upper() if metric in ("ne", "auc") else metric
 
 
 def _meaning(result: TrainResult, *, has_gap: bool) -> str:

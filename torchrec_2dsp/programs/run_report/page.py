@@ -14,7 +14,7 @@ from torchrec_2dsp.programs.run_report.charts import (
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
 from torchrec_2dsp.programs.run_report.gain import add_gain
 from torchrec_2dsp.programs.run_report.steps import add_steps
-from torchrec_2dsp.programs.train.record import best_of
+from torchrec_2dsp.programs.train.record import best_of, heading_of
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table
 
@@ -123,12 +123,9 @@ def _results_table(contents: RunContents) -> Table:
                 *(_best_text(run, metric) for metric in compared),
             ]
         )
-    headings = ["run", "training loss", *(_short(metric) for metric in metrics)]
-    return Table([*headings, *(f"best {_short(metric)}" for metric in compared)], rows, {"run"})
-
-
-def _short(metric: str) -> str:
-    return metric.upper() if metric in ("ne", "auc") else metric
+    headings = ["run", "training loss", *(heading_of(metric) for metric in metrics)]
+    headings += [f"best {heading_of(metric)}" for metric in compared]
+    return Table(headings, rows, {"run"})
 
 
 def _best_text(run: RunPart, metric: str) -> str:

@@ -136,6 +136,11 @@ def best_of(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | None
     return min(finite, key=lambda evaluation: sign * evaluation.metrics[metric], default=None)
 
 
+def heading_of(metric: str) -> str:
+    """Return a metric's name as tables show it."""
+    return metric.upper() if metric in ("ne", "auc") else metric
+
+
 def num_since_best(evaluations: Sequence[Evaluation], metric: str) -> int:
     """Count the evaluations after the best; all of them if none is finite."""
     best = best_of(evaluations, metric)

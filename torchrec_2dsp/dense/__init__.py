@@ -5,7 +5,7 @@ alike. Tables live in `shard`, pipelined layers in `pipelined`. In reading order
 finds what isn't in tables; `sharded_dense` runs it by FSDP2 and tensor parallelism;
 `thresholded_data_parallel`, `hooked_data_parallel` and `delayed_dense` run DDP with other
 gradients, `local_dense` without any; `gradient_sums` adds up few elements from all ranks;
-`thresholded` is a module that drops an activation's small elements. A model takes its wrapper once:
+`thresholded` is a module that drops an activation's small elements. Give one to a model:
 
     dense = tdsp.ThresholdedDataParallel(density=0.005, warm_up=500)
     model = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders, data_parallel_wrapper=dense)

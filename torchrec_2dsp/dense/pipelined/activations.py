@@ -36,10 +36,6 @@ class TensorKind:
         """Return an uninitialised tensor."""
         return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
 
-    def zeros(self, num_samples: int, device: torch.device) -> torch.Tensor:
-        """Return a tensor with zeros."""
-        return torch.zeros(num_samples, *self.shape, dtype=self.dtype, device=device)
-
     def header(self, device: torch.device) -> torch.Tensor:
         """Encode the kind for a rank that doesn't know it."""
         numbers = [_DTYPES.index(self.dtype), self.whole_dim, len(self.shape), *self.shape]

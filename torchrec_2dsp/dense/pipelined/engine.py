@@ -1,13 +1,8 @@
 """`Engine`: runs this rank's part of a schedule, stage by stage.
 
-Orders of work and the split backward come from `torch.distributed.pipelining`. Its stages and its
-runtime aren't used, for what torch 2.13 over gloo does: a stage allocates receive buffers by its
-first micro-batch, so 7 samples in 2 micro-batches, or a batch of 6 after one of 8, end with "The
-size of tensor a (4) must match the size of tensor b (3)", and fewer samples than micro-batches are
-refused; an error in one stage leaves its neighbour waiting for the group's whole timeout, and then
-names neither rank nor cause; the loss has to be a scalar per micro-batch, while a rank here gets
-each of its samples' losses; and nothing casts activations on the wire. With uneven batches, errors
-that reach all ranks, and losses per sample, only the orders would be left of it.
+Orders of work and the split backward come from `torch.distributed.pipelining`. Its stages need
+equal micro-batches and scalar losses, cast nothing on the wire, and leave a failed rank's
+neighbours waiting for the group's whole timeout.
 """
 
 import time

@@ -200,7 +200,7 @@ class Inbox:
 def joined(parts: Sequence[torch.Tensor | None], kind: TensorKind, device: torch.device) -> Any:
     """Concatenate the tensors of all micro-batches."""
     tensors = [part for part in parts if part is not None]
-    return torch.cat(tensors) if tensors else kind.zeros(0, device)
+    return torch.cat(tensors) if tensors else kind.empty(0, device)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -207,8 +207,11 @@ class StackPipeline:
 
     def train(
         self, inputs: torch.Tensor, targets: Sequence[torch.Tensor], given: GivenTogether
-    ) -> "TrainedBatch":
-        """Run a batch's forwards and backwards; return this rank's losses, and all gradients."""
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Run a batch's forwards and backwards; return this rank's losses, and all gradients.
+
+        Gradients are the input's, then each target's, then the weights'.
+        """
         with self._together:
             # Ranks that compute a stage together draw the same numbers, other stages others.
             draws = drawing_from(given.first.seed + self._groups.position, self._groups.device)
@@ -217,7 +220,7 @@ class StackPipeline:
             losses = self._outputs(computed, given)
             gradients = self._gradients(computed, given)
             self.layers.broadcast_buffers()
-        return TrainedBatch(losses, gradients, weight_gradients)
+        return losses, [*gradients, *weight_gradients]
 
     def _compute(
         self,
@@ -260,7 +263,7 @@ class StackPipeline:
         kinds = self._known_kinds(given)
         if not given.num_samples:
             kind = kinds.get(_RESULT, TensorKind((), torch.float32))
-            return kind.zeros(0, self._groups.device)
+            return kind.empty(0, self._groups.device)
         is_last = self._groups.position == self._last
         together = (
             torch.cat([part for _, part in sorted(computed.outputs.items())]) if is_last else None
@@ -299,7 +302,7 @@ class StackPipeline:
     ) -> list[Any]:
         """Add up weight gradients over copies; return this rank's input and target gradients.
 
-        ``saved`` are a `TrainedBatch`'s gradients, ``gradient`` is its losses'.
+        ``saved`` are `train`'s gradients, ``gradient`` is its losses'.
 
         Collectives:
             A 24-byte all-gather over all ranks, and those of `HeldLayers.add_mean`.
@@ -317,15 +320,6 @@ class StackPipeline:
         ]
 
 
-class TrainedBatch(NamedTuple):
-    """A batch's losses and gradients."""
-
-    losses: torch.Tensor
-    gradients: list[torch.Tensor | None]
-    """The input's gradient, then each target's."""
-    weight_gradients: list[torch.Tensor]
-
-
 class _Trained(torch.autograd.Function):
     """A batch's losses, whose backward has run already."""
 
@@ -338,11 +332,11 @@ class _Trained(torch.autograd.Function):
         inputs: torch.Tensor,
         *targets: torch.Tensor,
     ) -> torch.Tensor:
-        batch = pipeline.train(inputs, targets, given)
+        losses, gradients = pipeline.train(inputs, targets, given)
         ctx.pipeline, ctx.given = pipeline, given
         # Saved, they are freed by the backward; and a context with the losses would be in a cycle.
-        ctx.save_for_backward(*batch.gradients, *batch.weight_gradients)
-        return batch.losses
+        ctx.save_for_backward(*gradients)
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -5,8 +5,7 @@ A test checks that each name still exists, so that a TorchRec upgrade fails in o
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -83,41 +82,17 @@ def sharder_data_of(enumerator: Enumerator | None) -> SharderDataMap:
     return getattr(enumerator, "_sharder_data_map", {})
 
 
-@dataclass
-class NodeGroupCache:
-    """One mesh's node groups, which TorchRec keeps in module globals, once per process."""
-
-    intra: dist.ProcessGroup | None = None
-    """A sharding group's ranks on one host."""
-    cross: dist.ProcessGroup | None = None
-    """A sharding group's ranks with the same position on their hosts."""
-    node_group_size: int | None = None
-
-    def groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups that TorchRec has created so far, newest first."""
-        return [group for group in (self.cross, self.intra) if group is not None]
+NodeGroups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, int | None]
+"""A sharding group's ranks on one host, its ranks with the same position on their hosts, and the
+node group's size."""
 
 
-@contextmanager
-def node_group_cache(cache: NodeGroupCache) -> Iterator[None]:
-    """Let TorchRec see one mesh's node groups.
+def swap_node_groups(groups: NodeGroups) -> NodeGroups:
+    """Set one mesh's node groups in TorchRec's module globals, and return what they were.
 
     TorchRec makes these groups once per process and reuses them for every later mesh, which
-    sends a second mesh's collectives to the first one's ranks. Inside this context its globals
-    are ``cache``; what it creates is kept there.
+    sends a second mesh's collectives to the first one's ranks.
     """
-    outer = _swap_node_groups((cache.intra, cache.cross, cache.node_group_size))
-    try:
-        yield
-    finally:
-        cache.intra, cache.cross, cache.node_group_size = _swap_node_groups(outer)
-
-
-_NodeGroups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, int | None]
-
-
-def _swap_node_groups(groups: _NodeGroups) -> _NodeGroups:
-    """Set TorchRec's globals and return what they were."""
     before = (_comm._INTRA_PG_2D, _comm._CROSS_PG_2D, _comm._NODE_GROUP_SIZE_2D)
     _comm._INTRA_PG_2D, _comm._CROSS_PG_2D, _comm._NODE_GROUP_SIZE_2D = groups
     return before

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchrec_2dsp._compat.c10d import end_process, exists, forget_meshes, set_timeout, timeout_of
 from torchrec_2dsp._compat.torchrec import (
-    NodeGroupCache,
+    NodeGroups,
     ShardingEnv2D,
     get_local_size,
-    node_group_cache,
+    swap_node_groups,
 )
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.comms.failure_detection import NoticeBoard
@@ -332,7 +332,7 @@ class MeshGroups:
         everyone = own_subgroup([list(range(mesh.world_size))], device_type, "alarm", None)
         self.alarm = Alarm(everyone, torch.device(device_type), self.board)
         """Raises an error of one rank on all ranks."""
-        self._node_groups = NodeGroupCache()
+        self._node_groups: NodeGroups = (None, None, None)
 
     def _new_peers(self, name: str, sets: list[list[int]]) -> Peers:
         """Create groups for the exchange of rows."""
@@ -375,10 +375,13 @@ class MeshGroups:
     @contextmanager
     def node_groups(self) -> Iterator[None]:
         """Make TorchRec's module-level node groups this mesh's, inside the context."""
-        with node_group_cache(self._node_groups):
+        others = swap_node_groups(self._node_groups)
+        try:
             yield
+        finally:
+            self._node_groups = swap_node_groups(others)
         timeout = timeout_of(self.world, self._device_type)
-        for group in reversed(self._node_groups.groups()):
+        for group in filter(None, self._node_groups[:2]):
             # TorchRec creates them without it.
             set_timeout(group, timeout)
             self._created.add(group)

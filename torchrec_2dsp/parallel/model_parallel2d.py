@@ -33,18 +33,8 @@ from torchrec_2dsp.plan.fits_module import check_model
 from torchrec_2dsp.plan.plan2d import Plan2D, as_plan_2d
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_action import SyncReason, SyncReport
-from torchrec_2dsp.shard.default_sharders import (
-    FeatureProcessedEmbeddingBagCollectionSharder2D,
-    ManagedCollisionEmbeddingBagCollectionSharder2D,
-    ManagedCollisionEmbeddingCollectionSharder2D,
-    described,
-    get_default_sharders,
-)
+from torchrec_2dsp.shard.default_sharders import described, get_default_sharders
 from torchrec_2dsp.shard.parted import check_can_start, groups_of, prepared_unfreeze, sharded_tables
-from torchrec_2dsp.shard.sharders import (
-    EmbeddingBagCollectionSharder2D,
-    EmbeddingCollectionSharder2D,
-)
 from torchrec_2dsp.shard.tables import Tables2D
 
 if TYPE_CHECKING:
@@ -53,13 +43,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_SHARDERS = (
-    EmbeddingBagCollectionSharder2D,
-    EmbeddingCollectionSharder2D,
-    FeatureProcessedEmbeddingBagCollectionSharder2D,
-    ManagedCollisionEmbeddingBagCollectionSharder2D,
-    ManagedCollisionEmbeddingCollectionSharder2D,
-)
 _NO_COMPILE = "torch.compile can't trace sharded tables; compile dense modules before you shard"
 
 
@@ -461,6 +444,7 @@ def _checked_plan(
     plan.mesh.check_world(dist.get_world_size())
     plan.validate()
     by_type = {sharder.module_type: sharder for sharder in sharders}
+    own_kinds = tuple(type(sharder) for sharder in get_default_sharders())
     for path, _ in plan.modules():
         try:
             part = module.get_submodule(path)
@@ -470,11 +454,11 @@ def _checked_plan(
                 "for this model"
             ) from None
         sharder = by_type.get(type(part))
-        if not isinstance(sharder, _SHARDERS):
+        if not isinstance(sharder, own_kinds):
             raise ConfigError(
                 f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "
                 f"{type(sharder).__name__}; pass one of "
-                + ", ".join(kind.__name__ for kind in _SHARDERS)
+                + ", ".join(kind.__name__ for kind in own_kinds)
             )
     check_model(module, [path for path, _ in plan.modules()])
     return plan

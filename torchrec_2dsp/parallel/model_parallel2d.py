@@ -1,10 +1,9 @@
 """`ModelParallel2D`: TorchRec's `DMPCollection` for a `Plan2D`, on CPU as well."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,14 +33,12 @@ from torchrec_2dsp.plan.plan2d import Plan2D, as_plan_2d
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_action import SyncReason, SyncReport
 from torchrec_2dsp.shard.default_sharders import described, get_default_sharders
-from torchrec_2dsp.shard.parted import check_can_start, groups_of, prepared_unfreeze, sharded_tables
+from torchrec_2dsp.shard.parted import check_can_start, prepared_unfreeze, sharded_tables
 from torchrec_2dsp.shard.tables import Tables2D
 
 if TYPE_CHECKING:
     from torchrec_2dsp.planner.explanation import Explanation
 
-P = ParamSpec("P")
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _NO_COMPILE = "torch.compile can't trace sharded tables; compile dense modules before you shard"
 
@@ -61,22 +58,6 @@ def calling_together(groups: MeshGroups | None, name: str) -> Iterator[None]:
     with naming_faults(groups.board, name):
         groups.alarm.check(signal=Signal.OUTSIDE).wait()
         yield
-
-
-def called_by_all(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Run a function, whose second argument is a model, inside `calling_together`."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            model: Any = kwargs["model"] if "model" in kwargs else args[1]
-            groups = groups_of(model) if isinstance(model, nn.Module) else None
-            with calling_together(groups, name):
-                return function(*args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 class ModelParallel2D(DMPCollection):

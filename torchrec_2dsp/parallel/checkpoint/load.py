@@ -47,8 +47,8 @@ from torchrec_2dsp.parallel.checkpoint.parts import (
 )
 from torchrec_2dsp.parallel.checkpoint.save import check_belongs, checked_folder, wait_for_save
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
-from torchrec_2dsp.parallel.model_parallel2d import called_by_all
-from torchrec_2dsp.shard.parted import sharded_tables
+from torchrec_2dsp.parallel.model_parallel2d import calling_together
+from torchrec_2dsp.shard.parted import groups_of, sharded_tables
 
 if TYPE_CHECKING:
     from torchrec_2dsp.parallel.train_state.state import TrainState
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@called_by_all("load_checkpoint()")
 def load_checkpoint(
     path: str | PathLike[str],
     model: DistributedModelParallel,
@@ -84,41 +83,42 @@ def load_checkpoint(
         Agreements on what each rank has checked; those of a sync, if a backward is pending; then
         a gather of names and shapes, and DCP's.
     """
-    group = coordination_group()
-    with agreeing(group) as facts:
-        wait_for_save(world_group())
-        folder = checked_folder(path, optimizer)
-        facts["the checkpoint's path"] = str(folder)
-        facts["whether there is an optimizer"] = str(optimizer is not None)
-        facts["whether there is a train state"] = str(train_state is not None)
-        check_belongs(train_state, model)
-        if train_state is None:
-            check_together(model)
-        stored = StoredCheckpoint.open(folder)
-        facts[f"{folder}/.metadata"] = stored.fingerprint
-        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        stored.check_sizes(rank, num_ranks)
-    with agreeing(group):
-        in_place = (MODEL, FUSED) if optimizer is None else (MODEL, FUSED, DENSE)
-        stored.verify([*in_place, EXTRA, TRAIN_STATE], rank, num_ranks)
-    with agreeing(group):
-        extra = stored_extra(stored)
-        saved_state = None if train_state is None else _saved_state(train_state, stored)
-    restore_train_state = None
-    if train_state is not None and saved_state is not None:
-        restore_train_state = train_state.prepared(saved_state)
-    if stored.checksums is None and rank == 0:
-        logger.warning("%s has no checksums: flipped bits in its tables go unnoticed", folder)
-    for tables in sharded_tables(model):
-        tables.expect_load()
-    with dense_state_made(model, optimizer, stored.entries):
-        state = live_state(model, optimizer)
-        check_fits(group, folder, stored.entries, state)
-    _read_in_place(stored, state, process_group=group)
-    run_load_hooks(model, optimizer, state)
-    if restore_train_state is not None:
-        restore_train_state()
-    return extra
+    with calling_together(groups_of(model), "load_checkpoint()"):
+        group = coordination_group()
+        with agreeing(group) as facts:
+            wait_for_save(world_group())
+            folder = checked_folder(path, optimizer)
+            facts["the checkpoint's path"] = str(folder)
+            facts["whether there is an optimizer"] = str(optimizer is not None)
+            facts["whether there is a train state"] = str(train_state is not None)
+            check_belongs(train_state, model)
+            if train_state is None:
+                check_together(model)
+            stored = StoredCheckpoint.open(folder)
+            facts[f"{folder}/.metadata"] = stored.fingerprint
+            rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+            stored.check_sizes(rank, num_ranks)
+        with agreeing(group):
+            in_place = (MODEL, FUSED) if optimizer is None else (MODEL, FUSED, DENSE)
+            stored.verify([*in_place, EXTRA, TRAIN_STATE], rank, num_ranks)
+        with agreeing(group):
+            extra = stored_extra(stored)
+            saved_state = None if train_state is None else _saved_state(train_state, stored)
+        restore_train_state = None
+        if train_state is not None and saved_state is not None:
+            restore_train_state = train_state.prepared(saved_state)
+        if stored.checksums is None and rank == 0:
+            logger.warning("%s has no checksums: flipped bits in its tables go unnoticed", folder)
+        for tables in sharded_tables(model):
+            tables.expect_load()
+        with dense_state_made(model, optimizer, stored.entries):
+            state = live_state(model, optimizer)
+            check_fits(group, folder, stored.entries, state)
+        _read_in_place(stored, state, process_group=group)
+        run_load_hooks(model, optimizer, state)
+        if restore_train_state is not None:
+            restore_train_state()
+        return extra
 
 
 def _saved_state(train_state: "TrainState", stored: StoredCheckpoint) -> dict[str, torch.Tensor]:

@@ -41,7 +41,8 @@ from torchrec_2dsp.parallel.checkpoint.writer import (
     StagingPlanner,
     holds_checkpoint,
 )
-from torchrec_2dsp.parallel.model_parallel2d import called_by_all
+from torchrec_2dsp.parallel.model_parallel2d import calling_together
+from torchrec_2dsp.shard.parted import groups_of
 
 if TYPE_CHECKING:
     from torchrec_2dsp.parallel.train_state.state import TrainState
@@ -146,7 +147,6 @@ def save_checkpoint(
 ) -> PendingSave: ...
 
 
-@called_by_all("save_checkpoint()")
 def save_checkpoint(
     path: str | PathLike[str],
     model: DistributedModelParallel,
@@ -185,30 +185,34 @@ def save_checkpoint(
         ...  # train on
         pending.result()
     """
-    group = coordination_group()
-    with agreeing(group) as facts:
-        wait_for_save(world_group())
-        folder = checked_folder(path, optimizer)
-        if (folder / ".metadata").exists():
-            raise holds_checkpoint(folder)
-        check_belongs(train_state, model)
-        check_together(model)
-        text = encoded(extra or {})
-        facts["the checkpoint's path"], facts["extra"] = str(folder), text
-        facts["asynchronous"] = str(asynchronous)
-        facts["whether there is an optimizer"] = str(optimizer is not None)
-        facts["whether there is a train state"] = str(train_state is not None)
-    state = live_state(model, optimizer) | {EXTRA: as_tensor(text)}
-    if train_state is not None:
-        state[TRAIN_STATE] = train_state.state_dict()
-    buffers = [f"{MODEL}.{name}" for name, _ in model.named_buffers()]
-    if not asynchronous:
-        _write(folder, state, PlainDataSavePlanner(buffers), group)
-        return None
-    background, planner = background_group(), StagingPlanner(buffers)
-    return start_save(
-        world_group(), folder, lambda: _write(folder, state, planner, background), planner.is_staged
-    )
+    with calling_together(groups_of(model), "save_checkpoint()"):
+        group = coordination_group()
+        with agreeing(group) as facts:
+            wait_for_save(world_group())
+            folder = checked_folder(path, optimizer)
+            if (folder / ".metadata").exists():
+                raise holds_checkpoint(folder)
+            check_belongs(train_state, model)
+            check_together(model)
+            text = encoded(extra or {})
+            facts["the checkpoint's path"], facts["extra"] = str(folder), text
+            facts["asynchronous"] = str(asynchronous)
+            facts["whether there is an optimizer"] = str(optimizer is not None)
+            facts["whether there is a train state"] = str(train_state is not None)
+        state = live_state(model, optimizer) | {EXTRA: as_tensor(text)}
+        if train_state is not None:
+            state[TRAIN_STATE] = train_state.state_dict()
+        buffers = [f"{MODEL}.{name}" for name, _ in model.named_buffers()]
+        if not asynchronous:
+            _write(folder, state, PlainDataSavePlanner(buffers), group)
+            return None
+        background, planner = background_group(), StagingPlanner(buffers)
+        return start_save(
+            world_group(),
+            folder,
+            lambda: _write(folder, state, planner, background),
+            planner.is_staged,
+        )
 
 
 def _write(

@@ -14,7 +14,7 @@ from torchrec.distributed.model_parallel import (
     DMPCollection,
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
-from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.c10d import DynamoError
@@ -27,7 +27,7 @@ from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
-from torchrec_2dsp.parallel.pipelines import AnyPipeline, combined_optimizer, make_pipeline
+from torchrec_2dsp.parallel.pipelines import PIPELINES, AnyPipeline
 from torchrec_2dsp.plan.fits_module import check_model
 from torchrec_2dsp.plan.plan2d import Plan2D, as_plan_2d
 from torchrec_2dsp.plan.serialize import to_json
@@ -213,7 +213,7 @@ class ModelParallel2D(DMPCollection):
         return [param for _, param in in_backward_optimizer_filter(self.named_parameters())]
 
     def combined_optimizer(self, dense_optimizer: torch.optim.Optimizer) -> KeyedOptimizer:
-        """Join the tables' optimizer and the dense part's; see `combined_optimizer`.
+        """Join the tables' optimizer and the dense part's.
 
         Example::
 
@@ -221,8 +221,40 @@ class ModelParallel2D(DMPCollection):
             pipeline = model.pipeline(optimizer)
             ...
             tdsp.save_checkpoint(folder, model, optimizer)
+
+        Args:
+            dense_optimizer: of the dense part's parameters, or some of them. One that has the
+                tables' optimizer in it already is returned as it is.
+
+        Raises:
+            ConfigError: it has other parameters.
+
+        Collectives:
+            An agreement of all ranks.
         """
-        return combined_optimizer(self, dense_optimizer)
+        fused = self.fused_optimizer
+        dense = dict(in_backward_optimizer_filter(self.named_parameters()))
+        is_keyed = isinstance(dense_optimizer, KeyedOptimizer)
+        given = {id(param) for group in dense_optimizer.param_groups for param in group["params"]}
+        tables = set(map(id, fused.params.values()))
+        has_tables = is_keyed and not given.isdisjoint(tables)
+        with agreeing(world_group()):
+            if has_tables and not tables <= given:
+                raise ConfigError(
+                    "the optimizer lacks tables that unfreeze() has added since it was made; "
+                    "combine the model's optimizer and the dense part's anew"
+                )
+            others = given - {id(param) for param in dense.values()}
+            if others and not has_tables:
+                raise ConfigError(
+                    f"{len(others)} of the optimizer's {len(given)} parameters belong to tables, "
+                    "or to the model before it was sharded: build it of model.dense_parameters(), "
+                    "a keyed one of dict(in_backward_optimizer_filter(model.named_parameters()))"
+                )
+        if is_keyed:
+            return dense_optimizer if has_tables else CombinedOptimizer([fused, dense_optimizer])
+        named = {name: param for name, param in dense.items() if id(param) in given}
+        return CombinedOptimizer([fused, KeyedOptimizerWrapper(named, lambda _: dense_optimizer)])
 
     def pipeline(self, dense_optimizer: torch.optim.Optimizer, **options: Any) -> AnyPipeline:
         """Build the train pipeline that the plan wants, which trains tables and dense part.
@@ -243,9 +275,10 @@ class ModelParallel2D(DMPCollection):
         Collectives:
             An agreement of all ranks; of its ``progress``, 8 bytes all-reduced for each batch.
         """
-        optimizer = combined_optimizer(self, dense_optimizer)
+        optimizer = self.combined_optimizer(dense_optimizer)
         kind = cast(Plan2D, self.plan).pipeline
-        return make_pipeline(kind, self, optimizer, self._device, **options)
+        pipeline: AnyPipeline = PIPELINES[kind](self, optimizer, self._device, **options)
+        return pipeline
 
     def sharded_tables(self) -> list[Tables2D]:
         """Return the sharded tables in model order, one per embedding module and mesh."""

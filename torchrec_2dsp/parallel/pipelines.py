@@ -1,4 +1,4 @@
-"""Train pipelines: a plan's, its optimizer, and `TrainPipelineRowPrefetch`."""
+"""Train pipelines: one for each kind that a plan may want."""
 
 import logging
 from collections.abc import Iterator
@@ -10,17 +10,12 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
 from torchrec_2dsp._compat.shardings import OpenTrainPipeline
-from torchrec_2dsp.comms.alarm import BatchesInStep, agreeing
+from torchrec_2dsp.comms.alarm import BatchesInStep
 from torchrec_2dsp.comms.failure_detection import naming_faults
-from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.shard.parted import (
     PrefetchedBatch,
@@ -274,61 +269,9 @@ class TrainPipelinePlain(TrainPipelineBase[In, Out]):
 
 AnyPipeline = TrainPipelineBase[Any, Any] | TrainPipelineSparseDist[Any, Any]
 """A train pipeline of a plan."""
-_KINDS: dict[Pipeline, Any] = {
+PIPELINES: dict[Pipeline, Any] = {
     Pipeline.BASE: TrainPipelinePlain,
     Pipeline.SPARSE_DIST: TrainPipelineInStep,
     Pipeline.ROW_PREFETCH: TrainPipelineRowPrefetch,
 }
-
-
-def make_pipeline(
-    kind: Pipeline,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    **options: Any,
-) -> AnyPipeline:
-    """Build a train pipeline; ``options`` are its class's."""
-    pipeline: AnyPipeline = _KINDS[kind](model, optimizer, device, **options)
-    return pipeline
-
-
-def combined_optimizer(
-    model: DistributedModelParallel, dense_optimizer: torch.optim.Optimizer
-) -> KeyedOptimizer:
-    """Join the tables' optimizer and the dense part's.
-
-    Args:
-        model: the sharded model.
-        dense_optimizer: of the dense part's parameters, or some of them. One that has the tables'
-            optimizer in it already is returned as it is.
-
-    Raises:
-        ConfigError: it has other parameters.
-
-    Collectives:
-        An agreement of all ranks.
-    """
-    fused = model.fused_optimizer
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    is_keyed = isinstance(dense_optimizer, KeyedOptimizer)
-    given = {id(param) for group in dense_optimizer.param_groups for param in group["params"]}
-    tables = set(map(id, fused.params.values()))
-    has_tables = is_keyed and not given.isdisjoint(tables)
-    with agreeing(world_group()):
-        if has_tables and not tables <= given:
-            raise ConfigError(
-                "the optimizer lacks tables that unfreeze() has added since it was made; combine "
-                "the model's optimizer and the dense part's anew"
-            )
-        others = given - {id(param) for param in dense.values()}
-        if others and not has_tables:
-            raise ConfigError(
-                f"{len(others)} of the optimizer's {len(given)} parameters belong to tables, or to "
-                "the model before it was sharded: build it of model.dense_parameters(), a keyed "
-                "one of dict(in_backward_optimizer_filter(model.named_parameters()))"
-            )
-    if is_keyed:
-        return dense_optimizer if has_tables else CombinedOptimizer([fused, dense_optimizer])
-    named = {name: param for name, param in dense.items() if id(param) in given}
-    return CombinedOptimizer([fused, KeyedOptimizerWrapper(named, lambda _: dense_optimizer)])
+"""The class of each kind of pipeline."""

@@ -7,7 +7,7 @@ into. The others are small, and are read into new tensors, so that they can be c
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -178,21 +178,12 @@ def stored_extra(stored: StoredCheckpoint) -> dict[str, Any]:
     return extra
 
 
-@runtime_checkable
-class MeetingWrapper(Protocol):
-    """A data-parallel wrapper whose ranks have different weights at times, such as `LocalDense`."""
-
-    def check_together(self) -> None:
-        """Raise if the weights differ now."""
-        ...
-
-
 def check_together(model: nn.Module) -> None:
     """Raise if ranks may have different dense parts now.
 
     A save would keep one of them, and a load leave the wrapper with changes from weights that are
-    gone.
+    gone. Wrappers that let ranks train apart, such as `LocalDense`, know whether they do now.
     """
-    wrapper = data_parallel_wrapper(model)
-    if isinstance(wrapper, MeetingWrapper):
-        wrapper.check_together()
+    check = getattr(data_parallel_wrapper(model), "check_together", None)
+    if check is not None:
+        check()

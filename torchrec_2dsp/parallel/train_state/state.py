@@ -70,15 +70,6 @@ def joined_hyper_parameters(summaries: Iterable[RankSummary]) -> dict[str, Hyper
     return joined
 
 
-def largest_iterations(summaries: Iterable[RankSummary]) -> dict[str, int]:
-    """Return each table's largest number of forwards on any rank."""
-    largest: dict[str, int] = {}
-    for summary in summaries:
-        for name, count in summary.iterations.items():
-            largest[name] = max(count, largest.get(name, 0))
-    return largest
-
-
 FORMAT = 1
 MEMBER = "member."
 """The beginning of the names of members, which users give."""
@@ -232,7 +223,10 @@ class TrainState:
                 "is_whole": is_whole,
                 "wrapper": kind_of_wrapper(self._members.get(DENSE_GRADIENTS)),
                 "hyper_parameters": parameters,
-                "iterations": largest_iterations(summaries),
+                "iterations": {
+                    name: max(part.iterations[name] for part in summaries)
+                    for name in summary.iterations
+                },
                 "model": model_state.whole_state(model),
             }
             own |= to_plain(header, "")

@@ -66,6 +66,8 @@ Sharding = (
     | TwSequenceEmbeddingSharding
     | CwSequenceEmbeddingSharding
     | RwSequenceEmbeddingSharding
+    | DpPooledEmbeddingSharding
+    | DpSequenceEmbeddingSharding
 )
 """TorchRec's shardings with a subclass here."""
 
@@ -215,31 +217,15 @@ class ShardingFacts:
 
 def facts_of(sharding: Sharding) -> ShardingFacts:
     """Return a sharding's private facts."""
-    group, device = sharding._pg, sharding._device
-    assert group is not None
-    per_rank = sharding._grouped_embedding_configs_per_rank
+    env = cast(ShardingEnv2D, sharding._env)
+    is_whole = isinstance(sharding, DpPooledEmbeddingSharding | DpSequenceEmbeddingSharding)
+    device, per_rank = sharding._device, sharding._grouped_embedding_configs_per_rank
     return ShardingFacts(
         configs_per_rank=per_rank,
-        configs=per_rank[sharding._rank],
-        group=group,
+        configs=per_rank[env.rank],
+        group=env.process_group if is_whole else env.sharding_pg,
         device=torch.device("cpu") if device is None else device,
-        env=cast(ShardingEnv2D, sharding._env),
-    )
-
-
-def facts_of_whole_tables(
-    sharding: DpPooledEmbeddingSharding | DpSequenceEmbeddingSharding,
-) -> ShardingFacts:
-    """Return a data-parallel sharding's private facts."""
-    device, env = sharding._device, sharding._env
-    group = env.process_group
-    assert group is not None
-    return ShardingFacts(
-        configs_per_rank=sharding._grouped_embedding_configs_per_rank,
-        configs=sharding._grouped_embedding_configs,
-        group=group,
-        device=torch.device("cpu") if device is None else device,
-        env=cast(ShardingEnv2D, env),
+        env=env,
     )
 
 

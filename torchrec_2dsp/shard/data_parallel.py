@@ -27,7 +27,7 @@ from torchrec_2dsp._compat.fbgemm import (
     set_learning_rate,
     table_tensors,
 )
-from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of_whole_tables, replace_optimizer
+from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of, replace_optimizer
 from torchrec_2dsp._compat.torchrec import (
     BaseEmbeddingLookup,
     DpPooledEmbeddingSharding,
@@ -118,7 +118,7 @@ class DpPooled(DpPooledEmbeddingSharding):
         feature_processor: Any = None,
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's copy."""
-        facts = _as_one_shard(facts_of_whole_tables(self))
+        facts = _as_one_shard(facts_of(self))
         # TorchRec undoes, for per-sample weights, that bags' gradients are divided by the ranks on
         # their way to the tables. Here they aren't.
         options = {"feature_processor": feature_processor, "scale_weight_gradients": False}
@@ -135,7 +135,7 @@ class DpSequence(DpSequenceEmbeddingSharding):
         feature_processor: Any = None,
     ) -> BaseEmbeddingLookup:
         """Make the lookup for this rank's copy."""
-        facts = _as_one_shard(facts_of_whole_tables(self))
+        facts = _as_one_shard(facts_of(self))
         return _with_plain_state(make_lookup(WholeTablesSequences, facts, device))
 
 

@@ -112,11 +112,21 @@ def return_type_of_others(
     lookup._dummy_embs_tensor = nothing.detach().to(dtype).requires_grad_(nothing.requires_grad)
 
 
+class PlainStateOptimizer(EmbeddingFusedOptimizer):
+    """TorchRec's fused optimizer of a kernel, with state that is given and not made of shards."""
+
+    def __init__(
+        self, tbe: Any, params: dict[str, Any], state: dict[Any, Any], group: dict[str, Any]
+    ) -> None:
+        self._emb_module = tbe
+        FusedOptimizer.__init__(self, params, state, [group])
+
+
 def replace_optimizer(
-    kernel: BatchedFusedEmbeddingBag | BatchedFusedEmbedding, optimizer: FusedOptimizer
+    kernel: BatchedFusedEmbeddingBag | BatchedFusedEmbedding, optimizer: EmbeddingFusedOptimizer
 ) -> None:
     """Replace the fused optimizer that a kernel shows."""
-    kernel._optim = cast(EmbeddingFusedOptimizer, optimizer)
+    kernel._optim = optimizer
 
 
 def dedups_ids(sharder: EmbeddingCollectionSharder) -> bool:

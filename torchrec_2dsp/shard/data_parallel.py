@@ -18,16 +18,14 @@ from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
-from torchrec.optim.fused import FusedOptimizer
 
-from torchrec_2dsp._compat.fbgemm import (
-    Tbe,
-    keeps_untouched_rows,
-    learning_rate_of,
-    set_learning_rate,
-    table_tensors,
+from torchrec_2dsp._compat.fbgemm import Tbe, keeps_untouched_rows, learning_rate_of, table_tensors
+from torchrec_2dsp._compat.shardings import (
+    PlainStateOptimizer,
+    ShardingFacts,
+    facts_of,
+    replace_optimizer,
 )
-from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of, replace_optimizer
 from torchrec_2dsp._compat.torchrec import (
     BaseEmbeddingLookup,
     DpPooledEmbeddingSharding,
@@ -50,11 +48,10 @@ from torchrec_2dsp.shard.kernels import (
 from torchrec_2dsp.shard.replica_sync import copied_shards
 
 
-class WholeTablesOptimizer(FusedOptimizer):
+class WholeTablesOptimizer(PlainStateOptimizer):
     """A kernel's fused optimizer, whose state has plain tensors, as the weights have."""
 
     def __init__(self, config: GroupedEmbeddingConfig, tbe: Tbe) -> None:
-        self._tbe = tbe
         params, state = {}, {}
         for table, tensors in zip(config.embedding_tables, table_tensors(tbe), strict=True):
             weight, *states = tensors.values()
@@ -64,24 +61,8 @@ class WholeTablesOptimizer(FusedOptimizer):
             state[weight] = {
                 f"{table.name}.{name}": value for name, value in zip(names, states, strict=False)
             }
-        self._group = {"params": list(params.values()), "lr": learning_rate_of(tbe)}
-        super().__init__(params, state, [self._group])
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Hand the learning rate to the kernel, as TorchRec's optimizer does here."""
-        set_learning_rate(self._tbe, self._group["lr"])
-
-    def step(self, closure: Any = None) -> None:
-        """Hand the learning rate to the kernel; a sync applies the update."""
-        set_learning_rate(self._tbe, self._group["lr"])
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Set the kernel's iteration."""
-        self._tbe.set_optimizer_step(step)
-
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Change the running kernel's hyper-parameters."""
-        self._tbe.update_hyper_parameters(params_dict)
+        group = {"params": list(params.values()), "lr": learning_rate_of(tbe)}
+        super().__init__(tbe, params, state, group)
 
 
 class _WholeTables:

@@ -10,7 +10,7 @@ import torch
 
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import DTYPES, Case, TableCase, feature_name
-from torchrec_2dsp.codecs.rows import FloatRows
+from torchrec_2dsp.codecs.rows import EXACT, FloatRows
 from torchrec_2dsp.plan.sync import parse_policy
 from torchrec_2dsp.rows.eight_bits import decoded, encoded
 
@@ -121,7 +121,7 @@ class Noise:
         """Return the values as they arrive; so many in a row share a scale, or the whole row."""
         width = width or values.shape[-1]
         codec = transport.codec_for(width)
-        if codec.is_exact or not values.numel():
+        if codec == EXACT or not values.numel():
             return values
         if self.rounds:
             rows = values.reshape(-1, width)

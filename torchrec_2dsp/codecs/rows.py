@@ -71,11 +71,6 @@ class RowCodec(ABC):
     def all_finite(self, encoded: torch.Tensor) -> bool:
         """Return whether all numbers will be finite on arrival."""
 
-    @property
-    def is_exact(self) -> bool:
-        """True if rows arrive unchanged."""
-        return False
-
 
 @dataclass(frozen=True)
 class FloatRows(RowCodec):
@@ -87,11 +82,6 @@ class FloatRows(RowCodec):
     def dtype(self) -> torch.dtype:
         """The type in which numbers travel."""
         return self.float_dtype
-
-    @property
-    def is_exact(self) -> bool:
-        """True if rows arrive unchanged."""
-        return self.float_dtype is torch.float32
 
     def columns(self, dim: int) -> int:
         """Return ``dim``."""
@@ -116,7 +106,7 @@ class FloatRows(RowCodec):
         """
         info = torch.finfo(self.float_dtype)
         largest = _largest(rows)
-        if self.is_exact:
+        if self.float_dtype is torch.float32:
             return torch.zeros_like(largest)
         bound = torch.clamp(largest * info.eps / 2, min=info.smallest_normal * info.eps / 2)
         return torch.where(largest > info.max, torch.inf, bound)

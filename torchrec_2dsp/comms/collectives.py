@@ -92,28 +92,17 @@ def start_all_to_all_ragged(
     return Arriving(values, buffer, work, tuple(counts), rank)
 
 
-def start_all_gather_ragged(
-    local: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup
-) -> Arriving:
-    """Send every rank this rank's tensor; ``counts`` are all tensors' first dimensions.
-
-    Collectives:
-        That of `start_all_to_all_ragged`: gloo has no all-gather of different sizes.
-    """
-    return start_all_to_all_ragged([local] * len(counts), counts, group)
-
-
 def all_gather_ragged(
     local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """Gather tensors that may differ in their first dimension, one per rank.
 
     Collectives:
-        One all-to-all on ``group``.
+        One all-to-all on ``group``: gloo has no all-gather of different sizes.
     """
     if len(sizes) == 1:
         return [local]
-    return start_all_gather_ragged(local, sizes, group).by_rank()
+    return start_all_to_all_ragged([local] * len(sizes), sizes, group).by_rank()
 
 
 _ALIGNMENT = 8

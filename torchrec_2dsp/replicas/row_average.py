@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from torchrec_2dsp.codecs.rows import EXACT
 from torchrec_2dsp.comms.alarm import Alarm, as_ours
-from torchrec_2dsp.comms.collectives import Arriving, Packed, pack, start_all_gather_ragged, unpack
+from torchrec_2dsp.comms.collectives import Packed, pack, start_all_to_all_ragged, unpack
 from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.replicas.sync_action import SyncReport
 from torchrec_2dsp.replicas.synced_shard import ShardRows, StateRule, SyncedShard
@@ -165,7 +165,7 @@ class AverageTransfer:
         self._rank = dist.get_rank(group)
         buffer = pack([part for sent in own for part in (sent.rows.int(), *sent.values)])
         sizes = [sum(part.num_bytes for part in layout) for layout in self._layouts]
-        self._arriving: Arriving = start_all_gather_ragged(buffer, sizes, group)
+        self._arriving = start_all_to_all_ragged([buffer] * len(sizes), sizes, group)
 
     @property
     def num_bytes(self) -> int:

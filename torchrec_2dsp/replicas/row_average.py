@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from torchrec_2dsp.codecs.rows import EXACT
+from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.alarm import Alarm, as_ours
 from torchrec_2dsp.comms.collectives import Packed, pack, start_all_to_all_ragged, unpack
 from torchrec_2dsp.errors import SyncError, TwoDError
@@ -29,15 +29,6 @@ def _sends_change(shard: SyncedShard, index: int, num_peers: int) -> bool:
     """Return whether a tensor's changes travel, not its values; a maximum needs values."""
     return shard.codecs[index] is not None or (
         num_peers > 2 and shard.rules[index] is StateRule.AVERAGE
-    )
-
-
-def all_finite(shard: SyncedShard, values: Sequence[torch.Tensor]) -> bool:
-    """Return whether all sent values will be finite on arrival."""
-    return all(
-        (EXACT if codec is None else codec).all_finite(value)
-        for codec, value in zip(shard.codecs, values, strict=True)
-        if codec is not None or value.is_floating_point()
     )
 
 
@@ -299,7 +290,7 @@ class RowAverage:
             else:
                 changed = shard.touched.changed()
                 rows = _OwnRows(changed, rows_to_send(shard, changed, self._world_size))
-                is_finite = all_finite(shard, rows.sent.values)
+                is_finite = all(map(_is_finite, rows.sent.values, shard.codecs))
             if not is_finite:
                 raise SyncError(
                     f"table {shard.table!r} has weights or optimizer state that are not finite; "
@@ -357,6 +348,7 @@ def _counts(ends: torch.Tensor, rows: _OwnRows | None) -> torch.Tensor:
     return places.diff(prepend=places.new_zeros(1))
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all values are finite, by their float32 sum in one pass."""
-    return not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite())
+def _is_finite(values: torch.Tensor, codec: RowCodec | None = None) -> bool:
+    """Return whether all values will be finite on arrival."""
+    is_float = codec is not None or values.is_floating_point()
+    return not is_float or (codec or EXACT).all_finite(values)

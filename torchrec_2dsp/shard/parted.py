@@ -154,11 +154,11 @@ class PartedModule(
 
     def compute_and_output_dist(self, ctx: PartContexts, input: Any) -> LazyAwaitable[Output]:
         """Look up part by part; rows travel while the next part looks up."""
-        outputs: list[LazyAwaitable[Any]] = []
+        outputs: list[tuple[Any, LazyAwaitable[Any]]] = []
         for (part, part_ctx), ids in zip(self.paired(ctx), input, strict=True):
             with _gradients_of(part):
                 rows = part.compute_and_output_dist(part_ctx, ids)
-            outputs.append(_WaitAsPart(part, rows))
+            outputs.append((part, rows))
         return _Joined(outputs, self._names, self._order)
 
     def named_parameters(
@@ -380,24 +380,12 @@ def _gradients_of(part: Any) -> torch.set_grad_enabled:
     return torch.set_grad_enabled(torch.is_grad_enabled() and not part.tables.are_frozen)
 
 
-class _WaitAsPart(LazyAwaitable[Output]):
-    """Waits for a part's output, without gradients if its tables are frozen."""
-
-    def __init__(self, part: Any, output: LazyAwaitable[Any]) -> None:
-        super().__init__()
-        self._part, self._output = part, output
-
-    def _wait_impl(self) -> Output:
-        with _gradients_of(self._part):
-            return self._output.wait()
-
-
 class _Joined(LazyAwaitable[Output]):
     """Joins all parts' outputs, under the names that they have without parts."""
 
     def __init__(
         self,
-        outputs: list[LazyAwaitable[Any]],
+        outputs: list[tuple[Any, LazyAwaitable[Any]]],
         names: Sequence[Mapping[str, str]],
         order: list[str] | None,
     ) -> None:
@@ -406,7 +394,10 @@ class _Joined(LazyAwaitable[Output]):
         self._names, self._order = names, order
 
     def _wait_impl(self) -> Output:
-        outputs = [output.wait() for output in self._outputs]
+        outputs = []
+        for part, output in self._outputs:
+            with _gradients_of(part):
+                outputs.append(output.wait())
         named = list(zip(outputs, self._names, strict=True))
         if not isinstance(outputs[0], KeyedTensor):
             joined = {

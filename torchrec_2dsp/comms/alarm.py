@@ -76,14 +76,7 @@ def agreeing(group: dist.ProcessGroup) -> Iterator[dict[str, str]]:
 
 
 def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:
-    """Return ``error`` if it is a `TwoDError`, else a ``kind`` with its text, for other ranks.
-
-    Example:
-        >>> from torchrec_2dsp.comms.alarm import as_ours
-        >>> from torchrec_2dsp.errors import SyncError
-        >>> as_ours(ValueError("no such row"), SyncError)
-        SyncError('ValueError: no such row')
-    """
+    """Return ``error`` if it is a `TwoDError`, else a ``kind`` with its text, for other ranks."""
     if isinstance(error, TwoDError):
         return error
     converted = kind(f"{type(error).__name__}: {error}")

@@ -194,13 +194,7 @@ _SOURCE_OR_ADVICE = re.compile(r"^\[\S*\] |\. This is typically .*")
 
 
 def described(error: BaseException) -> str:
-    """Describe an exception in one line: its type, its text's first line, and its origin.
-
-    Example:
-        >>> from torchrec_2dsp.comms.breaking import described
-        >>> described(ValueError("not a number"))
-        'ValueError: not a number'
-    """
+    """Describe an exception in one line: its type, its text's first line, and its origin."""
     text = _SOURCE_OR_ADVICE.sub("", str(error).split("\n")[0])[:300]
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -34,14 +34,6 @@ class Activity:
     """This rank's current work, for the error message in case a rank fails.
 
     It costs one assignment where a phase begins or ends, and no communication.
-
-    Example:
-        >>> from torchrec_2dsp.comms.failure_detection import Activity
-        >>> activity = Activity()
-        >>> activity.step = 1
-        >>> activity.begin("the forward")
-        >>> print(activity)
-        at step 1, in the forward
     """
 
     def __init__(self) -> None:

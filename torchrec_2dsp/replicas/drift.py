@@ -74,14 +74,7 @@ class DriftCheck:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum over rows that depends on their order, in one pass.
-
-    Example:
-        >>> import torch
-        >>> from torchrec_2dsp.replicas.drift import fingerprint
-        >>> fingerprint(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        tensor(17., dtype=torch.float64)
-    """
+    """Return a sum over rows that depends on their order, in one pass."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     # In parts, because all rows in float64 may need more memory than there is.
     for start in range(0, tensor.shape[0], _ROWS_AT_A_TIME):

@@ -25,14 +25,7 @@ class StateRule(enum.Enum):
     """The largest copy, for when a row was last seen, and how often."""
 
     def combine(self, copies: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return one tensor from all peers' copies; a mean adds them in peer order.
-
-        Example:
-            >>> import torch
-            >>> from torchrec_2dsp.replicas.synced_shard import StateRule
-            >>> StateRule.AVERAGE.combine([torch.tensor([1.0]), torch.tensor([2.0])])
-            tensor([1.5000])
-        """
+        """Return one tensor from all peers' copies; a mean adds them in peer order."""
         if self is StateRule.MAX:
             return torch.stack(tuple(copies)).amax(dim=0)
         total = copies[0].float()

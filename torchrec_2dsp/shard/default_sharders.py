@@ -112,17 +112,7 @@ def _without_hot_ids(plan: Any) -> tuple[Any, dict[str, HotSet]]:
 
 
 class ManagedCollisionEmbeddingBagCollectionSharder2D(_ManagedCollisionSharder2D):
-    """Shards `ManagedCollisionEmbeddingBagCollection`s, with one id map for the whole world.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> tables = tdsp.EmbeddingBagCollectionSharder2D(
-        ...     optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.02)
-        ... )
-        >>> sharder = tdsp.ManagedCollisionEmbeddingBagCollectionSharder2D(tables)
-        >>> sharder.module_type.__name__
-        'ManagedCollisionEmbeddingBagCollection'
-    """
+    """Shards `ManagedCollisionEmbeddingBagCollection`s, with one id map for the whole world."""
 
     def __init__(
         self,
@@ -172,17 +162,7 @@ class ManagedCollisionEmbeddingCollectionSharder2D(_ManagedCollisionSharder2D):
 class FeatureProcessedEmbeddingBagCollectionSharder2D(
     FeatureProcessedEmbeddingBagCollectionSharder
 ):
-    """Shards `FeatureProcessedEmbeddingBagCollection`s, and trains their position weights.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> tables = tdsp.EmbeddingBagCollectionSharder2D(
-        ...     optimizer=tdsp.MomentScaledRowWiseAdaGrad(lr=0.02)
-        ... )
-        >>> sharder = tdsp.FeatureProcessedEmbeddingBagCollectionSharder2D(tables)
-        >>> sharder.module_type.__name__
-        'FeatureProcessedEmbeddingBagCollection'
-    """
+    """Shards `FeatureProcessedEmbeddingBagCollection`s, and trains their position weights."""
 
     def __init__(self, ebc_sharder: EmbeddingBagCollectionSharder2D | None = None) -> None:
         """Choose the sharder for the collection inside."""
@@ -247,16 +227,6 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Return one sharder per kind of module, with TorchRec's defaults.
 
     TorchRec's function of this name has sharders for more kinds, which this package doesn't run.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> for sharder in tdsp.get_default_sharders():
-        ...     print(sharder.module_type.__name__)
-        EmbeddingBagCollection
-        EmbeddingCollection
-        FeatureProcessedEmbeddingBagCollection
-        ManagedCollisionEmbeddingBagCollection
-        ManagedCollisionEmbeddingCollection
     """
     return all_sharders(EmbeddingBagCollectionSharder2D(), EmbeddingCollectionSharder2D())
 

@@ -93,15 +93,7 @@ def draw_part_(part: torch.Tensor, config: Any, seed: int, row: int, column: int
 
 
 def drawn_block(config: Any, seed: int, number: int) -> torch.Tensor:
-    """Return a table block's initial values. Seeds the CPU's generator.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec_2dsp.shard.initial_tables import drawn_block
-        >>> table = EmbeddingBagConfig(num_embeddings=1_500, embedding_dim=4, name="t_user")
-        >>> drawn_block(table, seed=0, number=1).shape
-        torch.Size([476, 4])
-    """
+    """Return a table block's initial values. Seeds the CPU's generator."""
     size = min(BLOCK_ROWS, config.num_embeddings - number * BLOCK_ROWS)
     return _drawn(config, f"{seed}, {config.name}, {number}", size)
 

@@ -46,14 +46,7 @@ class Checksums:
     """The CRC-32 of each chunk; the chunks of a file are all of its bytes."""
 
     def to_json(self) -> str:
-        """Encode as JSON, with a checksum over the JSON itself.
-
-        Example:
-            >>> from torchrec_2dsp.parallel.checkpoint.stored import Checksums, Chunk
-            >>> sums = Checksums(7, {Chunk("__0_0.distcp", 0, 100): 9})
-            >>> Checksums.from_json(sums.to_json(), "checksums.json") == sums
-            True
-        """
+        """Encode as JSON, with a checksum over the JSON itself."""
         files: dict[str, list[list[int]]] = {}
         for chunk, crc32 in sorted(self.chunks.items()):
             files.setdefault(chunk.file, []).append([chunk.offset, chunk.length, crc32])

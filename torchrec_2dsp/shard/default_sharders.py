@@ -26,7 +26,6 @@ from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.plan.fits_module import check_managed, check_processed
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.managed_collisions import ShardedManagedCollisions2D
-from torchrec_2dsp.shard.optimizers import Optimizer
 from torchrec_2dsp.shard.position_weights import ShardedFeatureProcessors2D
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
@@ -37,19 +36,19 @@ from torchrec_2dsp.shard.sharders import (
 class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[Any]):
     """The base class for sharders of collections behind id maps."""
 
+    sharded_module_type = ShardedManagedCollisions2D
+    """The type that `shard` returns."""
+
     def __init__(
         self, tables: "EmbeddingBagCollectionSharder2D | EmbeddingCollectionSharder2D", resets: bool
     ) -> None:
         super().__init__(tables, ManagedCollisionCollectionSharder())
         self.tables = tables
         """Shards the collection inside."""
+        self.optimizer = tables.optimizer
+        """The tables' optimizer."""
         self.resets = resets
         """True if rows that get another id begin anew."""
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The tables' optimizer."""
-        return self.tables.optimizer
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all that the tables can have."""
@@ -92,11 +91,6 @@ class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[
             init_seed=self.tables.init_seed or 0,
         )
 
-    @property
-    def sharded_module_type(self) -> type[ShardedManagedCollisions2D]:
-        """The type that `shard` returns."""
-        return ShardedManagedCollisions2D
-
 
 def _without_hot_ids(plan: Any) -> tuple[Any, dict[str, HotSet]]:
     """Return a plan with as many hot rows, whichever, in place of hot ids; and these ids."""
@@ -114,6 +108,9 @@ def _without_hot_ids(plan: Any) -> tuple[Any, dict[str, HotSet]]:
 class ManagedCollisionEmbeddingBagCollectionSharder2D(_ManagedCollisionSharder2D):
     """Shards `ManagedCollisionEmbeddingBagCollection`s, with one id map for the whole world."""
 
+    module_type = ManagedCollisionEmbeddingBagCollection  # pyright: ignore
+    """The modules that `shard` takes."""
+
     def __init__(
         self,
         ebc_sharder: EmbeddingBagCollectionSharder2D | None = None,
@@ -130,14 +127,12 @@ class ManagedCollisionEmbeddingBagCollectionSharder2D(_ManagedCollisionSharder2D
         """
         super().__init__(ebc_sharder or EmbeddingBagCollectionSharder2D(), reset_evicted_rows)
 
-    @property
-    def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
-        """The modules that `shard` takes."""
-        return ManagedCollisionEmbeddingBagCollection
-
 
 class ManagedCollisionEmbeddingCollectionSharder2D(_ManagedCollisionSharder2D):
     """Shards `ManagedCollisionEmbeddingCollection`s, with one id map for the whole world."""
+
+    module_type = ManagedCollisionEmbeddingCollection  # pyright: ignore
+    """The modules that `shard` takes."""
 
     def __init__(
         self,
@@ -153,27 +148,22 @@ class ManagedCollisionEmbeddingCollectionSharder2D(_ManagedCollisionSharder2D):
         """
         super().__init__(ec_sharder or EmbeddingCollectionSharder2D(), reset_evicted_rows)
 
-    @property
-    def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
-        """The modules that `shard` takes."""
-        return ManagedCollisionEmbeddingCollection
-
 
 class FeatureProcessedEmbeddingBagCollectionSharder2D(
     FeatureProcessedEmbeddingBagCollectionSharder
 ):
     """Shards `FeatureProcessedEmbeddingBagCollection`s, and trains their position weights."""
 
+    sharded_module_type = ShardedFeatureProcessors2D  # pyright: ignore
+    """The type that `shard` returns."""
+
     def __init__(self, ebc_sharder: EmbeddingBagCollectionSharder2D | None = None) -> None:
         """Choose the sharder for the collection inside."""
         self.tables = ebc_sharder or EmbeddingBagCollectionSharder2D()
         """Shards the collection inside."""
-        super().__init__(self.tables, self.tables.qcomm_codecs_registry)
-
-    @property
-    def optimizer(self) -> Optimizer | None:
+        self.optimizer = self.tables.optimizer
         """The tables' optimizer; position weights are trained by the dense part's."""
-        return self.tables.optimizer
+        super().__init__(self.tables, self.tables.qcomm_codecs_registry)
 
     def shard(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -203,11 +193,6 @@ class FeatureProcessedEmbeddingBagCollectionSharder2D(
         processed = ShardedFeatureProcessors2D(module, sharded, device)
         processed.broadcast_processors()
         return processed
-
-    @property
-    def sharded_module_type(self) -> type[ShardedFeatureProcessors2D]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The type that `shard` returns."""
-        return ShardedFeatureProcessors2D
 
 
 def all_sharders(

@@ -284,6 +284,9 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         True
     """
 
+    sharded_module_type = ShardedEmbeddingBagCollection2D  # pyright: ignore
+    """The type that `shard` returns."""
+
     def __init__(
         self,
         optimizer: Optimizer | dict[str, Any] | None = None,
@@ -338,14 +341,12 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         make = ShardedEmbeddingBagCollection2D
         return self._shard_2d(module, params, device, module_fqn, make)
 
-    @property
-    def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection2D]:
-        """The type that `shard` returns."""
-        return ShardedEmbeddingBagCollection2D
-
 
 class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
     """Shards `EmbeddingCollection`s by a `Plan2D`; see `EmbeddingBagCollectionSharder2D`."""
+
+    sharded_module_type = ShardedEmbeddingCollection2D  # pyright: ignore
+    """The type that `shard` returns."""
 
     def __init__(
         self,
@@ -402,8 +403,3 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
             return ShardedEmbeddingCollection2D(*args, use_index_dedup=dedups_ids(self), **kwargs)
 
         return self._shard_2d(module, params, device, module_fqn, make)
-
-    @property
-    def sharded_module_type(self) -> type[ShardedEmbeddingCollection2D]:
-        """The type that `shard` returns."""
-        return ShardedEmbeddingCollection2D

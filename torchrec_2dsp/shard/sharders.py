@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torchrec.distributed.types import (
     QuantizedCommCodecs,
     ShardingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp._compat.torchrec import get_local_size, without_weights
@@ -89,22 +88,27 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         self.bad_ids = BadIds.of(bad_ids)
         self.accumulates = accumulates
 
-    def _shard_2d(
+    def shard(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
         module: Any,
-        plan: Any,
-        device: torch.device | None,
-        path: str | None,
-        make: Any,
+        params: dict[str, ParameterSharding],
+        env: Any,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
     ) -> Any:
+        """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
+
+        Collectives:
+            All ranks agree on the arguments, then come process groups and broadcasts.
+        """
         device = torch.device("cpu") if device is None else device
         configs = configs_of(module)
         local_world_size = get_local_size(dist.get_world_size())
         with agreeing(world_group()) as facts:
             check_alone(module)
             plan = check_module_plan(
-                path or "",
-                plan,
+                module_fqn or "",
+                params,
                 configs,
                 is_weighted=has_weights(module),
                 local_world_size=local_world_size,
@@ -118,14 +122,14 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
                 self._part(module, configs, part, device, is_frozen)
                 for part, is_frozen in _trained_and_frozen(plan.parts(), frozen)
             ]
-            facts |= self._facts(path or "", plan, [part.fused_params for part in parts])
+            facts |= self._facts(module_fqn or "", plan, [part.fused_params for part in parts])
             facts |= {f"table {config.name!r}": table_text(config) for config in configs}
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
         _warn_of_idle_hot_sets(plan, configs)
         beside = tuple(configs) if len(parts) > 1 else ()
-        where = {"device": device, "local_world_size": local_world_size, "path": path}
-        shard_part = partial(self._shard_part, **where, make=make)
+        where = {"device": device, "local_world_size": local_world_size, "path": module_fqn}
+        shard_part = partial(self._shard_part, **where)
         sharded = [shard_part(part, beside) for part in parts]
         if len(sharded) == 1 and not frozen:
             return sharded[0]
@@ -171,7 +175,6 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         device: torch.device,
         local_world_size: int,
         path: str | None,
-        make: Any,
     ) -> Any:
         groups = MeshGroups.for_mesh(part.plan.mesh, device.type, full_duplex=part.plan.full_duplex)
         replication = Replication(
@@ -190,7 +193,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             groups.node_groups(),
             stock_optimizer_classes(part.module, part.plan),
         ):
-            sharded = make(
+            sharded = self._make(
                 part.module,
                 rank_plan,
                 replication=replication,
@@ -209,6 +212,10 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         if self.init_seed is None:
             sharded.tables.take_drawn_rows(part.module)
         return sharded
+
+    def _make(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a sharded module."""
+        return cast(Any, self).sharded_module_type(*args, **kwargs)
 
     def _facts(
         self, path: str, plan: ModulePlan2D, fused_params: list[dict[str, Any]]
@@ -325,22 +332,6 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         """Return all TorchRec's types, on every device."""
         return [kind.value for kind in ShardingType]
 
-    def shard(  # type: ignore[override]  # where tables are of several meshes
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: Any,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection2D | PartedModule:
-        """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
-
-        Collectives:
-            All ranks agree on the arguments, then come process groups and broadcasts.
-        """
-        make = ShardedEmbeddingBagCollection2D
-        return self._shard_2d(module, params, device, module_fqn, make)
-
 
 class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
     """Shards `EmbeddingCollection`s by a `Plan2D`; see `EmbeddingBagCollectionSharder2D`."""
@@ -380,26 +371,11 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         # TorchRec keeps them only where the module was built on another device than meta.
         self._init_2d(optimizer, init_seed is None, bad_ids, init_seed, accumulates)
 
-    def shard(  # type: ignore[override]  # where tables are of several meshes
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: Any,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection2D | PartedModule:
-        """Shard a module for `DistributedModelParallel`; the plan's mesh replaces ``env``.
-
-        Collectives:
-            All ranks agree on the arguments, then come process groups and broadcasts.
-        """
-
-        def make(*args: Any, **kwargs: Any) -> ShardedEmbeddingCollection2D:
-            if dedups_ids(self) and kwargs["device"].type == "cpu":
-                raise UnsupportedError(
-                    "use_index_dedup=True is for CUDA: FBGEMM finds equal ids by a CUDA kernel; "
-                    "leave it out"
-                )
-            return ShardedEmbeddingCollection2D(*args, use_index_dedup=dedups_ids(self), **kwargs)
-
-        return self._shard_2d(module, params, device, module_fqn, make)
+    def _make(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingCollection2D:
+        """Make a sharded module; on a CPU, raise if it would have to find equal ids."""
+        if dedups_ids(self) and kwargs["device"].type == "cpu":
+            raise UnsupportedError(
+                "use_index_dedup=True is for CUDA: FBGEMM finds equal ids by a CUDA kernel; "
+                "leave it out"
+            )
+        return ShardedEmbeddingCollection2D(*args, use_index_dedup=dedups_ids(self), **kwargs)

@@ -1,9 +1,8 @@
 """`AccessStats`: lookup statistics for a model's tables."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -97,8 +96,8 @@ def _hot_mark(table: TableAccess, line: Line, num_hot: int) -> Line:
     )
 
 
-class AccessStats(Mapping[str, TableAccess]):
-    """A `RowCounter`'s counts by table: a mapping that can be saved, merged and plotted.
+class AccessStats(dict[str, TableAccess]):
+    """A `RowCounter`'s counts by table: a dict that can be saved, merged and plotted.
 
     Example:
         >>> from torchrec_2dsp.access.stats import AccessStats
@@ -109,32 +108,14 @@ class AccessStats(Mapping[str, TableAccess]):
         (20.0, 0.7)
     """
 
-    def __init__(self, tables: Mapping[str, TableAccess]) -> None:
-        self._tables = dict(tables)
-
-    def __getitem__(self, table: str) -> TableAccess:
-        if table not in self._tables:
-            raise ConfigError(
-                f"nothing was counted for table {table!r}; these were counted: "
-                f"{', '.join(self._tables) or 'none'}"
-            )
-        return self._tables[table]
-
-    def get(self, table: str, default: Any = None) -> Any:
-        """Return a table's statistics, or ``default``; `Mapping.get` relies on `KeyError`."""
-        return self._tables.get(table, default)
-
-    def __contains__(self, table: object) -> bool:
-        return table in self._tables
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tables)
-
-    def __len__(self) -> int:
-        return len(self._tables)
+    def __missing__(self, table: str) -> TableAccess:
+        raise ConfigError(
+            f"nothing was counted for table {table!r}; these were counted: "
+            f"{', '.join(self) or 'none'}"
+        )
 
     def __repr__(self) -> str:
-        lookups = sum(table.num_lookups for table in self._tables.values())
+        lookups = sum(table.num_lookups for table in self.values())
         return f"AccessStats({len(self)} tables, {lookups:.4g} lookups)"
 
     def expected_distinct_rows(self, table: str, batch_size: int) -> float:
@@ -159,7 +140,7 @@ class AccessStats(Mapping[str, TableAccess]):
 
     def save(self, path: str | Path) -> None:
         """Write the statistics as a Parquet file."""
-        write_tables(Path(path), self._tables)
+        write_tables(Path(path), self)
 
     @classmethod
     def load(cls, path: str | Path) -> "AccessStats":
@@ -177,4 +158,4 @@ class AccessStats(Mapping[str, TableAccess]):
 
     def plot(self, path: str | Path) -> None:
         """Plot the lookup share that the hottest rows take, as an SVG."""
-        draw_lines([cdf_chart(self._tables)], path)
+        draw_lines([cdf_chart(self)], path)

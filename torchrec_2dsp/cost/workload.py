@@ -19,8 +19,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from torchrec_2dsp._compat.id_maps import id_map_of
-from torchrec_2dsp._compat.managed_collisions import id_maps_of
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
+from torchrec_2dsp._compat.wrapped_collections import id_maps_of
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import Kernels

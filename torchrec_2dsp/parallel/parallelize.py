@@ -17,10 +17,9 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.ddp import DefaultDataParallelWrapper
-from torchrec_2dsp._compat.feature_processors import bag_sharder_of
-from torchrec_2dsp._compat.managed_collisions import table_sharder_of
 from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp._compat.torchrec import get_local_size, in_backward_optimizers
+from torchrec_2dsp._compat.wrapped_collections import bag_sharder_of, table_sharder_of
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.comms.alarm import agreeing

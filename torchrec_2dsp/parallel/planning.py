@@ -22,8 +22,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.managed_collisions import table_configs as map_configs
 from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp._compat.wrapped_collections import table_configs as map_configs
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration

@@ -35,15 +35,16 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 
-from torchrec_2dsp._compat.feature_processors import (
-    collection_in,
+from torchrec_2dsp._compat.id_maps import unequal_on_ranks
+from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel, carried_by
+from torchrec_2dsp._compat.wrapped_collections import (
+    collection_inside,
+    id_maps_of,
     position_weights,
     processors_in,
+    table_configs,
     trains_processors,
 )
-from torchrec_2dsp._compat.id_maps import unequal_on_ranks
-from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of, table_configs
-from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel, carried_by
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
@@ -135,10 +136,10 @@ def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     sharded, managed, processed = map(of_kind, (COLLECTIONS, _MANAGED, _PROCESSED))
     for module, path in managed.items():
         check_managed(module, path)
-        sharded[collection_of(module)] = path
+        sharded[collection_inside(module)] = path
     for module, path in processed.items():
         check_processed(module, path)
-        sharded[collection_in(module)] = path
+        sharded[collection_inside(module)] = path
     checked = unsharded.union(*(module.modules() for module in (*managed, *processed)))
     replaced = {*sharded, *managed, *processed}
     for path, module in model.named_modules():
@@ -180,7 +181,7 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
 
 def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] = _NO_PLAN) -> None:
     """Raise `UnsupportedError` unless id maps stay equal on all ranks, and the plan suits them."""
-    _check_carried(module, collection_of(module))
+    _check_carried(module, collection_inside(module))
     configs = {config.name: config for config in table_configs(module)}
     users = Counter(feature for config in configs.values() for feature in config.feature_names)
     maps = id_maps_of(module)
@@ -196,7 +197,7 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
                 "MCHManagedCollisionModule with LFU, LRU or DistanceLFU, and another filter if "
                 "any, or HashZchManagedCollisionModule without this"
             )
-    if frozen := frozen_tables(collection_of(module)):
+    if frozen := frozen_tables(collection_inside(module)):
         raise UnsupportedError(
             f"table {frozen[0]!r} of module {path!r} has requires_grad=False, but managed "
             "collisions, which give its rows to other ids; let it be trained"
@@ -221,7 +222,7 @@ _MAX_SLOTS = 2**24
 
 def check_processed(module: Any, path: str) -> None:
     """Raise `UnsupportedError` unless feature processors can be trained, or are frozen."""
-    _check_carried(module, collection_in(module))
+    _check_carried(module, collection_inside(module))
     weights = position_weights(processors_in(module))
     if weights is None and not trains_processors(module):
         return
@@ -238,7 +239,7 @@ def check_processed(module: Any, path: str) -> None:
         )
     if not trains_processors(module):
         return
-    if frozen := frozen_tables(collection_in(module)):
+    if frozen := frozen_tables(collection_inside(module)):
         raise UnsupportedError(
             f"table {frozen[0]!r} of module {path!r} has requires_grad=False, but trained position "
             "weights, whose gradients need a trained table's lookup; freeze the feature processors "

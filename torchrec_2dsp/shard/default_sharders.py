@@ -17,9 +17,13 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingCollection,
 )
 
-from torchrec_2dsp._compat.feature_processors import collection_in, processors_in, trains_processors
 from torchrec_2dsp._compat.id_maps import id_map_of
-from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of
+from torchrec_2dsp._compat.wrapped_collections import (
+    collection_inside,
+    id_maps_of,
+    processors_in,
+    trains_processors,
+)
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
@@ -81,7 +85,7 @@ class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[
             facts["reset_evicted_rows"] = str(self.resets)
             params, hot_ids = _without_hot_ids(params)
             facts["the hot ids"] = str(hot_ids)
-        sharded = self.tables.shard(collection_of(module), params, env, device, module_fqn)
+        sharded = self.tables.shard(collection_inside(module), params, env, device, module_fqn)
         return ShardedManagedCollisions2D(
             module,
             sharded,
@@ -189,7 +193,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder2D(
         tables = copy.copy(self.tables)
         # Gradients of weights need a lookup's rows as they were.
         tables.accumulates |= trains_processors(module)
-        sharded = tables.shard(collection_in(module), params, env, device, module_fqn)
+        sharded = tables.shard(collection_inside(module), params, env, device, module_fqn)
         processed = ShardedFeatureProcessors2D(module, sharded, device)
         processed.broadcast_processors()
         return processed

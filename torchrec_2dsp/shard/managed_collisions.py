@@ -29,13 +29,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.id_maps import NO_HISTORY, History, IdMap, hour_now, id_map_of
-from torchrec_2dsp._compat.managed_collisions import (
+from torchrec_2dsp._compat.torchrec import jagged_features
+from torchrec_2dsp._compat.wrapped_collections import (
     MAP_NAMES,
     id_maps_of,
     returns_features,
     table_configs,
 )
-from torchrec_2dsp._compat.torchrec import jagged_features
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.ids import pack_ids, unpack_ids
 from torchrec_2dsp.comms.alarm import on_all_ranks

@@ -22,13 +22,14 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.utils import append_prefix
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_2dsp._compat.feature_processors import (
+from torchrec_2dsp._compat.wrapped_collections import (
     TABLES,
-    collection_in,
+    collection_inside,
     on_device,
     position_weights,
     processed,
     processors_in,
+    trains_processors,
 )
 from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.errors import InputError, UnsupportedError
@@ -141,10 +142,6 @@ class _Weighed(torch.autograd.Function):
         return grads[0], torch.zeros_like(beside)
 
 
-def _trains(processors: nn.Module) -> bool:
-    return any(weight.requires_grad for weight in processors.parameters())
-
-
 class ShardedFeatureProcessors2D(TablesAndMore):
     """A sharded collection behind feature processors, which are whole on every rank."""
 
@@ -156,8 +153,8 @@ class ShardedFeatureProcessors2D(TablesAndMore):
         self._embedding_bag_collection: Any = sharded
         self._feature_processors: Any = on_device(processors_in(module), device)
         self._has_weights = position_weights(self._feature_processors) is not None
-        self._trains = _trains(self._feature_processors)
-        configs = collection_in(module).embedding_bag_configs()
+        self._trains = trains_processors(self)
+        configs = collection_inside(module).embedding_bag_configs()
         for part in parts_of(sharded) if self._has_weights else ():
             stage = PositionWeights(self._weights, configs, part.tables)
             # Behind the stage that gives all features one batch size.
@@ -187,7 +184,7 @@ class ShardedFeatureProcessors2D(TablesAndMore):
                 f"feature processors need a KeyedJaggedTensor, but the batch is a "
                 f"{type(features).__name__}; convert it first"
             )
-        if self._trains != _trains(self._feature_processors):
+        if self._trains != trains_processors(self):
             raise UnsupportedError(
                 "requires_grad of a feature processor has changed since the model was sharded; "
                 "change it before, and shard again"

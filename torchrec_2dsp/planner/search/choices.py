@@ -13,10 +13,10 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
-from torchrec_2dsp._compat.feature_processors import collection_in
-from torchrec_2dsp._compat.managed_collisions import collection_of, id_maps_of
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
+from torchrec_2dsp._compat.wrapped_collections import collection_inside, id_maps_of
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.collectives import Span
@@ -393,9 +393,9 @@ def sharded_parts(
 
 def _always_cold(part: nn.Module) -> set[str]:
     """Return the tables without hot rows: of shared features, or behind maps, which name ids."""
-    if collection_of(part) is not part:
-        return set(id_maps_of(cast(Any, part)))
-    configs = configs_of(collection_in(part))
+    if isinstance(part, BaseManagedCollisionEmbeddingCollection):
+        return set(id_maps_of(part))
+    configs = configs_of(collection_inside(part))
     users = Counter(feature for config in configs for feature in config.feature_names)
     return {
         config.name

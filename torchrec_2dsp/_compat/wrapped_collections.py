@@ -1,10 +1,13 @@
-"""TorchRec's feature processors: what is inside a module that weighs ids before their rows."""
+"""TorchRec's modules around a collection: with an id map for each table, or feature processors."""
 
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollectionSharder,
+)
 from torchrec.distributed.utils import init_parameters
 from torchrec.modules.feature_processor_ import (
     PositionWeightedModule,
@@ -15,20 +18,56 @@ from torchrec.modules.fp_embedding_modules import (
     FeatureProcessorDictWrapper,
     apply_feature_processors_to_kjt,
 )
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+MAP_NAMES = "_managed_collision_modules"
+"""The name of the maps in their collection."""
 
 TABLES = "_embedding_bag_collection"
 """TorchRec's name for the collection, with which its tables' begin in a state dict."""
 
 
-def collection_in(module: Any) -> Any:
-    """Return the collection behind feature processors; any other module itself."""
-    is_processed = isinstance(module, FeatureProcessedEmbeddingBagCollection)
-    return _inside(module) if is_processed else module
+def collection_inside(module: Any) -> Any:
+    """Return the collection behind id maps or feature processors; any other module itself."""
+    if isinstance(module, BaseManagedCollisionEmbeddingCollection):
+        return _behind_maps(module)
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        return _behind_processors(module)
+    return module
 
 
-def _inside(module: FeatureProcessedEmbeddingBagCollection) -> Any:
+def _behind_maps(module: BaseManagedCollisionEmbeddingCollection) -> Any:
+    return module._embedding_module
+
+
+def _behind_processors(module: FeatureProcessedEmbeddingBagCollection) -> Any:
     return module._embedding_bag_collection
+
+
+def id_maps_of(module: BaseManagedCollisionEmbeddingCollection) -> dict[str, Any]:
+    """Return each table's managed collision module."""
+    return _maps_in(module._managed_collision_collection)
+
+
+def _maps_in(collection: ManagedCollisionCollection) -> dict[str, Any]:
+    return dict(collection._managed_collision_modules.items())
+
+
+def table_configs(module: BaseManagedCollisionEmbeddingCollection) -> list[Any]:
+    """Return the tables' configs."""
+    return list(module._managed_collision_collection.embedding_configs())
+
+
+def returns_features(module: BaseManagedCollisionEmbeddingCollection) -> bool:
+    """Return whether the features with mapped ids are a second output."""
+    return module._return_remapped_features
+
+
+def table_sharder_of(sharder: BaseManagedCollisionEmbeddingCollectionSharder) -> Any:  # type: ignore[type-arg]
+    """Return the sharder for the collection inside."""
+    return sharder._e_sharder
 
 
 def processors_in(module: FeatureProcessedEmbeddingBagCollection) -> nn.Module:

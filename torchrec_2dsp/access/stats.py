@@ -108,6 +108,9 @@ class AccessStats(dict[str, TableAccess]):
         (20.0, 0.7)
     """
 
+    def __init__(self, tables: Mapping[str, TableAccess]) -> None:
+        super().__init__(tables)
+
     def __missing__(self, table: str) -> TableAccess:
         raise ConfigError(
             f"nothing was counted for table {table!r}; these were counted: "

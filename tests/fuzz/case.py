@@ -149,6 +149,8 @@ class ModuleCase(Strict):
     """True if position weights aren't trained."""
     by_feature: bool = False
     """True if each feature has a module for its position weights, and most don't share one."""
+    again: bool = False
+    """True if a forward looks the batch up twice, and goes on with the mean."""
     evicts: str = ""
     """The policy of its tables' id maps, ``"lfu"``, ``"lru"``, ``"distance"`` or one of
     `HASHED_POLICIES`; empty if ids are rows. The fields below are for maps."""

@@ -98,6 +98,7 @@ MODULE_CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": ("bags", "bags", "weighted", "positions", "sequences"),
     "frozen_positions": (False, False, False, True),
     "by_feature": (False, True),
+    "again": (False, False, False, True),
     "evicts": ("",) * 12 + ("lfu", "lru", "distance", *HASHED_POLICIES),
     "interval": (1, 1, 2, 3),
     "drift": (0, 1, 5),
@@ -166,8 +167,11 @@ def draw_case(seed: int) -> Case:
     # A model that has to be refused must be one that can be changed to that.
     if case.search is not None or case.refused or rng.random() >= UNSETTLED_SHARE:
         return settled_case
-    # TorchRec itself fails without samples, and names nothing; an idle shortcut isn't refused.
-    return replace(case, sizes=settled_case.sizes, dense=settled_case.dense)
+    # TorchRec itself fails without samples, and names nothing; an idle shortcut isn't refused, and
+    # what comes between steps may be possible after one more.
+    return replace(
+        case, sizes=settled_case.sizes, dense=settled_case.dense, events=settled_case.events
+    )
 
 
 def _drawn_search(rng: random.Random) -> SearchCase | None:
@@ -299,6 +303,7 @@ def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:
     users = [feature for table in module.tables for feature in table.features]
     if len(set(users)) < len(users):
         module = replace(module, evicts="")
+    module = replace(module, again=module.again and _may_look_up_again(case, module))
     tables = []
     for table in module.tables:
         if case.search is None:
@@ -315,6 +320,15 @@ def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:
         is_shared = any(users.count(feature) > 1 for feature in table.features)
         tables.append(_settled_table(case, module, table, is_shared=is_shared))
     return replace(module, tables=tuple(tables))
+
+
+def _may_look_up_again(case: Case, module: ModuleCase) -> bool:
+    """Tell whether both lookups make one update, and nothing counts them."""
+    is_copied = case.groups > 1 and not any(table.once for table in module.tables)
+    is_captured = is_copied and case.sync.kind == "gradient" and case.search is None
+    adds_up = case.accumulated > 1 or case.optimizer == "sgd" or is_captured
+    counts = module.evicts or case.has_bad_ids or case.refused
+    return adds_up and not counts and case.loop == "plain"
 
 
 def _settled_table(

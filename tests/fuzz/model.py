@@ -201,6 +201,7 @@ class FuzzModel(nn.Module):
         self._inputs = [input_of(case, number) for number in range(len(case.modules))]
         self._outputs = [output_names(*numbered) for numbered in enumerate(case.modules)]
         self._have_maps = [bool(module.evicts) for module in case.modules]
+        self._look_up_again = [module.again for module in case.modules]
         self._are_sequences = [module.kind == "sequences" for module in case.modules]
         for number, module in enumerate(case.modules):
             made = embedding_module(number, module)
@@ -212,15 +213,23 @@ class FuzzModel(nn.Module):
         if self._is_pipelined:
             self.over = tdsp.LayerStack(self.over.layers, SampleLosses())
 
+    def _looked_up(self, number: int, features: Any) -> Iterator[torch.Tensor]:
+        """Yield a module's outputs, a vector for each sample."""
+        outputs = getattr(self, f"m{number}")(features)
+        outputs = outputs[0] if self._have_maps[number] else outputs
+        for name in self._outputs[number]:
+            is_sequence = self._are_sequences[number]
+            yield sums_of_sequences(outputs[name]) if is_sequence else outputs[name].float()
+
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        columns = []
+        columns: list[torch.Tensor] = []
         for number, field in enumerate(self._inputs):
-            outputs = getattr(self, f"m{number}")(getattr(batch, field))
-            outputs = outputs[0] if self._have_maps[number] else outputs
-            for name in self._outputs[number]:
-                output = outputs[name]
-                is_sequence = self._are_sequences[number]
-                columns.append(sums_of_sequences(output) if is_sequence else output.float())
+            features = getattr(batch, field)
+            rows = list(self._looked_up(number, features))
+            if self._look_up_again[number]:
+                again = self._looked_up(number, features)
+                rows = [(first + other) / 2 for first, other in zip(rows, again, strict=True)]
+            columns += rows
         inputs = torch.cat(columns, dim=1).tanh()
         if self._is_pipelined and self.training:
             losses = self.over(inputs, batch.targets)

@@ -8,6 +8,7 @@ import pytest
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
+from tests.support.loops import logged
 from tests.support.models import HOT_ROWS, SEQUENCES, build, tables_of
 from tests.support.oracle import batch_of, local_loss, trained_oracle
 from tests.support.parity import (
@@ -168,3 +169,32 @@ def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
     (messages,) = {tuple(of_rank) for of_rank in ranks4.run(misuse)}
     for text, message in zip(texts, messages, strict=True):
         assert text in message
+
+
+def summed_by_hand(rank: int, world_size: int, cell: Cell, steps_between: bool) -> list[str]:
+    """Return what is said of two backwards before a step, and of two more."""
+    parallel = shard(cell)
+    optimizer = make_optimizer(parallel)
+    with logged() as messages:
+        for step in range(2):
+            optimizer.zero_grad()
+            for part in range(2):
+                batch = batch_of(
+                    cell.spec, cell.seed, (6,) * world_size, 4, 2 * step + part, rank=rank
+                )
+                local_loss(parallel(batch)).backward()
+                if steps_between:
+                    optimizer.step()
+            optimizer.step()
+    return [message for message in messages if "two backwards" in message]
+
+
+@pytest.mark.parametrize("cell", [Cell(ONE), Cell(ONE, exchange="row"), Cell(TWO)], ids=str)
+def test_sums_by_hand_are_warned_of(ranks4: RankPool, cell: Cell) -> None:
+    first, *others = ranks4.run(summed_by_hand, cell, False)
+    (message,) = first
+    assert message.startswith("tables are updated in each of two backwards without a step")
+    assert others == [[]] * 3
+    assert not any(ranks4.run(summed_by_hand, cell, True))
+    linear = replace(cell, optimizer="sgd")
+    assert not any(ranks4.run(summed_by_hand, linear, False))

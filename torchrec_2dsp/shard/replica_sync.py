@@ -228,7 +228,10 @@ class ReplicaSync(Stage):
 
 
 class OneUpdate:
-    """Refuses backwards in which a row would get two updates, or an update that isn't counted."""
+    """Refuses backwards in which a row would get two updates, or an update that isn't counted.
+
+    It warns of backwards without a step between them, which add gradients up in the dense part.
+    """
 
     def __init__(
         self,
@@ -238,14 +241,18 @@ class OneUpdate:
     ) -> None:
         sgd = EmbOptimType.EXACT_SGD
         self._optimizers = {params.get("optimizer", sgd) for params in fused_params.values()}
-        self._may_look_up_twice = (
-            # A sync adds up what is captured; two steps of SGD are one with the sum.
-            sync_point.can_hold
-            or all(is_data_parallel(plan, name) for name in plan)
-            or self._optimizers <= {sgd}
-        )
+        self._sync_point = sync_point
+        # Two steps of SGD are one with the sum.
+        self._is_linear = self._optimizers <= {sgd}
+        is_captured = sync_point.can_hold or all(is_data_parallel(plan, name) for name in plan)
+        self._may_look_up_twice = self._is_linear or is_captured
         self._backward: int | None = None
         """The number of the latest backward."""
+        self._knows_steps, self._is_stepped, self._has_warned = False, True, False
+
+    def stepped(self) -> None:
+        """Note that a step of the optimizer ends or begins."""
+        self._knows_steps = self._is_stepped = True
 
     def check(self, notes: BatchNotes) -> None:
         """Note the backward of a batch's lookup."""
@@ -255,19 +262,33 @@ class OneUpdate:
                 "a second backward through one lookup would update its rows twice; add the "
                 "losses and call backward() once, or look the batch up again"
             )
-        is_next_lookup = notes.backward is None and backward == self._backward
-        if is_next_lookup and not self._may_look_up_twice:
+        is_new = notes.backward is None
+        if is_new and backward == self._backward and not self._may_look_up_twice:
             raise UnsupportedError(
                 "two lookups of a collection reach one backward, which would update rows of both "
                 "twice; make its sharder with accumulates=True, which adds their gradients up, or "
                 "look the joined batches up at once"
             )
+        if is_new and backward != self._backward and not self._sync_point.is_held:
+            self._note_update()
         notes.backward = self._backward = backward
         if not notes.is_training and not self._optimizers.isdisjoint(HAS_ROW_WISE_MOMENT):
             raise UnsupportedError(
                 "Adam and LAMB don't count a lookup in eval mode as a step, so its backward can't "
                 "update tables; call model.train(), then eval() of what is to stay as it is"
             )
+
+    def _note_update(self) -> None:
+        """Warn, once, of an update after another of the same step."""
+        is_merged = self._is_linear or (self._may_look_up_twice and self._sync_point.pending)
+        if self._knows_steps and not (self._is_stepped or is_merged or self._has_warned):
+            self._has_warned = True
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "tables are updated in each of two backwards without a step between; to train "
+                    "as in one step on the sum, take batches from tdsp.accumulate(model, batches)"
+                )
+        self._is_stepped = False
 
 
 def replica_actions(

@@ -114,7 +114,8 @@ class Tables2D:
             self._broadcast_shards,
         )
         """Keeps the copies of the tables equal."""
-        self._one_update = OneUpdate(fused_params_of(module), plan, self.sync_point)
+        self.one_update = OneUpdate(fused_params_of(module), plan, self.sync_point)
+        """Watches that rows get one update in a step."""
         bags = isinstance(module, ShardedEmbeddingBagCollection)
         table_modules = module.embedding_bags if bags else module.embeddings
         arrangement = arrangement_of(plan, self._kernels, self.groups)
@@ -320,7 +321,7 @@ class Tables2D:
     def _backward_begins(self, notes: BatchNotes, lookup: Upstream, _: torch.Tensor) -> None:
         self.groups.board.activity.begin("the backward")
         if lookup.is_reached():
-            self._one_update.check(notes)
+            self.one_update.check(notes)
         for stage in self.stages:
             stage.before_backward(notes)
         self._before_use()
@@ -364,11 +365,13 @@ class SyncedOptimizer(CombinedOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Sync what is due, then hand the learning rate to the kernels."""
+        self._tables.one_update.stepped()
         self._tables.replicas.reach(SyncReason.BACKWARD_OVER)
         super().zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:
         """Sync what is due, then hand the learning rate to the kernels."""
+        self._tables.one_update.stepped()
         self._tables.replicas.reach(SyncReason.BACKWARD_OVER)
         super().step(closure)
 

@@ -128,12 +128,17 @@ def bag_loss(cell: Cell, pooled: Any) -> torch.Tensor:
 
 
 def bag_oracle(cell: Cell, stream: Stream) -> Oracle:
-    """One update for all batches."""
+    """One update per batch, all from gradients of the first weights."""
     oracle = LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
     model = cast(BagModel, oracle.model)
+    tables = tables_of(model)
+    grads = []
     for batches in stream:
+        tables.zero_grad()
         losses = [bag_loss(cell, model.ebc(batch)) for batch in batches]
         torch.stack(losses).mean().backward()
-    for name, table in tables_of(model).items():
-        oracle._update_(name, cast(torch.Tensor, table.weight.grad))
+        grads.append({name: cast(Any, table).weight.grad for name, table in tables.items()})
+    for by_table in grads:
+        for name, grad in by_table.items():
+            oracle._update_(name, grad)
     return oracle

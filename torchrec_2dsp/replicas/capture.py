@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torchrec_2dsp._compat.fbgemm import (
     set_iteration,
     tbe_shape,
 )
+from torchrec_2dsp._compat.tensors import running_backward
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.groups import Peers
@@ -69,7 +71,8 @@ class RowCapture:
         )
         """Sums the gradients over the peers."""
         self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
-        self._pending: list[PendingGradients] = []
+        self._pending: dict[int, list[PendingGradients]] = {}
+        """The lookups' gradients, by backward."""
         self._is_accumulating = False
         # Autograd only runs a function's backward if an input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
@@ -104,7 +107,8 @@ class RowCapture:
                 # A single group clips after dividing by its size; here the merge divides later.
                 bound *= self._divisor
             gradients = lookup.rows.gradients(grad_output, bound)
-            self._pending.append(PendingGradients(gradients, lookup, self._divisor))
+            pending = PendingGradients(gradients, lookup, self._divisor)
+            self._pending.setdefault(running_backward(), []).append(pending)
 
     def weight_gradients(self, lookup: TrackedLookup, grad_output: torch.Tensor) -> torch.Tensor:
         """Return the gradients of a lookup's per-sample weights; its rows haven't changed since."""
@@ -120,13 +124,18 @@ class RowCapture:
         """Send all captured backwards' gradients, and return them in order.
 
         Collectives:
-            After `accumulate`, a small all-gather over the peers.
+            After `accumulate`, or several lookups in a backward, a small all-gather over the peers.
             Per backward and block two all-to-alls over the peers, waited for by
             `PendingGradients.gradients`.
         """
-        pending, self._pending = self._pending, []
-        if self._is_accumulating or len(pending) > 1:
-            pending, self._is_accumulating = self._as_one_step(pending), False
+        by_backward, self._pending = list(self._pending.values()), {}
+        if self._is_accumulating:
+            together = list(chain.from_iterable(by_backward))
+            pending, self._is_accumulating = [self._added_up(together)] if together else [], False
+        else:
+            pending = [
+                self._added_up(lookups) if lookups[1:] else lookups[0] for lookups in by_backward
+            ]
         captured = [part.blocks for part in pending]
         for part in pending:
             self.exchange.send(part)
@@ -134,10 +143,8 @@ class RowCapture:
             self._check_finite(blocks)
         return pending
 
-    def _as_one_step(self, pending: Sequence[PendingGradients]) -> list[PendingGradients]:
-        """Sum several backwards into one step of the kernel."""
-        if not pending:
-            return []
+    def _added_up(self, pending: Sequence[PendingGradients]) -> PendingGradients:
+        """Sum the gradients of several lookups into one step of the kernel."""
         # Backwards of one forward come in reverse.
         lookup = min((part.lookup for part in pending), key=lambda lookup: lookup.iteration)
         set_iteration(self.tbe, lookup.iteration)
@@ -145,7 +152,7 @@ class RowCapture:
         blocks = [added_up(of_block) for of_block in parts]
         announcement = self._announce([block.keys for block in blocks])
         lookup = TrackedLookup(lookup.rows, lookup.iteration, announcement)
-        return [PendingGradients(blocks, lookup, self._divisor)]
+        return PendingGradients(blocks, lookup, self._divisor)
 
     def _announce(self, keys: Sequence[torch.Tensor]) -> Announcement:
         return self.exchange.announce(keys, self._learning_rate())

@@ -280,8 +280,7 @@ class OneUpdate:
 
     def _note_update(self) -> None:
         """Warn, once, of an update after another of the same step."""
-        is_merged = self._is_linear or (self._may_look_up_twice and self._sync_point.pending)
-        if self._knows_steps and not (self._is_stepped or is_merged or self._has_warned):
+        if self._knows_steps and not (self._is_stepped or self._is_linear or self._has_warned):
             self._has_warned = True
             if dist.get_rank() == 0:
                 logger.warning(

@@ -107,8 +107,9 @@ def uneven(rank: int, world_size: int, cell: Cell) -> tuple[str, tuple[int, ...]
     return message, ranks, num_steps, largest_gap(snapshot(model), snapshot(expected))
 
 
-def test_a_rank_without_a_batch_is_named_before_the_step(ranks4: RankPool) -> None:
-    assert ranks4.run(uneven, EXACT) == [(UNEVEN, (1,), 2, 0.0)] * 4
+@pytest.mark.parametrize("cell", [EXACT, replace(EXACT, stock_wrapper=True)], ids=str)
+def test_a_rank_without_a_batch_is_named_before_the_step(ranks4: RankPool, cell: Cell) -> None:
+    assert ranks4.run(uneven, cell) == [(UNEVEN, (1,), 2, 0.0)] * 4
 
 
 def broken_loader(rank: int, world_size: int) -> tuple[str, str]:
@@ -445,6 +446,7 @@ def test_a_wait_has_a_deadline() -> None:
 
 def comparing_fails(rank: int, world_size: int) -> str:
     parallel = shard(replace(SMALL, sync=tdsp.GradientSync(drift_every=1)))
+    assert isinstance(parallel, tdsp.ModelParallel2D)
     local_loss(parallel(make_stream(SMALL, 1)[0][rank])).backward()
     fault = mock.patch("torchrec_2dsp.replicas.drift._checksums", side_effect=MemoryError("full"))
     with fault if rank == FAULTY_RANK else nullcontext():

@@ -13,6 +13,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -316,7 +317,9 @@ def test_weights_stay_plans_can_be_given_and_contradictions_are_refused(
 def train_by_stock_sharders(rank: int, world_size: int, spec: ModelSpec) -> list[list[float]]:
     """Return the sums of scores by this package's optimizer and by TorchRec's own sharders."""
     params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
-    stock = EmbeddingBagCollectionSharder(params), EmbeddingCollectionSharder(params)
+    bags = EmbeddingBagCollectionSharder(params)
+    behind_weights = FeatureProcessedEmbeddingBagCollectionSharder(bags)
+    stock = bags, EmbeddingCollectionSharder(params), behind_weights
     sums: list[list[float]] = []
     for known in ({"optimizer": ADAGRAD}, {"sharders": stock}):
         model = parallelized(Cell(ONE, exchange="row"), build(spec, seed=3), **known)
@@ -332,7 +335,14 @@ def train_by_stock_sharders(rank: int, world_size: int, spec: ModelSpec) -> list
     return sums
 
 
-@pytest.mark.parametrize("spec", [ModelSpec(), SEQUENCES], ids=["bags", "sequences"])
+STOCK_SPECS = {
+    "bags": ModelSpec(),
+    "sequences": SEQUENCES,
+    "positions": ModelSpec(weighted=True, positions="collection"),
+}
+
+
+@pytest.mark.parametrize("spec", STOCK_SPECS.values(), ids=STOCK_SPECS)
 def test_torchrecs_own_sharders_train_as_this_packages(
     two_hosts: RankPool, spec: ModelSpec
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import torchrec_2dsp as tdsp
@@ -441,3 +442,21 @@ def one_pipeline(rank: int, world_size: int) -> bool:
 
 def test_one_pipeline_keeps_its_layers_whole(ranks4: RankPool) -> None:
     assert not any(ranks4.run(one_pipeline))
+
+
+def running_statistics(rank: int, world_size: int) -> list[list[float]]:
+    """Return what this rank's batch norms have seen in two steps."""
+    cell, unsharded = PipelineCell(TWO_RANKS[0]), stack_model(TABLES["row-wise"].spec)
+    layers = [nn.BatchNorm1d(WIDTH), *unsharded.stack.layers, nn.BatchNorm1d(8)]
+    unsharded.stack = tdsp.LayerStack(layers, unsharded.stack.loss)
+    with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, dense):
+        optimizer = dense_sgd(list(dense.values()))
+        for step in range(2):
+            step_of(model, optimizer, cell, step, rank)
+        return [buffer.tolist() for name, buffer in model.named_buffers() if "running_mean" in name]
+
+
+def test_pipelines_have_the_first_ones_statistics(ranks4: RankPool) -> None:
+    by_rank = ranks4.run(running_statistics)
+    assert len({str(means) for means in by_rank}) == 2  # One batch norm in each stage.
+    assert all(len(means) == 1 and any(means[0]) for means in by_rank)

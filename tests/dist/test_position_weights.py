@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torchrec.modules.feature_processor_ import FeatureProcessor
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fp_embedding_modules import (
+    FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessorDictWrapper,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
@@ -137,6 +140,14 @@ def frozen() -> BagModel:
     return model
 
 
+def wrapped() -> BagModel:
+    model = model_of(BagModel, MODULES)
+    processors = FeatureProcessorDictWrapper(model.ebc._feature_processors)
+    tables = model.ebc._embedding_bag_collection
+    model.ebc = FeatureProcessedEmbeddingBagCollection(tables, processors)
+    return model
+
+
 POOLED: dict[str, Any] = {"exchange": "pooled"}
 ROW: dict[str, Any] = {"exchange": "row"}
 TYPES = ("t0", "t1", "t2")
@@ -144,6 +155,7 @@ CASES: dict[str, tuple[Callable[[], BagModel], dict[str, Any]]] = {
     "two batches": (lambda: model_of(TwoBatches, COLLECTION), POOLED),
     "two batches, row exchange": (lambda: model_of(TwoBatches, MODULES), ROW),
     "frozen": (frozen, ROW),
+    "wrapped": (wrapped, ROW),
     "frozen, of the user": (halved, POOLED),
 }
 

@@ -31,6 +31,7 @@ from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.config import InteractionsLayout, SparseColumn
 from torchrec_2dsp.programs.data.logs.encoder import Moments
 from torchrec_2dsp.programs.data.logs.ids import (
+    ValueCounter,
     collision_rate,
     hash_texts,
     rows_of,
@@ -451,3 +452,13 @@ def test_a_file_is_not_trained_on_and_held_out(
     if path != "a.csv":
         with pytest.raises(ConfigError, match=r"(a|link)\.csv is listed twice"):
             table_config(Path("a.csv"), files=["a.csv", path]).dataset()
+
+
+def test_values_are_merged_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec_2dsp.programs.data.logs.ids._MAX_PENDING", 2)
+    counter = ValueCounter()
+    for values in ([b"a", b"b", b"a", b""], [b"c", b"b"], [b"d", b"a"]):
+        counter.add(pa.array(values))
+    expected = {"value": [b"a", b"b", b"c"], "count": [3, 2, 1]}
+    assert counter.frequent(1, 3).to_pydict() == expected
+    assert counter.frequent(2, 0).num_rows == 2

@@ -53,7 +53,9 @@ def _has_replicas(case: Case) -> bool:
     """Tell whether row gradients of every rank reach a replica peer in the step they come from."""
     tables = case.modules[0].tables
     is_exact = case.sync.kind == "gradient" and case.sync.delay == 0 and case.groups > 1
-    are_replicated = all(not t.once and t.sharding != "data_parallel" for t in tables)
+    are_replicated = all(
+        not (table.once or table.frozen) and table.sharding != "data_parallel" for table in tables
+    )
     return is_exact and are_replicated and not case.has_bad_ids
 
 
@@ -115,7 +117,11 @@ REFUSALS: dict[str, Refusal] = {
     "two_names": Refusal(applies=lambda case: True, change=_name_twice),
     "tied_tables": Refusal(applies=_has_equal_tables, change=_tie),
     "momentum": Refusal(
-        applies=lambda case: case.optimizer == "sgd", fused_params=(("momentum", 0.9),)
+        # Tables that aren't trained have no optimizer.
+        applies=lambda case: (
+            case.optimizer == "sgd" and not all(table.frozen for table in case.tables.values())
+        ),
+        fused_params=(("momentum", 0.9),),
     ),
     "no_weights": Refusal(
         applies=lambda case: (

@@ -319,8 +319,9 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
                 all ranks, "drop" them, or "clamp" them to the first or last row.
             init_seed: draw initial tables from this seed in a way that no mesh and no sharding
                 type changes; without it, by the seeds of the ranks, as in TorchRec.
-            accumulates: let `accumulate` make one update of several batches, also where there is
-                one sharding group or a `WeightSync`, whose updates are part of the backward else.
+            accumulates: let `accumulate` make one update of several batches, and a backward one
+                of several lookups, also where there is one sharding group or a `WeightSync`, whose
+                updates are part of the backward else.
         """
         optimizer, fused_params = sorted_out(optimizer, fused_params)
         EmbeddingBagCollectionSharder.__init__(

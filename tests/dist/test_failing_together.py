@@ -31,8 +31,10 @@ from tests.support.oracle import local_loss
 from tests.support.parity import TWO, Cell, make_optimizer, shards_of
 from tests.support.ranks import RankPool, error_text, run_ranks
 from torchrec_2dsp._compat.c10d import store_of_world
+from torchrec_2dsp.comms.alarm import as_ours
+from torchrec_2dsp.comms.breaking import described
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.comms.failure_detection import NoticeBoard
+from torchrec_2dsp.comms.failure_detection import Activity, NoticeBoard
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.synced_shard import TouchedRows
 
@@ -456,3 +458,14 @@ def comparing_fails(rank: int, world_size: int) -> str:
 def test_a_rank_that_can_not_compare_its_copies_keeps_no_peer_waiting(ranks4: RankPool) -> None:
     (message,) = set(ranks4.run(comparing_fails, timeout_s=30))
     assert message == f"MemoryError: full (found on rank {FAULTY_RANK})"
+
+
+def test_errors_and_places_are_told_in_a_line() -> None:
+    assert described(ValueError("not a number\nat all")) == "ValueError: not a number"
+    ours = as_ours(ValueError("no such row"), tdsp.errors.SyncError)
+    assert (type(ours), str(ours)) == (tdsp.errors.SyncError, "ValueError: no such row")
+    assert as_ours(ours, tdsp.errors.ConfigError) is ours
+    activity = Activity()
+    activity.step = 1
+    activity.begin("the forward")
+    assert str(activity) == "at step 1, in the forward"

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torchrec_2dsp.comms.collectives import Packed, pack, unpack
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.replicas import row_average
-from torchrec_2dsp.replicas.drift import _checksums, _named
+from torchrec_2dsp.replicas.drift import _checksums, _named, fingerprint
 from torchrec_2dsp.replicas.row_average import messages, range_ends
 from torchrec_2dsp.replicas.synced_shard import (
     StateRule,
@@ -205,3 +205,9 @@ def test_ranges_are_those_of_the_table(differs: list[int], error_text: str) -> N
     flags = torch.zeros(10, dtype=torch.bool)
     flags[differs] = True
     assert _named(shard, flags) == error_text
+
+
+def test_a_fingerprint_depends_on_the_order_of_rows() -> None:
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert fingerprint(rows).item() == 17.0
+    assert fingerprint(rows.flip(0)).item() == 13.0

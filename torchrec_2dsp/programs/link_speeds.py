@@ -39,9 +39,10 @@ class LinkSpeeds:
     """
 
     in_host: Mapping[str, float | None]
-    """By collective: "all-to-all" and "all-reduce"."""
+    """The speeds of "all-to-all" and "all-reduce" between a host's ranks."""
 
     across_hosts: Mapping[str, float | None]
+    """The same between hosts."""
 
 
 def measure_link_speeds(

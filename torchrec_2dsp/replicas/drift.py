@@ -42,35 +42,42 @@ class DriftCheck:
         self._num_syncs += 1
         if not self._every or self._num_syncs % self._every:
             return
-        self._alarm.check(self._compare() if self._shards else None).wait()
+        error: TwoDError | None = None
+        try:
+            self._compare()
+        except Exception as raised:
+            error = as_ours(raised, SyncError)
+        self._alarm.check(error).wait()
 
-    def _compare(self) -> TwoDError | None:
-        """Return this rank's error, or the difference; peers wait for its sums even so."""
+    def _compare(self) -> None:
+        """Raise if copies differ; peers get sums even from a rank that can't compute them."""
+        if not self._shards:
+            return
         tensors = [tensor for shard in self._shards for tensor in shard.tensors.values()]
         sizes = [_num_ranges(tensor) for tensor in tensors]
         # The last says whether the rank has failed.
         own_sums = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=tensors[0].device)
-        error: TwoDError | None = None
+        failure: Exception | None = None
         try:
             torch.cat([_checksums(tensor) for tensor in tensors], out=own_sums[:-1])
         except Exception as raised:
-            error = as_ours(raised, SyncError)
-            own_sums[-1] = 1
+            failure, own_sums[-1] = raised, 1
         gathered = [torch.empty_like(own_sums) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(gathered, own_sums, group=self._group)
         copies = torch.stack(gathered)
-        if error is not None or copies[:, -1].any():
-            return error
+        if failure is not None:
+            raise failure
+        if copies[:, -1].any():
+            return
         differs = iter((copies != copies[0]).any(dim=0)[:-1].split(sizes))
         for shard in self._shards:
             in_shard = torch.stack([next(differs) for _ in shard.tensors]).any(dim=0)
             if in_shard.any():
-                return SyncError(
+                raise SyncError(
                     f"copies of table {shard.table!r} differ in rows {_named(shard, in_shard)} "
                     "after a sync; if weights were written by hand, write them on all ranks and "
                     "call model.broadcast_replicas()"
                 )
-        return None
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ batch meets them:
     hot_rows          hot ids leave the batch for replicas on every rank
     shardings         TorchRec's exchanges, or ours: `row_exchange`, `nonempty` (`codecs`)
     kernels           FBGEMM's kernels, whose backward can be captured
-    replica_sync      copies stay equal over the mesh
+    replica_sync      copies stay equal over the mesh; rows get one update in a step
 
 A table with 6 rows and two copies, on a mesh with two groups and two ranks in each:
 

@@ -1,4 +1,4 @@
-"""`ReplicaSync`: keeps a sharded module's copies equal over a mesh's groups."""
+"""`ReplicaSync` keeps a sharded module's copies equal; `OneUpdate` watches its updates."""
 
 import logging
 import math
@@ -248,7 +248,9 @@ class OneUpdate:
         self._may_look_up_twice = self._is_linear or is_captured
         self._backward: int | None = None
         """The number of the latest backward."""
-        self._knows_steps, self._is_stepped, self._has_warned = False, True, False
+        self._knows_steps = self._has_warned = False
+        self._is_stepped = True
+        """True if a step came after the latest update."""
 
     def stepped(self) -> None:
         """Note that a step of the optimizer ends or begins."""

@@ -27,9 +27,10 @@ from torchrec_2dsp.errors import ConfigError, TwoDError
 # wait so that rank 0 speaks for all, and speak if it is silent.
 _LET_RANK_0_SPEAK_S = 3.0
 _OF_THE_DISK = {
-    getattr(errno, name)
-    for name in ("EACCES", "EDQUOT", "EISDIR", "ENOSPC", "ENOTDIR", "EPERM", "EROFS")
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR),
 }
+"""Errors of files, about which a traceback says no more."""
 _SECONDS_PER_LINE = 10.0
 """Seconds between progress lines where there is no terminal."""
 

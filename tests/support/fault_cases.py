@@ -39,13 +39,14 @@ PROGRAMS = {
 }
 """All programs by their names."""
 
-RAISES, KILLED, STOPPED, ENDS, DIFFERS, NAN = (
+RAISES, KILLED, STOPPED, ENDS, DIFFERS, NAN, SKIPS = (
     "raises",
     "killed",
     "stopped",
     "ends",
     "differs",
     "nan",
+    "skips",
 )
 
 
@@ -54,9 +55,10 @@ class Fault:
     """An event on the faulty rank."""
 
     kind: str
-    """`RAISES`, `KILLED`, `STOPPED`, `ENDS` (out of batches), `DIFFERS` (another config), `NAN`."""
+    """`RAISES`, `KILLED`, `STOPPED`, `ENDS` (out of batches), `DIFFERS` (another config), `NAN`,
+    `SKIPS` (no backward comes to the tables)."""
     moment: str
-    """When, or, out of batches, what the rank does next."""
+    """When, or, out of batches or without a backward, what the rank does next."""
     in_context: bool = True
     """Whether the loop stands in `failing_together`."""
 
@@ -68,6 +70,7 @@ class Fault:
             ENDS: f"out of batches, then {self.moment}",
             DIFFERS: f"another {self.moment}",
             NAN: f"NaN in the {self.moment}",
+            SKIPS: f"no backward of tables, then {self.moment}",
         }
         return texts[self.kind] + ("" if self.in_context else ", without the context")
 
@@ -92,6 +95,7 @@ FAULTS = (
     Fault(DIFFERS, "plan"),
     Fault(DIFFERS, "learning rate"),
     *(Fault(NAN, where) for where in ("loss", "weights")),
+    *(Fault(SKIPS, then) for then in ("steps", "takes the next batch")),
     *(Fault(RAISES, moment, in_context=False) for moment in ("forward", "backward")),
     Fault(KILLED, "forward", in_context=False),
     Fault(ENDS, "ends", in_context=False),
@@ -105,8 +109,8 @@ def can_happen(program: Program, fault: Fault) -> bool:
         return False
     if fault.kind == NAN and program.cell.mesh.num_groups == 1:
         return False
-    # A pipeline computes the loss in the forward, and syncs by itself.
-    return not (is_pipeline and fault.moment in ("loss", "sync"))
+    # A pipeline computes the loss in the forward, and syncs and steps by itself.
+    return not (is_pipeline and fault.moment in ("loss", "sync", "takes the next batch"))
 
 
 def all_cases() -> Iterator[Case]:
@@ -131,5 +135,9 @@ def chosen_cases() -> list[Case]:
         ("1x4 pipeline", Fault(RAISES, "loader")),
         ("1x4 nonempty", Fault(ENDS, "saves")),
         ("1x4 nonempty", Fault(DIFFERS, "plan")),
+        ("1x4 nonempty", Fault(SKIPS, "takes the next batch")),
+        ("2x2 exact", Fault(SKIPS, "steps")),
+        ("2x2 averaged", Fault(SKIPS, "takes the next batch")),
+        ("1x4 prefetch", Fault(SKIPS, "steps")),
     )
     return [Case(program, fault) for program, fault in chosen]

@@ -31,6 +31,7 @@ from tests.support.fault_cases import (
     NUM_STEPS,
     PROGRAMS,
     RAISES,
+    SKIPS,
     STOPPED,
     Case,
 )
@@ -65,6 +66,13 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == STOPPED:
             os.kill(os.getpid(), signal.SIGSTOP)
+
+    def skips(self, then: str) -> bool:
+        """Return whether no backward comes to the tables in `step`, and the rank does this then."""
+        is_now = self.is_faulty and self.step == FAULTY_STEP
+        if skips := is_now and (self._fault.kind, self._fault.moment) == (SKIPS, then):
+            self.note()
+        return skips
 
     def note(self) -> None:
         """Record when the fault happens."""
@@ -152,8 +160,12 @@ def _hook(model: Any, optimizer: Any, faults: Faults) -> None:
             if output.requires_grad:
                 output.register_hook(lambda grad: faults.at("backward"))
 
+    def cut_off(module: Any, inputs: Any) -> Any:
+        return tuple(x.detach() for x in inputs) if faults.skips("steps") else None
+
     (over,) = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     over.register_forward_hook(computed)
+    over.register_forward_pre_hook(cut_off)
     step = optimizer.step
 
     def faulty_step(*args: Any, **kwargs: Any) -> Any:
@@ -180,6 +192,8 @@ def _plain(case: Case, model: Any, optimizer: Any, batches: Any, faults: Faults)
         optimizer.zero_grad()
         loss = local_loss(model(batch))
         faults.at("loss")
+        if faults.skips("takes the next batch"):
+            continue
         _spoil(case, model, faults, "weights")
         (loss * float("nan") if _spoil(case, model, faults, "loss") else loss).backward()
         faults.at("sync")

@@ -5,6 +5,7 @@ that overlaps with training. `BatchesInStep` uses it for a loader's batches.
 """
 
 import enum
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class Signal(enum.IntEnum):
     """The rank has an error, which all ranks will raise."""
 
     OUTSIDE = 1 << _BITS
-    """The rank leaves the training loop, or reads the state."""
+    """The rank leaves the training loop, reads the state, or goes on without a backward."""
 
     ENDED = 1 << 2 * _BITS
 
@@ -149,6 +150,28 @@ class Alarm:
         assert work is not None
         return Check(self, work, total, error)
 
+    def skip_backward(self, lookup: str, alone: TwoDError) -> None:
+        """Wait until all ranks skip a lookup's backward; raise ``alone`` if others run it.
+
+        They wait in that backward for this rank, without an end, so they are asked.
+
+        Collectives:
+            One all-reduce of 8 bytes, waited for.
+        """
+        check = self.check(signal=Signal.OUTSIDE)
+        asks_at = time.monotonic() + _ASK_S
+        while not check.work.is_completed():
+            time.sleep(1e-4)
+            if time.monotonic() > asks_at:
+                if self.board.has_begun_backward(lookup):
+                    raise alone
+                asks_at = time.monotonic() + _ASK_S
+        check.wait(alone)
+
+
+_ASK_S = 2.0
+"""The interval at which a rank without a backward asks the others about theirs."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -159,8 +182,11 @@ class Check:
     total: torch.Tensor
     error: TwoDError | None
 
-    def wait(self) -> dict[Signal, int]:
+    def wait(self, alone: TwoDError | None = None) -> dict[Signal, int]:
         """Wait for all signals, and count the ranks behind each; all ranks raise the first error.
+
+        Args:
+            alone: raised if only some ranks are `Signal.OUTSIDE`, this one among them.
 
         Returns:
             How many ranks gave each signal.
@@ -181,7 +207,7 @@ class Check:
         if counts[Signal.FAILED]:
             agree(group, error=self.error)
         if 0 < counts[Signal.OUTSIDE] < dist.get_world_size(group):
-            raise board.explain()
+            raise alone or board.explain()
         return counts
 
 

@@ -41,6 +41,8 @@ class Activity:
         """The model's training forwards so far, the running one included."""
         self.phase = _AT_START
         """The phase that runs now, or ran last."""
+        self.backward_of = ""
+        """The lookup whose backward began last."""
 
     def __str__(self) -> str:
         return f"at step {self.step}, {self.phase}"
@@ -82,6 +84,8 @@ class Notice:
     """The number of training loops that the rank has entered."""
     alarm: int = 0
     """The latest question that the rank has heard."""
+    backward_of: str = ""
+    """The lookup whose backward began last."""
 
     @property
     def where(self) -> str:
@@ -283,6 +287,11 @@ class NoticeBoard:
         if self.failure is not None:
             raise copy.copy(self.failure).with_traceback(None)
 
+    def has_begun_backward(self, lookup: str) -> bool:
+        """Ask all ranks; return whether the last backward of one is that of a lookup."""
+        notices = self._within_time(self._ask) or []
+        return any(notice.backward_of == lookup for notice in notices)
+
     def explain(self, error: BaseException | None = None) -> RankError:
         """Ask all ranks for their state, and blame some for the error that this rank noticed."""
         if self.failure is None:
@@ -337,6 +346,7 @@ class NoticeBoard:
             error=self._error,
             loop=self.num_loops,
             alarm=self._last_alarm,
+            backward_of=activity.backward_of,
         )
 
     def _post(self) -> bool:

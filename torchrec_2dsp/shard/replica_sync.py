@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import HAS_ROW_WISE_MOMENT, EmbOptimType
 from torchrec_2dsp._compat.tensors import running_backward
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec, Transport
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
-from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.errors import ConfigError, SyncError, UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, SyncPolicy, WeightSync
 from torchrec_2dsp.replicas.drift import DriftCheck, fingerprint
@@ -36,7 +37,7 @@ from torchrec_2dsp.rows.eight_bits import parts_of
 from torchrec_2dsp.shard.batch import BadIds
 from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.optimizers import is_data_parallel
-from torchrec_2dsp.shard.stages import BatchNotes, Stage
+from torchrec_2dsp.shard.stages import BatchNotes, Output, Stage
 
 
 @dataclass(frozen=True)
@@ -290,6 +291,67 @@ class OneUpdate:
                     "as in one step on the sum, take batches from tdsp.accumulate(model, batches)"
                 )
         self._is_stepped = False
+
+
+class AwaitedBackwards(Stage):
+    """Raises an error if the losses of only some ranks reach a lookup.
+
+    The others would wait for this one in the backward, and this one for them in its next lookup.
+    """
+
+    def __init__(self, groups: MeshGroups, tables: Sequence[str]) -> None:
+        self._groups = groups
+        self._tables = ", ".join(tables[:3]) + (", ..." if len(tables) > 3 else "")
+        self._num_lookups = 0
+        self._steps: dict[str, int] = {}
+        """The steps of the lookups whose backward hasn't begun."""
+
+    def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Agree that no backward comes for lookups of an earlier forward.
+
+        Collectives:
+            `Alarm.skip_backward`'s, if this rank awaits one.
+        """
+        if any(step < self._groups.board.activity.step for step in self._steps.values()):
+            self.end_step()
+        return batch
+
+    def on_output(self, notes: BatchNotes, output: Output) -> Output:
+        """Await the backward of a training lookup."""
+        parts = [output] if isinstance(output, KeyedTensor) else output.values()
+        if notes.is_training and any(part.values().requires_grad for part in parts):
+            self._num_lookups += 1
+            notes.lookup = f"lookup {self._num_lookups} of tables {self._tables}"
+            self._steps[notes.lookup] = self._groups.board.activity.step
+            if len(self._steps) > _MOST_AWAITED:
+                del self._steps[next(iter(self._steps))]
+        return output
+
+    def before_backward(self, notes: BatchNotes) -> None:
+        """Note that the backward has come."""
+        self._groups.board.activity.backward_of = notes.lookup
+        self._steps.pop(notes.lookup, None)
+
+    def end_step(self) -> None:
+        """Agree that no backward comes for the lookups so far.
+
+        Collectives:
+            `Alarm.skip_backward`'s, if this rank awaits one.
+        """
+        if not self._steps:
+            return
+        lookup, step = next(iter(self._steps.items()))
+        self._steps.clear()
+        alone = SyncError(
+            f"no loss of step {step} reached this rank's {lookup}, but other ranks' did; skip the "
+            "backward on all ranks, or on none: multiply a loss that is not to count by 0"
+        )
+        with naming_faults(self._groups.board, "a step without a backward"):
+            self._groups.alarm.skip_backward(lookup, alone)
+
+
+_MOST_AWAITED = 8
+"""The most lookups to note, where no optimizer and no wrapper tells when a step ends."""
 
 
 def replica_actions(

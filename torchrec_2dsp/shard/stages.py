@@ -273,6 +273,8 @@ class BatchNotes:
     """True if the lookup will have a backward that trains."""
     backward: int | None = None
     """The number of that backward, once it has begun."""
+    lookup: str = ""
+    """The lookup's name, the same on all ranks."""
     error: TwoDError | None = None
     check: Check | None = None
     """The check on all ranks' batches, in flight."""

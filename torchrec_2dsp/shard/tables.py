@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
@@ -51,7 +52,7 @@ from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
 from torchrec_2dsp.shard.kernels import ROUNDING_SEED, Kernel
 from torchrec_2dsp.shard.optimizers import is_data_parallel
-from torchrec_2dsp.shard.replica_sync import OneUpdate, ReplicaSync, Replication
+from torchrec_2dsp.shard.replica_sync import AwaitedBackwards, OneUpdate, ReplicaSync, Replication
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
@@ -116,12 +117,13 @@ class Tables2D:
         """Keeps the copies of the tables equal."""
         self.one_update = OneUpdate(fused_params_of(module), plan, self.sync_point)
         """Watches that rows get one update in a step."""
-        bags = isinstance(module, ShardedEmbeddingBagCollection)
-        table_modules = module.embedding_bags if bags else module.embeddings
+        self.awaited = AwaitedBackwards(self.groups, self.table_names)
+        """Watches that losses of all ranks reach a lookup, or of none."""
         arrangement = arrangement_of(plan, self._kernels, self.groups)
         self.stages: list[Stage] = [
+            self.awaited,
             OneBatchSize(all_configs, _pack_size(module, plan)),
-            *([] if self.are_frozen else [StrayGradients(table_modules, self.tbes())]),
+            *([] if self.are_frozen else [StrayGradients(_table_modules(module), self.tbes())]),
             self._batch_check,
             self._clipping(configs, plan),
             outputs,
@@ -371,6 +373,7 @@ class SyncedOptimizer(CombinedOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """Sync what is due, then hand the learning rate to the kernels."""
+        self._tables.awaited.end_step()
         self._tables.one_update.stepped()
         self._tables.replicas.reach(SyncReason.BACKWARD_OVER)
         super().step(closure)
@@ -416,6 +419,11 @@ class SyncedOptimizer(CombinedOptimizer):
         super().update_hyper_parameters(params_dict)
         for tbe in self._tables.hot_tbes():
             tbe.update_hyper_parameters(params_dict)
+
+
+def _table_modules(module: Module) -> nn.ModuleDict:
+    bags = isinstance(module, ShardedEmbeddingBagCollection)
+    return module.embedding_bags if bags else module.embeddings
 
 
 def _pack_size(module: Module, plan: ModulePlan2D) -> int:

@@ -173,6 +173,10 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
             "runs.one.dense.recut_every=5 chooses cuts by the layers' times, and on a GPU only",
         ),
         ("runs.one={calibration='emulated_1gbit', hot_rows=3}", "hot_rows=3 can't be given as"),
+        (
+            "runs.one={calibration='emulated_1gbit', prefetch_rows=true}",
+            "prefetch_rows=True can't be given as well: the planner chooses",
+        ),
         ("runs.one={plan='p.json', hot_rows=2}", "hot_rows=2 can't be given as well: plan='p."),
         ("runs.one={access='stats', num_groups=2}", "access='stats' is for a plan by cost and for"),
         ("runs.one={stock=true, num_groups=2}", "num_groups=2 is this package's"),

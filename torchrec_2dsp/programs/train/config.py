@@ -41,7 +41,7 @@ from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
 
-_EXCHANGE = ("exchange", "owners", "row_transport", "stored_as", "hot_rows")
+_EXCHANGE = ("exchange", "owners", "row_transport", "stored_as", "hot_rows", "prefetch_rows")
 """Run keys that say how rows travel."""
 _COPIES = (
     *("sync", "sync_policy", "synced_rows", "transport", "delay", "drift_every", "dense_above"),

@@ -6,7 +6,7 @@ config --make_model--> unsharded model --plan_run--> plan --ModelParallel2D--> s
 ```
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -35,7 +35,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize
-from torchrec_2dsp.plan.parameter_sharding import Pipeline, RowStorage
+from torchrec_2dsp.plan.parameter_sharding import RowStorage
 from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
 from torchrec_2dsp.planner.planner2d import Planner2D, plan_on_rank_0
 from torchrec_2dsp.programs.config.dense import LocalConfig
@@ -118,8 +118,6 @@ def sharded_model(
         )
     sharders = make_sharders(config, run)
     plan, explanation = _plan_run(config, name, dataset, model, sharders)
-    if run.prefetch_rows:
-        plan = replace(plan, pipeline=Pipeline.ROW_PREFETCH)
     part = _make_dense_part(config, run, model)
     autocast_(model, run.dense, device)
     parallel_model = ModelParallel2D(

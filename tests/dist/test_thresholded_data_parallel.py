@@ -326,11 +326,14 @@ def test_stock_hooks_train_nearly_as_ddp(ranks4: RankPool, hook: str, bound: flo
     wrapper = partial(tdsp.HookedDataParallel, hook, rank=4, warm_up=2)
     hooked = ranks4.run(train, cell_of(4), wrapper, 4)
     assert len({rank.digest for rank in hooked}) == 1
-    for name, value in hooked[0].weights[-1].items():
+    gaps = {
+        name: (value - stock[-1][name]).norm() for name, value in hooked[0].weights[-1].items()
+    }
+    for name, gap in gaps.items():
         moved = (stock[-1][name] - stock[0][name]).norm()
-        gap = (value - stock[-1][name]).norm()
-        assert gap > 0
         assert gap <= bound * 4 * (moved + LR)
+    # PowerSGD leaves what it can't make smaller as it is.
+    assert any(gaps.values())
 
 
 def test_power_sgd_keeps_nothing_for_buckets_that_change() -> None:

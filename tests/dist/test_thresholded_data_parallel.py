@@ -326,9 +326,7 @@ def test_stock_hooks_train_nearly_as_ddp(ranks4: RankPool, hook: str, bound: flo
     wrapper = partial(tdsp.HookedDataParallel, hook, rank=4, warm_up=2)
     hooked = ranks4.run(train, cell_of(4), wrapper, 4)
     assert len({rank.digest for rank in hooked}) == 1
-    gaps = {
-        name: (value - stock[-1][name]).norm() for name, value in hooked[0].weights[-1].items()
-    }
+    gaps = {name: (value - stock[-1][name]).norm() for name, value in hooked[0].weights[-1].items()}
     for name, gap in gaps.items():
         moved = (stock[-1][name] - stock[0][name]).norm()
         assert gap <= bound * 4 * (moved + LR)

@@ -27,6 +27,7 @@ PROGRAMS = {
     ),
     "2x2 averaged": Program(Cell(TWO, sync=tdsp.WeightSync())),
     "4x1 two hosts": Program(Cell(FOUR), ranks_per_host=2),
+    "1x4 hash": Program(Cell(ONE, exchange="row", owners="hash")),
     "1x4 prefetch": Program(
         Cell(ONE, exchange="row", owners="hash", full_duplex=True), loop="prefetch"
     ),
@@ -39,7 +40,7 @@ PROGRAMS = {
 }
 """All programs by their names."""
 
-RAISES, KILLED, STOPPED, ENDS, DIFFERS, NAN, SKIPS = (
+RAISES, KILLED, STOPPED, ENDS, DIFFERS, NAN, SKIPS, ALONE = (
     "raises",
     "killed",
     "stopped",
@@ -47,6 +48,7 @@ RAISES, KILLED, STOPPED, ENDS, DIFFERS, NAN, SKIPS = (
     "differs",
     "nan",
     "skips",
+    "alone",
 )
 
 
@@ -56,9 +58,9 @@ class Fault:
 
     kind: str
     """`RAISES`, `KILLED`, `STOPPED`, `ENDS` (out of batches), `DIFFERS` (another config), `NAN`,
-    `SKIPS` (no backward comes to the tables)."""
+    `SKIPS` (no backward comes to the tables), `ALONE` (a call that all ranks should make)."""
     moment: str
-    """When, or, out of batches or without a backward, what the rank does next."""
+    """When, or what the rank does alone, or next: out of batches, or without a backward."""
     in_context: bool = True
     """Whether the loop stands in `failing_together`."""
 
@@ -71,6 +73,7 @@ class Fault:
             DIFFERS: f"another {self.moment}",
             NAN: f"NaN in the {self.moment}",
             SKIPS: f"no backward of tables, then {self.moment}",
+            ALONE: f"alone {self.moment}",
         }
         return texts[self.kind] + ("" if self.in_context else ", without the context")
 
@@ -86,6 +89,8 @@ class Case:
         return f"{self.program}: {self.fault}"
 
 
+EVALUATES, EVALUATES_EARLY = "evaluates", "evaluates before its backward"
+READS, READS_EARLY = "reads the state", "reads the state before its backward"
 MOMENTS = ("loader", "forward", "backward", "sync", "optimizer", "save", "refresh")
 FAULTS = (
     *(Fault(RAISES, moment) for moment in ("loader", "forward", "loss", "backward", "optimizer")),
@@ -96,6 +101,7 @@ FAULTS = (
     Fault(DIFFERS, "learning rate"),
     *(Fault(NAN, where) for where in ("loss", "weights")),
     *(Fault(SKIPS, then) for then in ("steps", "takes the next batch")),
+    *(Fault(ALONE, does) for does in (EVALUATES, EVALUATES_EARLY, READS, READS_EARLY)),
     *(Fault(RAISES, moment, in_context=False) for moment in ("forward", "backward")),
     Fault(KILLED, "forward", in_context=False),
     Fault(ENDS, "ends", in_context=False),
@@ -109,8 +115,11 @@ def can_happen(program: Program, fault: Fault) -> bool:
         return False
     if fault.kind == NAN and program.cell.mesh.num_groups == 1:
         return False
+    if fault.moment in (READS, READS_EARLY) and program.cell.owners != "hash":
+        return False  # Nothing has to move, so a rank may read alone.
     # A pipeline computes the loss in the forward, and syncs and steps by itself.
-    return not (is_pipeline and fault.moment in ("loss", "sync", "takes the next batch"))
+    inside = ("loss", "sync", "takes the next batch", EVALUATES, EVALUATES_EARLY, READS_EARLY)
+    return not (is_pipeline and fault.moment in inside)
 
 
 def all_cases() -> Iterator[Case]:
@@ -139,5 +148,9 @@ def chosen_cases() -> list[Case]:
         ("2x2 exact", Fault(SKIPS, "steps")),
         ("2x2 averaged", Fault(SKIPS, "takes the next batch")),
         ("1x4 prefetch", Fault(SKIPS, "steps")),
+        ("1x4 prefetch", Fault(ALONE, READS)),
+        ("1x4 hash", Fault(ALONE, READS_EARLY)),
+        ("2x2 exact", Fault(ALONE, EVALUATES)),
+        ("1x4 nonempty", Fault(ALONE, EVALUATES_EARLY)),
     )
     return [Case(program, fault) for program, fault in chosen]

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -22,8 +22,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.devices import device_env, join_world, on_gpus, rank_device, ranks_per_host
 from tests.support.fault_cases import (
+    ALONE,
     DIFFERS,
     ENDS,
+    EVALUATES,
+    EVALUATES_EARLY,
     FAULTY_RANK,
     FAULTY_STEP,
     KILLED,
@@ -31,6 +34,8 @@ from tests.support.fault_cases import (
     NUM_STEPS,
     PROGRAMS,
     RAISES,
+    READS,
+    READS_EARLY,
     SKIPS,
     STOPPED,
     Case,
@@ -190,8 +195,10 @@ def _plain(case: Case, model: Any, optimizer: Any, batches: Any, faults: Faults)
     for number, batch in enumerate(batches, 1):
         faults.step = number
         optimizer.zero_grad()
+        _alone(case, model, faults, (EVALUATES, READS), batch)
         loss = local_loss(model(batch))
         faults.at("loss")
+        _alone(case, model, faults, (EVALUATES_EARLY, READS_EARLY), batch)
         if faults.skips("takes the next batch"):
             continue
         _spoil(case, model, faults, "weights")
@@ -200,6 +207,23 @@ def _plain(case: Case, model: Any, optimizer: Any, batches: Any, faults: Faults)
         model.sync()
         optimizer.step()
         _between(case, model, optimizer, faults)
+
+
+def _alone(
+    case: Case, model: Any, faults: Faults, moments: Sequence[str], batch: Any = None
+) -> None:
+    """Do alone what all ranks should do, if one of these moments is the case's."""
+    is_now = faults.is_faulty and faults.step == FAULTY_STEP
+    if not (is_now and case.fault.kind == ALONE and case.fault.moment in moments):
+        return
+    faults.note()
+    if case.fault.moment in (READS, READS_EARLY):
+        model.state_dict()
+        return
+    model.eval()
+    with torch.no_grad():
+        model(batch)
+    model.train()
 
 
 def _spoil(case: Case, model: Any, faults: Faults, where: str) -> bool:
@@ -220,6 +244,7 @@ def _pipelined(case: Case, model: Any, optimizer: Any, batches: Any, faults: Fau
     batches = iter(batches)
     while True:
         faults.step += 1
+        _alone(case, model, faults, (READS,))
         try:
             pipeline.progress(batches)
         except StopIteration:

@@ -111,7 +111,7 @@ class Signal(enum.IntEnum):
     """The rank has an error, which all ranks will raise."""
 
     OUTSIDE = 1 << _BITS
-    """The rank leaves the training loop, reads the state, or goes on without a backward."""
+    """The rank evaluates, reads the state, leaves the loop, or goes on without a backward."""
 
     ENDED = 1 << 2 * _BITS
 
@@ -150,10 +150,10 @@ class Alarm:
         assert work is not None
         return Check(self, work, total, error)
 
-    def skip_backward(self, lookup: str, alone: TwoDError) -> None:
-        """Wait until all ranks skip a lookup's backward; raise ``alone`` if others run it.
+    def step_outside(self, alone: TwoDError | None = None) -> None:
+        """Wait until no rank trains; if some do, raise ``alone``, or an explanation.
 
-        They wait in that backward for this rank, without an end, so they are asked.
+        They may wait for this rank in a collective, without an end, so they are asked.
 
         Collectives:
             One all-reduce of 8 bytes, waited for.
@@ -163,14 +163,22 @@ class Alarm:
         while not check.work.is_completed():
             time.sleep(1e-4)
             if time.monotonic() > asks_at:
-                if self.board.has_begun_backward(lookup):
-                    raise alone
+                if self._is_left_behind():
+                    raise alone or self.board.explain()
                 asks_at = time.monotonic() + _ASK_S
         check.wait(alone)
 
+    def _is_left_behind(self) -> bool:
+        """Return whether a rank has begun a forward or backward that this one hasn't."""
+        own = self.board.activity
+        return any(
+            notice.num_forwards > own.num_forwards or notice.backward_of in own.awaited
+            for notice in self.board.ask()
+        )
+
 
 _ASK_S = 2.0
-"""The interval at which a rank without a backward asks the others about theirs."""
+"""The interval at which a rank that waits outside asks the others where they are."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -43,6 +43,10 @@ class Activity:
         """The phase that runs now, or ran last."""
         self.backward_of = ""
         """The lookup whose backward began last."""
+        self.awaited: dict[str, int] = {}
+        """The lookups whose backward hasn't begun, with the number of their forward."""
+        self.num_forwards = 0
+        """All models' training forwards so far, the running one included."""
 
     def __str__(self) -> str:
         return f"at step {self.step}, {self.phase}"
@@ -50,6 +54,7 @@ class Activity:
     def restart(self) -> None:
         """Return to the time before the first step, for another model."""
         self.step, self.phase = 0, _AT_START
+        self.awaited.clear()
 
     def begin(self, phase: str) -> None:
         """Record that ``phase`` runs from now on; its end isn't recorded."""
@@ -85,7 +90,7 @@ class Notice:
     alarm: int = 0
     """The latest question that the rank has heard."""
     backward_of: str = ""
-    """The lookup whose backward began last."""
+    num_forwards: int = 0
 
     @property
     def where(self) -> str:
@@ -287,10 +292,9 @@ class NoticeBoard:
         if self.failure is not None:
             raise copy.copy(self.failure).with_traceback(None)
 
-    def has_begun_backward(self, lookup: str) -> bool:
-        """Ask all ranks; return whether the last backward of one is that of a lookup."""
-        notices = self._within_time(self._ask) or []
-        return any(notice.backward_of == lookup for notice in notices)
+    def ask(self) -> list[Notice]:
+        """Return what all others answer; nothing if the store doesn't."""
+        return self._within_time(self._ask) or []
 
     def explain(self, error: BaseException | None = None) -> RankError:
         """Ask all ranks for their state, and blame some for the error that this rank noticed."""
@@ -347,6 +351,7 @@ class NoticeBoard:
             loop=self.num_loops,
             alarm=self._last_alarm,
             backward_of=activity.backward_of,
+            num_forwards=activity.num_forwards,
         )
 
     def _post(self) -> bool:
@@ -405,10 +410,8 @@ class NoticeBoard:
         results: list[T] = []
 
         def act() -> None:
-            try:
+            with suppress(RuntimeError):
                 results.append(action())
-            except RuntimeError:
-                return
 
         # A store on a stopped host lets its clients wait, whatever their timeout.
         thread = threading.Thread(target=act, daemon=True)

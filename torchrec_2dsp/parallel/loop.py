@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec_2dsp._compat.ddp import has_synced
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.table_access import HotSet
-from torchrec_2dsp.comms.alarm import BatchesInStep, Signal, agreeing
+from torchrec_2dsp.comms.alarm import BatchesInStep, agreeing
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
@@ -161,11 +161,12 @@ class failing_together(AbstractContextManager["failing_together"]):
         self._board.wait_for_others(-1)
         self._board.leave_loop()
         with naming_faults(self._board, "the end of the loop"):
-            self._alarm.check(signal=Signal.OUTSIDE).wait()
+            self._alarm.step_outside()
 
     def _count_step(self, model: nn.Module, inputs: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._board.activity.step += 1
+            self._board.activity.num_forwards += 1
         self._board.activity.begin("the forward")
 
 

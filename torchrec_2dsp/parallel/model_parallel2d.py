@@ -22,7 +22,7 @@ from torchrec_2dsp._compat.ddp import refuse_unreduced
 from torchrec_2dsp._compat.shardings import renew_optimizer
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
-from torchrec_2dsp.comms.alarm import Signal, agreeing
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
@@ -56,7 +56,7 @@ def calling_together(groups: MeshGroups | None, name: str) -> Iterator[None]:
         yield
         return
     with naming_faults(groups.board, name):
-        groups.alarm.check(signal=Signal.OUTSIDE).wait()
+        groups.alarm.step_outside()
         yield
 
 
@@ -185,6 +185,7 @@ class ModelParallel2D(DMPCollection):
         board, phase = self._groups.board, "an evaluation"
         if self.training and torch.is_grad_enabled():
             board.activity.step = self._num_steps = self._num_steps + 1
+            board.activity.num_forwards += 1
             phase = "the forward"
         with naming_faults(board, phase):
             try:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_2dsp.comms.alarm import Alarm
+from torchrec_2dsp.comms.alarm import Alarm, Signal
 from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.errors import InputError, TwoDError, check_choice
 from torchrec_2dsp.shard.stages import (
@@ -483,7 +483,8 @@ class BatchCheck(Stage):
             As in `Alarm.check`, waited for before the lookup; first as in `BatchForm.fit`.
         """
         batch, notes.error = self._form.fit(batch, self.ids, notes.error)
-        notes.check = self._alarm.check(notes.error)
+        signal = Signal.WELL if notes.is_training else Signal.OUTSIDE
+        notes.check = self._alarm.check(notes.error, signal)
         return batch
 
     def before_lookup(self, notes: BatchNotes) -> None:

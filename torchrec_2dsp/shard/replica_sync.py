@@ -1,5 +1,6 @@
 """`ReplicaSync` keeps a sharded module's copies equal; `OneUpdate` watches its updates."""
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -183,6 +184,11 @@ class ReplicaSync(Stage):
                 logger.warning("replicas start from different weights: taking the first group's")
                 self._broadcast()
 
+    @property
+    def is_behind(self) -> bool:
+        """True if a sync is pending."""
+        return self.sync_point.pending
+
     def before_read(self) -> None:
         """Apply what is pending.
 
@@ -293,27 +299,30 @@ class OneUpdate:
         self._is_stepped = False
 
 
-class AwaitedBackwards(Stage):
-    """Raises an error if the losses of only some ranks reach a lookup.
+class LookupsInStep(Stage):
+    """Raises an error if only some ranks evaluate, or if the losses of only some reach a lookup.
 
-    The others would wait for this one in the backward, and this one for them in its next lookup.
+    Such ranks would wait for each other in different collectives.
     """
 
     def __init__(self, groups: MeshGroups, tables: Sequence[str]) -> None:
         self._groups = groups
-        self._tables = ", ".join(tables[:3]) + (", ..." if len(tables) > 3 else "")
-        self._num_lookups = 0
-        self._steps: dict[str, int] = {}
-        """The steps of the lookups whose backward hasn't begun."""
+        self._number, self._num_lookups = next(_NUMBERS), 0
+        self._tables = ", ".join(tables)
+        self._was_training = False
 
     def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Agree that no backward comes for lookups of an earlier forward.
+        """Agree that no backward comes for an earlier forward, and that an evaluation begins.
 
         Collectives:
-            `Alarm.skip_backward`'s, if this rank awaits one.
+            `Alarm.step_outside`'s, in either case.
         """
-        if any(step < self._groups.board.activity.step for step in self._steps.values()):
+        activity = self._groups.board.activity
+        if any(activity.awaited[name] < activity.num_forwards for name in self._awaited()):
             self.end_step()
+        if self._was_training and not notes.is_training:
+            self._groups.alarm.step_outside()
+        self._was_training = notes.is_training
         return batch
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
@@ -321,36 +330,46 @@ class AwaitedBackwards(Stage):
         parts = [output] if isinstance(output, KeyedTensor) else output.values()
         if notes.is_training and any(part.values().requires_grad for part in parts):
             self._num_lookups += 1
-            notes.lookup = f"lookup {self._num_lookups} of tables {self._tables}"
-            self._steps[notes.lookup] = self._groups.board.activity.step
-            if len(self._steps) > _MOST_AWAITED:
-                del self._steps[next(iter(self._steps))]
+            notes.lookup = f"{self._number}/{self._num_lookups}"
+            activity = self._groups.board.activity
+            activity.awaited[notes.lookup] = activity.num_forwards
+            if len(activity.awaited) > _MOST_AWAITED:
+                del activity.awaited[next(iter(activity.awaited))]
         return output
 
     def before_backward(self, notes: BatchNotes) -> None:
         """Note that the backward has come."""
-        self._groups.board.activity.backward_of = notes.lookup
-        self._steps.pop(notes.lookup, None)
+        activity = self._groups.board.activity
+        activity.backward_of = notes.lookup
+        activity.awaited.pop(notes.lookup, None)
 
     def end_step(self) -> None:
-        """Agree that no backward comes for the lookups so far.
+        """Agree that no backward comes for this module's lookups so far.
 
         Collectives:
-            `Alarm.skip_backward`'s, if this rank awaits one.
+            `Alarm.step_outside`'s, if this rank awaits a backward.
         """
-        if not self._steps:
+        board, awaited = self._groups.board, self._awaited()
+        if not awaited:
             return
-        lookup, step = next(iter(self._steps.items()))
-        self._steps.clear()
         alone = SyncError(
-            f"no loss of step {step} reached this rank's {lookup}, but other ranks' did; skip the "
-            "backward on all ranks, or on none: multiply a loss that is not to count by 0"
+            f"no loss has reached this rank's lookup of tables {self._tables[:200]}, but other "
+            "ranks' losses have; skip the backward on all ranks, or on none: multiply a loss that "
+            "is not to count by 0"
         )
-        with naming_faults(self._groups.board, "a step without a backward"):
-            self._groups.alarm.skip_backward(lookup, alone)
+        with naming_faults(board, "a step without a backward"):
+            self._groups.alarm.step_outside(alone)
+        for name in awaited:
+            del board.activity.awaited[name]
+
+    def _awaited(self) -> list[str]:
+        names = self._groups.board.activity.awaited
+        return [name for name in names if name.startswith(f"{self._number}/")]
 
 
-_MOST_AWAITED = 8
+_NUMBERS = itertools.count()
+"""Numbers of modules, alike on all ranks, which make them in one order."""
+_MOST_AWAITED = 1_000
 """The most lookups to note, where no optimizer and no wrapper tells when a step ends."""
 
 

@@ -362,15 +362,12 @@ def _warn_of_scaling() -> None:
 
 
 def _check_distributed(module: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
-    ctx = distributed_ahead(module)
     features = named.get("features", *inputs[:1])
-    awaited = None if ctx is None else ctx.given
+    awaited = getattr(distributed_ahead(module), "given", None)
     if not (isinstance(awaited, KeyedJaggedTensor) and isinstance(features, KeyedJaggedTensor)):
         return
-    for given, distributed in (
-        (features.values(), awaited.values()),
-        (features.lengths(), awaited.lengths()),
-    ):
+    pairs = (features.values(), awaited.values()), (features.lengths(), awaited.lengths())
+    for given, distributed in pairs:
         is_same = given.data_ptr() == distributed.data_ptr() and given.shape == distributed.shape
         if not is_same and not torch.equal(given, distributed):
             raise ConfigError(
@@ -412,6 +409,11 @@ class Stage:
 
     def before_use(self) -> None:
         """Put rows where lookups and updates find them; the state may have been read or loaded."""
+
+    @property
+    def is_behind(self) -> bool:
+        """True if `before_read` has to communicate, alike on all ranks."""
+        return False
 
     def before_read(self) -> None:
         """Bring weights and optimizer state up to date, before they are read or written."""

@@ -52,7 +52,7 @@ from torchrec_2dsp.shard.hot_rows import HotRows, HotSets
 from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
 from torchrec_2dsp.shard.kernels import ROUNDING_SEED, Kernel
 from torchrec_2dsp.shard.optimizers import is_data_parallel
-from torchrec_2dsp.shard.replica_sync import AwaitedBackwards, OneUpdate, ReplicaSync, Replication
+from torchrec_2dsp.shard.replica_sync import LookupsInStep, OneUpdate, ReplicaSync, Replication
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
@@ -117,11 +117,11 @@ class Tables2D:
         """Keeps the copies of the tables equal."""
         self.one_update = OneUpdate(fused_params_of(module), plan, self.sync_point)
         """Watches that rows get one update in a step."""
-        self.awaited = AwaitedBackwards(self.groups, self.table_names)
-        """Watches that losses of all ranks reach a lookup, or of none."""
+        self.in_step = LookupsInStep(self.groups, self.table_names)
+        """Watches that all ranks train a lookup, or none."""
         arrangement = arrangement_of(plan, self._kernels, self.groups)
         self.stages: list[Stage] = [
-            self.awaited,
+            self.in_step,
             OneBatchSize(all_configs, _pack_size(module, plan)),
             *([] if self.are_frozen else [StrayGradients(_table_modules(module), self.tbes())]),
             self._batch_check,
@@ -237,6 +237,7 @@ class Tables2D:
             The stages', then TorchRec's.
         """
         notes = ctx.notes
+        notes.is_training = self.module.training and torch.is_grad_enabled()
         features = jagged_features(features, self._features)
         for stage in self.stages:
             features = stage.before_ids_travel(notes, features)
@@ -283,9 +284,12 @@ class Tables2D:
 
         Collectives:
             Each stage's before a read: a sync's, if a backward is pending, and all-to-alls if rows
-            move to where state dicts show them.
+            move to where state dicts show them; before these an all-reduce of 8 bytes.
         """
-        with naming_faults(self.groups.board):
+        is_behind = any(stage.is_behind for stage in self.stages)
+        with naming_faults(self.groups.board, "a read of the state" if is_behind else None):
+            if is_behind:
+                self.groups.alarm.step_outside()
             for stage in reversed(self.stages):
                 stage.before_read()
 
@@ -373,7 +377,7 @@ class SyncedOptimizer(CombinedOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """Sync what is due, then hand the learning rate to the kernels."""
-        self._tables.awaited.end_step()
+        self._tables.in_step.end_step()
         self._tables.one_update.stepped()
         self._tables.replicas.reach(SyncReason.BACKWARD_OVER)
         super().step(closure)

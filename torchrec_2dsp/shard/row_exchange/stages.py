@@ -118,10 +118,20 @@ class RowArrangement(Stage):
         Collectives:
             Unless they are there, all-to-alls on the group for tables and optimizer state.
         """
-        if self._drawn is not None and self._drawn.numel():  # Not while a rank loads by itself.
+        if self._is_newly_drawn:
             self._settle()
         if self._is_by_owner:
             self._move()
+
+    @property
+    def is_behind(self) -> bool:
+        """True if rows aren't where state dicts show them."""
+        return self._is_newly_drawn or self._is_by_owner
+
+    @property
+    def _is_newly_drawn(self) -> bool:
+        """True if it is unknown where drawn rows are; not while a rank loads by itself."""
+        return self._drawn is not None and self._drawn.numel() > 0
 
     def positions(self, table: str, rows: torch.Tensor) -> torch.Tensor:
         """Return where a table's rows are now, counted from its first shard on."""

@@ -121,9 +121,9 @@ class Tables2D:
         """Watches that all ranks train a lookup, or none."""
         arrangement = arrangement_of(plan, self._kernels, self.groups)
         self.stages: list[Stage] = [
-            self.in_step,
             OneBatchSize(all_configs, _pack_size(module, plan)),
             *([] if self.are_frozen else [StrayGradients(_table_modules(module), self.tbes())]),
+            self.in_step,
             self._batch_check,
             self._clipping(configs, plan),
             outputs,

@@ -159,13 +159,13 @@ class Alarm:
             One all-reduce of 8 bytes, waited for.
         """
         check = self.check(signal=Signal.OUTSIDE)
-        asks_at = time.monotonic() + _ASK_S
+        start, patience_s = time.monotonic(), _PATIENCE_S
         while not check.work.is_completed():
             time.sleep(1e-4)
-            if time.monotonic() > asks_at:
+            if time.monotonic() > start + patience_s:
                 if self._is_left_behind():
                     raise alone or self.board.explain()
-                asks_at = time.monotonic() + _ASK_S
+                patience_s *= 2
         check.wait(alone)
 
     def _is_left_behind(self) -> bool:
@@ -177,8 +177,8 @@ class Alarm:
         )
 
 
-_ASK_S = 2.0
-"""The interval at which a rank that waits outside asks the others where they are."""
+_PATIENCE_S = 2.0
+"""The time after which a rank that waits outside asks the others where they are; it doubles."""
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ ANSWER_S = 2.0
 """The time for which a rank that asks waits for answers."""
 _LOOK_S = 0.5
 """The interval at which a rank looks for questions."""
-_LISTEN_S = 0.1
-"""The same interval once a rank has asked."""
+_LISTEN_S, _NUM_LISTENS = 0.1, 300
+"""The same interval once a rank has asked, and how often."""
 _STEPS_APART = 2
 """The most steps by which a rank can be ahead of a failed one."""
 _PREFIX = "torchrec_2dsp/"
@@ -271,7 +271,7 @@ class NoticeBoard:
     def _ring(self) -> bool:
         """Tell ranks that can't notice this rank's error why it is raised."""
         text = f"{name_of(self._rank)} failed {self.activity}: {self._error}"
-        if self._verdict(self.activity.step - _STEPS_APART) is None:
+        if self._verdict() is None:
             self._post_verdict(RankError(text, (self._rank,)), self.activity.step)
         self._last_alarm = self._store.add(_ALARMS, 1)
         return True
@@ -313,22 +313,21 @@ class NoticeBoard:
 
         Ranks that notice it later can't ask those that have ended meanwhile.
         """
-        since = self.activity.step - _STEPS_APART
         own = self._notice()
-        if (verdict := self._verdict(since)) is not None:
+        if (verdict := self._verdict()) is not None:
             return verdict
         own_verdict = blame(own, self._ask(), cause)
-        if (verdict := self._verdict(since)) is not None:
+        if (verdict := self._verdict()) is not None:
             return verdict
         self._post_verdict(own_verdict, own.step)
         return own_verdict
 
-    def _verdict(self, since_step: int) -> RankError | None:
-        """Return a posted verdict; `None` if it is older than ``since_step``."""
+    def _verdict(self) -> RankError | None:
+        """Return a posted verdict; `None` if it is from an earlier failure."""
         if not self._store.check([_VERDICT]):
             return None
         verdict = json.loads(self._store.get(_VERDICT))
-        if verdict["step"] < since_step:
+        if verdict["step"] < self.activity.step - _STEPS_APART:
             return None
         return RankError(verdict["text"], tuple(verdict["ranks"]))
 
@@ -421,16 +420,17 @@ class NoticeBoard:
 
     def _answer(self) -> None:
         """Post this rank's notice whenever another rank asks, as long as the program runs."""
-        wait_s = _LOOK_S
-        while not self._is_closing.wait(wait_s):
+        num_listens = 0
+        while not self._is_closing.wait(_LISTEN_S if num_listens else _LOOK_S):
+            num_listens = max(0, num_listens - 1)
             if self._world() is not dist.group.WORLD:
                 return
             try:
                 if self._post_if_asked():
-                    wait_s = _LISTEN_S
-                if wait_s == _LISTEN_S and self._heard is None:
+                    num_listens = _NUM_LISTENS
+                if num_listens and self._heard is None:
                     # The store may be gone by the time that this rank notices the failure.
-                    self._heard = self._verdict(self.activity.step - _STEPS_APART)
+                    self._heard = self._verdict()
                 if self._watch is not None:
                     self._keep(self._watch)
             except RuntimeError:

@@ -1,7 +1,9 @@
 """Training loops and TorchRec's pipelines: the same numbers whichever runs the model."""
 
+import time
 from dataclasses import replace
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch
@@ -28,9 +30,11 @@ from tests.support.loops import (
     train,
 )
 from tests.support.models import HOT_ROWS, BagModel, ModelSpec
+from tests.support.oracle import local_loss
 from tests.support.parity import FUSED, LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool, error_of
 from tests.support.slices import Deal
+from torchrec_2dsp.comms import alarm
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 EXACT = Cell(TWO)
@@ -39,6 +43,7 @@ HOT = replace(EXACT, sharding="table_wise", hot_rows=HOT_ROWS)
 BOTH = replace(HOT, sync=tdsp.WeightSync())
 PARTED = replace(EXACT, hot_rows=HOT_ROWS, in_world=("t1",))
 """A table with one copy in the world beside two with one in each group."""
+SPREAD = Cell(tdsp.Mesh2D(1, 4), exchange="row", owners="hash")
 STEPS = 4
 
 ROUNDING = 1e-6
@@ -180,6 +185,35 @@ def test_gradient_accumulation(ranks4: RankPool) -> None:
     for cell in (EXACT, HOT, replace(AVERAGED, optimizer="sgd")):
         for steps in (1, 2):
             assert max(ranks4.run(accumulated, cell, steps)) < ROUNDING
+
+
+def late(rank: int, world_size: int, pause_s: float) -> list[float]:
+    """Return two models' losses; rank 1 comes late to whatever makes ranks wait outside a step."""
+    models = [shard(SPREAD), shard(SPREAD)]
+    optimizers = [make_optimizer(model) for model in models]
+    *batches, other = (step[rank] for step in make_stream(SPREAD, 3))
+    plain_loop(models[1], optimizers[1], [other] * 3)
+    losses = []
+    with mock.patch.object(alarm, "_PATIENCE_S", 0.05):
+        for batch in batches:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = local_loss(model(batch))
+                losses.append(loss.item())
+                time.sleep(pause_s if rank == 1 else 0.0)
+                model.state_dict()
+                loss.backward()
+                time.sleep(pause_s if rank == 1 else 0.0)
+                with torch.no_grad():
+                    losses.append(local_loss(model(other)).item())
+                local_loss(model(batch))  # No backward follows.
+                time.sleep(pause_s if rank == 1 else 0.0)
+                optimizer.step()
+    return losses
+
+
+def test_a_late_rank_is_waited_for(ranks4: RankPool) -> None:
+    assert ranks4.run(late, 0.3) == ranks4.run(late, 0.0)
 
 
 def dense_clipped(rank: int, world_size: int, cell: Cell) -> float:

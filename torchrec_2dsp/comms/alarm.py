@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.breaking import described
+from torchrec_2dsp.comms.breaking import GRACE_S, described
 from torchrec_2dsp.comms.collectives import beside_kernels
 from torchrec_2dsp.comms.failure_detection import NoticeBoard, name_of
 from torchrec_2dsp.errors import ConfigError, RankError, TwoDError
@@ -159,13 +159,12 @@ class Alarm:
             One all-reduce of 8 bytes, waited for.
         """
         check = self.check(signal=Signal.OUTSIDE)
-        start, patience_s = time.monotonic(), _PATIENCE_S
-        while not check.work.is_completed():
-            time.sleep(1e-4)
-            if time.monotonic() > start + patience_s:
-                if self._is_left_behind():
-                    raise alone or self.board.explain()
-                patience_s *= 2
+        patience_s = _PATIENCE_S
+        while not _ends_within(check.work, patience_s):
+            # A rank that has gone on may have answered this one meanwhile.
+            if self._is_left_behind() and not _ends_within(check.work, GRACE_S):
+                raise alone or self.board.explain()
+            patience_s *= 2
         check.wait(alone)
 
     def _is_left_behind(self) -> bool:
@@ -175,6 +174,14 @@ class Alarm:
             notice.num_forwards > own.num_forwards or notice.backward_of in own.awaited
             for notice in self.board.ask()
         )
+
+
+def _ends_within(work: dist.Work, seconds: float) -> bool:
+    """Wait for a collective for a while; return whether it has ended."""
+    deadline = time.monotonic() + seconds
+    while not (has_ended := work.is_completed()) and time.monotonic() < deadline:
+        time.sleep(1e-4)
+    return has_ended
 
 
 _PATIENCE_S = 2.0

@@ -45,16 +45,11 @@ class Activity:
         """The lookup whose backward began last."""
         self.awaited: dict[str, int] = {}
         """The lookups whose backward hasn't begun, with the number of their forward."""
-        self.num_forwards = 0
-        """All models' training forwards so far, the running one included."""
+        self.num_forwards = self.num_modules = 0
+        """All models' training forwards, and sharded modules, since the last model was made."""
 
     def __str__(self) -> str:
         return f"at step {self.step}, {self.phase}"
-
-    def restart(self) -> None:
-        """Return to the time before the first step, for another model."""
-        self.step, self.phase = 0, _AT_START
-        self.awaited.clear()
 
     def begin(self, phase: str) -> None:
         """Record that ``phase`` runs from now on; its end isn't recorded."""

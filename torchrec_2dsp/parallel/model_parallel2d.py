@@ -23,7 +23,7 @@ from torchrec_2dsp._compat.shardings import renew_optimizer
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.comms.failure_detection import naming_faults
+from torchrec_2dsp.comms.failure_detection import Activity, NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
@@ -108,6 +108,8 @@ class ModelParallel2D(DMPCollection):
             a plan, one broadcast of it before.
         """
         sharders = get_default_sharders() if sharders is None else list(sharders)
+        # Ranks that have agreed count alike.
+        NoticeBoard.of(world_group()).activity = Activity()
         with agreeing(world_group()) as facts:
             device = torch.device(device or "cpu")
             check_can_start(module)
@@ -126,8 +128,7 @@ class ModelParallel2D(DMPCollection):
             facts["the sharders"] = repr([described(sharder) for sharder in sharders])
         groups = MeshGroups.for_mesh(plan.mesh, device.type, full_duplex=plan.full_duplex)
         self._device = device
-        self._pg = groups.world
-        self._global_rank = groups.rank
+        self._pg, self._global_rank = groups.world, groups.rank
         self._custom_all_reduce = self._sharded_relay_state = None
         self._use_sharded_relay = False
         self._default_ctx = _context(plan, groups)
@@ -154,7 +155,6 @@ class ModelParallel2D(DMPCollection):
         self._num_steps = 0
         self.explanation = explanation
         """The reasons for a plan that was searched by this call, on rank 0."""
-        groups.board.activity.restart()
 
     def explain(self) -> "Explanation":
         """Return the reasons for the plan, on rank 0: ``print(model.explain())``."""

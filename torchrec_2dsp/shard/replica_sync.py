@@ -1,6 +1,5 @@
 """`ReplicaSync` keeps a sharded module's copies equal; `OneUpdate` watches its updates."""
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -307,7 +306,8 @@ class LookupsInStep(Stage):
 
     def __init__(self, groups: MeshGroups, tables: Sequence[str]) -> None:
         self._groups = groups
-        self._number, self._num_lookups = next(_NUMBERS), 0
+        self._number, self._num_lookups = groups.board.activity.num_modules, 0
+        groups.board.activity.num_modules += 1
         self._tables = ", ".join(tables)
         self._was_training = False
 
@@ -330,8 +330,8 @@ class LookupsInStep(Stage):
         parts = [output] if isinstance(output, KeyedTensor) else output.values()
         if notes.is_training and any(part.values().requires_grad for part in parts):
             self._num_lookups += 1
-            notes.lookup = f"{self._number}/{self._num_lookups}"
             activity = self._groups.board.activity
+            notes.lookup = f"{self._number}/{self._num_lookups}/{activity.num_forwards}"
             activity.awaited[notes.lookup] = activity.num_forwards
             if len(activity.awaited) > _MOST_AWAITED:
                 del activity.awaited[next(iter(activity.awaited))]
@@ -367,8 +367,6 @@ class LookupsInStep(Stage):
         return [name for name in names if name.startswith(f"{self._number}/")]
 
 
-_NUMBERS = itertools.count()
-"""Numbers of modules, alike on all ranks, which make them in one order."""
 _MOST_AWAITED = 1_000
 """The most lookups to note, where no optimizer and no wrapper tells when a step ends."""
 

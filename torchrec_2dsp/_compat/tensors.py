@@ -54,6 +54,12 @@ def held_weakly(method: Callable[[T], None]) -> Callable[[T], None]:
     return call
 
 
+def has_gradient(leaf: Tensor) -> bool:
+    """Return whether a leaf has a gradient of its own; its class may show another tensor's."""
+    own: Any = Tensor.grad
+    return own.__get__(leaf) is not None
+
+
 def take_gradient(leaf: Tensor) -> Tensor | None:
     """Return a leaf's own gradient, and clear it; its class may show another tensor's."""
     own: Any = Tensor.grad

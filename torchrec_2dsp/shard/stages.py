@@ -36,7 +36,7 @@ from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.fbgemm import starts_of
 from torchrec_2dsp._compat.shardings import distributed_ahead
-from torchrec_2dsp._compat.tensors import held_weakly, take_gradient
+from torchrec_2dsp._compat.tensors import has_gradient, held_weakly, take_gradient
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, get_gradient_division
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Check
@@ -440,11 +440,11 @@ class StrayGradients(Stage):
         own = [weight.requires_grad_() for weight in weights if weight.is_leaf]
         for param in (*params, *own):
             if param.requires_grad:
-                # Before a loop can clear them. Gradients of lookups don't come here.
+                # Before a loop can clear them. A lookup's backward comes here without a gradient.
                 param.register_post_accumulate_grad_hook(held_weakly(self._note))
 
-    def _note(self, _: torch.Tensor) -> None:
-        for name, table in self._tables.items():
+    def _note(self, reached: torch.Tensor) -> None:
+        for name, table in self._tables.items() if has_gradient(reached) else ():
             weight = cast(torch.Tensor, table.weight)
             grad = take_gradient(weight) if weight.is_leaf else weight.grad
             if grad is not None and bool(grad.any()):

@@ -226,6 +226,12 @@ class NoticeBoard:
         return _BOARDS[world]
 
     @classmethod
+    def start_anew(cls, world: dist.ProcessGroup) -> None:
+        """Count steps from 0 again, for another model, if the world has a board."""
+        if world in _BOARDS:
+            _BOARDS[world].activity = Activity()
+
+    @classmethod
     def close_all(cls) -> bool:
         """Stop answering on all boards before the program ends; tell if NCCL's groups are broken.
 
@@ -355,8 +361,7 @@ class NoticeBoard:
     def _post_if_asked(self) -> bool:
         """Post this rank's notice if another rank asks for it; return whether one did."""
         alarm = int(self._store.get(_ALARMS))
-        is_asked = alarm > self._last_alarm
-        if is_asked:
+        if is_asked := alarm > self._last_alarm:
             self._last_alarm = alarm
             self._post()
         return is_asked

@@ -23,7 +23,7 @@ from torchrec_2dsp._compat.shardings import renew_optimizer
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.comms.failure_detection import Activity, NoticeBoard, naming_faults
+from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
@@ -109,7 +109,7 @@ class ModelParallel2D(DMPCollection):
         """
         sharders = get_default_sharders() if sharders is None else list(sharders)
         # Ranks that have agreed count alike.
-        NoticeBoard.of(world_group()).activity = Activity()
+        NoticeBoard.start_anew(world_group())
         with agreeing(world_group()) as facts:
             device = torch.device(device or "cpu")
             check_can_start(module)

@@ -126,6 +126,48 @@ def test_batches_accumulate_beside_frozen_tables(ranks4: RankPool) -> None:
         assert gap.worst < TOLERANCE
 
 
+def without_last(rank: int, world_size: int, cell: Cell, leaves_by: str) -> tuple[Gap, str]:
+    """Train no last batch; return the gap to the oracle, and the error of a step after a break."""
+    parallel, oracle = make_model(cell), make_oracle(cell)
+    optimizer, sizes, error = make_optimizer(parallel), (6,) * world_size, ""
+    for step in range(4):
+        batches = [
+            [batch_of(cell.spec, 0, sizes, 4, 3 * step + place, rank=other) for place in range(3)]
+            for other in range(world_size)
+        ]
+        optimizer.zero_grad()
+        for number, batch in enumerate(tdsp.accumulate(parallel, batches[rank])):
+            if number == 2 and leaves_by != "no backward":
+                if leaves_by == "break" and step == 3:
+                    break
+                continue
+            loss = local_loss(parallel(batch)) / 2
+            if number < 2:
+                loss.backward()
+        if leaves_by == "break" and step == 3:
+            error = error_text(parallel.sync, SyncError)
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        oracle.step([batch for own in batches for batch in own[:2]])
+    return compare(parallel, oracle), error
+
+
+@pytest.mark.parametrize("cell", [Cell(ONE, exchange="row"), Cell(TWO)], ids=str)
+@pytest.mark.parametrize("leaves_by", ["continue", "no backward"])
+def test_dense_gradients_are_added_up_without_a_last_backward(
+    ranks4: RankPool, cell: Cell, leaves_by: str
+) -> None:
+    for gap, _ in ranks4.run(without_last, cell, leaves_by):
+        assert gap.num_values > 0
+        assert gap.worst < TOLERANCE, gap
+
+
+def test_a_step_after_a_break_is_refused(ranks4: RankPool) -> None:
+    for _, error in ranks4.run(without_last, Cell(ONE, exchange="row"), "break"):
+        assert error.startswith("accumulate() was left before its last backward")
+
+
 def misuse(rank: int, world_size: int) -> list[str]:
     """Return the errors of calls that can't be right."""
     cell = Cell(ONE, "row_wise")

@@ -5,7 +5,8 @@ ranks' numbers are added. A run's first steps use the order of the parameters, l
 in which gradients arrived. A resumed run has to start with the latter to compute the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from torchrec.distributed.model_parallel import (
 )
 
 from torchrec_2dsp._compat.tensors import running_backward
-from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.errors import SyncError, UnsupportedError
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
 """The orders given to `start_in_order`, by which DDP numbers its parameters afterwards."""
@@ -245,6 +246,41 @@ def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def noting_backwards(ddps: Sequence[DistributedDataParallel], noted: set[str]) -> Iterator[None]:
+    """Note the dense parameters that backwards reach inside the context."""
+    with ExitStack() as hooks:
+        for ddp in ddps:
+            for name, param in ddp.named_parameters():
+                if param.requires_grad:
+                    note = partial(_note, noted, name)
+                    hooks.callback(param.register_post_accumulate_grad_hook(note).remove)
+        yield
+
+
+def _note(noted: set[str], name: str, _: torch.Tensor) -> None:
+    noted.add(name)
+
+
+@torch.no_grad()
+def reduce_late(ddp: DistributedDataParallel) -> None:
+    """Average gradients that were computed under `no_sync`, as the next backward would.
+
+    Collectives:
+        An all-reduce of each gradient.
+    """
+    if ddp._comm_hooks:
+        raise SyncError(
+            "no backward came for the last batch of accumulate(), whose hook would send the dense "
+            "gradients of the step; leave the step out on all ranks: call zero_grad()"
+        )
+    size = dist.get_world_size(ddp.process_group)
+    for param in ddp.parameters():
+        if param.requires_grad and param.grad is not None:
+            param.grad /= size
+            dist.all_reduce(param.grad, group=ddp.process_group)
 
 
 def has_synced(part: DistributedDataParallel) -> bool:

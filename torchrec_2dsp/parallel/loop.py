@@ -1,6 +1,6 @@
 """Helpers of a training loop: `accumulate`, `failing_together`, `HotSetRefresh`."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_2dsp._compat.ddp import has_synced
+from torchrec_2dsp._compat.ddp import has_synced, noting_backwards, reduce_late
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import BatchesInStep, agreeing
@@ -18,6 +18,7 @@ from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.shard.parted import groups_of, sharded_tables
+from torchrec_2dsp.shard.tables import Tables2D
 
 T = TypeVar("T")
 
@@ -49,7 +50,8 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
             the backward, or another call isn't over.
 
     Collectives:
-        An agreement of all ranks.
+        An agreement of all ranks; where no backward came for the last batch, an all-reduce of each
+        dense gradient.
     """
     batches = list(batches)
     tables = sharded_tables(model)
@@ -75,14 +77,39 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
                     stage.before_accumulating()
                 part.sync_point.hold()
             tables_held.callback(part.sync_point.release)
-        with ExitStack() as dense_held:
-            for ddp in model.modules():
-                # In its first backward DDP learns the graph; adding up each time gives the same.
-                if isinstance(ddp, DistributedDataParallel) and has_synced(ddp):
+        # In its first backward DDP learns the graph; adding up each time gives the same.
+        ddps = [
+            ddp
+            for ddp in (model.modules() if waiting else ())
+            if isinstance(ddp, DistributedDataParallel) and has_synced(ddp)
+        ]
+        reduced: set[str] = set()
+        try:
+            with ExitStack() as dense_held:
+                for ddp in ddps:
                     dense_held.enter_context(ddp.no_sync())
-            yield from waiting
-        # The lookup of the last batch would sync, too.
-        yield last
+                yield from waiting
+            # The lookup of the last batch would sync, too.
+            with noting_backwards(ddps, reduced):
+                yield last
+        except GeneratorExit:
+            for part in tables:
+                part.in_step.is_step_left = bool(ddps) and not reduced
+            raise
+    if ddps and not reduced:
+        _end_without_backward(tables, ddps)
+
+
+def _end_without_backward(
+    tables: Sequence[Tables2D], ddps: Sequence[DistributedDataParallel]
+) -> None:
+    """Add dense gradients up that the last batch's backward would, if no rank runs that."""
+    for part in tables:
+        part.in_step.end_step()
+    with naming_faults(tables[0].groups.board, "the end of accumulate()"):
+        tables[0].groups.alarm.step_outside()
+        for ddp in ddps:
+            reduce_late(ddp)
 
 
 class failing_together(AbstractContextManager["failing_together"]):

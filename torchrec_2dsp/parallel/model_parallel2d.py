@@ -297,7 +297,7 @@ class ModelParallel2D(DMPCollection):
             include_optimizer_state: must be true; weights and state are synced together.
 
         Collectives:
-            Those of the plan's sync config, for each sharded module.
+            Those of `LookupsInStep.end_step` and of the plan's sync config, for each module.
         """
         if not include_optimizer_state:
             raise UnsupportedError(
@@ -305,6 +305,8 @@ class ModelParallel2D(DMPCollection):
                 "drift apart; call sync()"
             )
         with naming_faults(self._groups.board, "sync()"):
+            for tables in self._tables:
+                tables.in_step.end_step()
             return self._reach(SyncReason.BACKWARD_OVER)
 
     def sync_now(self) -> SyncReport:

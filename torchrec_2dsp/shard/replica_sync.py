@@ -310,6 +310,8 @@ class LookupsInStep(Stage):
         groups.board.activity.num_modules += 1
         self._tables = ", ".join(tables)
         self._was_training = False
+        self.is_step_left = False
+        """True if `accumulate` was left before dense gradients were added up."""
 
     def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Agree that no backward comes for an earlier forward, and that an evaluation begins.
@@ -317,6 +319,7 @@ class LookupsInStep(Stage):
         Collectives:
             `Alarm.step_outside`'s, in either case.
         """
+        self.is_step_left = False
         activity = self._groups.board.activity
         if any(activity.awaited[name] < activity.num_forwards for name in self._awaited()):
             self.end_step()
@@ -346,9 +349,18 @@ class LookupsInStep(Stage):
     def end_step(self) -> None:
         """Agree that no backward comes for this module's lookups so far.
 
+        Raises:
+            SyncError: other ranks run one, or `accumulate` was left before the last one.
+
         Collectives:
             `Alarm.step_outside`'s, if this rank awaits a backward.
         """
+        if self.is_step_left:
+            raise SyncError(
+                "accumulate() was left before its last backward, so the dense gradients of this "
+                "step aren't added up over the ranks; let its loop end, or call zero_grad() "
+                "in place of sync() and step()"
+            )
         board, awaited = self._groups.board, self._awaited()
         if not awaited:
             return

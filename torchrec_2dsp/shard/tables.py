@@ -371,6 +371,7 @@ class SyncedOptimizer(CombinedOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Sync what is due, then hand the learning rate to the kernels."""
+        self._tables.in_step.is_step_left = False
         self._tables.one_update.stepped()
         self._tables.replicas.reach(SyncReason.BACKWARD_OVER)
         super().zero_grad(set_to_none)

@@ -194,6 +194,20 @@ ROW_WISE, WHOLE = "2d_row_wise", "2d_table_wise"
         (ROW_WISE, [(0, 0, 20, 2), (0, 2, 20, 2)], r"is row_wise, but a shard lacks columns"),
         (ROW_WISE, [(0, 0, 0, 4), (0, 0, 0, 4)], r"has 0 rows of 4 columns"),
         (ROW_WISE, [(0, 0, 20, 4)], r"row-wise with shards on ranks \[0\], but needs one on each"),
+        (ROW_WISE, [(0, 0, 14, 4), (14, 0, 6, 4)], r"14 rows from row 0 on where .* looks 10 up"),
+        (ROW_WISE, [(0, 0, 0, 4), (0, 0, 20, 4)], r"0 rows from row 0 on where .* looks 10 up"),
+        (ROW_WISE, [(10, 0, 10, 4), (0, 0, 10, 4)], r"from row 10 on where .* from row 0 on"),
+        (
+            "2d_table_row_wise",
+            [(0, 0, 12, 4), (12, 0, 8, 4)],
+            r"is table_row_wise, and a shard has 1",
+        ),
+        (
+            "2d_table_row_wise",
+            [(0, 0, 7, 4), (7, 0, 7, 4), (14, 0, 6, 4)],
+            r"on ranks \[0, 1, 0\], which don't follow one another",
+        ),
+        ("2d_grid_shard", [(0, 0, 9, 2), (9, 0, 11, 2), (0, 2, 20, 2)], r"9 rows from row 0 on"),
         ("2d_column_wise", [(0, 0, 20, 2), (0, 3, 20, 2)], r"columns 2..2 are in no shard"),
         ("2d_column_wise", [(0, 0, 10, 4), (10, 0, 10, 4)], r"column_wise, but a shard lacks rows"),
         (WHOLE, [(0, 0, 10, 4), (10, 0, 10, 4)], r"is table-wise and has 2 shards"),
@@ -207,6 +221,7 @@ def test_shards_cover_their_table_once(
     table = data["modules"]["ebc"]["t_row"]
     ranks = [index % 2 for index in range(len(shards))]
     table |= {"sharding_type": kind, "ranks": ranks, "hot_rows": None}
+    table |= {"exchange": "pooled", "owners": "block"}
     table["shards"] = [
         {
             "shard_offsets": [row, column],

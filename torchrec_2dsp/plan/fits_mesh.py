@@ -1,5 +1,6 @@
 """Checks that a plan's shards cover each table once, cut as its sharding type says."""
 
+import math
 from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import cast
@@ -53,6 +54,30 @@ def check_shards(
             f"table {where} is row-wise with shards on ranks {ranks}, but needs one on each of the "
             f"ranks 0..{group_size - 1}, in this order; {_REMEDY}"
         )
+
+
+def _check_blocks(where: str, kind: ShardingType, shards: Sequence[ShardMetadata]) -> None:
+    """Raise unless rows are in equal blocks, on ranks in order, as TorchRec looks them up."""
+    by_column: dict[int, list[ShardMetadata]] = {}
+    for shard in shards:
+        by_column.setdefault(shard.shard_offsets[1], []).append(shard)
+    for blocks in by_column.values():
+        rows = sum(shard.shard_sizes[0] for shard in blocks)
+        block = math.ceil(rows / len(blocks))
+        for start, shard in zip(range(0, block * len(blocks), block), blocks, strict=True):
+            size = max(0, min(block, rows - start))
+            if shard.shard_sizes[0] != size or (size and shard.shard_offsets[0] != start):
+                raise PlanError(
+                    f"table {where} is {kind.value}, and a shard has {shard.shard_sizes[0]} rows "
+                    f"from row {shard.shard_offsets[0]} on where TorchRec looks {size} up from row "
+                    f"{start} on; {_REMEDY}"
+                )
+        ranks = _ranks(blocks)
+        if ranks and ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+            raise PlanError(
+                f"table {where} is {kind.value} with rows on ranks {ranks}, which don't follow one "
+                f"another; {_REMEDY}"
+            )
 
 
 def _names_each_rank(ranks: Sequence[int], group_size: int) -> bool:
@@ -184,6 +209,8 @@ def _check_sharded(
             f"ranks 0..{mesh.group_size - 1}; make the plan for world_size={mesh.group_size}"
         )
     check_shards(where, kind.base, shards, mesh.group_size)
+    if table.owners is not RowOwners.HASH and kind.base not in _WHOLE_COLUMNS:
+        _check_blocks(where, kind.base, shards)
     if table.ranks is not None and list(table.ranks) != _ranks(shards):
         raise PlanError(
             f"table {where} names ranks {list(table.ranks)}, but its shards are on "

@@ -357,13 +357,15 @@ def test_tables_of_bags_and_sequences() -> None:
         (ParameterConstraints(pooling_factors=[3.0, 0.5]), 3.5),
         (ParameterConstraints(pooling_factors=[3.0]), 6.0),
         (ParameterConstraints(pooling_factors=[3.0, 0.5], num_poolings=[1.0, 2.0]), 4.0),
+        (ParameterConstraints(num_poolings=[2.0, 3.0]), 5.0),
+        (ParameterConstraints(pooling_factors=[3.0, 0.5], batch_sizes=[8, 2]), 6.25),
         (ParameterConstraints(sharding_types=["row_wise"]), 2.0),
     ],
 )
 def test_ids_per_sample_follow_pooling_factors(
     constraint: ParameterConstraints, ids: float
 ) -> None:
-    fitted = Workload.of_model(model(), batch_size=1, constraints={"t_item": constraint})
+    fitted = Workload.of_model(model(), batch_size=4, constraints={"t_item": constraint})
     assert fitted.table("t_item").ids_per_sample == ids
 
 
@@ -372,6 +374,7 @@ def test_ids_per_sample_follow_pooling_factors(
     [
         ("pooling_factors", ParameterConstraints(pooling_factors=[3.0, 1.0, 2.0])),
         ("num_poolings", ParameterConstraints(pooling_factors=[3.0], num_poolings=[1.0] * 3)),
+        ("batch_sizes", ParameterConstraints(batch_sizes=[1, 2, 3])),
     ],
 )
 def test_numbers_for_other_features_are_refused(

@@ -265,8 +265,11 @@ def test_a_mesh_without_a_calibration_runs_row_exchange(mesh: tdsp.Mesh2D) -> No
     """Each row is in a batch several times."""
     plan = planner_for(mesh, SLOW, batch_size=4_096).plan(bags(2, rows=4_000), SHARDERS)
     assert (plan.mesh, plan.sync) == (mesh, tdsp.GradientSync())
-    rows = {("2d_row_wise", "row"), ("2d_row_wise", "row_per_host")}
-    assert set(ways_in(plan).values()) <= rows
+    assert set(ways_in(plan).values()) <= {("2d_row_wise", way) for way in ("row", "row_per_host")}
+
+
+def on_t0(**fields: Any) -> dict[str, Any]:
+    return {"constraints": {"t0": ParameterConstraints(**fields)}}
 
 
 @pytest.mark.parametrize(
@@ -274,10 +277,11 @@ def test_a_mesh_without_a_calibration_runs_row_exchange(mesh: tdsp.Mesh2D) -> No
     [
         (
             {"access": skewed(), "workload": Workload(batch_size=1, tables={})},
-            "both workload and access are given",
+            "both workload and a",
         ),
+        (on_t0(sharding_types=[]), r"is allowed for table 't0': sharding_types=\[\], with a"),
         (
-            {"constraints": {"t0": ParameterConstraints(sharding_types=["grid_shard"])}},
+            on_t0(sharding_types=["grid_shard"]),
             r"nothing is allowed for table 't0': sharding_types=\['grid_shard'\], with a "
             "EmbeddingBagCollectionSharder2D on cpu",
         ),
@@ -286,10 +290,8 @@ def test_a_mesh_without_a_calibration_runs_row_exchange(mesh: tdsp.Mesh2D) -> No
             f"constraints name {re.escape(str([f't{n}' for n in range(len(ROWS), 9)]))}, and the "
             r"tables are \['t0', 't1', ",
         ),
-        (
-            {"constraints": {"t0": ParameterConstraints(pooling_factors=[-3.0])}},
-            r"constraints of table 't0': pooling_factors=\[-3.0\] has a number of ids below 0",
-        ),
+        (on_t0(pooling_factors=[-3.0]), r"table 't0': pooling_factors=\[-3.0\] has a number below"),
+        (on_t0(num_poolings=[np.nan]), r"of table 't0': num_poolings=\[nan\] has a number below"),
     ],
 )
 def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -> None:
@@ -343,7 +345,7 @@ def test_bandwidths_that_nobody_measured_are_warned_of(caplog: pytest.LogCapture
 
 def test_a_batch_of_nothing_is_refused() -> None:
     with pytest.raises(
-        tdsp.errors.ConfigError, match="batch_size=0 leaves nothing to do; use 1 or more"
+        tdsp.errors.ConfigError, match="batch_size=0 is no number of samples; use 1 or more"
     ):
         planner(batch_size=0)
 

@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import (
 from torchrec_2dsp._version import SHIPPED_CONFIGS
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.collectives import CalibrationPart, Call, Coefficients, CollectiveCost, Unit
-from torchrec_2dsp.errors import CalibrationError
+from torchrec_2dsp.errors import CalibrationError, ConfigError
 
 CALIBRATION_FORMAT = 3
 
@@ -254,6 +254,12 @@ class Calibration(CalibrationPart):
         """
         on_cpu = topology.compute_device == "cpu"
         memory = topology.ddr_mem_bw if on_cpu else topology.hbm_mem_bw
+        across = min(topology.intra_host_bw, topology.inter_host_bw)
+        if min(memory, topology.hbm_to_ddr_mem_bw, across) <= 0:
+            raise ConfigError(
+                "a Topology with a bandwidth of 0 moves nothing; give bytes per ms, of which "
+                "float('inf') is one"
+            )
         wire = CollectiveCost(
             base_s=0.0,
             per_peer_s=0.0,

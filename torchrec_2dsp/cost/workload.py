@@ -1,5 +1,6 @@
 """`Workload`: a step's work, whatever the plan; and the optimizer state of each row."""
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -359,9 +360,7 @@ class Workload:
     """The work with each table, by name."""
 
     dense: DenseWork = field(default_factory=DenseWork)
-
     id_maps: IdMapWork = field(default_factory=IdMapWork)
-
     forward_wire_bytes: float = 4
     """Bytes of a number in the output exchange; 2 with fp16 in ``QCommsConfig``."""
 
@@ -387,28 +386,26 @@ class Workload:
         Args:
             module: has `EmbeddingBagCollection` or `EmbeddingCollection` modules somewhere.
             batch_size: samples per rank and step.
-            constraints: whose pooling factors are the ids per bag, 1 without, and whose ``skew``
-                is a table's own.
+            constraints: whose pooling factors are the ids per bag, 1 without, times poolings and
+                batch sizes, if any; and whose ``skew`` is a table's own.
             access: row frequencies; also the ids per sample for tables without pooling factors.
             skew: the assumed skew of tables without row frequencies.
         """
         tables: dict[str, TableWork] = {}
         for part in module.modules():
-            if not isinstance(part, _COLLECTIONS):
-                continue
-            weights = part.named_parameters()
+            is_collection = isinstance(part, _COLLECTIONS)
+            weights = part.named_parameters() if is_collection else ()
             frozen = {name.split(".")[-2] for name, weight in weights if not weight.requires_grad}
-            for config in configs_of(part):
+            for config in configs_of(part) if is_collection else ():
                 constraint = (constraints or {}).get(config.name)
                 constrained = getattr(constraint, "skew", None)
                 tables[config.name] = replace(
-                    _table_work(config, constraint, access),
+                    _table_work(config, constraint, access, batch_size),
                     is_sequence=isinstance(part, EmbeddingCollectionInterface),
                     is_frozen=config.name in frozen,
                     skew=skew if constrained is None else constrained,
                 )
-        unknown = sorted(set(access or {}) - set(tables))
-        if unknown:
+        if unknown := sorted(set(access or {}) - set(tables)):
             raise ConfigError(
                 f"statistics of table {unknown[0]!r}, which the model doesn't have; it has "
                 f"{', '.join(tables) or 'no tables'}"
@@ -446,37 +443,40 @@ def _table_work(
     config: BaseEmbeddingConfig,
     constraint: ParameterConstraints | None,
     access: AccessStats | None,
+    batch_size: int,
 ) -> TableWork:
     counted = None if access is None else access.get(config.name)
-    num_features = len(config.feature_names)
     storage = getattr(constraint, "stored_as", RowStorage.PLAIN)
     dtype = data_type_to_dtype(config.data_type)
-    if constraint is not None and constraint.pooling_factors != [1.0]:
-        factors = _per_feature(config, "pooling_factors", constraint.pooling_factors)
-        poolings = _per_feature(config, "num_poolings", constraint.num_poolings or [1.0])
-        ids = sum(a * b for a, b in zip(factors, poolings, strict=True))
-    else:
-        ids = counted.lookups_per_sample if counted is not None else float(num_features)
+    ids = float(len(config.feature_names)) if counted is None else counted.lookups_per_sample
+    # Without factors, what was counted says it all.
+    if constraint is not None and (counted is None or constraint.pooling_factors != [1.0]):
+        ids = _constrained_ids(config, constraint, batch_size)
     return TableWork(
         name=config.name,
         num_rows=config.num_embeddings,
         dim=config.embedding_dim,
         ids_per_sample=ids,
-        num_features=num_features,
+        num_features=len(config.feature_names),
         element_bytes=storage.bytes_per_number(config.embedding_dim, dtype.itemsize),
         access=counted,
     )
 
 
-def _per_feature(config: BaseEmbeddingConfig, argument: str, values: list[float]) -> list[float]:
-    """Return a number for each feature of a table; a single one stands for all."""
-    num_features = len(config.feature_names)
-    if len(values) not in (1, num_features):
-        raise ConfigError(
-            f"constraints of table {config.name!r}: {argument} has {len(values)} numbers, and the "
-            f"table {num_features} features; give one for each, or one for all"
-        )
-    return values * num_features if len(values) == 1 else values
+def _constrained_ids(
+    config: BaseEmbeddingConfig, constraint: ParameterConstraints, batch_size: int
+) -> float:
+    """Return a table's ids per sample; a single number stands for all of its features."""
+    num_features, numbers = len(config.feature_names), []
+    for name, default in (("pooling_factors", 1), ("num_poolings", 1), ("batch_sizes", batch_size)):
+        values = getattr(constraint, name) or [default]
+        if len(values) not in (1, num_features):
+            raise ConfigError(
+                f"constraints of table {config.name!r}: {name} has {len(values)} numbers, and the "
+                f"table {num_features} features; give one for each, or one for all"
+            )
+        numbers.append(values * num_features if len(values) == 1 else values)
+    return sum(map(math.prod, zip(*numbers, strict=True))) / batch_size
 
 
 def optimizer_of(weight: Any, fused_params: Mapping[str, Any]) -> EmbOptimType | type[Optimizer]:

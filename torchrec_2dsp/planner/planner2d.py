@@ -405,8 +405,8 @@ def _refuse_parts_of_torchrec(parts: Mapping[str, Any]) -> None:
 
 def _checked_batch_size(batch_size: int | None) -> int:
     batch_size = BATCH_SIZE if batch_size is None else batch_size
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} leaves nothing to do; use 1 or more")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size!r} is no number of samples; use 1 or more")
     return batch_size
 
 

@@ -488,7 +488,7 @@ def _nothing_text(
     demanded = [
         f"{argument}={getattr(constraint, argument)}"
         for argument in ("sharding_types", "compute_kernels", "exchange", "transport", "hot_rows")
-        if getattr(constraint, argument, None)
+        if getattr(constraint, argument, None) not in (None, 0)
     ]
     return (
         f"nothing is allowed for table {name!r}: {', '.join(demanded) or 'no constraint'}, with "

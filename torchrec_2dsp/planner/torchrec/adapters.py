@@ -84,11 +84,13 @@ def base_constraints(
 ) -> dict[str, ParameterConstraints]:
     """Copy constraints with TorchRec's own type names; refuse other types and factors."""
     for name, constraint in (constraints or {}).items():
-        if not all(0 <= factor < math.inf for factor in constraint.pooling_factors):
-            raise ConfigError(
-                f"constraints of table {name!r}: pooling_factors={constraint.pooling_factors} has "
-                "a number of ids below 0 or without end; give the mean number per bag"
-            )
+        for argument in ("pooling_factors", "num_poolings", "batch_sizes"):
+            numbers = getattr(constraint, argument)
+            if not all(0 <= number < math.inf for number in numbers or ()):
+                raise ConfigError(
+                    f"constraints of table {name!r}: {argument}={numbers} has a number below 0 or "
+                    "without end; give means, one for each feature"
+                )
     return {
         name: replace(constraint, sharding_types=_base_names(name, constraint.sharding_types))
         for name, constraint in (constraints or {}).items()

@@ -269,7 +269,8 @@ class Explanation:
         placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in others]
         front = [
             (
-                f"{point.setting}, {point.ways or 'dealt evenly'}",
+                # Nobody has placed its shards; with few tables it may not be possible.
+                f"{', '.join(filter(None, (str(point.setting), point.ways)))}, if dealt evenly",
                 milliseconds(point.seconds),
                 _gigabytes(point.bytes_of_rank),
             )

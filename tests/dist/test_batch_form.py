@@ -150,6 +150,25 @@ def test_ranks_without_samples_need_no_weights(ranks4: RankPool) -> None:
         assert len(with_weights) == 3
 
 
+def losses_of_short_weights(rank: int, world_size: int, cell: Cell) -> list[list[float]]:
+    """Losses with weights in 16 bits, and with the same numbers in 32."""
+    batches = [step[rank] for step in make_stream(cell, 3)]
+    short = [with_parts(batch, weights=batch.weights().bfloat16()) for batch in batches]
+    long = [with_parts(batch, weights=batch.weights().float()) for batch in short]
+    models = shard(cell), shard(cell)
+    return [
+        plain_loop(model, make_optimizer(model), stream)
+        for model, stream in zip(models, (short, long), strict=True)
+    ]
+
+
+def test_short_weights_are_looked_up_in_fp32(ranks4: RankPool) -> None:
+    for sharding in ("table_wise", "row_wise"):
+        cell = replace(CELLS[2], sharding=sharding, exchange="pooled")
+        for short, long in ranks4.run(losses_of_short_weights, cell):
+            assert short == long
+
+
 class NotedBatches(EmptyBatches):
     """Notes how many samples the batches have that TorchRec gets."""
 

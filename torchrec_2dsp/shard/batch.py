@@ -144,12 +144,15 @@ class NumberTypes:
 
     @classmethod
     def of(cls, batch: KeyedJaggedTensor) -> "NumberTypes":
-        """Return a batch's types; other id types, which are refused, count as int32."""
+        """Return a batch's types; other id types, which are refused, count as int32.
+
+        FBGEMM sorts no weights in 16 bits.
+        """
         weights = batch.weights_or_none()
         return cls(
             ids=torch.int64 if batch.values().dtype == torch.int64 else torch.int32,
             lengths=torch.int64 if batch.lengths().dtype == torch.int64 else torch.int32,
-            weights=None if weights is None else weights.dtype,
+            weights=None if weights is None else torch.promote_types(weights.dtype, torch.float32),
         )
 
     def joined(self, other: "NumberTypes") -> "NumberTypes":

@@ -94,8 +94,9 @@ class ConvertedFile:
                 num_bytes = self._state.num_bytes - self.head.offset
                 self._num_chunks = max(1, math.ceil(num_bytes / section.block_bytes))
                 num_parts = math.ceil(self._num_chunks / self._chunks_per_part)
-        self._folder = _folder_of(section.prepared) / f"{Path(file).name}-{self._digest()}"
-        self.parts = tuple(self._folder / f"{part:04}.parquet" for part in range(num_parts))
+        self.folder = _folder_of(section.prepared) / f"{Path(file).name}-{self._digest()}"
+        """The folder for them, named after the file's state and how it is read."""
+        self.parts = tuple(self.folder / f"{part:04}.parquet" for part in range(num_parts))
         """The Parquet files, in row order."""
 
     @property
@@ -127,8 +128,8 @@ class ConvertedFile:
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.draft")
         tables = self._tables(advance) if self.head is None else self._text_tables(part, advance)
         with writing_prepared(path):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            _remove_stale_drafts(self._folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _remove_stale_drafts(self.folder)
         try:
             first = next(tables, None)
             with writing_prepared(path):

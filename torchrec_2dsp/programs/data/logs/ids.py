@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -362,33 +362,49 @@ class ValueCounter:
         return pa.table({"value": summed["value"], "count": summed["count_sum"]})
 
 
-def write_vocabulary(path: Path, table: pa.Table, rules: str, log: str = "") -> None:
+Origin = Mapping[str, str]
+"""What was counted: the "log", its "files" however they are read, and the "layout" by which they
+were; older files don't say all."""
+
+
+def write_vocabulary(path: Path, table: pa.Table, rules: str, origin: Origin | None = None) -> None:
     """Write a vocabulary.
 
     Args:
         path: the file.
         table: the column "value", and others that describe values, such as "count".
         rules: the selection rules, which must match when it is read.
-        log: the log whose values they are.
+        origin: the log whose values they are.
     """
     sink = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({"rules": rules, "log": log}), sink)
+    pq.write_table(table.replace_schema_metadata({"rules": rules, **(origin or {})}), sink)
     write_prepared(path, sink.getvalue().to_pybytes())
 
 
-def warn_of_other_logs(paths: Iterable[Path], log: str) -> None:
-    """Warn on rank 0 of vocabularies that hold another log's values; older files don't say."""
-    others = [
-        str(path)
-        for path in paths
-        if (pq.read_schema(path).metadata or {}).get(b"log", b"").decode() not in ("", log)
-    ]
+def vocabulary_origin(path: Path) -> dict[str, str]:
+    """Return a vocabulary's rules and origin; empty if it can't be read."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowException):
+        return {}
+    keys = ("rules", "log", "files", "layout")
+    return {key: metadata[key.encode()].decode() for key in keys if key.encode() in metadata}
+
+
+def is_read_otherwise(before: Origin, origin: Origin) -> bool:
+    """Return whether the same files were read by another layout."""
+    return before.get("files") == origin["files"] and before.get("layout") != origin["layout"]
+
+
+def warn_of_other_logs(origins: Mapping[str, Origin], log: str, consequence: str) -> None:
+    """Warn on rank 0 of what was made from another log."""
+    others = [name for name, origin in origins.items() if origin.get("log", "") not in ("", log)]
     if others and not (dist.is_initialized() and dist.get_rank()):
         logger.warning(
-            "%s: made from another log, whose values keep their rows; all others have row %d. To "
-            "count this log instead, delete what was made, or name another folder (prepared)",
+            "%s: made from another log, %s. To count this log instead, delete what was made, or "
+            "name another folder (prepared)",
             ", ".join(others),
-            UNKNOWN_ROW,
+            consequence,
         )
 
 

@@ -72,3 +72,19 @@ def test_what_an_earlier_version_prepared_is_taken_as_it_is(tmp_path: Path) -> N
     stored["x"] = {key: stored["x"][key] for key in ("rules", "mean", "std")}
     scales.write_text(json.dumps(stored))
     assert log_data(tmp_path, "prepared", RIGHT, **COUNTED).fingerprint == first.fingerprint
+
+
+def test_scales_of_other_configs_stay_and_another_log_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fingerprint(column: str) -> dict[str, str]:
+        keys = {**HASHED, "dense": [{"column": column, "scale": "measured"}]}
+        return log_data(tmp_path, "prepared", RIGHT, **keys).fingerprint
+
+    before = fingerprint("x")["scale of x"]
+    fingerprint("y")
+    assert json.loads((tmp_path / "prepared" / "scales.json").read_text()).keys() == {"x", "y"}
+    assert "another log" not in caplog.text
+    (tmp_path / "log.csv").write_text("0,u0,i1,1,1\n" * 9)
+    assert fingerprint("x")["scale of x"] == before
+    assert "scales.json ('x'): made from another log, and its values are scaled as" in caplog.text

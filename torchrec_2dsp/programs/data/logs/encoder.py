@@ -348,6 +348,11 @@ class Prepared:
             log["log"],
             f"whose values keep their rows; all others have row {UNKNOWN_ROW}",
         )
+        warn_of_other_logs(
+            {f"{self._folder / _SCALES} ({name!r})": stored[name] for name in self._dense},
+            log["log"],
+            "and its values are scaled as that log's",
+        )
         return prepared
 
     def read(self) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:

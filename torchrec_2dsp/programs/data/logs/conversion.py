@@ -283,8 +283,10 @@ def cut(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
 
 
 def check_names(file: str, names: Sequence[str], columns: Columns, remedy: str = "") -> None:
-    """Raise `ConfigError` unless a file has these columns."""
+    """Raise `ConfigError` unless a file has each of these columns once."""
     for name in columns:
+        if names.count(name) > 1:
+            raise ConfigError(f"{file} has two columns {name!r}; rename one")
         if name not in names:
             raise ConfigError(f"{file} has no column {name!r}; it has {', '.join(names)}{remedy}")
 

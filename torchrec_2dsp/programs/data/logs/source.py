@@ -185,12 +185,11 @@ class LogSource:
         """Open a Parquet file, with strings read as dictionaries."""
         at = file_system(path)
         schema = columnar_fragment(file, ds.ParquetFileFormat(), at).physical_schema
+        check_names(file, schema.names, self.columns)
         texts = [
             name
             for name, column in self.columns.items()
-            if column.kind is ColumnKind.TEXT
-            and name in schema.names
-            and _described(schema.field(name).type) == "text"
+            if column.kind is ColumnKind.TEXT and _described(schema.field(name).type) == "text"
         ]
         options = ds.ParquetReadOptions(dictionary_columns=texts)
         fragment = columnar_fragment(file, ds.ParquetFileFormat(read_options=options), at)
@@ -198,10 +197,9 @@ class LogSource:
         return fragment
 
     def _check(self, file: str, schema: pa.Schema) -> None:
-        """Raise `ConfigError` unless a file has the columns, with values of one kind."""
+        """Raise `ConfigError` unless a file's columns have values of one kind."""
         self._schemas[file] = schema
         first_file, first = next(iter(self._schemas.items()))
-        check_names(file, schema.names, self.columns)
         for name, column in self.columns.items():
             what, expected = (_described(part.field(name).type) for part in (schema, first))
             if what not in _ALLOWED[column.kind]:

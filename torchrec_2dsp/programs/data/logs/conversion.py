@@ -150,8 +150,10 @@ class ConvertedFile:
                 draft.unlink(missing_ok=True)
 
     def _digest(self) -> str:
+        # Files whose times have a pattern were converted without a check of their days.
+        has_days = any("%" in column.time_format for column in self._columns.values())
         facts = {
-            "version": _VERSION,
+            "version": _VERSION + has_days,
             "file": self.file if "://" in self.file else os.path.abspath(self.file),
             "state": self._state,
             "part_bytes": _PART_BYTES,

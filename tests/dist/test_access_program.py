@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -26,6 +27,7 @@ from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.access import AccessConfig, AccessResult, count_access
+from torchrec_2dsp.programs.cli.access import show_access
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
@@ -76,6 +78,13 @@ def sequences_are_counted(rank: int, world_size: int, config: AccessConfig) -> f
     return result.stats["t_item"].num_lookups
 
 
+def malformed_are_counted(rank: int, world_size: int, config: AccessConfig) -> tuple[int, str]:
+    result, _ = counted(config)
+    console = Console(record=True, width=200)
+    show_access(result, console)
+    return result.num_malformed, console.export_text()
+
+
 def malformed_part(rank: int, world_size: int, config: AccessConfig) -> str:
     """Count a log that is malformed only in one rank's part; return the error."""
     with pytest.raises(InputError) as caught:
@@ -115,6 +124,26 @@ def test_sequences(ranks2: RankPool, tmp_path: Path) -> None:
     model = SequenceModelConfig(num_negatives=6)
     with_negatives = config.model_copy(update={"model": model})
     assert ranks2.run(sequences_are_counted, with_negatives) == [45.0, 45.0]
+
+
+@pytest.mark.parametrize("by", ["last", "hash", "interactions"])
+def test_a_malformed_line_counts_once(ranks2: RankPool, tmp_path: Path, by: str) -> None:
+    if by == "interactions":
+        log = [(f"u{user}", f"i{item}", item) for user in range(5) for item in range(4)]
+        file = write_interactions(tmp_path / "a.inter", log)
+        data = InteractionsConfig(files=(str(file),), malformed_limit=9)
+    else:
+        file = write_log(tmp_path / "a.csv", ROWS)
+        held_out = {"by": by, "share": 0.1} | ({"column": "user"} if by == "hash" else {})
+        features = [{"name": "user", "encoding": "vocabulary"}]
+        keys = {"held_out": held_out, "features": features, "malformed_limit": 9, "block_bytes": 99}
+        data = table_config(file, prepared=str(tmp_path / "prepared"), **keys)
+    text = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*text[:4], "1\n", *text[4:13], "2\n", *text[13:]]))
+    for num_malformed, shown in ranks2.run(malformed_are_counted, AccessConfig(data=data)):
+        assert num_malformed == 2
+        if by == "interactions":
+            assert "Read 5 users of the log; 2 rows were malformed and replaced" in shown
 
 
 def test_errors_are_those_of_all_ranks(ranks2: RankPool, tmp_path: Path) -> None:

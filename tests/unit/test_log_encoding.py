@@ -36,6 +36,7 @@ from torchrec_2dsp.programs.data.logs.ids import (
     hash_texts,
     rows_of,
     texts_of,
+    times_of,
     values_behind,
 )
 from torchrec_2dsp.programs.data.logs.sections import AvazuConfig, CriteoConfig, TableConfig
@@ -323,6 +324,26 @@ def test_a_text_that_is_no_time_is_malformed(tmp_path: Path) -> None:
     data = table_config(tmp_path / "a.parquet", features=features, dense=[]).dataset()
     with pytest.raises(InputError, match=r"time is 'soon', which isn't a time \(iso\); set its"):
         whole_epoch(data, 1)
+
+
+@pytest.mark.parametrize(
+    ("time_format", "right", "wrong"),
+    [
+        ("%Y-%m-%d %H:%M", ["2014-02-28 23:59", "2016-2-29 0:00"], ["2014-02-29 00:00"]),
+        ("%d/%b/%y:%H%z", ["31/Jan/14:23-0500", "01/Feb/14:00+1400"], ["31/Apr/14:12+0000"]),
+        ("%FT%T", ["2014-12-31T00:00:00", "2014-05-01T23:59:60"], ["2014-06-31T00:00:00"]),
+        ("%%d %D", ["%d 02/28/14"], ["%d 02/30/14"]),
+        ("%Y-%m", ["2014-02"], []),
+        ("%d %b", ["29 Feb"], []),
+    ],
+)
+def test_days_that_a_month_lacks_are_no_times(
+    time_format: str, right: list[str], wrong: list[str]
+) -> None:
+    texts = pa.chunked_array([["", *right, *wrong]])
+    times, is_wrong = times_of(texts, time_format)
+    assert is_wrong.tolist() == [False] * (1 + len(right)) + [True] * len(wrong)
+    assert len(times) == len(texts)
 
 
 @needs_heads

@@ -242,6 +242,9 @@ def test_a_wrong_type_of_a_column_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table(table), file)
     with pytest.raises(ConfigError, match="column 'user' has double, and should have text, integ"):
         table_config(file).dataset()
+    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 5, [*table, "user"]), file)
+    with pytest.raises(ConfigError, match=r"a.parquet has two columns 'user'; rename one"):
+        table_config(file).dataset()
 
 
 @pytest.mark.parametrize("ending", ["parquet", "feather"])

@@ -77,6 +77,8 @@ def test_only_keeps_the_configs_order() -> None:
         ("runs.new.num_groups=4", ("runs", "new", "num_groups"), 4),
         ("data.features.0.num_rows=3", ("data", "features", 0, "num_rows"), 3),
         ("a.b=x=y", ("a", "b"), "x=y"),
+        ("a.b= x\t", ("a", "b"), "x"),
+        ("data.delimiter=\t", ("data", "delimiter"), "\t"),
     ],
 )
 def test_overrides_reach_their_key(override: str, path: tuple[Any, ...], value: Any) -> None:

@@ -4,7 +4,7 @@ Ranks read different blocks and sum their counts. Counters and statistics are in
 ``torchrec_2dsp.access``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,14 +65,17 @@ class AccessResult:
     """The counts by table."""
 
     num_samples: int
-    """The number of log rows that were read."""
+    """The number of log rows that were read; of interactions, the number of users."""
 
     num_malformed: int
-    """The number of malformed rows among them."""
+    """The number of malformed lines that were read."""
 
     collision_rates: Mapping[str, float | None]
     """The expected share of values that share their row with another value, by table in the model's
     order; `None` if ids aren't hashes."""
+
+    are_users: bool = False
+    """True if each sample is a user."""
 
 
 def count_access(
@@ -111,19 +114,21 @@ def count_access(
             if progress is not None:
                 progress("counting rows", num_rows, round(num_all / world_size))
     stats = counter.gather(group)
-    numbers: list[tuple[int, int]] = [(0, 0)] * world_size
-    dist.all_gather_object(numbers, (num_rows, len(data.malformed)), group=group)
+    parts: list[tuple[int, Set[tuple[str, int]]]] = [(0, set())] * world_size
+    # Ranks may read the same lines: rank 0 does so when it makes a vocabulary.
+    dist.all_gather_object(parts, (num_rows, data.malformed.lines), group=group)
     hashed = _hashed_features(config)
     return AccessResult(
         stats=stats,
-        num_samples=sum(rows for rows, _ in numbers),
-        num_malformed=sum(malformed for _, malformed in numbers),
+        num_samples=sum(rows for rows, _ in parts),
+        num_malformed=len(set().union(*(lines for _, lines in parts))),
         collision_rates={
             table.name: None
             if hashed.isdisjoint(table.feature_names)
             else _collision_rate(stats[table.name])
             for table in tables
         },
+        are_users=config.data.kind == "interactions",
     )
 
 

@@ -80,10 +80,11 @@ def show_access(result: "AccessResult", console: Console) -> None:
             ]
         )
     console.print(Table(["table", *headings], rows, words={"table"}))
+    samples, lines = ("users", "rows were") if result.are_users else ("rows", "were")
     console.print(
-        f"Read {result.num_samples:,} rows of the log; {result.num_malformed:,} were malformed and "
-        "replaced by neighbouring rows. Top 1 %: the share of lookups that goes to the most used "
-        "1 % of the used rows. Colliding values: the expected share of values that are hashed to "
-        "the row of another value; give the table more rows for fewer collisions.",
+        f"Read {result.num_samples:,} {samples} of the log; {result.num_malformed:,} {lines} "
+        "malformed and replaced by neighbouring rows. Top 1 %: the share of lookups that goes to "
+        "the most used 1 % of the used rows. Colliding values: the expected share of values that "
+        "are hashed to the row of another value; give the table more rows for fewer collisions.",
         highlight=False,
     )

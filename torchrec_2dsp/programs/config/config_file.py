@@ -241,7 +241,8 @@ def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "conf
 def overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
     """Copy ``tree`` with one ``key.sub=value`` applied; list items go by their index.
 
-    The value is TOML; anything else is a string.
+    The value is TOML; anything else is a string, without blanks around it unless it has
+    nothing else.
 
     Example:
         >>> from torchrec_2dsp.programs.config.config_file import overridden
@@ -255,7 +256,7 @@ def overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text.strip()
+        value = text.strip() or text
     return _with(dict(tree), parts, value, override)
 
 

@@ -94,8 +94,9 @@ class ConvertedFile:
                 num_bytes = self._state.num_bytes - self.head.offset
                 self._num_chunks = max(1, math.ceil(num_bytes / section.block_bytes))
                 num_parts = math.ceil(self._num_chunks / self._chunks_per_part)
-        self._folder = _folder_of(section.prepared) / f"{Path(file).name}-{self._digest()}"
-        self.parts = tuple(self._folder / f"{part:04}.parquet" for part in range(num_parts))
+        self.folder = _folder_of(section.prepared) / f"{Path(file).name}-{self._digest()}"
+        """The folder for them, named after the file's state and how it is read."""
+        self.parts = tuple(self.folder / f"{part:04}.parquet" for part in range(num_parts))
         """The Parquet files, in row order."""
 
     @property
@@ -127,8 +128,8 @@ class ConvertedFile:
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.draft")
         tables = self._tables(advance) if self.head is None else self._text_tables(part, advance)
         with writing_prepared(path):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            _remove_stale_drafts(self._folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _remove_stale_drafts(self.folder)
         try:
             first = next(tables, None)
             with writing_prepared(path):
@@ -149,8 +150,10 @@ class ConvertedFile:
                 draft.unlink(missing_ok=True)
 
     def _digest(self) -> str:
+        # Files whose times have a pattern were converted without a check of their days.
+        has_days = any("%" in column.time_format for column in self._columns.values())
         facts = {
-            "version": _VERSION,
+            "version": _VERSION + has_days,
             "file": self.file if "://" in self.file else os.path.abspath(self.file),
             "state": self._state,
             "part_bytes": _PART_BYTES,
@@ -282,8 +285,10 @@ def cut(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
 
 
 def check_names(file: str, names: Sequence[str], columns: Columns, remedy: str = "") -> None:
-    """Raise `ConfigError` unless a file has these columns."""
+    """Raise `ConfigError` unless a file has each of these columns once."""
     for name in columns:
+        if names.count(name) > 1:
+            raise ConfigError(f"{file} has two columns {name!r}; rename one")
         if name not in names:
             raise ConfigError(f"{file} has no column {name!r}; it has {', '.join(names)}{remedy}")
 

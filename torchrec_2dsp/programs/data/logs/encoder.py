@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,15 +24,19 @@ from torchrec_2dsp.programs.data.logs.ids import (
     MISSING,
     MISSING_ROW,
     NUM_RESERVED,
+    UNKNOWN_ROW,
+    Origin,
     ValueCounter,
     Vocabulary,
     encoded_texts,
     hash_texts,
+    is_read_otherwise,
     joined,
     read_vocabulary,
     rows_of,
     texts_of,
     times_of,
+    vocabulary_origin,
     warn_of_other_logs,
     write_vocabulary,
 )
@@ -280,8 +285,8 @@ class Moments:
 class Prepared:
     """A folder of vocabularies and scales.
 
-    Missing ones are built in one pass. Existing ones are reused, for other files too, so that ids
-    stay stable.
+    Missing ones are built in one pass, and so are those that the same files gave when they were
+    read by another layout. Others are reused, for other files too, so that ids stay stable.
     """
 
     def __init__(self, config: TableLayout) -> None:
@@ -304,27 +309,50 @@ class Prepared:
         self, source: LogSource, pieces: Sequence[LogPiece], progress: Progress | None = None
     ) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
         """Return the vocabularies by feature and the scales by column, built from training rows."""
-        log = f"{source.fingerprint}, {count_rows(pieces)} rows"
-        counters = {
-            name: ValueCounter() for name in self._features if not self._file(name).exists()
+        log = {
+            "log": f"{source.fingerprint}, {count_rows(pieces)} rows",
+            "files": source.digest,
         }
-        scales = self._read_scales()
-        moments = {name: Moments() for name in self._dense if name not in scales}
+        origins = {name: {**log, "layout": source.layout(name)} for name in source.columns}
+        counters = {
+            name: ValueCounter()
+            for name, feature in self._features.items()
+            if not self._file(name).exists() or self._is_stale(feature, origins[feature.source])
+        }
+        scales, stored = self._read_scales()
+        moments = {
+            name: Moments()
+            for name in self._dense
+            if name not in scales or is_read_otherwise(stored[name], origins[name])
+        }
         if counters or moments:
             self._pass(source, pieces, counters, moments, progress)
             for name, counter in counters.items():
                 feature = self._features[name]
                 table = counter.frequent(feature.min_count, max(feature.num_rows - NUM_RESERVED, 0))
-                write_vocabulary(self._file(name), table, _rules(feature), log)
-            scales |= {name: moment.scale(name) for name, moment in moments.items()}
+                write_vocabulary(self._file(name), table, _rules(feature), origins[feature.source])
         if moments:
-            content = {
-                name: {"rules": _dense_rules(self._dense[name]), **asdict(scale)}
-                for name, scale in scales.items()
+            stored |= {
+                name: {
+                    "rules": _dense_rules(self._dense[name]),
+                    **asdict(moment.scale(name)),
+                    **origins[name],
+                }
+                for name, moment in moments.items()
             }
-            write_prepared(self._folder / _SCALES, json.dumps(content, indent=2).encode())
+            write_prepared(self._folder / _SCALES, json.dumps(stored, indent=2).encode())
         prepared = self.read()
-        warn_of_other_logs(map(self._file, self._features), log)
+        files = [self._file(name) for name in self._features]
+        warn_of_other_logs(
+            {str(file): vocabulary_origin(file) for file in files},
+            log["log"],
+            f"whose values keep their rows; all others have row {UNKNOWN_ROW}",
+        )
+        warn_of_other_logs(
+            {f"{self._folder / _SCALES} ({name!r})": stored[name] for name in self._dense},
+            log["log"],
+            "and its values are scaled as that log's",
+        )
         return prepared
 
     def read(self) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
@@ -333,7 +361,7 @@ class Prepared:
         Raises:
             ConfigError: one is missing.
         """
-        scales = self._read_scales()
+        scales, _ = self._read_scales()
         missing = [
             *(self._file(name) for name in self._features if not self._file(name).exists()),
             *(f"the scale of {name}" for name in self._dense if name not in scales),
@@ -370,12 +398,18 @@ class Prepared:
     def _file(self, feature: str) -> Path:
         return self._folder / f"vocabulary_{feature}.parquet"
 
-    def _read_scales(self) -> dict[str, Scale]:
+    def _is_stale(self, feature: SparseColumn, origin: Origin) -> bool:
+        """Return whether the same files gave a vocabulary by another layout."""
+        before = vocabulary_origin(self._file(feature.name))
+        return before.get("rules") == _rules(feature) and is_read_otherwise(before, origin)
+
+    def _read_scales(self) -> tuple[dict[str, Scale], dict[str, Any]]:
+        """Return this config's scales, and all that is stored of any column."""
         path = self._folder / _SCALES
         if not self._dense or not path.exists():
-            return {}
+            return {}, {}
         try:
-            stored = json.loads(path.read_text())
+            stored = dict(json.loads(path.read_text()))
             scales = {}
             for name, column in self._dense.items():
                 if name in stored:
@@ -392,7 +426,7 @@ class Prepared:
             raise ConfigError(
                 f"{path} can't be read: {error}; delete it, and it is made again"
             ) from error
-        return scales
+        return scales, stored
 
 
 def _rules(feature: SparseColumn) -> str:

@@ -3,7 +3,8 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ Hashes = NDArray[np.uint64]
 
 TIMES = pa.timestamp("us")
 """The type of times in converted files."""
+
+_WITHOUT_DAY = {"d": "%V", "e": "%V", "F": "%Y-%m-%V", "D": "%m/%V/%y"}
+"""Parts of time formats without the day: a week's number is read, and changes no time."""
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +152,10 @@ def times_of(
     texts = pa.chunked_array([joined(column)]).cast(pa.string())
     texts = compute.if_else(compute.equal(texts, ""), pa.scalar(None, pa.string()), texts)
     if time_format != "iso":
-        times = compute.strptime(texts, format=time_format, unit="us", error_is_null=True)
-        times = times.cast(TIMES)
+        times = _parsed(texts, time_format)
+        has_no_day = _has_no_day(texts, times, time_format)
+        if has_no_day.any():
+            times = compute.if_else(pa.array(has_no_day), pa.scalar(None, TIMES), times)
     else:
         try:
             times = texts.cast(TIMES)
@@ -157,6 +163,32 @@ def times_of(
             times = pa.chunked_array([pa.array(map(_iso_time, texts.to_pylist()), TIMES)])
     is_wrong = np.asarray(times.is_null()) & np.asarray(texts.is_valid())
     return times, is_wrong
+
+
+def _parsed(texts: pa.ChunkedArray, time_format: str) -> pa.ChunkedArray:
+    times = compute.strptime(texts, format=time_format, unit="us", error_is_null=True)
+    return times.cast(TIMES)
+
+
+def _has_no_day(
+    texts: pa.ChunkedArray, times: pa.ChunkedArray, time_format: str
+) -> NDArray[np.bool_]:
+    """Return a mask of times such as 31 February, which strptime reads as a day in March.
+
+    The same texts, read without their day, are times on the first of their month.
+    """
+    without_day = re.sub("%(.)", lambda part: _WITHOUT_DAY.get(part[1], part[0]), time_format)
+    has_none = np.zeros(len(times), dtype=bool)
+    if without_day == time_format or not re.search("%[YyFD]", time_format):
+        return has_none
+    # Such times are on a month's first three days; in UTC, a day earlier or later.
+    days = compute.day(compute.add(times, np.timedelta64(1, "D").astype("timedelta64[us]")))
+    rows = np.flatnonzero(compute.less_equal(days, 5).fill_null(False))
+    first = _parsed(texts.take(pa.array(rows)), without_day).to_numpy()
+    months = (first + np.timedelta64(2, "D")).astype("datetime64[M]")
+    num_days = (months + 1).astype("datetime64[D]") - months.astype("datetime64[D]")
+    has_none[rows] = times.to_numpy()[rows] - first >= num_days
+    return has_none
 
 
 def _iso_time(text: str | None) -> datetime | None:
@@ -362,33 +394,49 @@ class ValueCounter:
         return pa.table({"value": summed["value"], "count": summed["count_sum"]})
 
 
-def write_vocabulary(path: Path, table: pa.Table, rules: str, log: str = "") -> None:
+Origin = Mapping[str, str]
+"""What was counted: the "log", its "files" however they are read, and the "layout" by which they
+were; older files don't say all."""
+
+
+def write_vocabulary(path: Path, table: pa.Table, rules: str, origin: Origin | None = None) -> None:
     """Write a vocabulary.
 
     Args:
         path: the file.
         table: the column "value", and others that describe values, such as "count".
         rules: the selection rules, which must match when it is read.
-        log: the log whose values they are.
+        origin: the log whose values they are.
     """
     sink = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({"rules": rules, "log": log}), sink)
+    pq.write_table(table.replace_schema_metadata({"rules": rules, **(origin or {})}), sink)
     write_prepared(path, sink.getvalue().to_pybytes())
 
 
-def warn_of_other_logs(paths: Iterable[Path], log: str) -> None:
-    """Warn on rank 0 of vocabularies that hold another log's values; older files don't say."""
-    others = [
-        str(path)
-        for path in paths
-        if (pq.read_schema(path).metadata or {}).get(b"log", b"").decode() not in ("", log)
-    ]
+def vocabulary_origin(path: Path) -> dict[str, str]:
+    """Return a vocabulary's rules and origin; empty if it can't be read."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowException):
+        return {}
+    keys = ("rules", "log", "files", "layout")
+    return {key: metadata[key.encode()].decode() for key in keys if key.encode() in metadata}
+
+
+def is_read_otherwise(before: Origin, origin: Origin) -> bool:
+    """Return whether the same files were read by another layout."""
+    return before.get("files") == origin["files"] and before.get("layout") != origin["layout"]
+
+
+def warn_of_other_logs(origins: Mapping[str, Origin], log: str, consequence: str) -> None:
+    """Warn on rank 0 of what was made from another log."""
+    others = [name for name, origin in origins.items() if origin.get("log", "") not in ("", log)]
     if others and not (dist.is_initialized() and dist.get_rank()):
         logger.warning(
-            "%s: made from another log, whose values keep their rows; all others have row %d. To "
-            "count this log instead, delete what was made, or name another folder (prepared)",
+            "%s: made from another log, %s. To count this log instead, delete what was made, or "
+            "name another folder (prepared)",
             ", ".join(others),
-            UNKNOWN_ROW,
+            consequence,
         )
 
 

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ class LogSource:
         self.fragments: list[ds.ParquetFileFragment] = []
         """The Parquet files."""
         self._schemas: dict[str, pa.Schema] = {}
+        self._config, self._converted = config, converted
         self.num_head_lines = {
             file: source.head.num_lines
             for file, source in converted.items()
@@ -183,12 +185,11 @@ class LogSource:
         """Open a Parquet file, with strings read as dictionaries."""
         at = file_system(path)
         schema = columnar_fragment(file, ds.ParquetFileFormat(), at).physical_schema
+        check_names(file, schema.names, self.columns)
         texts = [
             name
             for name, column in self.columns.items()
-            if column.kind is ColumnKind.TEXT
-            and name in schema.names
-            and _described(schema.field(name).type) == "text"
+            if column.kind is ColumnKind.TEXT and _described(schema.field(name).type) == "text"
         ]
         options = ds.ParquetReadOptions(dictionary_columns=texts)
         fragment = columnar_fragment(file, ds.ParquetFileFormat(read_options=options), at)
@@ -196,10 +197,9 @@ class LogSource:
         return fragment
 
     def _check(self, file: str, schema: pa.Schema) -> None:
-        """Raise `ConfigError` unless a file has the columns, with values of one kind."""
+        """Raise `ConfigError` unless a file's columns have values of one kind."""
         self._schemas[file] = schema
         first_file, first = next(iter(self._schemas.items()))
-        check_names(file, schema.names, self.columns)
         for name, column in self.columns.items():
             what, expected = (_described(part.field(name).type) for part in (schema, first))
             if what not in _ALLOWED[column.kind]:
@@ -229,11 +229,37 @@ class LogSource:
         lines = {}
         for number, (file, blocks) in enumerate(self._blocks_by_file().items(), 1):
             num_rows = sum(block.num_rows for block in blocks)
-            end = digest_of(np.frombuffer(end_of(file), dtype=np.uint8))
-            lines[f"file {number} ({os.path.basename(file)})"] = (
-                f"{num_rows} rows, {state_of(file).num_bytes} bytes that end with digest {end}"
-            )
+            name = f"file {number} ({os.path.basename(file)})"
+            lines[name] = f"{num_rows} rows, {self._contents[file]}"
         return lines
+
+    @cached_property
+    def _contents(self) -> dict[str, str]:
+        """Each file's size and end."""
+        contents = {}
+        for file in self._blocks_by_file():
+            end = digest_of(np.frombuffer(end_of(file), dtype=np.uint8))
+            contents[file] = f"{state_of(file).num_bytes} bytes that end with digest {end}"
+        return contents
+
+    @property
+    def digest(self) -> str:
+        """A short text that is another one for other files, and the same however they are read."""
+        text = "\n".join(self._contents.values())
+        return digest_of(np.frombuffer(text.encode(), dtype=np.uint8))
+
+    def layout(self, column: str) -> str:
+        """Describe how text files have a column, and how it is read; empty for other formats."""
+        heads = [source.head.names for source in self._converted.values() if source.head]
+        # Files mostly have it at one place.
+        places = dict.fromkeys(f"{names.index(column) + 1} of {len(names)}" for names in heads)
+        if not places:
+            return ""
+        kind, config = self.columns[column].kind, self._config
+        return (
+            f"value {', '.join(places)}, delimiter={config.delimiter!r}, quote={config.quote!r}, "
+            f"as {kind.value}"
+        )
 
     def _blocks_by_file(self) -> dict[str, list[LogBlock]]:
         groups = groupby(self.blocks, key=lambda block: block.file)
@@ -274,6 +300,8 @@ class LogSource:
                 f"{share} of {column!r} held out, in blocks of {sizes[0]} and {sizes[-1]} rows, "
                 f"{len(sizes)} blocks"
             )
+            if file in self._converted:
+                how += f", read as in {self._converted[file].folder.name}"
             key = f"{file if '://' in file else os.path.abspath(file)}: {how}"
             state = list(state_of(file))
             if cached.get(key, {}).get("file") != state:

@@ -389,10 +389,11 @@ class MalformedLines:
         """The most malformed lines allowed."""
         self.examples: list[MalformedLine] = []
         """The first malformed lines."""
-        self._lines: set[tuple[str, int]] = set()
+        self.lines: set[tuple[str, int]] = set()
+        """The file and the number of each."""
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self.lines)
 
     def add(self, file: str, line: int, reason: str, text: str) -> None:
         """Count a line, unless it was counted before.
@@ -400,12 +401,12 @@ class MalformedLines:
         Raises:
             InputError: there are more lines than the limit.
         """
-        if (file, line) in self._lines:
+        if (file, line) in self.lines:
             return
-        self._lines.add((file, line))
+        self.lines.add((file, line))
         if len(self.examples) < _MAX_EXAMPLES:
             self.examples.append(MalformedLine(file, line, reason, text))
-        if len(self._lines) > self.limit:
+        if len(self.lines) > self.limit:
             raise InputError(
                 f"more than malformed_limit={self.limit} lines can't be read; check the columns "
                 "and the delimiter, mend the file, or raise malformed_limit:\n  "

@@ -231,7 +231,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "model": (config_in(folder, runs=runs, model={"dim": 4}), "auto"),
         "two runs": (config_in(folder, runs=runs | {"other": {}}), older),
         "no folder": (config_with(WITHOUT_FOLDER, runs=runs), "auto"),
-        "no checkpoint": (config_in(folder / "empty", runs=runs), folder / "plain"),
+        "no checkpoint": (config_in(folder, runs=runs), folder / "plain/last"),
     }
     return {
         name: refusal(rank, world_size, config, resume=resume)
@@ -250,7 +250,7 @@ def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: 
         "model": "model.dim was 8 when the checkpoint was saved, and is 4 now",
         "two runs": "is a checkpoint of one run, and the config has plain, other; choose a run",
         "no folder": "--resume auto needs a folder of checkpoints; set checkpoint.folder",
-        "no checkpoint": "has no .metadata; give the folder of a finished save",
+        "no checkpoint": "plain/last is no finished checkpoint; give the folder of one, such as",
     }
     first, *others = ranks2.run(refusals, tmp_path)
     assert others == [first]

@@ -55,7 +55,8 @@ class Checkpoints:
         """Load the checkpoint that the run resumes from, and return its path, if there is one.
 
         Raises:
-            ConfigError: the run would write over newer checkpoints, or no folder is given.
+            ConfigError: the run would write over newer checkpoints, no folder is given, or the path
+                is no checkpoint.
 
         Collectives:
             Same as `latest_checkpoint` and `load_checkpoint`, and an agreement of all ranks.
@@ -82,6 +83,11 @@ class Checkpoints:
             return newest
         with agreeing(world_group()) as facts:
             facts["the checkpoint to resume from"] = str(resume)
+            if resume is not None and not (resume / ".metadata").exists():
+                raise ConfigError(
+                    f"--resume {resume} is no finished checkpoint; give the folder of one, such as "
+                    f"{newest or self._folder / _LAST / '1000'}, or use --resume auto"
+                )
             start = 0 if resume is None else _step_of(resume)
             if newest is not None and _step_of(newest) > start:
                 raise ConfigError(
@@ -204,6 +210,9 @@ _LATER = {
 """Keys that some checkpoints lack, and the values that they stand for; saved only otherwise."""
 
 
+_LENGTH = "loop.steps"
+"""The key for a run's length, saved with schedules that depend on it."""
+
 _RUN, _LOG = "run.", "the log's "
 """The beginnings of the keys for a run's own values, and of those that say what the data was; older
 checkpoints have none."""
@@ -264,7 +273,8 @@ class RunSettings:
             start for start in (_RUN, _LOG) if not any(key.startswith(start) for key in state)
         ]
         state = _compared(state)
-        for key in sorted(state.keys() | self._values.keys()):
+        # The schedule says whether the length is there, so another schedule is named first.
+        for key in sorted(state.keys() | self._values.keys(), key=lambda k: (k == _LENGTH, k)):
             unsaved = _LATER.get(key, "nothing")
             saved, now = (values.get(key, unsaved) for values in (state, self._values))
             if saved != now and not key.startswith(tuple(unsaid)):

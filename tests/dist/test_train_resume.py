@@ -259,6 +259,33 @@ def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: 
         assert text in first[name], name
 
 
+class SavesToo(TrainWatcher):
+    """Finishes another run's checkpoint of step 4 while this one trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "plain/last/4"
+
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        if progress.step == 3:
+            self._path.mkdir(parents=True)
+            (self._path / ".metadata").touch()
+
+
+def refused_beside_another(rank: int, world_size: int, config: TrainConfig) -> str:
+    watchers = [] if rank else [SavesToo(Path(config.checkpoint.folder))]
+    return refusal(rank, world_size, config, watchers=watchers)
+
+
+def test_a_checkpoint_that_another_run_has_saved_is_not_taken_for_this_ones(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    config = config_in(tmp_path, runs={"plain": {}})
+    for text in ranks2.run(refused_beside_another, config):
+        assert (
+            "plain/last/4 was saved by another run while this one trained, and one folder" in text
+        )
+
+
 def without_evaluation(
     rank: int, world_size: int, config: TrainConfig, log: TrainConfig
 ) -> tuple[str, str, Path | None]:

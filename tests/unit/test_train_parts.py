@@ -144,7 +144,10 @@ def test_settings_name_the_key_that_has_changed() -> None:
     for sections, key in (
         ({"data": {"seed": 3}}, "data.seed was 0 .* is 3 now"),
         ({"loop": {"accumulate": 2}}, "loop.accumulate was 1 .* is 2 now"),
-        ({"optimizer": {"schedule": {"kind": "cosine"}}}, "^optimizer.schedule.kind was .*constant"),
+        (
+            {"optimizer": {"schedule": {"kind": "cosine"}}},
+            "^optimizer.schedule.kind was .*constant",
+        ),
         ({"optimizer": {"schedule": {"warm_up": 2}}}, "optimizer.schedule.warm_up was 0 .* is 2"),
         ({"data": {"features": [{"name": "user", "num_rows": 9}]}}, "data.features.0.num_rows was"),
         ({"runs": {"split": SPLIT}}, "run.split_threshold was .*exact.* is .*laplace.* now"),

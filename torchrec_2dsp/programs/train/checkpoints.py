@@ -48,6 +48,8 @@ class Checkpoints:
         self._config, self._optimizer, self._state = config, optimizer, state
         self._folder = place_of(config.folder) / run if config.folder else None
         self._pending: PendingSave | None = None
+        self._saved: dict[str, int] = {}
+        self._start = 0
         self.every = config.every if config.folder else 0
         """Steps between checkpoints; 0 for none."""
 
@@ -64,6 +66,7 @@ class Checkpoints:
         path = self._first(resume)
         if path is not None:
             load_checkpoint(path, self._state.model, self._optimizer, train_state=self._state)
+            self._start = self._state.step
         return path
 
     def _first(self, resume: Resume) -> Place | None:
@@ -100,6 +103,9 @@ class Checkpoints:
     def save(self) -> None:
         """Save the newest checkpoint and drop the oldest; do nothing without a folder.
 
+        Raises:
+            ConfigError: another run saves to the same folder.
+
         Collectives:
             Same as `save_checkpoint`.
         """
@@ -117,11 +123,19 @@ class Checkpoints:
     def _save(self, kind: str, keep: int) -> None:
         if self._folder is None:
             return
-        folder = self._folder / kind
-        path = folder / str(self._state.step)
-        is_being_written = self._pending is not None and self._pending.folder == path
-        if is_being_written or latest_checkpoint(folder) == path:
-            return  # The last step saved one already, or the run resumed at its end.
+        folder, step = self._folder / kind, self._state.step
+        path = folder / str(step)
+        if self._saved.get(kind) == step:
+            return  # The last step saved one already.
+        newest = latest_checkpoint(folder)
+        if newest == path and step == self._start:
+            return  # The run resumed at its end.
+        if newest is not None and _step_of(newest) >= step:
+            raise ConfigError(
+                f"{newest} was saved by another run while this one trained, and one folder can't "
+                "keep the checkpoints of both; give each run its own checkpoint.folder"
+            )
+        self._saved[kind] = step
         self._pending = save_checkpoint(
             path,
             self._state.model,

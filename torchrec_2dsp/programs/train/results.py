@@ -22,7 +22,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.checkpoint.address import Place
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.programs.config.config_file import with_absolute_paths
+from torchrec_2dsp.programs.config.config_file import make_config, with_absolute_paths
 from torchrec_2dsp.programs.config.section import Section, reading, write_whole, writing
 from torchrec_2dsp.programs.launch import recorded_versions
 from torchrec_2dsp.programs.traces import RankSplit
@@ -146,6 +146,19 @@ class TrainWatcher:
         """Handle the end of all runs."""
 
 
+def _content_of(config: TrainConfig) -> dict[str, Any]:
+    """Return what a config's file contains."""
+    return tomllib.loads(tomli_w.dumps(with_absolute_paths(config)))
+
+
+def _content_now(earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return what this version would write for an earlier config, if it can read it."""
+    try:
+        return _content_of(make_config(TrainConfig, earlier))
+    except ConfigError:
+        return earlier
+
+
 class RunFolder(TrainWatcher):
     """Writes, on one rank, the config, each run's plan, and a record that grows run by run.
 
@@ -172,7 +185,7 @@ class RunFolder(TrainWatcher):
             raise ConfigError(
                 f"output.folder={str(folder)!r} can't be written to: {error.strerror}; use another"
             ) from error
-        self._content = tomllib.loads(tomli_w.dumps(with_absolute_paths(config)))
+        self._content = _content_of(config)
         self._others = self._take_others(self._content)
 
     def _take_others(self, content: dict[str, Any]) -> TrainRecord | None:
@@ -181,7 +194,7 @@ class RunFolder(TrainWatcher):
         if not path.exists():
             return None
         with reading(path, "a config"):
-            earlier = tomllib.loads(path.read_text())
+            earlier = _content_now(tomllib.loads(path.read_text()))
         others = {
             name: section
             for name, section in earlier.pop("runs", {}).items()

@@ -5,16 +5,19 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import tomli_w
 
 import torchrec_2dsp as tdsp
 from tests.support.run_folders import run_record, write_progress
 from tests.support.train_runs import config_with
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.programs.config.config_file import load_config
+from torchrec_2dsp.programs.config.config_file import load_config, with_absolute_paths
+from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import TrainRecord
-from torchrec_2dsp.programs.train.results import RunFolder
+from torchrec_2dsp.programs.train.results import RunFolder, RunResult
 from torchrec_2dsp.programs.train.sharded import PlannedRun
 
 PLAN = Plan2D({}, mesh=tdsp.Mesh2D(2, 2), sync=tdsp.GradientSync())
@@ -56,3 +59,47 @@ def test_a_folder_with_relative_paths_goes_on(
     written = load_config(TrainConfig, path)
     assert written.output.folder == os.path.abspath("out")
     assert [*written.runs] == ["second", "first"]
+
+
+def with_more_steps(config: TrainConfig) -> TrainConfig:
+    return config.model_copy(update={"loop": config.loop.model_copy(update={"steps": 99})})
+
+
+def finish(output: RunFolder, name: str) -> None:
+    figures = run_record(name).model_dump()
+    output.run_finished(RunResult(**figures, plan2d=PLAN, losses=(), train_loss=0.0))
+
+
+def test_another_config_takes_no_figures_of_an_earlier_one(
+    finished: TrainConfig, tmp_path: Path
+) -> None:
+    """Start both runs again with more steps, stop in the first one, twice; go on with one."""
+    more = with_more_steps(finished)
+    for _ in range(2):
+        begin(tmp_path, more, "first")
+        assert [*load_config(TrainConfig, tmp_path / "config.toml").runs] == ["first"]
+        with pytest.raises(ConfigError, match="no finished run, and no run has reported yet"):
+            RunContents.read(tmp_path)
+    write_progress(tmp_path / "first")
+    contents = RunContents.read(tmp_path)
+    assert [(run.name, run.record) for run in contents.runs] == [("first", None)]
+    assert contents.record is None
+
+    second = begin(tmp_path, more.only(["second"]), "second")
+    assert load_config(TrainConfig, tmp_path / "config.toml").runs.keys() == more.runs.keys()
+    finish(second, "second")
+    record = TrainRecord.load(tmp_path / "record.json")
+    assert [run.name for run in record.runs] == ["second"]
+    finish(begin(tmp_path, more.only(["first"]), "first"), "first")
+    record = TrainRecord.load(tmp_path / "record.json")
+    assert [run.name for run in record.runs] == ["second", "first"]
+    assert record.config["loop"]["steps"] == 99
+
+
+def test_a_folder_in_which_earlier_versions_mixed_configs_is_refused(
+    finished: TrainConfig, tmp_path: Path
+) -> None:
+    more = with_more_steps(finished)
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(with_absolute_paths(more)))
+    with pytest.raises(ConfigError, match="has the run 'second', which another config"):
+        RunFolder(tmp_path, more.only(["first"]))

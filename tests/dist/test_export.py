@@ -339,6 +339,22 @@ def test_scores_that_need_labels_are_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_diverged_model_is_refused_as_such(
+    served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    forward = OwnModel.forward
+
+    def diverged(self: OwnModel, batch: Batch) -> Any:
+        loss, (detached, logits, labels) = forward(self, batch)
+        return loss, (detached, logits * torch.nan, labels)
+
+    monkeypatch.setattr(OwnModel, "forward", diverged)
+    message = "32 of 32 scores of the trained model aren't finite"
+    with pytest.raises(ExportError, match=message), only_rank("export"):
+        export_model(served["own"][0], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_errors_of_the_models_of_the_package_stay_what_they_are() -> None:
     with pytest.raises(ZeroDivisionError), saying_what_stops(""):
         raise ZeroDivisionError

@@ -118,8 +118,9 @@ def test_runs_that_are_trained_one_by_one_share_a_folder(ranks2: RankPool, tmp_p
     anew = RunFolder(tmp_path, whole)
     assert load_config(TrainConfig, tmp_path / "config.toml") == config
     planned = PlannedRun(load(tmp_path / "first" / "plan.json"), tables={}, num_steps=9)
-    anew.run_planned("first", planned, whole)
-    assert load_config(TrainConfig, tmp_path / "config.toml") == whole
+    for runs in (["first"], ["first", "second"]):
+        anew.run_planned(runs[-1], planned, whole)
+        assert load_config(TrainConfig, tmp_path / "config.toml") == whole.only(runs)
 
 
 def start_twice(rank: int, world_size: int, config: TrainConfig) -> list[Any]:

@@ -231,7 +231,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "model": (config_in(folder, runs=runs, model={"dim": 4}), "auto"),
         "two runs": (config_in(folder, runs=runs | {"other": {}}), older),
         "no folder": (config_with(WITHOUT_FOLDER, runs=runs), "auto"),
-        "no checkpoint": (config_in(folder / "empty", runs=runs), folder / "plain"),
+        "no checkpoint": (config_in(folder, runs=runs), folder / "plain/last"),
     }
     return {
         name: refusal(rank, world_size, config, resume=resume)
@@ -250,13 +250,40 @@ def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: 
         "model": "model.dim was 8 when the checkpoint was saved, and is 4 now",
         "two runs": "is a checkpoint of one run, and the config has plain, other; choose a run",
         "no folder": "--resume auto needs a folder of checkpoints; set checkpoint.folder",
-        "no checkpoint": "has no .metadata; give the folder of a finished save",
+        "no checkpoint": "plain/last is no finished checkpoint; give the folder of one, such as",
     }
     first, *others = ranks2.run(refusals, tmp_path)
     assert others == [first]
     assert first.keys() == texts.keys()
     for name, text in texts.items():
         assert text in first[name], name
+
+
+class SavesToo(TrainWatcher):
+    """Finishes another run's checkpoint of step 4 while this one trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "plain/last/4"
+
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        if progress.step == 3:
+            self._path.mkdir(parents=True)
+            (self._path / ".metadata").touch()
+
+
+def refused_beside_another(rank: int, world_size: int, config: TrainConfig) -> str:
+    watchers = [] if rank else [SavesToo(Path(config.checkpoint.folder))]
+    return refusal(rank, world_size, config, watchers=watchers)
+
+
+def test_a_checkpoint_that_another_run_has_saved_is_not_taken_for_this_ones(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    config = config_in(tmp_path, runs={"plain": {}})
+    for text in ranks2.run(refused_beside_another, config):
+        assert (
+            "plain/last/4 was saved by another run while this one trained, and one folder" in text
+        )
 
 
 def without_evaluation(

@@ -22,6 +22,7 @@ from torchrec_2dsp.programs.config.config_file import (
     PathBesideConfig,
     PathsBesideConfig,
     load_config,
+    with_absolute_paths,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -187,3 +188,7 @@ def test_what_is_written_may_begin_at_home_and_stays_beside_the_process(
     assert load_config(Written, path).folder == "runs"
     assert load_config(Written, path, ["folder=~/runs"]).folder == "/home/me/runs"
     assert load_config(Written, path, ["folder="]).folder == ""
+    # A config that is written itself names the same folder, wherever it is read.
+    monkeypatch.chdir(tmp_path)
+    for folder, absolute in (("runs", f"{tmp_path}/runs"), ("s3://a/b", "s3://a/b"), ("", "")):
+        assert with_absolute_paths(Written(folder=folder)) == {"folder": absolute}

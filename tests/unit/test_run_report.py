@@ -203,7 +203,7 @@ def test_runs_that_are_not_over_show_what_they_have(tmp_path: Path) -> None:
 
 def test_the_first_run_has_a_page_before_there_is_a_record(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [], sections={"main": {"num_groups": 2}})
-    with pytest.raises(ConfigError, match=r"has no record\.json, and no run has reported yet"):
+    with pytest.raises(ConfigError, match=r"has no finished run, and no run has reported yet"):
         RunContents.read(folder)
     write_progress(folder / "main")
     page = page_of(folder)

@@ -36,14 +36,19 @@ from torchrec_2dsp.parallel.train_state.values import (
     stored_member,
     to_plain,
 )
-from torchrec_2dsp.programs.cli.train_display import TrainDisplay
+from torchrec_2dsp.programs.cli.train_display import TrainDisplay, progress_text
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.sections import RateSchedule
 from torchrec_2dsp.programs.models.optimizer import clip_
 from torchrec_2dsp.programs.train.checkpoints import RunHistory, RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import area_under_roc
-from torchrec_2dsp.programs.train.record import Evaluation, best_of, num_since_best
+from torchrec_2dsp.programs.train.record import (
+    Evaluation,
+    StepsTrained,
+    best_of,
+    num_since_best,
+)
 from torchrec_2dsp.programs.train.sharded import make_model
 
 
@@ -139,6 +144,10 @@ def test_settings_name_the_key_that_has_changed() -> None:
     for sections, key in (
         ({"data": {"seed": 3}}, "data.seed was 0 .* is 3 now"),
         ({"loop": {"accumulate": 2}}, "loop.accumulate was 1 .* is 2 now"),
+        (
+            {"optimizer": {"schedule": {"kind": "cosine"}}},
+            "^optimizer.schedule.kind was .*constant",
+        ),
         ({"optimizer": {"schedule": {"warm_up": 2}}}, "optimizer.schedule.warm_up was 0 .* is 2"),
         ({"data": {"features": [{"name": "user", "num_rows": 9}]}}, "data.features.0.num_rows was"),
         ({"runs": {"split": SPLIT}}, "run.split_threshold was .*exact.* is .*laplace.* now"),
@@ -197,6 +206,12 @@ def test_a_run_that_goes_on_says_where() -> None:
     shown = io.StringIO()
     TrainDisplay(Console(file=shown, width=80)).run_resumed("main", Path("saved/main/last/40"), 40)
     assert shown.getvalue() == "main: going on at step 40, from saved/main/last/40\n"
+
+
+def test_a_progress_line_has_the_loss_over_its_steps() -> None:
+    figures = {"step": 2, "seconds": 1.0, "table_lr": 0.1, "samples_per_s": 9.0}
+    progress = StepsTrained.of_losses([0.2, 0.6], 0.5, memory_bytes=(1,), **figures)
+    assert progress_text(progress, 4).startswith("loss 0.4000  NE 0.5771  ")
 
 
 def test_the_files_of_a_log_are_named_before_they_are_read() -> None:

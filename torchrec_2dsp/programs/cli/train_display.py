@@ -93,7 +93,7 @@ def progress_text(progress: StepsTrained, num_steps: int) -> str:
     per_step_s = (progress.seconds or 0.0) / len(progress.losses)
     minutes, seconds = divmod(round(per_step_s * (num_steps - progress.step)), 60)
     parts = [
-        f"loss {progress.losses[-1]:.4f}",
+        f"loss {progress.loss:.4f}",
         # Where all labels are equal, there is no entropy to compare with.
         *([] if math.isnan(progress.ne) else [f"NE {progress.ne:.4f}"]),
         f"lr {progress.table_lr:.3g}",

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError, ValidationInfo
 
 from torchrec_2dsp._version import SHIPPED_CONFIGS
 from torchrec_2dsp.errors import ConfigError
@@ -112,10 +112,22 @@ def _resolved(path: Any) -> Any:
     return os.path.normpath(path.folder / os.path.expanduser(path))
 
 
+_WRITTEN = "to a file"
+"""The validation context of a config that is written."""
+
+
+def _written_to(path: str, info: ValidationInfo) -> str:
+    """Return a path to write to; absolute in a config that is itself written to a file."""
+    path = os.path.expanduser(path)
+    return (
+        os.path.abspath(path) if info.context == _WRITTEN and path and "://" not in path else path
+    )
+
+
 PathBesideConfig = Annotated[str, BeforeValidator(_resolved), AfterValidator(os.path.expanduser)]
 """A path that a config file gives relative to itself; on the command line it is relative to the
 process. Empty for none."""
-OutputPath = Annotated[str, AfterValidator(os.path.expanduser)]
+OutputPath = Annotated[str, AfterValidator(_written_to)]
 """A path to write to, always relative to the process. Empty for none."""
 PathsBesideConfig = Annotated[
     tuple[PathBesideConfig, ...],
@@ -217,7 +229,8 @@ def _read(path: Path) -> dict[str, Any]:
 def with_absolute_paths(config: BaseModel) -> dict[str, Any]:
     """Return a config as plain data with absolute paths, without `None`, which TOML lacks."""
     tree = _with_folder(config.model_dump(mode="json", exclude_none=True), Path.cwd())
-    return type(config).model_validate(tree).model_dump(mode="json", exclude_none=True)
+    written = type(config).model_validate(tree, context=_WRITTEN)
+    return written.model_dump(mode="json", exclude_none=True)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torchrec_2dsp.programs.export.kinds import ServedModel, saying_what_stops, 
 from torchrec_2dsp.programs.export.quality import (
     ServedQuality,
     check_answers,
+    check_finite,
     check_loss,
     check_script,
     first_request,
@@ -91,7 +92,8 @@ def export_model(
         ConfigError: the folder is there already, or there are no held-out samples.
         CheckpointError: the checkpoint didn't finish, is damaged, or is another model's.
         UnsupportedError: the model is a user's own, and something in it can't be exported.
-        ExportError: the served model is worse than ``max_loss`` allows.
+        ExportError: the served model is worse than ``max_loss`` allows, or the trained model's
+            scores aren't finite.
     """
     check_output(output)
     config = source.config
@@ -137,6 +139,7 @@ def _written(
     served = served_model(model, config.model, dataset)
     held_out = dataset_for(config.model, dataset)
     trained = measure(model, served, held_out, config)
+    check_finite(trained.scores)
     table_bytes = sum(
         table.num_embeddings * table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         for table in tables_of(model)

@@ -92,6 +92,16 @@ def largest_difference(one_way: list[torch.Tensor], other_way: list[torch.Tensor
     return float((torch.cat(one_way) - torch.cat(other_way)).abs().max())
 
 
+def check_finite(scores: list[torch.Tensor]) -> None:
+    """Raise `ExportError` if a trained model's scores aren't finite."""
+    if num_others := sum(int((~part.isfinite()).sum()) for part in scores):
+        raise ExportError(
+            f"{num_others} of {sum(part.numel() for part in scores)} scores of the trained model "
+            "aren't finite, so it diverged; export an earlier checkpoint, or train "
+            "with a lower learning rate"
+        )
+
+
 def check_answers(
     answers: Callable[..., Answer], module: nn.Module, request: Request, num_features: int
 ) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from torchrec_2dsp.programs.bench.results import BenchResult
 from torchrec_2dsp.programs.config.section import JsonFile, Section
 from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.programs.train.record import (
+    PROGRESS_FILE,
     Evaluation,
     RunRecord,
     StepsTrained,
@@ -255,10 +256,12 @@ class RunContents:
             _read_run(folder / name, section, None if record is None else record.find(name))
             for name, section in config["runs"].items()
         )
+        if not any(part.record for part in parts):
+            record = None  # All its runs are being trained again.
         if record is None and not any(part.curve or part.evaluations for part in parts):
             raise ConfigError(
-                f"{folder} has no {_RECORD}, and no run has reported yet; {_REMEDY}, once it has "
-                "trained loop.report_every steps"
+                f"{folder} has no finished run, and no run has reported yet; {_REMEDY}, once it "
+                "has trained loop.report_every steps"
             )
         benches = tuple(_read_benches(folder))
         return cls(
@@ -323,7 +326,8 @@ def _read_benches(folder: Path) -> Iterator[BenchResult]:
 def _read_run(folder: Path, section: Mapping[str, Any], record: RunRecord | None) -> RunPart:
     """Read a run's own folder; its record counts unless the run is being trained again."""
     progress = read_progress(folder)
-    if progress and not progress[-1].is_over:
+    is_over = progress[-1].is_over if progress else not (folder / PROGRESS_FILE).exists()
+    if not is_over:
         record = None
     explanation, plan = folder / "explanation.txt", folder / "plan.json"
     points = tuple(line.point for line in progress if line.point is not None)

@@ -48,6 +48,8 @@ class Checkpoints:
         self._config, self._optimizer, self._state = config, optimizer, state
         self._folder = place_of(config.folder) / run if config.folder else None
         self._pending: PendingSave | None = None
+        self._saved: dict[str, int] = {}
+        self._start = 0
         self.every = config.every if config.folder else 0
         """Steps between checkpoints; 0 for none."""
 
@@ -55,7 +57,8 @@ class Checkpoints:
         """Load the checkpoint that the run resumes from, and return its path, if there is one.
 
         Raises:
-            ConfigError: the run would write over newer checkpoints, or no folder is given.
+            ConfigError: the run would write over newer checkpoints, no folder is given, or the path
+                is no checkpoint.
 
         Collectives:
             Same as `latest_checkpoint` and `load_checkpoint`, and an agreement of all ranks.
@@ -63,6 +66,7 @@ class Checkpoints:
         path = self._first(resume)
         if path is not None:
             load_checkpoint(path, self._state.model, self._optimizer, train_state=self._state)
+            self._start = self._state.step
         return path
 
     def _first(self, resume: Resume) -> Place | None:
@@ -82,6 +86,11 @@ class Checkpoints:
             return newest
         with agreeing(world_group()) as facts:
             facts["the checkpoint to resume from"] = str(resume)
+            if resume is not None and not (resume / ".metadata").exists():
+                raise ConfigError(
+                    f"--resume {resume} is no finished checkpoint; give the folder of one, such as "
+                    f"{newest or self._folder / _LAST / '1000'}, or use --resume auto"
+                )
             start = 0 if resume is None else _step_of(resume)
             if newest is not None and _step_of(newest) > start:
                 raise ConfigError(
@@ -93,6 +102,9 @@ class Checkpoints:
 
     def save(self) -> None:
         """Save the newest checkpoint and drop the oldest; do nothing without a folder.
+
+        Raises:
+            ConfigError: another run saves to the same folder.
 
         Collectives:
             Same as `save_checkpoint`.
@@ -111,11 +123,19 @@ class Checkpoints:
     def _save(self, kind: str, keep: int) -> None:
         if self._folder is None:
             return
-        folder = self._folder / kind
-        path = folder / str(self._state.step)
-        is_being_written = self._pending is not None and self._pending.folder == path
-        if is_being_written or latest_checkpoint(folder) == path:
-            return  # The last step saved one already, or the run resumed at its end.
+        folder, step = self._folder / kind, self._state.step
+        path = folder / str(step)
+        if self._saved.get(kind) == step:
+            return  # The last step saved one already.
+        newest = latest_checkpoint(folder)
+        if newest == path and step == self._start:
+            return  # The run resumed at its end.
+        if newest is not None and _step_of(newest) >= step:
+            raise ConfigError(
+                f"{newest} was saved by another run while this one trained, and one folder can't "
+                "keep the checkpoints of both; give each run its own checkpoint.folder"
+            )
+        self._saved[kind] = step
         self._pending = save_checkpoint(
             path,
             self._state.model,
@@ -204,6 +224,9 @@ _LATER = {
 """Keys that some checkpoints lack, and the values that they stand for; saved only otherwise."""
 
 
+_LENGTH = "loop.steps"
+"""The key for a run's length, saved with schedules that depend on it."""
+
 _RUN, _LOG = "run.", "the log's "
 """The beginnings of the keys for a run's own values, and of those that say what the data was; older
 checkpoints have none."""
@@ -264,7 +287,8 @@ class RunSettings:
             start for start in (_RUN, _LOG) if not any(key.startswith(start) for key in state)
         ]
         state = _compared(state)
-        for key in sorted(state.keys() | self._values.keys()):
+        # The schedule says whether the length is there, so another schedule is named first.
+        for key in sorted(state.keys() | self._values.keys(), key=lambda k: (k == _LENGTH, k)):
             unsaved = _LATER.get(key, "nothing")
             saved, now = (values.get(key, unsaved) for values in (state, self._values))
             if saved != now and not key.startswith(tuple(unsaid)):

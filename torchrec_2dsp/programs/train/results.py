@@ -22,7 +22,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.checkpoint.address import Place
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.programs.config.config_file import with_absolute_paths
+from torchrec_2dsp.programs.config.config_file import make_config, with_absolute_paths
 from torchrec_2dsp.programs.config.section import Section, reading, write_whole, writing
 from torchrec_2dsp.programs.launch import recorded_versions
 from torchrec_2dsp.programs.traces import RankSplit
@@ -146,10 +146,28 @@ class TrainWatcher:
         """Handle the end of all runs."""
 
 
+_TRAINED = ("model", "optimizer", "loop")
+"""Sections that tell the config of a record from another, and that name no files to read."""
+
+
+def _content_of(config: TrainConfig) -> dict[str, Any]:
+    """Return what a config's file contains."""
+    return tomllib.loads(tomli_w.dumps(with_absolute_paths(config)))
+
+
+def _content_now(earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return what this version would write for an earlier config, if it can read it."""
+    try:
+        return _content_of(make_config(TrainConfig, earlier))
+    except ConfigError:
+        return earlier
+
+
 class RunFolder(TrainWatcher):
     """Writes, on one rank, the config, each run's plan, and a record that grows run by run.
 
-    - ``config.toml``: the resolved config, with absolute paths;
+    - ``config.toml``: the resolved config, with absolute paths; a run of which another config has
+      left files is in it once it begins;
     - ``record.json``: a `TrainRecord` with the finished runs;
     - ``<run>/plan.json`` and, after a search by cost, ``<run>/explanation.txt``;
     - ``<run>/progress.jsonl``: a run's curve and traced steps, also while it trains.
@@ -172,7 +190,8 @@ class RunFolder(TrainWatcher):
             raise ConfigError(
                 f"output.folder={str(folder)!r} can't be written to: {error.strerror}; use another"
             ) from error
-        self._content = tomllib.loads(tomli_w.dumps(with_absolute_paths(config)))
+        self._content = _content_of(config)
+        self._older: set[str] = set()
         self._others = self._take_others(self._content)
 
     def _take_others(self, content: dict[str, Any]) -> TrainRecord | None:
@@ -181,19 +200,30 @@ class RunFolder(TrainWatcher):
         if not path.exists():
             return None
         with reading(path, "a config"):
-            earlier = tomllib.loads(path.read_text())
-        others = {
-            name: section
-            for name, section in earlier.pop("runs", {}).items()
-            if name not in content["runs"] and read_progress(self._folder / name)
+            earlier = _content_now(tomllib.loads(path.read_text()))
+        runs, rest = earlier.pop("runs", {}), {k: v for k, v in content.items() if k != "runs"}
+        progress = {
+            name: lines
+            for name in runs
+            if name not in content["runs"] and (lines := read_progress(self._folder / name))
         }
-        if others and earlier != {key: part for key, part in content.items() if key != "runs"}:
-            raise self._error(next(iter(others)))
-        content["runs"] = {**others, **content["runs"]}
-        if not others or not record.exists():
+        if progress and earlier != rest:
+            raise self._error(next(iter(progress)))
+        self._older = {
+            name
+            for name, section in content["runs"].items()
+            if (earlier, runs.get(name)) != (rest, section) and (self._folder / name).is_dir()
+        }
+        content["runs"] = {**{name: runs[name] for name in progress}, **content["runs"]}
+        over = {name for name, lines in progress.items() if lines[-1].is_over}
+        if not over or not record.exists():
             return None
         whole = TrainRecord.load(record)
-        finished = [run.name for run in whole.runs if run.name in others]
+        finished = [run.name for run in whole.runs if run.name in over]
+        recorded = _content_now(whole.config)
+        # Earlier versions left the record of one config beside another.
+        if finished and any(recorded.get(key) != content[key] for key in _TRAINED):
+            raise self._error(finished[0])
         return whole.only(finished) if finished else None
 
     def _error(self, name: str) -> ConfigError:
@@ -207,7 +237,9 @@ class RunFolder(TrainWatcher):
         world_size = planned.plan.mesh.world_size
         if self._others and self._others.world_size != world_size:
             raise self._error(self._others.runs[0].name)
-        write_whole(self._folder / "config.toml", tomli_w.dumps(self._content))
+        self._older.discard(name)
+        runs = {run: part for run, part in self._content["runs"].items() if run not in self._older}
+        write_whole(self._folder / "config.toml", tomli_w.dumps({**self._content, "runs": runs}))
         folder = self._folder / name
         with writing(folder):
             folder.mkdir(exist_ok=True)

@@ -293,7 +293,11 @@ def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> TensorFuture:
 
 
 def done(values: torch.Tensor) -> TensorFuture:
-    """Return values as a future that is done, for DDP's hooks."""
+    """Return values as a future that is done, for DDP's hooks.
+
+    DDP reads from the start of their memory, wherever in it they are.
+    """
+    values = values.clone() if values.storage_offset() else values
     future: TensorFuture = torch.futures.Future(devices=[values.device] if values.is_cuda else None)
     future.set_result(values)
     return future

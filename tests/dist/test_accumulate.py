@@ -5,6 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
@@ -25,6 +28,7 @@ from tests.support.parity import (
     shard,
 )
 from tests.support.ranks import RankPool, error_text
+from torchrec_2dsp._compat.ddp import reduce_late
 from torchrec_2dsp._compat.fbgemm import iteration_of
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.errors import ConfigError, SyncError
@@ -162,6 +166,23 @@ def test_dense_gradients_are_added_up_without_a_last_backward(
     for gap, _ in ranks4.run(without_last, cell, leaves_by):
         assert gap.num_values > 0
         assert gap.worst < TOLERANCE, gap
+
+
+def reduced_late(rank: int, world_size: int) -> tuple[float, float]:
+    """Return a gradient that DDP reduces, and one that it ignores."""
+    module = nn.ModuleDict({"reduced": nn.Linear(1, 1), "ignored": nn.Linear(1, 1)})
+    ignored = [f"ignored.{name}" for name in ("weight", "bias")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    ddp = DistributedDataParallel(module)
+    gradients = [torch.full_like(param, rank) for param in module.parameters()]
+    for param, gradient in zip(module.parameters(), gradients, strict=True):
+        param.grad = gradient
+    reduce_late(ddp)
+    return gradients[0].sum().item(), gradients[-1].sum().item()
+
+
+def test_parameters_that_ddp_ignores_keep_their_own_gradients(ranks2: RankPool) -> None:
+    assert ranks2.run(reduced_late) == [(0.5, 0.0), (0.5, 1.0)]
 
 
 def test_a_step_after_a_break_is_refused(ranks4: RankPool) -> None:

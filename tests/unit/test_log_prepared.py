@@ -1,4 +1,4 @@
-"""What is prepared is used again for the same reading of a log, and made anew for another."""
+"""Prepared vocabularies, scales and counts: used again, or made anew for another layout."""
 
 import json
 from pathlib import Path

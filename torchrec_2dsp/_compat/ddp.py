@@ -126,6 +126,15 @@ def data_parallel_wrapper(model: nn.Module) -> DataParallelWrapper | None:
     return getattr(model, "_data_parallel_wrapper", None)
 
 
+def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """Return the parameters whose gradients DDP reduces, by name."""
+    return {
+        name: param
+        for name, param in ddp.module.named_parameters()
+        if param.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
 def refuse_unreduced(model: DistributedModelParallel) -> None:
     """Raise where a model's DDP, if it has one, would let ranks go apart without a word."""
     ddp = data_parallel_module(model)
@@ -201,9 +210,8 @@ def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:
         _at_end_of_backward(partial(check, running_backward()))
 
     hooks.append(ddp.register_forward_hook(watch))
-    for name, param in ddp.module.named_parameters():
-        if param.requires_grad and name not in ddp.parameters_to_ignore:
-            hooks.append(param.register_post_accumulate_grad_hook(queue))
+    for param in ddp_params(ddp).values():
+        hooks.append(param.register_post_accumulate_grad_hook(queue))
 
 
 def _refuse_another_graph(ddp: DistributedDataParallel) -> None:
@@ -253,10 +261,9 @@ def noting_backwards(ddps: Sequence[DistributedDataParallel], noted: set[str]) -
     """Note the dense parameters that backwards reach inside the context."""
     with ExitStack() as hooks:
         for ddp in ddps:
-            for name, param in ddp.named_parameters():
-                if param.requires_grad:
-                    note = partial(_note, noted, name)
-                    hooks.callback(param.register_post_accumulate_grad_hook(note).remove)
+            for name, param in ddp_params(ddp).items():
+                note = partial(_note, noted, name)
+                hooks.callback(param.register_post_accumulate_grad_hook(note).remove)
         yield
 
 
@@ -277,8 +284,8 @@ def reduce_late(ddp: DistributedDataParallel) -> None:
             "gradients of the step; leave the step out on all ranks: call zero_grad()"
         )
     size = dist.get_world_size(ddp.process_group)
-    for param in ddp.parameters():
-        if param.requires_grad and param.grad is not None:
+    for param in ddp_params(ddp).values():
+        if param.grad is not None:
             param.grad /= size
             dist.all_reduce(param.grad, group=ddp.process_group)
 

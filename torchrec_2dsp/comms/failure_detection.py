@@ -182,7 +182,7 @@ ANSWER_S = 2.0
 _LOOK_S = 0.5
 """The interval at which a rank looks for questions."""
 _LISTEN_S, _NUM_LISTENS = 0.1, 300
-"""The same interval once a rank has asked, and how often."""
+"""The interval once a rank has asked, and the looks before it is `_LOOK_S` again."""
 _STEPS_APART = 2
 """The most steps by which a rank can be ahead of a failed one."""
 _PREFIX = "torchrec_2dsp/"

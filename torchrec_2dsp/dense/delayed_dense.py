@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+from torchrec_2dsp._compat.ddp import ddp_params
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.groups import own_group
-from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, ddp_params, have_gradients
+from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, have_gradients
 from torchrec_2dsp.dense.gradient_sums import (
     GradientReport,
     TensorFuture,

@@ -20,6 +20,7 @@ from torchrec_2dsp._compat.ddp import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
     data_parallel_module,
+    ddp_params,
     wrapped_module,
 )
 from torchrec_2dsp._compat.tensors import held_weakly
@@ -160,15 +161,6 @@ class HookedDDP(DataParallelWrapper):
                 f"this {type(self).__name__} has a model already; make another one, because it "
                 "keeps that model's gradients"
             )
-
-
-def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Return the parameters whose gradients DDP reduces, by name."""
-    return {
-        name: param
-        for name, param in ddp.module.named_parameters()
-        if param.requires_grad and name not in ddp.parameters_to_ignore
-    }
 
 
 def at_backwards(ddp: DistributedDataParallel, method: Callable[[bool], None]) -> None:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchrec_2dsp._compat.ddp import ddp_params
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import ThresholdRule
-from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, ddp_params, have_gradients
+from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, have_gradients
 from torchrec_2dsp.dense.gradient_sums import GradientReport, GradientRoute
 from torchrec_2dsp.dense.preconditioner import Preconditioning
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings

@@ -42,7 +42,7 @@ class LinkSpeeds:
     """The speeds of "all-to-all" and "all-reduce" between a host's ranks."""
 
     across_hosts: Mapping[str, float | None]
-    """The same between hosts."""
+    """Their speeds between hosts."""
 
 
 def measure_link_speeds(

@@ -395,8 +395,8 @@ class ValueCounter:
 
 
 Origin = Mapping[str, str]
-"""What was counted: the "log", its "files" however they are read, and the "layout" by which they
-were; older files don't say all."""
+"""The origin of counts: the "log", its "files" however they are read, and the "layout" by which
+they were; older files don't say all."""
 
 
 def write_vocabulary(path: Path, table: pa.Table, rules: str, origin: Origin | None = None) -> None:

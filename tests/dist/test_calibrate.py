@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from typer.testing import CliRunner
@@ -39,6 +40,7 @@ def measured(
     """With what progress told, and the groups that are left."""
     world = dist.group.WORLD
     assert world is not None
+    torch.manual_seed(rank)
     before = set(_world.pg_names.values())
     lines: list[str] = []
     calibration = calibrate(

@@ -85,7 +85,7 @@ def predicted(cell: Cell) -> Loads:
     model = build(cell.spec)
     plan = group_plan(cell, model, make_sharder(cell))
     workload = Workload.of_model(model, batch_size=BATCH)
-    span = Span.of_sharding_groups(cell.mesh, local_world_size=2)
+    span = Span.of(cell.mesh.rank_matrix(), local_world_size=2)
     loads = Loads(4)
     for _, module in plan.modules():
         for name, sharding in module.tables():

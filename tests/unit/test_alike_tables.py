@@ -12,11 +12,12 @@ import torchrec_2dsp as tdsp
 from tests.support.planning import ENOUGH, SHARDERS, calibration, problem, skewed, tables
 from torchrec_2dsp.codecs.rows import transports_of
 from torchrec_2dsp.cost.loads import LOADS
-from torchrec_2dsp.cost.model import CostSetting, table_bytes
-from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.model import CostSetting, kept_bytes
+from torchrec_2dsp.cost.step_cost import StepCost, rated
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline
-from torchrec_2dsp.planner.search.choices import Choice, candidates_of, rated
+from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.placement import Descent, Placement
 from torchrec_2dsp.planner.search.space import Space
 
@@ -26,6 +27,8 @@ TYPES = (
     ShardingType.COLUMN_WISE,
     ShardingType.ROW_WISE,
     ShardingType.TABLE_ROW_WISE,
+    ShardingType.TABLE_COLUMN_WISE,
+    ShardingType.GRID_SHARD,
 )
 
 
@@ -65,7 +68,7 @@ def test_alike_tables_have_each_the_loads_of_its_own() -> None:
                 for number, choice in enumerate(space.choices[table]):
                     placed = candidate.somewhere(choice, setting.group)
                     loads = setting.loads([placed]).values.mean(axis=1)
-                    by_rank = table_bytes(placed, setting.group.num_ranks)
+                    by_rank, _ = kept_bytes(placed, setting.group.num_ranks)
                     num_bytes = by_rank.mean() + setting.buffer_bytes @ loads
                     np.testing.assert_allclose(space.loads[table, number], loads, 1e-9, 1e-7)
                     np.testing.assert_allclose(space.bytes_of_rank[table, number], num_bytes)

@@ -43,12 +43,6 @@ def test_shipped_calibrations_are_read_and_written_alike(path: Path, tmp_path: P
     assert calibration.hardware.name == path.stem
 
 
-def test_something_is_shipped() -> None:
-    assert {"emulated_200mbit", "emulated_1gbit", "emulated_no_limit"} <= {
-        path.stem for path in SHIPPED
-    }
-
-
 def refusal(text: str, folder: Path) -> str:
     """Return the error of a calibration file with this text."""
     path = folder / "x.toml"
@@ -237,10 +231,6 @@ def test_what_no_sample_tells_of_stays_unknown_and_is_refused_when_used() -> Non
     assert fitted.seconds(IN_HOST, all_to_all(IN_HOST, 1e6)) > 0.001
     with pytest.raises(CalibrationError, match="nothing travels across hosts"):
         fitted.seconds(ALL, all_to_all(ALL, 1e6))
-
-
-def test_one_rank_sends_nothing() -> None:
-    assert TRUTH.seconds(Span(1, 1, 4), Traffic(0.0, 0.0)) == 0.0
 
 
 def test_the_slower_way_counts() -> None:

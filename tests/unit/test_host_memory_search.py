@@ -34,12 +34,13 @@ from tests.support.planning import (
 )
 from torchrec_2dsp.cost.calibration import Calibration, KernelCost
 from torchrec_2dsp.cost.loads import LOADS
-from torchrec_2dsp.cost.model import CostModel, CostSetting, host_memory_bytes, table_bytes
+from torchrec_2dsp.cost.model import CostModel, CostSetting, kept_bytes
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.planner.search.best_placements import search
-from torchrec_2dsp.planner.search.choices import ANYWHERE, Choice, candidates_of
+from torchrec_2dsp.planner.search.candidates import ANYWHERE, candidates_of
+from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.placement import Descent, Placement
 from torchrec_2dsp.planner.search.space import Room, Selected, Space, selections
 from torchrec_2dsp.programs.config.machines import MachinesConfig
@@ -154,7 +155,7 @@ def test_placed_tables_fit_both_memories_of_each_rank() -> None:
                 placed.candidates, placed.placement.choices, placed.placement.ranks, strict=True
             )
         ]
-        in_host = sum(host_memory_bytes(each, 4) for each in tables_there)
+        in_host = sum(kept_bytes(each, 4)[1] for each in tables_there)
         assert 0 < np.max(in_host) <= room.host
         assert placed.bytes_by_rank.max() <= room.device
         assert placed.memory.host_memory_bytes == pytest.approx(np.max(in_host))
@@ -345,9 +346,8 @@ def test_syncs_read_rows_there(
 def test_memory_is_counted_where_it_is() -> None:
     in_host = replace(TABLE_WISE, in_host_memory=True, num_hot=10)
     row_bytes = DIM * 4 + in_host.work.state_bytes_per_row
-    assert host_memory_bytes(in_host, 4).tolist() == [10_000 * row_bytes, 0, 0, 0]
-    assert table_bytes(in_host, 4).tolist() == [10 * row_bytes] * 4
-    assert not host_memory_bytes(replace(in_host, in_host_memory=False), 4).any()
+    assert kept_bytes(in_host, 4).tolist() == [[10 * row_bytes] * 4, [10_000 * row_bytes, 0, 0, 0]]
+    assert not kept_bytes(replace(in_host, in_host_memory=False), 4)[1].any()
 
 
 # ---- what is known of the machines
@@ -397,5 +397,6 @@ def test_each_rank_needs_room_in_both_memories() -> None:
     there = Placement((on_ranks,) * 4, ((0,), (0,), (0,), (1,)))
     for tables_of_host, fits in ((2.9, False), (3.1, True)):
         room = Room(1e9, tables_of_host * WHOLE / 4)
-        assert Descent(space, np.zeros(len(LOADS)), room).fits(there) == fits
-    assert not Descent(space, np.zeros(len(LOADS)), Room(10, WHOLE)).fits(there)
+        rated_s = Descent(space, np.zeros(len(LOADS)), room).rated_s(there)
+        assert np.isfinite(rated_s) == fits
+    assert np.isinf(Descent(space, np.zeros(len(LOADS)), Room(10, WHOLE)).rated_s(there))

@@ -14,6 +14,8 @@ import torchrec_2dsp as tdsp
 from tests.support.planning import (
     ENOUGH,
     SHARDERS,
+    best_of_all,
+    calibration,
     constrained,
     only_the_link,
     plan_of,
@@ -29,7 +31,8 @@ from torchrec_2dsp.cost.loads import LOADS
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.best_placements import search, search_copies
-from torchrec_2dsp.planner.search.choices import Candidate, candidates_of
+from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.cost_search import meshes_of
 from torchrec_2dsp.planner.search.placement import (
     Descent,
@@ -45,6 +48,38 @@ pytestmark = pytest.mark.dealt_file
 
 TWO_GROUPS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 ROWS = (300, 9_000, 200_000)
+
+
+@pytest.mark.parametrize(("link", "dims"), [("no_limit", (64, 64, 64)), ("200mbit", (64, 64, 128))])
+def test_parts_of_tables_stay_on_hosts_where_their_types_say_so(
+    link: str, dims: tuple[int, ...]
+) -> None:
+    """Each column part of a grid is on all ranks of a host, and all of table-column-wise ones."""
+    mesh, rows = tdsp.Mesh2D(1, 4), (200_000, 90_000, 3_000)
+    types = ("grid_shard", "table_column_wise", "column_wise")
+    constraints = {f"t{number}": constrained(kind)["t0"] for number, kind in enumerate(types)}
+    model, access = tables(rows, dims), skewed(rows)
+    by_cost = planner(link=link, access=access, constraints=constraints, mesh=mesh)
+    plan = by_cost.plan(model, SHARDERS)
+    specs: dict[str, Any] = {name: table.sharding_spec for name, table in tables_in(plan).items()}
+    shards = {
+        name: [(*shard.shard_offsets, shard.placement.rank()) for shard in spec.shards]
+        for name, spec in specs.items()
+    }
+    first, *_, last = shards["t0"]
+    host = first[2]
+    assert shards["t0"][:2] == [(0, 0, host), (100_000, 0, host + 1)]
+    assert len(shards["t0"]) == 4
+    assert last[:2] == (100_000, 32)
+    assert host % 2 == 0
+    assert [offsets for *offsets, _ in shards["t1"]] == [[0, 0], [0, 32]]
+    assert len({rank // 2 for *_, rank in shards["t1"]}) == 1
+    assert len({rank for *_, rank in shards["t1"]}) == 2
+    best = by_cost.search(model, SHARDERS).placements[0]
+    again = CostModel(calibration(link), local_world_size=2).step_cost(plan, best.setting.workload)
+    assert vars(again) == pytest.approx(vars(best.cost), rel=1e-6, abs=1e-9)
+    # The best moves two tables to other hosts at once.
+    assert best.rated_s <= 1.12 * best_of_all(list(best.candidates), best.setting)
 
 
 def copies_problem(
@@ -127,7 +162,7 @@ def test_what_is_found_costs_what_its_plan_costs() -> None:
     (outcome, *_) = search_copies(candidates, [setting], ENOUGH).placements
     plan = outcome.plan("cpu")
     cost = CostModel(setting.calibration, 2).step_cost(plan, setting.workload)
-    assert cost.as_dict() == pytest.approx(outcome.cost.as_dict(), rel=1e-6, abs=1e-9)
+    assert vars(cost) == pytest.approx(vars(outcome.cost), rel=1e-6, abs=1e-9)
     kept = CostModel(setting.calibration, 2).memory_cost(plan, setting.workload)
     assert kept.total_bytes == pytest.approx(float(outcome.bytes_by_rank.max()))
     once = {name for name, table in tables_in(plan).items() if table.num_groups == 1}
@@ -272,7 +307,7 @@ def runs_of(runs: list[tuple[int, int, int]]) -> Runs:
     return Runs(np.arange(len(runs)), num_rows, benefits, num_bytes)
 
 
-def best_of_all(runs: Runs, room: float) -> float:
+def best_of_runs(runs: Runs, room: float) -> float:
     """Return the most that rows within the room can save."""
     every = itertools.product(*(range(int(count) + 1) for count in runs.num_rows))
     return max(
@@ -293,14 +328,14 @@ def test_greed_misses_less_than_one_row(runs: list[tuple[int, int, int]], room: 
     taken = rows_by_byte(subset, room)
     assert subset.num_bytes @ taken <= room
     assert (taken <= subset.num_rows).all()
-    best = best_of_all(subset, room)
+    best = best_of_runs(subset, room)
     assert best - max(subset.benefits.max(), 0) <= subset.benefits @ taken <= best
 
 
 @given(RUNS, st.integers(0, 12))
 def test_among_rows_of_one_size_greed_is_best(runs: list[tuple[int, int, int]], room: int) -> None:
     subset = replace(runs_of(runs), num_bytes=np.full(len(runs), 2.0))
-    assert subset.benefits @ rows_by_byte(subset, room) == best_of_all(subset, room)
+    assert subset.benefits @ rows_by_byte(subset, room) == best_of_runs(subset, room)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))

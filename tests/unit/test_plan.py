@@ -83,21 +83,6 @@ def test_from_stock_keeps_every_field_and_its_input(
                 assert getattr(table, field) == getattr(stock_table, field)
 
 
-@given(plans())
-def test_from_stock_of_a_2d_plan_changes_nothing(plan: Plan2D) -> None:
-    again = Plan2D.from_stock(plan, plan.mesh, plan.sync)
-    assert again == plan
-    assert [list(module.tables()) for _, module in again.modules()] == [
-        list(module.tables()) for _, module in plan.modules()
-    ]
-
-
-def test_the_sync_config_reaches_every_module() -> None:
-    stock = ShardingPlan({"a": EmbeddingModuleShardingPlan(), "b": EmbeddingModuleShardingPlan()})
-    plan = Plan2D.from_stock(stock, Mesh2D(2, 2), WeightSync())
-    assert [module.sync for _, module in plan.modules()] == [WeightSync(), WeightSync()]
-
-
 @given(plans(), meshes)
 def test_a_changed_mesh_or_sync_reaches_every_module(plan: Plan2D, mesh: Mesh2D) -> None:
     before = copy.deepcopy(plan)
@@ -138,10 +123,6 @@ def test_sharding_types_have_one_2d_form(member: ShardingType2D) -> None:
     # A stock sharder has to refuse it, and does so by looking it up.
     with pytest.raises(ValueError, match=member.value):
         ShardingType(member.value)
-
-
-def test_every_stock_type_has_a_2d_form() -> None:
-    assert {member.base for member in ShardingType2D} == set(ShardingType)
 
 
 def test_unknown_sharding_types_are_refused() -> None:
@@ -285,13 +266,6 @@ def test_the_ranks_of_a_group_run_one_plan(plan: Plan2D, data: st.DataObject) ->
             assert set(own.ranks or []) <= set(group)
             assert (own.hot_set, own.exchange) == (table.hot_set, table.exchange)
             assert own.bounds_check_mode == table.bounds_check_mode
-
-
-def test_one_group_runs_the_stock_plan() -> None:
-    plan = plan_of(ShardingType.ROW_WISE, [0, 1], Mesh2D(1, 2))
-    result = table_of(plan_for_rank(plan, 1))
-    assert result.sharding_type == "row_wise"
-    assert (result.ranks, result.sharding_spec) == ([0, 1], table_of(plan).sharding_spec)
 
 
 @given(plans())

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import (
@@ -17,8 +19,12 @@ from torchrec.distributed.planner.types import (
     Storage,
 )
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
@@ -37,22 +43,21 @@ from tests.support.planning import (
     ways_in,
     world,
 )
+from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
+from torchrec_2dsp.plan.sync import SyncedRows
 from torchrec_2dsp.planner.planner2d import Planner2D
-from torchrec_2dsp.planner.topology import Shortfall, group_topology, peer_bandwidth_bytes_per_ms
+from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.planner.topology import (
+    group_topology,
+    peer_bandwidth_bytes_per_ms,
+    shortfall_text,
+)
 
 OURS = inspect.signature(Planner2D.__init__).parameters
 TORCHRECS = inspect.signature(EmbeddingShardingPlanner.__init__).parameters
 ALL_2D = [member.value for member in ShardingType2D]
-SEARCHED = [name for name in ALL_2D if name not in ("2d_table_column_wise", "2d_grid_shard")]
-
-
-def test_it_takes_what_a_search_by_cost_needs() -> None:
-    named = [name for name, known in OURS.items() if known.kind is not known.VAR_KEYWORD]
-
-    assert named[:3] == [*TORCHRECS][:3] == ["self", "topology", "batch_size"]
-    assert len(named) == 1 + 12
-    assert all(known.kind is known.KEYWORD_ONLY for known in [*OURS.values()][3:-1])
 
 
 @pytest.mark.parametrize("part", [name for name in TORCHRECS if name not in OURS])
@@ -66,11 +71,6 @@ def test_parts_of_torchrecs_search_are_refused_by_name(part: str) -> None:
         "EmbeddingShardingPlanner, which takes this package's proposers, Enumerator2D, and Balanc",
     ):
         planner_for(tdsp.Mesh2D(2, 2), **settings)
-
-
-def test_a_misspelled_argument_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
-        planner_for(tdsp.Mesh2D(2, 2), batchsize=8)
 
 
 def test_one_argument_constrains_the_exchange_of_all_tables() -> None:
@@ -146,10 +146,137 @@ def test_a_group_is_planned_as_torchrec_plans_a_world(kind: str, group_size: int
         assert tables_in(plan)["t0"].sharding_type == f"2d_{kind}"
 
 
+_OPTIMIZERS = [
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM,
+    EmbOptimType.LARS_SGD,
+]
+_SYNCS = [tdsp.GradientSync(), tdsp.WeightSync(), tdsp.WeightSync(rows=SyncedRows.ALL)]
+
+
+@hypothesis_settings(max_examples=60)
+@given(
+    st.sampled_from(_OPTIMIZERS),
+    st.sampled_from(_SYNCS),
+    st.sampled_from([(2, 1), (4, 2), (8, 8)]),
+    st.lists(st.sampled_from([1, 2, 5, 9, 17, 1_000, 90_000]), min_size=1, max_size=5),
+    st.sets(st.integers(0, 4)),
+    st.sets(st.integers(0, 4)),
+)
+def test_the_sharders_run_whatever_is_planned(
+    optimizer: EmbOptimType,
+    sync: Any,
+    ranks: tuple[int, int],
+    rows: list[int],
+    in_8_bits: set[int],
+    frozen: set[int],
+) -> None:
+    is_lars = optimizer is EmbOptimType.LARS_SGD
+    model = tables(rows)
+    for number, table in enumerate(model.embedding_bags.values()):
+        table.requires_grad_(number not in frozen)
+    formats = {
+        f"t{number}": tdsp.ParameterConstraints2D(stored_as="int8")
+        for number in range(len(rows))
+        if number in in_8_bits and not is_lars
+    }
+    topology = Topology(ranks[0], "cuda" if is_lars else "cpu", local_world_size=ranks[1])
+    sharder: Any = tdsp.EmbeddingBagCollectionSharder2D(optimizer)
+
+    plan = planner(topology=topology, constraints=formats, sync=sync).plan(model, [sharder])
+
+    sharder.checked_plan(model, plan.plan[""], "", topology.compute_device, ranks[1])
+
+
+@pytest.mark.parametrize(
+    ("constraint", "data_type", "features", "message"),
+    [
+        ({"stored_as": "int8"}, DataType.FP16, ["a", "b"], "isn't possible with data_type"),
+        ({"hot_rows": 2}, DataType.FP32, ["a", "a"], "feature 'a' looks up several tables"),
+    ],
+)
+def test_a_demand_that_no_sharder_meets_is_refused(
+    constraint: dict[str, Any], data_type: DataType, features: list[str], message: str
+) -> None:
+    configs = [
+        EmbeddingBagConfig(
+            name=f"t{number}",
+            num_embeddings=1_000,
+            embedding_dim=32,
+            feature_names=[feature],
+            data_type=data_type,
+        )
+        for number, feature in enumerate(features)
+    ]
+    model = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+
+    with pytest.raises(UnsupportedError, match=message):
+        plan_of(model, constraints={"t0": tdsp.ParameterConstraints2D(**constraint)})
+
+
+def test_a_module_that_two_parents_share_is_planned_once() -> None:
+    shared = nn.ModuleDict({"tables": tables((1_000,))})
+    model = nn.ModuleDict({"first": nn.Sequential(shared), "second": nn.Sequential(shared)})
+
+    assert list(plan_of(model).plan) == ["first.0.tables"]
+
+
+def test_a_table_within_a_host_begins_at_its_first_rank() -> None:
+    constraints = constrained("table_row_wise", num_tables=1)
+    model = tables((1_000,))
+    plan: Any = plan_of(model, mesh=tdsp.Mesh2D(1, 4), constraints=constraints).plan[""]
+    plan["t0"].sharding_spec.shards = [
+        ShardMetadata(shard.shard_offsets, shard.shard_sizes, f"rank:{rank}/cpu")
+        for rank, shard in enumerate(plan["t0"].sharding_spec.shards, start=1)
+    ]
+    plan["t0"].ranks = [1, 2]
+
+    with pytest.raises(PlanError, match=r"has rows from ranks \[1\] on, and hosts begin"):
+        tdsp.EmbeddingBagCollectionSharder2D().checked_plan(model, plan, "", "cpu", 2)
+
+
+@pytest.mark.parametrize("argument", [{"device_group": "cuda"}, {"use_virtual_table": True}])
+def test_tables_for_other_devices_are_refused(argument: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="plans stored tables on 'cpu' alone"):
+        planner(constraints={"t0": ParameterConstraints(**argument)})
+
+
+def test_sequences_of_a_lookup_are_cut_into_equal_columns() -> None:
+    """The fastest number of parts differs from table to table, and TorchRec has one width."""
+    configs = [
+        EmbeddingConfig(
+            name=f"t{n}", num_embeddings=rows, embedding_dim=128, feature_names=[f"f{n}"]
+        )
+        for n, rows in enumerate((200_000, 300))
+    ]
+    model = EmbeddingCollection(device=torch.device("meta"), tables=configs)
+    constraints = constrained("column_wise")
+    workload = Workload.of_model(model, batch_size=64, constraints=constraints)
+    sharder: Any = tdsp.EmbeddingCollectionSharder2D({"learning_rate": 0.1})
+    candidates = candidates_of(model, [sharder], constraints, workload, "cpu")
+    assert [{way.column_shards for way in table.choices} for table in candidates] == [{2}, {2}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (
+            {"sharding_types": ["grid_shard"], "stored_as": "int8"},
+            "stored_as='int8', which table_wise, row_wise, table_row_wise tables can be",
+        ),
+        ({"compute_kernels": ["key_value"]}, "grid_shard with dense, fused, fused_uvm; loosen"),
+    ],
+)
+def test_the_reason_for_no_choice_is_named(asked: dict[str, Any], text: str) -> None:
+    constraints = {"t0": tdsp.ParameterConstraints2D(**asked)}
+    with pytest.raises(PlanError, match=text):
+        planner_for(tdsp.Mesh2D(1, 4), constraints=constraints).plan(bags(), STOCK_SHARDERS)
+
+
 @pytest.mark.parametrize(
     "mesh", [tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1), tdsp.Mesh2D(4, 2, tdsp.RankLayout.CONTIGUOUS)]
 )
-@pytest.mark.parametrize("type_2d", SEARCHED)
+@pytest.mark.parametrize("type_2d", ALL_2D)
 def test_a_constraint_may_name_either_form(mesh: tdsp.Mesh2D, type_2d: str) -> None:
     by_stock_name = planner_for(mesh, constraints=constrained(type_2d.removeprefix("2d_")))
     by_2d_name = planner_for(mesh, constraints=constrained(type_2d))
@@ -251,8 +378,8 @@ def test_the_error_names_the_table_that_fits_no_rank() -> None:
 
 
 def test_no_sentence_where_the_sums_explain_nothing() -> None:
-    assert Shortfall("t", 10, 10, 20, 20).sentence() == ""
-    assert "tables need 21 bytes on a group, 1 more" in Shortfall("t", 10, 10, 21, 20).sentence()
+    assert shortfall_text("t", 10, 10, 20, 20) == ""
+    assert "tables need 21 bytes on a group, 1 more" in shortfall_text("t", 10, 10, 21, 20)
 
 
 # ---- topologies

@@ -40,12 +40,11 @@ from tests.support.planning import (
     world,
 )
 from torchrec_2dsp.cost.model import CostModel
-from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.step_cost import StepCost, rated
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import ASSUMED_SKEW, DenseWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline, ProposedType, base_type
 from torchrec_2dsp.plan.plan2d import is_proposed
-from torchrec_2dsp.planner.search.choices import rated
 from torchrec_2dsp.planner.search.space import Room
 from torchrec_2dsp.planner.torchrec.adapters import Stats2D
 from torchrec_2dsp.planner.torchrec.options import Draft

@@ -3,8 +3,8 @@
     batches --RowCounter--> a rank's counts --gather--> AccessStats --from_stats--> HotSet
 
 `RowCounter` (`counter`) counts batches and gathers over ranks. `AccessStats` (`stats`) holds a
-`TableAccess` per table (`table_access`) and is stored as Parquet (`parquet`). A `HotSet` lists a
-table's rows that every rank holds.
+`TableAccess` per table (`table_access`) and is stored as Parquet. A `HotSet` lists a table's rows
+that every rank holds.
 """
 
 from torchrec_2dsp._compat.versions import require_upstream

@@ -101,7 +101,8 @@ class TableAccess:
     @property
     def num_lookups(self) -> float:
         """The number of lookups in the log."""
-        return self._shares_end + self.tail_lookups
+        of_known_rows = float(self._ascending_shares[-1]) if len(self.counts) else 0.0
+        return of_known_rows + self.tail_lookups
 
     @property
     def lookups_per_sample(self) -> float:
@@ -201,10 +202,6 @@ class TableAccess:
     @cached_property
     def _ascending_shares(self) -> NDArray[np.float64]:
         return self.counts.cumsum()
-
-    @property
-    def _shares_end(self) -> float:
-        return float(self._ascending_shares[-1]) if len(self.counts) else 0.0
 
 
 def _absent(counts: NDArray[np.float64], drawn: float, total: float) -> NDArray[np.float64]:

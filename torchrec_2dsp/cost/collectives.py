@@ -22,7 +22,6 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from torchrec_2dsp.errors import CalibrationError
-from torchrec_2dsp.mesh import Mesh2D
 
 Call = Annotated[float, Field(ge=0, le=3_600)]
 """Seconds for a call: an hour at most, as more is a mistake."""
@@ -39,7 +38,7 @@ class Span:
 
         >>> from torchrec_2dsp import Mesh2D
         >>> from torchrec_2dsp.cost.collectives import Span
-        >>> Span.of_sharding_groups(Mesh2D(num_groups=4, group_size=2), local_world_size=4)
+        >>> Span.of(Mesh2D(num_groups=4, group_size=2).rank_matrix(), local_world_size=4)
         Span(num_ranks=2, ranks_per_host=1, groups_per_host=4)
     """
 
@@ -67,16 +66,6 @@ class Span:
     def of_world(cls, world_size: int, local_world_size: int) -> "Span":
         """Return all ranks as one group."""
         return cls(world_size, min(world_size, local_world_size), 1)
-
-    @classmethod
-    def of_sharding_groups(cls, mesh: Mesh2D, local_world_size: int) -> "Span":
-        """Return a mesh's sharding groups."""
-        return cls.of(mesh.rank_matrix(), local_world_size)
-
-    @classmethod
-    def of_replica_peers(cls, mesh: Mesh2D, local_world_size: int) -> "Span":
-        """Return a mesh's replica peers."""
-        return cls.of(list(zip(*mesh.rank_matrix(), strict=True)), local_world_size)
 
     @property
     def crosses_hosts(self) -> bool:
@@ -289,33 +278,26 @@ def merge_seconds(rows: RowBytes, span: Span, cost: CollectiveCost) -> float:
     They follow the routes of `replicas`: inside hosts first, and the shorter one between them.
     ``cost`` is the all-to-all's.
     """
-    if span.num_ranks == 1 or not rows.of_all:
-        return 0.0
     if not (span.crosses_hosts and span.ranks_per_host > 1):
         return _shorter_route(cost, span, rows.of_rank, rows.of_all)
     inside, across = span.inside_hosts(), span.across_hosts()
     return (
-        _rows_s(cost, inside, rows.of_rank / inside.num_ranks)
+        rows_seconds(cost, inside, rows.of_rank / inside.num_ranks)
         + _shorter_route(
             cost, across, rows.of_host / inside.num_ranks, rows.of_all / inside.num_ranks
         )
-        + _rows_s(cost, inside, rows.of_all / inside.num_ranks)
+        + rows_seconds(cost, inside, rows.of_all / inside.num_ranks)
     )
-
-
-def gather_seconds(num_bytes: float, span: Span, cost: CollectiveCost) -> float:
-    """Price sending every rank's rows to every other one."""
-    return 0.0 if span.num_ranks == 1 or not num_bytes else _rows_s(cost, span, num_bytes)
 
 
 def _shorter_route(cost: CollectiveCost, span: Span, of_rank: float, of_all: float) -> float:
     """Price sending all rows to all; or rows to owners and sums to all, where that moves less."""
     owned = of_rank / span.num_ranks, of_all / span.num_ranks
     if span.num_ranks == 2 or sum(owned) >= of_rank:
-        return _rows_s(cost, span, of_rank)
-    return sum(_rows_s(cost, span, to_each) for to_each in owned)
+        return rows_seconds(cost, span, of_rank)
+    return sum(rows_seconds(cost, span, to_each) for to_each in owned)
 
 
-def _rows_s(cost: CollectiveCost, span: Span, to_each: float) -> float:
-    """Price two messages: row numbers and values."""
+def rows_seconds(cost: CollectiveCost, span: Span, to_each: float) -> float:
+    """Price sending every rank's rows to every other one: row numbers, then values."""
     return cost.seconds(span, NOTHING_MOVED) + cost.seconds(span, all_to_all(span, to_each))

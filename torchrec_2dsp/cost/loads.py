@@ -361,3 +361,16 @@ class Placed:
             distinct = self.work.expected_distinct(num_lookups, num_hot=self.num_hot)
             return distinct / num_ranks * np.ones(num_ranks)
         return self.work.distinct_by_block(num_lookups, num_ranks, num_hot=self.num_hot)
+
+
+def has_single_row(num_rows: int, num_parts: int) -> bool:
+    """Return whether some of these parts, but not all, would have one row."""
+    block = -(-num_rows // num_parts)
+    return num_rows % block == 1 if block > 1 else num_rows < num_parts
+
+
+def blocks_of_rows(num_rows: int, num_parts: int) -> Floats:
+    """Deal rows as TorchRec does: as many as fit to each part, the rest to the last."""
+    size = -(-num_rows // num_parts)
+    remaining = num_rows - np.arange(num_parts, dtype=np.float64) * size
+    return np.minimum(np.maximum(remaining, 0.0), size)

@@ -26,7 +26,6 @@ from torchrec_2dsp.cost.loads import (
 from torchrec_2dsp.cost.step_cost import (
     NamedParts,
     Phases,
-    ReplicaCost,
     StepCost,
     before_last_bucket,
 )
@@ -198,12 +197,13 @@ class CostSetting:
     @cached_property
     def group(self) -> Span:
         """The sharding groups on their hosts."""
-        return Span.of_sharding_groups(self.mesh, self.local_world_size)
+        return Span.of(self.mesh.rank_matrix(), self.local_world_size)
 
     @cached_property
     def peers(self) -> Span:
         """The replica peers on their hosts."""
-        return Span.of_replica_peers(self.mesh, self.local_world_size)
+        of_peers = list(zip(*self.mesh.rank_matrix(), strict=True))
+        return Span.of(of_peers, self.local_world_size)
 
     @cached_property
     def world(self) -> Span:
@@ -307,7 +307,7 @@ class CostSetting:
         late_s = 0.0
         if isinstance(self.sync, GradientSync) and self.sync.delay > 0:
             # Row gradients that may be late travel behind the next step.
-            exchanged_s, _ = ReplicaCost(self.calibration).sync_s(loads, self.peers, self.sync)
+            exchanged_s, _ = self._phases.sync_s(loads, self.peers, self.sync)
             late_s = min(exchanged_s, visible.total_s - visible.sync_s)
         hidden_s = self._hidden_s(visible, loads)
         return replace(visible, hidden_s=-self.calibration.hidden_share * (late_s + hidden_s))
@@ -332,11 +332,10 @@ class CostSetting:
         """Predict the step if nothing hides behind anything else."""
         mean = self._phases.of(loads.evened())
         slowest = mean if loads.is_even else self._phases.of(loads)
-        replicas = ReplicaCost(self.calibration)
-        exchanged_s, applied_s = replicas.sync_s(loads, self.peers, self.sync)
+        exchanged_s, applied_s = self._phases.sync_s(loads, self.peers, self.sync)
         cost = StepCost(
             **mean,
-            hot_rows_s=replicas.hot_rows_s(loads, self.world),
+            hot_rows_s=self._phases.hot_rows_s(loads),
             id_maps_s=self._phases.id_maps_s(),
             sync_s=exchanged_s + applied_s,
             imbalance_s=sum(slowest.values()) - sum(mean.values()),
@@ -371,17 +370,13 @@ class CostSetting:
         return load_weights(**per_unit)
 
 
-def table_bytes(table: Placed, num_ranks: int) -> Ranks:
+def kept_bytes(table: Placed, num_ranks: int) -> Ranks:
     """Return the bytes of a table's weights, optimizer state and hot copies on each rank.
 
-    Those in the memory of a GPU; `host_memory_bytes` returns those in its host's.
+    First those on its device, then those in the memory of a GPU's host.
     """
-    return _kept(table, num_ranks)[:-1].sum(axis=0)
-
-
-def host_memory_bytes(table: Placed, num_ranks: int) -> Ranks:
-    """Return the bytes that a table takes of each rank's share of its host's memory."""
-    return _kept(table, num_ranks)[-1]
+    parts = _kept(table, num_ranks)
+    return np.stack([parts[:-1].sum(axis=0), parts[-1]])
 
 
 def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """`StepCost`: a step's predicted seconds in named parts, computed from a group's loads. Pure."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -18,10 +18,10 @@ from torchrec_2dsp.cost.collectives import (
     all_reduce,
     all_to_all,
     all_to_all_from,
-    gather_seconds,
     merge_seconds,
     places_to_all,
     reduce_scatter,
+    rows_seconds,
 )
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.table_loads import exchanges_rows
@@ -37,6 +37,10 @@ from torchrec_2dsp.plan.sync import (
 _RAW_ID_BYTES = 8
 """The bytes of an id before it is mapped, if ids are hashed; small ones travel in fewer."""
 
+_DOUBT = 0.07
+"""Each further message type must shorten the step by this share of its table time. Messages of
+several types in a row take longer than predicted, and a few percent can't be told from nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NamedParts:
@@ -46,17 +50,13 @@ class NamedParts:
 
     def __add__(self, other: Self) -> Self:
         """Sum part by part."""
-        numbers, others = self.as_dict(), other.as_dict()
+        numbers, others = vars(self), vars(other)
         return type(self)(**{name: number + others[name] for name, number in numbers.items()})
 
     def parts(self) -> Iterator[tuple[str, float]]:
         """Yield names without the unit, and numbers."""
         for name, number in vars(self).items():
             yield name.removesuffix(f"_{self.unit}"), number
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the numbers by field."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +269,85 @@ class Phases:
             + find.seconds(2 * num_ids * self.world.num_ranks + work.num_rows, 0.0)
         )
 
+    def hot_rows_s(self, loads: Loads) -> float:
+        """Price lookups of hot rows, their gradients' merge over the world, and their update."""
+        if not _any(loads.hot_ids):
+            return 0.0
+        kernels = self.calibration.kernels
+        ids, id_bytes = _most(loads.hot_ids), _most(loads.hot_id_bytes)
+        rows = RowBytes(
+            _most(loads.hot_bytes_of_rank),
+            _most(loads.hot_bytes_of_host),
+            _most(loads.hot_bytes_of_all),
+        )
+        return (
+            kernels.pool.base_s
+            + kernels.pool.seconds(ids, id_bytes)
+            + kernels.find.seconds(ids, 0.0)
+            + kernels.add.seconds(ids, id_bytes)
+            + self._merged_s(rows, self.world)
+            + self._applied_s(_most(loads.hot_rows), rows.of_all)
+        )
+
+    def sync_s(self, loads: Loads, peers: Span, sync: SyncConfig) -> tuple[float, float]:
+        """Price the peers' exchange and update, after a step in the mean."""
+        if peers.num_ranks == 1:
+            return 0.0, 0.0
+        if isinstance(sync, GradientSync):
+            rows = RowBytes(
+                _most(loads.peer_bytes_of_rank),
+                _most(loads.peer_bytes_of_host),
+                _most(loads.peer_bytes_of_all),
+            )
+            applied_s = self._applied_s(_most(loads.peer_rows), _most(loads.peer_row_bytes))
+            return self._merged_s(rows, peers), applied_s
+        of_weights = loads.averaged_rows, loads.averaged_bytes, loads.averaged_whole_bytes
+        weights = self._average_s(of_weights, peers, sync, sync.policy)
+        if sync.moments_policy is None:
+            return weights
+        of_moments = loads.moment_rows, loads.moment_bytes, loads.moment_whole_bytes
+        moments = self._average_s(of_moments, peers, sync, sync.moments_policy)
+        return weights[0] + moments[0], weights[1] + moments[1]
+
+    def _average_s(
+        self,
+        averaged: tuple[Ranks | float, Ranks | float, Ranks | float],
+        peers: Span,
+        sync: WeightSync,
+        policy: SyncPolicy,
+    ) -> tuple[float, float]:
+        num_steps = policy.steps_per_sync
+        num_rows, num_bytes, whole_bytes = map(_most, averaged)
+        if math.isinf(num_steps) or not whole_bytes:
+            return 0.0, 0.0
+        reduce = self.calibration.collectives.all_reduce
+        whole_s = reduce.seconds(peers, all_reduce(peers, whole_bytes))
+        if sync.rows is SyncedRows.ALL:
+            return whole_s / num_steps, 0.0
+        gathered_s = self.calibration.turn_s
+        if num_bytes:
+            gathered_s += rows_seconds(self._rows_all_to_all, peers, num_bytes)
+        applied_s = self._applied_s(num_rows * peers.num_ranks, num_bytes * peers.num_ranks)
+        if whole_s < gathered_s + applied_s:
+            return whole_s / num_steps, 0.0
+        return gathered_s / num_steps, applied_s / num_steps
+
+    def _merged_s(self, rows: RowBytes, span: Span) -> float:
+        """Price a merge, with the announcement before it, and the turn that both take."""
+        if not rows.of_all:
+            return 0.0
+        announced_s = self.calibration.collectives.all_gather.seconds(span, NOTHING_MOVED)
+        merged_s = merge_seconds(rows, span, self._rows_all_to_all)
+        return self.calibration.turn_s + announced_s + merged_s
+
+    def _applied_s(self, num_rows: float, num_bytes: float) -> float:
+        return self.calibration.kernels.row_update.seconds(num_rows, num_bytes)
+
+    @property
+    def _rows_all_to_all(self) -> CollectiveCost:
+        """The price where rows of copies travel, in groups of their own: gloo's in full duplex."""
+        return self.calibration.all_to_all(full_duplex=True)
+
     @property
     def _all_to_all(self) -> CollectiveCost:
         return self.calibration.all_to_all(full_duplex=self.full_duplex)
@@ -348,91 +427,6 @@ def _num_kernels(loads: Loads) -> tuple[int, int]:
     return len(loads.types) - rows + _any(loads.dense_bytes), rows
 
 
-@dataclass(frozen=True)
-class ReplicaCost:
-    """Prices keeping copies equal: hot rows, and the replica peers' shards.
-
-    Rows travel in groups of their own, whose all-to-alls are full duplex on gloo as well.
-    """
-
-    calibration: Calibration
-
-    def hot_rows_s(self, loads: Loads, world: Span) -> float:
-        """Price lookups of hot rows, their gradients' merge over the world, and their update."""
-        if not _any(loads.hot_ids):
-            return 0.0
-        kernels = self.calibration.kernels
-        ids, id_bytes = _most(loads.hot_ids), _most(loads.hot_id_bytes)
-        rows = RowBytes(
-            _most(loads.hot_bytes_of_rank),
-            _most(loads.hot_bytes_of_host),
-            _most(loads.hot_bytes_of_all),
-        )
-        return (
-            kernels.pool.base_s
-            + kernels.pool.seconds(ids, id_bytes)
-            + kernels.find.seconds(ids, 0.0)
-            + kernels.add.seconds(ids, id_bytes)
-            + self._merged_s(rows, world)
-            + self._applied_s(_most(loads.hot_rows), rows.of_all)
-        )
-
-    def sync_s(self, loads: Loads, peers: Span, sync: SyncConfig) -> tuple[float, float]:
-        """Price the peers' exchange and update, after a step in the mean."""
-        if peers.num_ranks == 1:
-            return 0.0, 0.0
-        if isinstance(sync, GradientSync):
-            rows = RowBytes(
-                _most(loads.peer_bytes_of_rank),
-                _most(loads.peer_bytes_of_host),
-                _most(loads.peer_bytes_of_all),
-            )
-            applied_s = self._applied_s(_most(loads.peer_rows), _most(loads.peer_row_bytes))
-            return self._merged_s(rows, peers), applied_s
-        of_weights = loads.averaged_rows, loads.averaged_bytes, loads.averaged_whole_bytes
-        weights = self._average_s(of_weights, peers, sync, sync.policy)
-        if sync.moments_policy is None:
-            return weights
-        of_moments = loads.moment_rows, loads.moment_bytes, loads.moment_whole_bytes
-        moments = self._average_s(of_moments, peers, sync, sync.moments_policy)
-        return weights[0] + moments[0], weights[1] + moments[1]
-
-    def _average_s(
-        self,
-        averaged: tuple[Ranks | float, Ranks | float, Ranks | float],
-        peers: Span,
-        sync: WeightSync,
-        policy: SyncPolicy,
-    ) -> tuple[float, float]:
-        num_steps = policy.steps_per_sync
-        num_rows, num_bytes, whole_bytes = map(_most, averaged)
-        if math.isinf(num_steps) or not whole_bytes:
-            return 0.0, 0.0
-        reduce = self.calibration.collectives.all_reduce
-        whole_s = reduce.seconds(peers, all_reduce(peers, whole_bytes))
-        if sync.rows is SyncedRows.ALL:
-            return whole_s / num_steps, 0.0
-        gathered_s = self.calibration.turn_s + gather_seconds(num_bytes, peers, self._all_to_all)
-        applied_s = self._applied_s(num_rows * peers.num_ranks, num_bytes * peers.num_ranks)
-        if whole_s < gathered_s + applied_s:
-            return whole_s / num_steps, 0.0
-        return gathered_s / num_steps, applied_s / num_steps
-
-    def _merged_s(self, rows: RowBytes, span: Span) -> float:
-        """Price a merge, with the announcement before it, and the turn that both take."""
-        if not rows.of_all:
-            return 0.0
-        announced_s = self.calibration.collectives.all_gather.seconds(span, NOTHING_MOVED)
-        return self.calibration.turn_s + announced_s + merge_seconds(rows, span, self._all_to_all)
-
-    def _applied_s(self, num_rows: float, num_bytes: float) -> float:
-        return self.calibration.kernels.row_update.seconds(num_rows, num_bytes)
-
-    @property
-    def _all_to_all(self) -> CollectiveCost:
-        return self.calibration.all_to_all(full_duplex=True)
-
-
 def before_last_bucket(
     exchange_s: float, gradient_bytes: float, bucket_bytes: float = DDP_BUCKET_BYTES
 ) -> float:
@@ -447,3 +441,13 @@ def _most(values: Ranks | float) -> float:
 
 def _any(values: Ranks | float) -> bool:
     return bool(values.any()) if isinstance(values, np.ndarray) else values != 0
+
+
+def rated(cost: StepCost, types: Collection[str], in_world: Collection[str] = ()) -> float:
+    """Return the seconds by which the search compares steps: more for each further message type.
+
+    The empty type stands for data-parallel tables, whose gradients are reduced. Tables with one
+    copy ``in_world`` send messages of their own.
+    """
+    num_types = len(types) + len(in_world)
+    return cost.total_s + _DOUBT * max(0, num_types - 1) * cost.tables_s

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh import DenseMesh, RankLayout
@@ -120,9 +120,7 @@ def cut_layers(
     for number in (*seconds, *activation_bytes, seconds_per_byte):
         if not 0 <= number < float("inf"):
             raise ConfigError(f"{number} is no time and no size; give numbers of 0 or more")
-    sums = [0.0]
-    for layer_seconds in seconds:
-        sums.append(sums[-1] + layer_seconds)
+    sums = list(accumulate(seconds, initial=0.0))
 
     def stage_seconds(first: int, last: int) -> float:
         """Return the seconds of a stage with the layers from ``first`` to before ``last``."""

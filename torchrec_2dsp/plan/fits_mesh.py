@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed._shard.metadata import ShardMetadata
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.codecs.rows import Transport
@@ -131,6 +131,20 @@ def _check_runs(what: str, runs: list[tuple[int, int]], total: int) -> None:
             raise PlanError(
                 f"{what} {next_start}..{start + size - 1} are in more than one shard; {_REMEDY}"
             )
+
+
+def check_size(table: ParameterSharding, config: Any) -> None:
+    """Raise `PlanError` if a table's shards have another size than its config."""
+    shards = getattr(table.sharding_spec, "shards", None) or []
+    size, planned = (config.num_embeddings, config.embedding_dim), (0, 0)
+    for shard in shards:
+        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+        planned = max(planned[0], row + rows), max(planned[1], column + columns)
+    if shards and planned != size:
+        raise PlanError(
+            f"table {config.name!r} has {size[0]} rows of {size[1]} columns, and {planned[0]} of "
+            f"{planned[1]} in its plan; plan the model again"
+        )
 
 
 def check_fits_mesh(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import nn
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
+    ModuleSharder,
     ParameterSharding,
     ShardingPlan,
 )
@@ -47,6 +48,7 @@ from torchrec_2dsp._compat.wrapped_collections import (
 )
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
+from torchrec_2dsp.plan.fits_mesh import check_size
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, is_proposed
 from torchrec_2dsp.plan.sync import GradientSync
@@ -252,6 +254,28 @@ def frozen_tables(collection: nn.Module) -> list[str]:
     return [name for name, table in _tables_of(collection) if not table.weight.requires_grad]
 
 
+def sharded_parts(
+    module: nn.Module,
+    sharders: Mapping[type, ModuleSharder[nn.Module]],
+    path: str = "",
+    visited: set[nn.Module] | None = None,
+) -> Iterator[tuple[str, nn.Module, ModuleSharder[nn.Module]]]:
+    """Yield modules with a sharder, which takes all that is below them, but none left whole.
+
+    One that several parents share has the first one's path, as in TorchRec.
+    """
+    visited = set() if visited is None else visited
+    if module in visited or is_left_whole(module):
+        return
+    visited.add(module)
+    sharder = sharders.get(type(module))
+    if sharder is not None:
+        yield path, module, sharder
+        return
+    for name, child in module.named_children():
+        yield from sharded_parts(child, sharders, f"{path}.{name}" if path else name, visited)
+
+
 def check_alone(collection: nn.Module) -> None:
     """Raise `UnsupportedError` if a collection carries hooks, or its tables share a parameter."""
     _check_carried(collection)
@@ -395,8 +419,10 @@ def check_module_plan(
         node_size = part.mesh.node_group_size(local_world_size)
         for name, table in part.tables():
             _check_table(name, table, part, node_size)
+    for config in configs:
+        check_size(plan[config.name], config)
+        _check_sequence(plan[config.name], config)
     _check_hot_sets(path, plan, configs)
-    _check_sequences(plan, configs)
     return plan
 
 
@@ -436,6 +462,13 @@ def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node
             f"table {name!r} ({kind.value}) has {len(shards)} shards, but a sharding group of "
             f"{plan.mesh} has {node_size} ranks per host; plan it with local_world_size={node_size}"
         )
+    firsts = shards[::node_size] if kind in fits_hosts else []
+    first_ranks = [shard.placement.rank() for shard in firsts]
+    if any(rank % node_size for rank in first_ranks):
+        raise PlanError(
+            f"table {name!r} ({kind.value}) has rows from ranks {first_ranks} on, and hosts begin "
+            f"at multiples of {node_size} in a sharding group of {plan.mesh}; plan it again"
+        )
 
 
 def _check_hot_sets(path: str, plan: ModulePlan2D, configs: list[Any]) -> None:
@@ -454,11 +487,9 @@ def _check_hot_sets(path: str, plan: ModulePlan2D, configs: list[Any]) -> None:
             )
 
 
-def _check_sequences(plan: ModulePlan2D, configs: list[Any]) -> None:
-    for config in configs:
-        is_sequence = not hasattr(config, "pooling")
-        if is_sequence and plan[config.name].exchange is Exchange.NONEMPTY:  # type: ignore[attr-defined]
-            raise UnsupportedError(
-                f"table {config.name!r} has exchange='nonempty', which is for bags, and belongs to "
-                "an EmbeddingCollection; a sequence has no empty bags to leave out"
-            )
+def _check_sequence(table: Any, config: Any) -> None:
+    if not hasattr(config, "pooling") and table.exchange is Exchange.NONEMPTY:
+        raise UnsupportedError(
+            f"table {config.name!r} has exchange='nonempty', which is for bags, and belongs to "
+            "an EmbeddingCollection; a sequence has no empty bags to leave out"
+        )

@@ -17,7 +17,7 @@ from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
-from torchrec_2dsp.plan.sync import SyncConfig
+from torchrec_2dsp.plan.sync import SyncConfig, SyncedRows, WeightSync
 from torchrec_2dsp.rows.eight_bits import NUM_EXTRA_BYTES
 
 MAX_ROWS = math.isqrt(2**63 - 1)
@@ -117,7 +117,7 @@ class ShardingType2D(enum.Enum):
     the world's.
 
     A further type is named here first. `shard.shardings` then runs it, `plan.fits_mesh` checks its
-    shards, `cost.table_loads` prices it, and `planner.search.choices` offers it.
+    shards, `cost.table_loads` prices it, and `planner.search.candidates` offers it.
     """
 
     DATA_PARALLEL = "2d_data_parallel"
@@ -380,19 +380,26 @@ FROM_ROW_GRADIENTS = frozenset(
 )
 """Updates that see nothing but a row's summed gradient and the schedule."""
 
+WITH_ROW_WISE_MOMENT = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
+"""Updates with a second moment for each row, which TorchRec can't save in shards of one row."""
 
-def can_be_data_parallel(optimizer: EmbOptimType | type[Optimizer]) -> bool:
-    """Return whether a fused optimizer can train data-parallel tables.
+CHANGES_ALL_ROWS = (
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD,
+)
+"""Updates of rows that no batch touched, too."""
 
-    ``optimizer`` is the fused kernel's name for it, or the class that was applied.
 
-    Example:
-        >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        >>> from torchrec_2dsp.plan.parameter_sharding import can_be_data_parallel
-        >>> can_be_data_parallel(EmbOptimType.ADAM), can_be_data_parallel(EmbOptimType.LARS_SGD)
-        (True, False)
-    """
-    return fused_kind(optimizer) in FROM_ROW_GRADIENTS
+def can_have_copies(
+    optimizer: EmbOptimType | type[Optimizer], sync: SyncConfig, is_in_8_bits: bool
+) -> bool:
+    """Return whether a sync can keep a trained table's copies in several groups equal."""
+    kind = fused_kind(optimizer)
+    if not isinstance(sync, WeightSync):
+        return kind in FROM_ROW_GRADIENTS
+    changes_all = kind in CHANGES_ALL_ROWS
+    sends_changed = sync.rows is not SyncedRows.TOUCHED or not changes_all
+    return sends_changed and not is_in_8_bits
 
 
 def fused_kind(optimizer: EmbOptimType | type[Optimizer]) -> EmbOptimType | None:

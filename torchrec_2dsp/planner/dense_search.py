@@ -40,9 +40,6 @@ class DenseChoices:
     num_too_large: int
     """Ways that take more memory than there is."""
 
-    batch_size: int
-    """Samples per rank."""
-
     @property
     def best(self) -> DenseCandidate:
         """The fastest way."""
@@ -129,7 +126,6 @@ def search_dense(
         # Of equal times, the one that needs less.
         candidates=sorted(fitting, key=lambda way: (way.cost.total_s, way.memory_bytes)),
         num_too_large=len(candidates) - len(fitting),
-        batch_size=batch_size,
     )
 
 

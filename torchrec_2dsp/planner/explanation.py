@@ -214,7 +214,7 @@ class Explanation:
             return ""
         return (
             f"Rows in int4 would make a step {self.gain_by_int4:.1f} times as fast, with rounding: "
-            "precision='any'."
+            "precision='any' of parallelize and Planner2D allows it."
         )
 
     def summary(self) -> Iterator[str]:

@@ -28,18 +28,25 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlanner
 
+from torchrec_2dsp._compat.wrapped_collections import collection_inside
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport, transports_of
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError, check_choice
+from torchrec_2dsp.errors import (
+    ConfigError,
+    MeshError,
+    PlanError,
+    TwoDError,
+    UnsupportedError,
+    check_choice,
+)
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.fits_module import check_model, check_tables
+from torchrec_2dsp.plan.fits_module import check_model, check_tables, sharded_parts
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowStorage
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.explanation import Explanation, explain
-from torchrec_2dsp.planner.search.choices import sharded_parts
 from torchrec_2dsp.planner.search.cost_search import CostSearch
 from torchrec_2dsp.planner.search.placement import SearchResult
 from torchrec_2dsp.planner.topology import group_topology, no_plan_text, world_topology
@@ -216,7 +223,9 @@ class Planner2D(ShardingPlanner):
         """
         _refuse_parts_of_torchrec(parts_of_torchrec)
         self.mesh, self.sync = mesh, sync
-        self.batch_size = _checked_batch_size(batch_size)
+        self.batch_size = BATCH_SIZE if batch_size is None else batch_size
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size!r} is no number of samples; use 1 or more")
         topology = topology or world_topology(mesh or _whole_world())
         if mesh is not None:
             mesh.check_world(topology.world_size)
@@ -226,6 +235,7 @@ class Planner2D(ShardingPlanner):
         self._stats = stats if isinstance(stats, list) else [] if stats is None else [stats]
         self._is_measured = calibration is not None
         calibration = calibration or Calibration.of_topology(topology)
+        _refuse_other_devices(constraints or {}, topology.compute_device)
         self._search = CostSearch(
             calibration,
             mesh,
@@ -250,17 +260,38 @@ class Planner2D(ShardingPlanner):
 
         Raises:
             PlanError: nothing fits.
+            UnsupportedError: the sharders can't run what is demanded.
         """
         self._options = None
         by_type = {sharder.module_type: sharder for sharder in sharders}
-        check_model(module, [path for path, *_ in sharded_parts(module, by_type)])
+        parts = list(sharded_parts(module, by_type))
+        check_model(module, [path for path, *_ in parts])
         check_tables(module)
         started_s = time.perf_counter()
         result = self.search(module, sharders)
         best, device = result.placements[0], self.topology.compute_device
         plan = best.plan(device)
+        for path, part, sharder in parts:
+            of_tables: Any = getattr(sharder, "tables", sharder)
+            if path in plan.plan and hasattr(of_tables, "checked_plan"):
+                where = path, device, self.topology.local_world_size
+                of_tables.checked_plan(collection_inside(part), plan.plan[path], *where)
         self._options = PlannedOptions(best, module, self.batch_size, device)
-        self._log_stats(plan, sharders, result, time.perf_counter() - started_s)
+        run_time_s = time.perf_counter() - started_s
+        for stats in self._stats:
+            log = Stats2D(stats).log if isinstance(stats, EmbeddingStats) else stats.log
+            log(
+                sharding_plan=plan,
+                topology=self.topology,
+                batch_size=self.batch_size,
+                storage_reservation=self._storage_reservation,
+                num_proposals=len(result.tried),
+                num_plans=len(result.placements),
+                run_time=run_time_s,
+                best_plan=self.get_selected_options(),
+                sharders=sharders,
+                debug=True,
+            )
         return plan
 
     @_without_garbage_collection()
@@ -279,7 +310,7 @@ class Planner2D(ShardingPlanner):
                 constraints=dict(self._search.constraints or {}),
             )
         except PlannerError as error:
-            raise PlanError(no_plan_text(self.mesh or "any mesh", None, str(error))) from error
+            raise PlanError(no_plan_text(self.mesh or "any mesh", "", str(error))) from error
         if not self._is_measured:
             logger.warning(NOT_MEASURED)
         self._result = result = self._search.result(module, sharders, available)
@@ -333,29 +364,6 @@ class Planner2D(ShardingPlanner):
         known_sharders = get_default_sharders() if sharders is None else sharders
         return plan_on_rank_0(lambda: self.plan(module, known_sharders), pg)
 
-    def _log_stats(
-        self,
-        plan: Plan2D,
-        sharders: list[ModuleSharder[nn.Module]],
-        result: SearchResult,
-        run_time_s: float,
-    ) -> None:
-        """Let the user's stats log the plan."""
-        for stats in self._stats:
-            log = Stats2D(stats).log if isinstance(stats, EmbeddingStats) else stats.log
-            log(
-                sharding_plan=plan,
-                topology=self.topology,
-                batch_size=self.batch_size,
-                storage_reservation=self._storage_reservation,
-                num_proposals=len(result.tried),
-                num_plans=len(result.placements),
-                run_time=run_time_s,
-                best_plan=self.get_selected_options(),
-                sharders=sharders,
-                debug=True,
-            )
-
 
 def plan_on_rank_0(make_plan: Callable[[], Plan2D], pg: dist.ProcessGroup) -> Plan2D:
     """Return the plan of ``make_plan`` on rank 0 of ``pg``, or raise its error, on every rank.
@@ -403,11 +411,15 @@ def _refuse_parts_of_torchrec(parts: Mapping[str, Any]) -> None:
             )
 
 
-def _checked_batch_size(batch_size: int | None) -> int:
-    batch_size = BATCH_SIZE if batch_size is None else batch_size
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size!r} is no number of samples; use 1 or more")
-    return batch_size
+def _refuse_other_devices(constraints: Mapping[str, ParameterConstraints], device: str) -> None:
+    """Refuse tables that are for another device or a virtual table, which no plan here has."""
+    for name, constraint in constraints.items():
+        if constraint.device_group not in (None, device) or constraint.use_virtual_table:
+            raise UnsupportedError(
+                f"constraints of table {name!r} have device_group={constraint.device_group!r} and "
+                f"use_virtual_table={constraint.use_virtual_table}, and Planner2D plans stored "
+                f"tables on {device!r} alone: leave both out"
+            )
 
 
 def _default_reservation() -> StorageReservation:

@@ -1,7 +1,6 @@
 """The topologies of a sharding group and its replica peers, and the memory missing from one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torchrec.distributed.planner.types import (
     HardwareConfig,
@@ -125,55 +124,45 @@ def _smallest(storages: Sequence[Storage]) -> Storage:
     )
 
 
-@dataclass(frozen=True)
-class Shortfall:
-    """The memory that tables need at the least, and the memory that there is."""
+def shortfall_text(
+    table: str,
+    table_bytes: int,
+    rank_bytes: int,
+    all_tables_bytes: int,
+    group_bytes: int,
+    buffer_bytes: int = 0,
+) -> str:
+    """Return in words what memory lacks, empty if the sums alone don't explain it.
 
-    table: str
-    """The table that needs the most on one rank."""
-
-    table_bytes: int
-    """Bytes that the table needs on one rank, with the option that needs least there."""
-
-    rank_bytes: int
-    """Bytes for tables on the group's rank with most of them."""
-
-    all_tables_bytes: int
-    """Bytes that all tables need on a group's ranks, each with its smallest option."""
-
-    group_bytes: int
-    """Bytes for tables on all ranks of the group together."""
-
-    buffer_bytes: int = 0
-    """Bytes of batches and vectors for all tables on a group, each with its smallest option."""
-
-    def sentence(self) -> str:
-        """Return the shortfall in words, empty if the sums alone don't explain it."""
-        largest = f"table {self.table!r} needs {self.table_bytes:,} bytes on one rank"
-        if self.table_bytes > self.rank_bytes:
-            return (
-                f"{largest}, {self.table_bytes - self.rank_bytes:,} more than the "
-                f"{self.rank_bytes:,} there are"
-            )
-        if self.all_tables_bytes > self.group_bytes:
-            return (
-                f"the tables need {self.all_tables_bytes:,} bytes on a group, "
-                f"{self.all_tables_bytes - self.group_bytes:,} more than the "
-                f"{self.group_bytes:,} there are; {largest}, the most of all tables"
-            )
-        missing = self.all_tables_bytes + self.buffer_bytes - self.group_bytes
-        if self.buffer_bytes and missing > 0:
-            return (
-                f"the tables need {self.all_tables_bytes:,} bytes on a group, and a step's batches "
-                f"and vectors {self.buffer_bytes:,}, {missing:,} more than the "
-                f"{self.group_bytes:,} there are, which a smaller batch_size changes"
-            )
-        return ""
+    Args:
+        table: needs the most on one rank.
+        table_bytes: what it needs there, with the option that needs least.
+        rank_bytes: there for tables on the group's rank with most of them.
+        all_tables_bytes: what all tables need on a group's ranks, each with its smallest option.
+        group_bytes: there for tables on all ranks of the group together.
+        buffer_bytes: batches and vectors for all tables on a group, each with its smallest option.
+    """
+    largest = f"table {table!r} needs {table_bytes:,} bytes on one rank"
+    if table_bytes > rank_bytes:
+        return f"{largest}, {table_bytes - rank_bytes:,} more than the {rank_bytes:,} there are"
+    if all_tables_bytes > group_bytes:
+        return (
+            f"the tables need {all_tables_bytes:,} bytes on a group, "
+            f"{all_tables_bytes - group_bytes:,} more than the {group_bytes:,} there are; "
+            f"{largest}, the most of all tables"
+        )
+    missing = all_tables_bytes + buffer_bytes - group_bytes
+    if buffer_bytes and missing > 0:
+        return (
+            f"the tables need {all_tables_bytes:,} bytes on a group, and a step's batches "
+            f"and vectors {buffer_bytes:,}, {missing:,} more than the {group_bytes:,} there are, "
+            "which a smaller batch_size changes"
+        )
+    return ""
 
 
-def no_plan_text(mesh: Mesh2D | str, missing: Shortfall | None, stock_text: str) -> str:
+def no_plan_text(mesh: Mesh2D | str, missing: str, stock_text: str) -> str:
     """Describe a search that found nothing, with TorchRec's own text below."""
-    sentence = missing.sentence() if missing is not None else ""
-    reason = f": {sentence}" if sentence else ""
+    reason = f": {missing}" if missing else ""
     below = f"\n{stock_text}" if stock_text else ""
     return f"no plan fits a sharding group of {mesh}{reason}; {REMEDY}.{below}"

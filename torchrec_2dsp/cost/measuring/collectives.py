@@ -24,23 +24,10 @@ from torchrec_2dsp.cost.collectives import (
 )
 from torchrec_2dsp.cost.measuring.clock import Clock, Sampling
 from torchrec_2dsp.cost.measuring.fit import CollectiveSample, Timed
+from torchrec_2dsp.mesh import Mesh2D, RankLayout
 
 Groups = list[list[int]]
 """World ranks, group by group."""
-
-
-def ranks_by_host(world_size: int, local_world_size: int) -> Groups:
-    """Group the ranks by host."""
-    return [
-        list(range(first, first + local_world_size))
-        for first in range(0, world_size, local_world_size)
-    ]
-
-
-def ranks_by_place(world_size: int, local_world_size: int) -> Groups:
-    """Group the ranks with the same place on their hosts."""
-    hosts = ranks_by_host(world_size, local_world_size)
-    return [list(ranks) for ranks in zip(*hosts, strict=True)]
 
 
 @contextmanager
@@ -204,9 +191,10 @@ def _messages(
 
 def _places(world_size: int, local_world_size: int) -> list[Groups]:
     """Return the groups by host, by place on the hosts, and all ranks."""
+    num_hosts = world_size // local_world_size
     places = [
-        ranks_by_host(world_size, local_world_size),
-        ranks_by_place(world_size, local_world_size),
+        Mesh2D(num_hosts, local_world_size, RankLayout.CONTIGUOUS).rank_matrix(),
+        Mesh2D(local_world_size, num_hosts, RankLayout.STRIDED).rank_matrix(),
         [list(range(world_size))],
     ]
     distinct = [grouping for index, grouping in enumerate(places) if grouping not in places[:index]]

@@ -16,7 +16,7 @@ MAX_MEDIAN_ERROR = 0.4
 MAX_KERNEL_ERROR = 0.6
 """Fits for work on rows may be further away: memory is several times slower for many rows."""
 
-_MAX_ROUNDS = 10
+_MAX_FITS = 11
 
 _RELATIVE_SCATTER = 0.05
 """Repeats of long work differ by about as much."""
@@ -69,12 +69,14 @@ def fit_collective(samples: Sequence[CollectiveSample]) -> CollectiveCost:
     timed = [sample.timed for sample in samples]
     # Which direction is slower isn't known before their speeds are.
     is_link = link > 0
-    constants, errors = _fitted(_ways(constant, local, link, is_link), timed)
-    for _ in range(_MAX_ROUNDS):
+    num_fits = 0
+    while True:
+        ways = np.where(is_link, 0, local), np.where(is_link, link, 0)
+        constants, errors = _fitted(np.column_stack([constant, *ways]), timed)
+        num_fits += 1
         was_link, is_link = is_link, (link * constants[3] >= local * constants[2]) & (link > 0)
-        if (was_link == is_link).all():
+        if num_fits == _MAX_FITS or (was_link == is_link).all():
             break
-        constants, errors = _fitted(_ways(constant, local, link, is_link), timed)
     return CollectiveCost(
         base_s=constants[0],
         per_peer_s=constants[1],
@@ -95,15 +97,6 @@ def fit_kernel(samples: Sequence[KernelSample]) -> KernelCost:
     if not any(sample.vector_bytes for sample in samples):
         return KernelCost(**cost)
     return BagCost(**cost, per_vector_byte_s=constants[3], per_row_byte_s=constants[4])
-
-
-def _ways(
-    constant: list[list[float]],
-    local: NDArray[np.float64],
-    link: NDArray[np.float64],
-    is_link: NDArray[np.bool_],
-) -> NDArray[np.float64]:
-    return np.column_stack([constant, np.where(is_link, 0, local), np.where(is_link, link, 0)])
 
 
 def _fitted(

@@ -82,9 +82,12 @@ def measure_kernels(
 def _bags(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
     """Yield FBGEMM's kernel, with short and long bags, from few rows and from many."""
     tables_of = cache(partial(_tables, pooling=PoolingMode.SUM, device=device))
+    # All ranks draw the same ids, so that they count as many rows.
+    generator = torch.Generator().manual_seed(0)
     for dim, num_ids in sampling.rows:
         for size, num_rows in product(_BAG_SIZES, _ROWS_OF_A_TABLE):
-            tables = torch.randint(0, num_rows, (_NUM_TABLES, num_ids // _NUM_TABLES))
+            shape = (_NUM_TABLES, num_ids // _NUM_TABLES)
+            tables = torch.randint(0, num_rows, shape, generator=generator)
             distinct = sum(of_table.unique().numel() for of_table in tables)
             ids = tables.view(-1).to(device)
             offsets = torch.arange(0, num_ids + 1, size, device=device)

@@ -7,11 +7,11 @@ import numpy as np
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.model import CostSetting
-from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.step_cost import StepCost, rated
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
-from torchrec_2dsp.planner.search.choices import Candidate, rated
+from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.place import place
 from torchrec_2dsp.planner.search.placement import (
     Descent,
@@ -63,7 +63,8 @@ def search_copies(
     if len(demanded) == len(candidates) > 0 and not one_group:
         raise PlanError(
             f"all tables have num_groups=1, which is a plan for one group and not for "
-            f"{several[0].mesh}: leave the mesh out, or the demand for some table"
+            f"{several[0].mesh}: leave the mesh out, or the demand for some table; tables whose "
+            "copies the sync can't keep equal, by optimizer or format, count as such"
         )
     placed, tried = list(result.placements), list(result.tried)
     best_s = min((placement.rated_s for placement in placed), default=np.inf)
@@ -167,9 +168,9 @@ def _attempts(
             tuple(space.chosen(candidate.selection)), tuple(tuple(there) for there in ranks)
         )
         placement, budget.tries = descent.improved(start, budget.tries)
-        if not descent.fits(placement):
-            continue
         rated_s = descent.rated_s(placement)
+        if np.isinf(rated_s):
+            continue
         if rated_s < budget.best:
             budget.best, budget.at_best = rated_s, budget.tries
         yield placement, descent

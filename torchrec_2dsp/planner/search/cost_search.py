@@ -15,7 +15,7 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.model import CostSetting, host_memory_bytes, table_bytes
+from torchrec_2dsp.cost.model import CostSetting, kept_bytes
 from torchrec_2dsp.cost.workload import (
     ASSUMED_SKEW,
     DenseWork,
@@ -27,10 +27,11 @@ from torchrec_2dsp.mesh import Mesh2D, RankLayout, divisors
 from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline, kinds_of
 from torchrec_2dsp.plan.sync import SyncConfig
 from torchrec_2dsp.planner.search.best_placements import search_copies
-from torchrec_2dsp.planner.search.choices import ANYWHERE, ON_DEVICE, Candidate, candidates_of
+from torchrec_2dsp.planner.search.candidates import ANYWHERE, ON_DEVICE, candidates_of
+from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.placement import SearchResult
 from torchrec_2dsp.planner.search.space import Room, chosen_on_each, is_searched_closely
-from torchrec_2dsp.planner.topology import Shortfall, no_plan_text
+from torchrec_2dsp.planner.topology import no_plan_text, shortfall_text
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class CostSearch:
                 *(module, sharders, self.constraints, workload, device),
                 exchanges=self.exchanges,
                 kernels=kernels,
+                sync=self.sync,
             )
             candidates, result = self._search(settings, room, candidates_in)
             if result.placements:
@@ -217,7 +219,7 @@ def _sharders_wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[
     return 4.0, 4.0
 
 
-def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: Room) -> Shortfall:
+def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: Room) -> str:
     """Compare the least memory that tables need in the largest groups with the room there is.
 
     Where tables may be in either, that of GPUs and of their hosts together.
@@ -228,16 +230,13 @@ def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: Room
     on_one, on_all, buffers = {}, {}, 0
     for candidate in candidates:
         placed = [candidate.somewhere(choice, group) for choice in candidate.choices]
-        bytes_by_choice = [
-            table_bytes(table, group.num_ranks) + host_memory_bytes(table, group.num_ranks)
-            for table in placed
-        ]
+        bytes_by_choice = [kept_bytes(table, group.num_ranks).sum(axis=0) for table in placed]
         on_one[candidate.name] = int(min(by_rank.max() for by_rank in bytes_by_choice))
         on_all[candidate.name] = int(min(by_rank.sum() for by_rank in bytes_by_choice))
         loads = (setting.loads([table]).values for table in placed)
         buffers += int(min((setting.buffer_bytes @ values).sum() for values in loads))
     table = max(on_one, key=lambda name: on_one[name])
-    return Shortfall(
+    return shortfall_text(
         table=table,
         table_bytes=on_one[table],
         rank_bytes=rank_bytes,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_2dsp.cost.loads import Floats
-from torchrec_2dsp.cost.model import host_memory_bytes, table_bytes
+from torchrec_2dsp.cost.model import kept_bytes
 from torchrec_2dsp.planner.search.space import Room, Selection, Space
 
 Assignment = NDArray[np.int64]
@@ -68,49 +68,50 @@ class _Dealing:
         setting = self.space.setting
         placed = self.space.candidates[table].somewhere(self.choices[table], self.group)
         buffers = setting.buffer_bytes @ setting.loads([placed]).values
-        num_ranks = self.group.num_ranks
-        by_kind = table_bytes(placed, num_ranks) + buffers, host_memory_bytes(placed, num_ranks)
+        on_device, in_host = kept_bytes(placed, self.group.num_ranks)
+        by_kind = on_device + buffers, in_host
         return np.stack(by_kind[: len(self.room)], axis=1)
 
-    def needs(self, tables: Sequence[int]) -> Floats:
-        """Return the bytes that shards need beyond those on all ranks, which are counted here."""
+    def parts(self, tables: Sequence[int]) -> tuple[list[int], Floats]:
+        """Return the table and the needed bytes of each part; those on all ranks are counted."""
         needs = np.zeros((len(tables), len(self.room)))
         for number, table in enumerate(tables):
-            by_rank, shards = self.kept(table), self.choices[table].column_shards
-            on_all = by_rank[-1] if shards < len(by_rank) else np.zeros(len(self.room))
-            if not self.choices[table].is_on_host and shards > 1:
-                needs[number] = (by_rank.sum(axis=0) - on_all * len(by_rank)) / shards
-            else:
-                needs[number] = by_rank[0] - on_all
+            bins, parts = self.kept(table), self.choices[table].num_parts
+            if self.choices[table].is_on_host:
+                # The fullest rank of each host.
+                bins = bins.reshape(self.group.num_hosts, -1, len(self.room)).max(axis=1)
+            on_all = bins[-1] if parts < len(bins) else np.zeros(len(self.room))
+            needs[number] = (bins.sum(axis=0) - on_all * len(bins)) / parts
             self.taken += on_all
-        return needs
+        repeats = [self.choices[table].num_parts for table in tables]
+        return np.repeat(tables, repeats).tolist(), np.repeat(needs, repeats, axis=0)
 
     def to_hosts(self, tables: Sequence[int]) -> bool:
         """Deal tables to hosts; tell whether there is room."""
         if not tables:
             return True  # Hosts may be uneven then.
         num_hosts, per_host = self.group.num_hosts, self.group.ranks_per_host
-        needs = self.needs(tables)
+        parts, needs = self.parts(tables)
         room = (self.room - self.taken).reshape(num_hosts, per_host, -1).min(axis=1)
-        host_of = self._dealt(tables, needs, np.zeros(num_hosts), room)
+        host_of = self._dealt(parts, needs, np.zeros(num_hosts), room)
         if host_of is None:
             return False
-        for table, host, need in zip(tables, host_of, needs, strict=True):
-            first = host * per_host
-            self.ranks[table] = range(first, first + per_host)
-            self.taken[first : first + per_host] += need
-            self.busy[first : first + per_host] += self._seconds(table)
+        for table, host, need in zip(parts, host_of, needs, strict=True):
+            busy = self.busy.reshape(num_hosts, per_host)[host]
+            ranks = self.choices[table].ranks_on_host(host, busy)
+            self.ranks[table] = [*self.ranks[table], *ranks]
+            used = np.unique(ranks)
+            self.taken[used] += need
+            self.busy[used] += self._seconds(table) * per_host / len(used)
         return True
 
     def to_ranks(self, tables: Sequence[int]) -> bool:
         """Deal shards to ranks; tell whether there is room."""
-        parts = [self.choices[table].column_shards for table in tables]
-        shards = np.repeat(tables, parts).tolist()
-        needs = np.repeat(self.needs(tables), parts, axis=0)
-        rank_of = self._dealt(shards, needs, self.busy, self.room - self.taken)
+        parts, needs = self.parts(tables)
+        rank_of = self._dealt(parts, needs, self.busy, self.room - self.taken)
         if rank_of is None:
             return False
-        for table, rank in zip(shards, rank_of, strict=True):
+        for table, rank in zip(parts, rank_of, strict=True):
             self.ranks[table] = [*self.ranks[table], rank]
         np.add.at(self.taken, rank_of, needs)
         return True
@@ -125,10 +126,10 @@ class _Dealing:
         return None if bin_of is None else bin_of.tolist()
 
     def _seconds(self, table: int) -> float:
-        """Return the seconds for which a shard keeps its rank busy, or all ranks on its host."""
+        """Return the seconds for which a part keeps its rank busy, or all ranks on its host."""
         choice, loads = self.choices[table], self.space.loads[table, self.selection[table]]
-        whole = float(loads @ self.prices) * self.group.num_ranks
-        return whole / (self.group.ranks_per_host if choice.is_on_host else choice.column_shards)
+        whole = float(loads @ self.prices) * self.group.num_ranks / choice.num_parts
+        return whole / (self.group.ranks_per_host if choice.is_on_host else 1)
 
 
 @dataclass(frozen=True)

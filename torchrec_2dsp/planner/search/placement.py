@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,12 @@ from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import Floats, Loads, Ranks
-from torchrec_2dsp.cost.model import CostSetting, MemoryCost, host_memory_bytes, table_bytes
-from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.model import CostSetting, MemoryCost, kept_bytes
+from torchrec_2dsp.cost.step_cost import StepCost, rated
 from torchrec_2dsp.cost.workload import TableWork
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
+from torchrec_2dsp.planner.search.choices import Candidate, Choice
 from torchrec_2dsp.planner.search.space import Room, Space
 
 _LEAST_GAIN = 1e-6
@@ -114,10 +114,6 @@ class Descent:
         """Return the bytes on each rank's device, buffers included."""
         return self._bytes(self.sums(placement))
 
-    def fits(self, placement: Placement) -> bool:
-        """Tell whether all ranks have room."""
-        return self._fits(self.sums(placement))
-
     def improved(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
         """Improve the start until nothing helps or ``max_tries`` are used; return the tries left.
 
@@ -194,9 +190,8 @@ class Descent:
         if key in self._known:
             return self._known[key]
         placed = self._space.candidates[table].placed(choice, ranks, self._group)
-        num_ranks = self._group.num_ranks
-        num_bytes = table_bytes(placed, num_ranks), host_memory_bytes(placed, num_ranks)
-        sums = Sums(self._space.setting.loads([placed]).values, np.stack(num_bytes))
+        loads = self._space.setting.loads([placed]).values
+        sums = Sums(loads, kept_bytes(placed, self._group.num_ranks))
         if len(self._space.candidates) * self._group.num_ranks <= _MAX_REMEMBERED:
             self._known[key] = sums
         return sums
@@ -233,12 +228,17 @@ class Descent:
         by_rank = np.argsort(busy, kind="stable")
         # Ranks of a host share its link.
         by_host = np.lexsort((busy, busy_hosts[hosts]))
-        first = int(busy_hosts.argmin()) * self._group.ranks_per_host
+        hosts_in_order = np.argsort(busy_hosts, kind="stable")
         for choice in self._space.choices[table]:
             if not choice.is_free:
                 yield choice, ()
             elif choice.is_on_host:
-                yield choice, tuple(range(first, first + self._group.ranks_per_host))
+                parts = np.arange(choice.num_parts) % len(hosts_in_order)
+                on_hosts = (
+                    choice.ranks_on_host(host, busy[hosts == host])
+                    for host in hosts_in_order[parts].tolist()
+                )
+                yield choice, tuple(chain.from_iterable(on_hosts))
             else:
                 parts = np.arange(choice.column_shards) % len(busy)
                 orders = (tuple(order[parts].tolist()) for order in (by_rank, by_host))

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.collectives import Span
 from torchrec_2dsp.cost.loads import LOADS, Floats, Loads, load_weights
-from torchrec_2dsp.cost.model import CostSetting, host_memory_bytes, table_bytes
-from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.model import CostSetting, kept_bytes
+from torchrec_2dsp.cost.step_cost import StepCost, rated
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import AlikeWork
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import Exchange, Pipeline, RowOwners
-from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family, rated
+from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family
 
 Selection = NDArray[np.int64]
 """The number of a choice, for each table."""
@@ -128,12 +128,10 @@ class Space:
         group = setting.group
         node_size = setting.mesh.node_group_size(setting.local_world_size)
         is_even = node_size == group.ranks_per_host
-        alike = _alike(candidates)
+        alike = _alike(candidates, group)
         choices: list[Sequence[Choice]] = [()] * len(candidates)
         for tables in alike:
-            allowed = candidates[tables[0]].choices
-            suiting = [choice for choice in allowed if choice.suits(group, is_even=is_even)]
-            suiting = suiting or [choice for choice in allowed if choice.works(is_even=is_even)]
+            suiting = candidates[tables[0]].suiting(group, is_even=is_even)
             for table in tables:
                 choices[table] = suiting
         families = list(dict.fromkeys(choice.family for of_table in choices for choice in of_table))
@@ -150,16 +148,14 @@ class Space:
                     candidate = together.get(part) or _together(candidates, part)
                     together[part] = candidate
                     placed = candidate.somewhere(choice, group)
-                    by_rank = table_bytes(placed, group.num_ranks)
+                    by_rank, of_host = kept_bytes(placed, group.num_ranks)
                     mean_loads = setting.mean_loads(placed)
                     rows = list(part)
                     family_of[rows, number] = numbers[choice.family]
                     loads[rows, number] = mean_loads
                     mean[rows, number] = by_rank.mean(axis=-1) + mean_loads @ buffers
                     most[rows, number] = by_rank.max(axis=-1)
-                    if choice.in_host_memory:
-                        of_host = host_memory_bytes(placed, group.num_ranks)
-                        in_host[rows, number] = of_host.mean(axis=-1)
+                    in_host[rows, number] = of_host.mean(axis=-1)
         return cls(
             setting,
             candidates,
@@ -267,11 +263,13 @@ class Space:
         return first, self.loads @ self.prices(self.sum_of(cheapest))
 
 
-def _alike(candidates: Sequence[Candidate]) -> list[list[int]]:
-    """Return the numbers of tables that are alike and have the same choices, together."""
+def _alike(candidates: Sequence[Candidate], group: Span) -> list[list[int]]:
+    """Return the numbers of tables that are alike and have equal choices, together."""
     groups: dict[Hashable, list[int]] = {}
     for number, candidate in enumerate(candidates):
-        groups.setdefault((candidate.work.likeness, tuple(candidate.choices)), []).append(number)
+        unsaved = tuple(candidate.unsaved_types(group))
+        key = candidate.work.likeness, unsaved, tuple(candidate.choices)
+        groups.setdefault(key, []).append(number)
     return list(groups.values())
 
 

@@ -212,15 +212,7 @@ def search_as_torchrec(
 ) -> Plan2D:
     """Plan one sharding group by TorchRec's search; it counts the sync as communication.
 
-    Args:
-        module: the unsharded model.
-        sharders: list the possible types and kernels.
-        topology: the whole world's.
-        batch_size: samples per rank and step.
-        constraints: per table; types by TorchRec's name or by their 2D form.
-        mesh: the ranks that repeat the plan.
-        sync: keeps replicas equal.
-        parts: other arguments of TorchRec's planner.
+    The arguments are `Enumerator2D`'s; ``parts`` are others of TorchRec's planner.
     """
     check_model(module)
     check_tables(module)

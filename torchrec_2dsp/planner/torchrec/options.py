@@ -12,11 +12,11 @@ from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Stor
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import LOADS, Floats
-from torchrec_2dsp.cost.model import host_memory_bytes, table_bytes
-from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.model import kept_bytes
+from torchrec_2dsp.cost.step_cost import StepCost, rated
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
-from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
+from torchrec_2dsp.planner.search.choices import Candidate, Choice
 from torchrec_2dsp.planner.search.placement import MeshPlacement, Placement
 from torchrec_2dsp.planner.search.space import Space
 
@@ -135,9 +135,9 @@ class Draft:
         sizes, offsets = candidate.shapes(choice, group)
         placed = candidate.somewhere(choice, group)
         loads = setting.loads([placed]).values
-        by_rank = table_bytes(placed, group.num_ranks) + setting.buffer_bytes @ loads
-        in_host = host_memory_bytes(placed, group.num_ranks)
-        by_kind = np.ceil([in_host, by_rank] if device == "cpu" else [by_rank, in_host])
+        on_device, in_host = kept_bytes(placed, group.num_ranks)
+        on_device += setting.buffer_bytes @ loads
+        by_kind = np.ceil([in_host, on_device] if device == "cpu" else [on_device, in_host])
         milliseconds = prices.T @ loads
         if choice.is_free:
             milliseconds = _in_equal_parts(milliseconds, len(sizes))

@@ -26,7 +26,8 @@ from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.search.best_placements import placements
-from torchrec_2dsp.planner.search.choices import Candidate, candidates_of_options
+from torchrec_2dsp.planner.search.candidates import candidates_of_options
+from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.cost_search import CostSearch, room_of
 from torchrec_2dsp.planner.search.placement import Descent, with_hot_rows
 from torchrec_2dsp.planner.search.space import Room, chosen_on_each, effort_for
@@ -67,6 +68,9 @@ class ExchangeProposer(Proposer):
         ... )
     """
 
+    _tries_all_meshes = False
+    """True if it drafts for all meshes where none is given."""
+
     _loaded: Loaded | None = None
     _is_room_known = False
     _drafts: Iterator[Draft] = iter(())
@@ -82,12 +86,13 @@ class ExchangeProposer(Proposer):
         access: AccessStats | None = None,
         workload: Workload | None = None,
     ) -> None:
-        """Draft for one mesh.
+        """Take what is known of mesh, network and log.
 
         Args:
             topology: the whole world's.
             calibration: constants of network and machines; the topology's figures without it.
-            mesh: the ranks that repeat the plan; all ranks are one group without it.
+            mesh: the ranks that repeat the plan; without it all ranks are one group, or, for
+                `GroupSizeProposer`, all meshes are tried.
             sync: keeps replicas equal.
             constraints: per table, as the planner has them.
             access: row frequencies.
@@ -95,8 +100,10 @@ class ExchangeProposer(Proposer):
         """
         self.topology = topology
         """The whole world's topology."""
-        mesh = mesh or Mesh2D(1, topology.world_size)
-        mesh.check_world(topology.world_size)
+        if mesh is None and not self._tries_all_meshes:
+            mesh = Mesh2D(1, topology.world_size)
+        if mesh is not None:
+            mesh.check_world(topology.world_size)
         self._search = CostSearch(
             calibration or Calibration.of_topology(topology),
             mesh,
@@ -110,13 +117,10 @@ class ExchangeProposer(Proposer):
             full_duplex=(False,),
         )
 
-    @property
-    def has_access(self) -> bool:
-        """True if it knows row frequencies."""
-        return self._search.access is not None or self._search.workload is not None
-
-    def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
-        """Translate the enumerated tables and the meshes to try."""
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Load the search space; the enumerator knows the optimizers."""
         if not search_space:
             raise ConfigError("there is nothing to propose for: the search space is empty")
         sharders = sharder_data_of(enumerator)
@@ -136,7 +140,9 @@ class ExchangeProposer(Proposer):
                     "TorchRec's planner places all tables on the ranks of one group: use Planner2D"
                 )
         settings = search.settings(workload, self.topology)
-        return Loaded(candidates, settings, known_options(search_space))
+        self._loaded = Loaded(candidates, settings, known_options(search_space))
+        self._is_room_known = False
+        self._draft(_UNLIMITED)
 
     def drafts(self, loaded: Loaded, room: Room) -> Iterator[Draft]:
         """Yield drafts for each mesh, the most promising mesh first."""
@@ -144,14 +150,6 @@ class ExchangeProposer(Proposer):
         for space, selected in chosen_on_each(loaded.candidates, loaded.settings, room):
             for placement, _ in placements(space, selected, room, effort):
                 yield Draft(space, placement)
-
-    def load(
-        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
-    ) -> None:
-        """Load the search space; the enumerator knows the optimizers."""
-        self._loaded = self.loaded(search_space, enumerator)
-        self._is_room_known = False
-        self._draft(_UNLIMITED)
 
     def propose(self) -> list[ShardingOption] | None:
         """Return the next plan, without ranks; `None` if there is no other."""
@@ -190,26 +188,7 @@ class GroupSizeProposer(ExchangeProposer):
         >>> proposer = tdsp.GroupSizeProposer(topology, calibration)
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        calibration: Calibration | None = None,
-        *,
-        sync: SyncConfig = EXACT_SYNC,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-        access: AccessStats | None = None,
-        workload: Workload | None = None,
-    ) -> None:
-        """Take the arguments of `ExchangeProposer`, but for the mesh."""
-        super().__init__(
-            topology,
-            calibration,
-            sync=sync,
-            constraints=constraints,
-            access=access,
-            workload=workload,
-        )
-        self._search = replace(self._search, mesh=None)
+    _tries_all_meshes = True
 
 
 class HotRowProposer(ExchangeProposer):
@@ -225,7 +204,7 @@ class HotRowProposer(ExchangeProposer):
 
     def __init__(self, inner: ExchangeProposer) -> None:
         """Leave all else to ``inner``, which must know row frequencies."""
-        if not inner.has_access:
+        if inner._search.access is None and inner._search.workload is None:
             raise ConfigError(
                 "nothing says which rows are hot: give the inner proposer access=AccessStats(...)"
             )

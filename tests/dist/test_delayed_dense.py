@@ -1,5 +1,6 @@
 """Dense gradients that are one step late: in training, across resumes, and the hook alone."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
@@ -99,34 +100,42 @@ def test_warm_steps_are_those_of_ddp_bit_for_bit(ranks4: RankPool) -> None:
     assert len(digests) == 1
 
 
-def fail_with_nan(rank: int, world_size: int) -> tuple[str, bool]:
+def fail_with_nan(rank: int, world_size: int) -> tuple[str, list[float]]:
+    """Return the error, and the weights' sums after each step, also after those that go on."""
     cell = cell_of(world_size)
-    model = model_of(cell, tdsp.DelayedDense())
-    params = dense_of(model)
+    # Several buckets, of which the failing one isn't the first.
+    model = model_of(cell, tdsp.DelayedDense(bucket_cap_mb=cast(int, 0.005)))
+    params, sums, message = dense_of(model), list[float](), ""
     optimizer = torch.optim.SGD(params.values(), lr=0.05)
     layer = dict(model.named_parameters())["tower.0.weight"]
-    for step in range(4):
+    for step in range(7):
         optimizer.zero_grad()
         loss = model(batch_of(cell, step, rank))
-        if rank == 1 and step == 2:
-            layer.register_hook(with_nan)
+        hook = layer.register_hook(with_nan) if rank == 1 and step == 2 else None
         try:
             loss.backward()
+            optimizer.step()
         except SyncError as error:
             assert step == 3
-            return str(error), all(bool(value.isfinite().all()) for value in params.values())
-        optimizer.step()
-    return "no error", False
+            message = str(error)
+        if hook is not None:
+            hook.remove()
+        sums.append(sum(value.detach().sum().item() for value in params.values()))
+    return message, sums
 
 
 def test_a_nan_of_one_rank_stops_all_before_it_is_applied(ranks4: RankPool) -> None:
-    (result,) = set(ranks4.run(fail_with_nan))
-    message, are_weights_finite = result
-    assert are_weights_finite
+    first, *others = ranks4.run(fail_with_nan)
+    assert others == [first] * 3
+    message, sums = first
     assert message == (
         "gradients of 'tower.0.weight' are not finite in the step before step 3; no dense weight "
         "has changed by them. Lower the learning rate, or clip gradients (found on rank 1)"
     )
+    # The fourth step is left out, nothing is in flight in the fifth, and then training goes on.
+    assert sums[2] == sums[3] == sums[4]
+    assert len({sums[2], *sums[5:]}) == 3
+    assert all(map(math.isfinite, sums))
 
 
 def misuse(rank: int, world_size: int) -> list[str]:
@@ -164,10 +173,10 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
     assert "would send them twice; call optimizer.zero_grad() in each step" in accumulated
 
 
-def refuse_a_batch(rank: int, world_size: int) -> list[int]:
+def refuse_a_batch(rank: int, world_size: int, trains: bool) -> list[int]:
     """Count late steps after each of three steps; before the second a batch is refused."""
     cell, dense = cell_of(world_size), tdsp.DelayedDense(warm_up=2)
-    model, counts = model_of(cell, dense), list[int]()
+    model, counts = model_of(cell, dense).train(trains), list[int]()
     for step in range(3):
         model.zero_grad()
         if step == 1:
@@ -177,8 +186,11 @@ def refuse_a_batch(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-def test_a_forward_without_a_backward_is_no_step_of_the_warm_up(ranks2: RankPool) -> None:
-    assert ranks2.run(refuse_a_batch) == [[0, 0, 1]] * 2
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_without_a_backward_is_no_step_of_the_warm_up(
+    ranks2: RankPool, trains: bool
+) -> None:
+    assert ranks2.run(refuse_a_batch, trains) == [[0, 0, 1]] * 2
 
 
 def run_of(world_size: int, *, is_delayed: bool = True) -> Run:

@@ -1,15 +1,18 @@
 """Ranks that train their dense parts apart for some steps, against one process."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from torchrec.optim import SemisyncOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import (
+    TowerModel,
     Trained,
     batch_of,
     cell_of,
@@ -17,6 +20,7 @@ from tests.support.dense_training import (
     dense_of,
     model_of,
 )
+from tests.support.loops import shard
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp.errors import ConfigError, SyncError
@@ -109,9 +113,12 @@ def test_a_nan_of_one_rank_stops_all(ranks2: RankPool) -> None:
     assert message.endswith("(found on rank 1)")
 
 
-def save_and_load_apart(rank: int, world_size: int, folder: Path) -> list[str]:
+def save_and_load_apart(rank: int, world_size: int, folder: Path, trains: bool) -> list[str]:
     cell, dense = cell_of(world_size), tdsp.LocalDense()
-    model = model_of(cell, dense)
+    model = model_of(cell, dense).train(trains)
+    if not trains:
+        # An evaluation that doesn't disable gradients leaves ranks together.
+        model(batch_of(cell, 0, rank))
     tdsp.save_checkpoint(folder / "together", model)
     model(batch_of(cell, 0, rank)).backward()
     errors = [
@@ -123,8 +130,11 @@ def save_and_load_apart(rank: int, world_size: int, folder: Path) -> list[str]:
     return errors
 
 
-def test_ranks_are_together_when_they_save_and_load(ranks2: RankPool, tmp_path: Path) -> None:
-    for errors in ranks2.run(save_and_load_apart, tmp_path):
+@pytest.mark.parametrize("trains", [True, False])
+def test_ranks_are_together_when_they_save_and_load(
+    ranks2: RankPool, tmp_path: Path, trains: bool
+) -> None:
+    for errors in ranks2.run(save_and_load_apart, tmp_path, trains):
         assert all("after a multiple of num_local_steps" in message for message in errors)
 
 
@@ -147,12 +157,18 @@ def misuse(rank: int, world_size: int) -> tuple[str, ...]:
     dense.state_dict()
     params = dense_of(model).values()
     errors.append(error_text(lambda: tdsp.DiLoCo(params, dense, momentum=1.0), ConfigError))
+    for dtype in (torch.float64, torch.complex64):
+        unsharded = TowerModel(cell.spec)
+        weight = cast(nn.Linear, unsharded.tower[0]).weight
+        weight.data = weight.data.to(dtype)
+        wrap = partial(shard, cell, model=unsharded, data_parallel_wrapper=tdsp.LocalDense())
+        errors.append(error_text(wrap, ConfigError))
     return tuple(errors)
 
 
 def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
     (errors,) = set(ranks2.run(misuse))
-    density, values, decay, no_model, apart, step, rates = errors
+    density, values, decay, no_model, apart, step, rates, wide, is_complex = errors
     assert density == "LocalDense(density=0.0) is no share; use one of 0 to 1"
     assert "is unknown; use one of 'fp32'" in values
     assert "no factor" in decay
@@ -160,6 +176,8 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
     assert "save and load after a multiple of num_local_steps" in apart
     assert "outer optimizer" in step
     assert "momentum" in rates
+    assert wide.startswith("'tower.0.weight' is trained in torch.float64, which LocalDense would")
+    assert is_complex.startswith("'tower.0.weight' is trained in torch.complex64, which LocalDense")
 
 
 def meet_with_loaded_changes(rank: int, world_size: int) -> tuple[float, float, bool]:

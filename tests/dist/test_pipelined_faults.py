@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.utils.checkpoint import checkpoint
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell
@@ -166,9 +167,17 @@ def called_wrongly(rank: int, world_size: int) -> list[str]:
     def uneven() -> None:
         stack(inputs, targets)[: 2 + is_first].sum().backward()
 
+    def in_checkpoint() -> None:
+        checkpoint(stack, inputs, targets, use_reentrant=False)
+
     def in_two_types() -> None:
         with torch.autocast("cpu", enabled=is_first):
             stack(inputs, targets)
+
+    def penalized() -> None:
+        loss = stack(inputs, targets).mean()
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        (loss + gradient.sum()).backward()
 
     answers = [
         error_text(lambda: stack(inputs, targets[: 3 - (not is_first)]), InputError),
@@ -178,6 +187,8 @@ def called_wrongly(rank: int, world_size: int) -> list[str]:
         error_text(uneven, UnsupportedError),
         error_text(lambda: stack(features), UnsupportedError),
         error_text(in_two_types, InputError),
+        error_text(penalized, UnsupportedError),
+        error_text(in_checkpoint, UnsupportedError),
     ]
     outputs = stack.eval()(features)
     assert torch.equal(stack.train().requires_grad_(False)(features), outputs)
@@ -205,6 +216,12 @@ def test_calls_that_do_not_fit_are_errors_on_all_ranks(ranks4: RankPool) -> None
     assert answers[0][2].startswith("a pipelined LayerStack gives losses gradients, but no outputs")
     assert answers[0][5] == answers[0][2], "layers that are trained are refused as well"
     assert "with gradients, under autocast to bfloat16; give all" in answers[1][6]
+    assert answers[0][7].startswith("a second derivative (create_graph=True) through a pipelined ")
+    assert {texts[8] for texts in answers} == {
+        "a pipelined LayerStack is called inside torch.utils.checkpoint, which would run the "
+        "pipeline again in the backward; checkpoint layers inside the stack, and leave out what "
+        "is around it"
+    }
     for text in answers[0][3:5]:
         assert text.startswith("the losses of a pipeline's samples don't count alike: relative to")
     assert "one of rank 0 counts 2, one of rank 1 1." in answers[0][3]

@@ -1,6 +1,8 @@
-"""Dense layers that ranks share: joint batches of split layers, and what is refused."""
+"""Dense layers that ranks share: what trains as in DDP, and what is refused."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,13 +10,14 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+from torch.utils.checkpoint import checkpoint
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_products import FORMS
-from tests.support.dense_training import cell_of, model_of
+from tests.support.dense_training import TowerModel, cell_of, model_of
 from tests.support.loops import shard
-from tests.support.models import BagModel, build
+from tests.support.models import BagModel, build, make_batch
 from tests.support.pipelining import (
     TABLES,
     PipelineCell,
@@ -23,8 +26,8 @@ from tests.support.pipelining import (
     stack_model,
     step_of,
 )
-from tests.support.ranks import RankPool, error_text
-from torchrec_2dsp.dense.sharded_dense import JointBatch
+from tests.support.ranks import RankPool, error_of, error_text
+from torchrec_2dsp.dense.sharded_parts import JointBatch
 from torchrec_2dsp.errors import ConfigError, MeshError, UnsupportedError
 
 pytestmark = pytest.mark.dealt_file
@@ -67,6 +70,207 @@ def with_tied_parts(rank: int, world_size: int, wrapper: str) -> str:
 def test_parts_that_share_a_parameter_are_refused(ranks4: RankPool, wrapper: str) -> None:
     for text in ranks4.run(with_tied_parts, wrapper):
         assert text.startswith(f"'over' and 'again' share a parameter, which {wrapper} would shard")
+
+
+def halved(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad /= 2
+
+
+class Block(nn.Linear):
+    """A layer that a unit is made of."""
+
+
+def tower(change: str, width: int) -> Any:
+    """Return layers with something in them that can't be sharded, or split, as DDP trains it."""
+    up, down = nn.Linear(width, 4), Block(4, 4)
+    layers: Any = nn.Sequential(up, down, Block(4, 4))
+    if change == "a gradient hook":
+        up.weight.register_hook(lambda gradient: gradient / 2)
+    elif change == "a hook after the gradient":
+        up.weight.register_post_accumulate_grad_hook(halved)
+    elif change == "a scalar":
+        down.register_parameter("scale", nn.Parameter(torch.ones(())))
+    elif change == "no elements":
+        down.register_parameter("spare", nn.Parameter(torch.ones(0, 4)))
+    elif change == "a transposed weight":
+        up.weight = nn.Parameter(torch.ones(width, 4).t())
+    elif change == "two types":
+        up.bfloat16()
+    elif change == "tied layers":
+        layers[2].weight = down.weight
+    elif change == "no forward":
+        layers = nn.ParameterList([torch.ones(2)])
+    elif change == "split layers in a list":
+        layers = nn.ModuleList([up])
+    return layers
+
+
+SPLITTING = {"tower.0": ColwiseParallel(), "tower.1": RowwiseParallel()}
+SHARDED = {
+    "FullyShardedDense": lambda: tdsp.FullyShardedDense([Block]),
+    "TensorParallelDense": lambda: tdsp.TensorParallelDense(SPLITTING, tp=2),
+    "PipelinedDense": lambda: tdsp.PipelinedDense(2, num_micro_batches=2),
+}
+WITHOUT_LAYERS: dict[str, Callable[[], Any]] = {
+    "no forward": tdsp.FullyShardedDense,
+    "split layers in a list": lambda: tdsp.TensorParallelDense(
+        {"tower.0": ColwiseParallel()}, tp=2
+    ),
+}
+EVERYWHERE = {
+    "a gradient hook": "'tower.0.weight' has a hook on its gradient, which {} doesn't run on",
+    "a hook after the gradient": "'tower.0.weight' has a hook on its gradient, which {}",
+}
+CHANGES = {
+    **{(wrapper, change): text for wrapper in SHARDED for change, text in EVERYWHERE.items()},
+    ("FullyShardedDense", "a scalar"): "'tower.1' has a parameter without a dimension or elements",
+    ("TensorParallelDense", "a scalar"): "'tower' has a parameter without a dimension or elements",
+    ("PipelinedDense", "a transposed weight"): "'tower' has a parameter without a dimension or",
+    ("FullyShardedDense", "no elements"): "'tower.1' has a parameter without a dimension or",
+    ("FullyShardedDense", "two types"): "",
+    ("PipelinedDense", "two types"): (
+        "'tower' trains parameters of torch.bfloat16 and torch.float32, which {} can't gather "
+        "together; choose one type, or modules of their own"
+    ),
+    ("FullyShardedDense", "tied layers"): (
+        "'tower.1' and 'tower.2' share a parameter, which {} would shard as two; choose units that"
+    ),
+    ("TensorParallelDense", "tied layers"): (
+        "'tower.1.weight' and 'tower.2.weight' are one parameter, which {} would split as two; "
+    ),
+    ("PipelinedDense", "tied layers"): "",
+    ("FullyShardedDense", "no forward"): (
+        "'tower' is a ParameterList without a forward, at which {} would run it; put its"
+    ),
+    ("TensorParallelDense", "split layers in a list"): (
+        "TensorParallelDense: 'tower.0' is a part of the model that holds no tables"
+    ),
+}
+
+
+def with_changed_parts(rank: int, world_size: int) -> dict[tuple[str, str], str]:
+    cell, answers = cell_of(world_size), dict[tuple[str, str], str]()
+    for wrapper, change in CHANGES:
+        model: Any = build(cell.spec)
+        model.tower = tower(change, model.over.in_features)
+        model.stack = tdsp.LayerStack(
+            [nn.Linear(2, 2), nn.Linear(2, 2)], nn.MSELoss(reduction="none")
+        )
+        dense = (WITHOUT_LAYERS.get(change) or SHARDED[wrapper])()
+        answers[wrapper, change] = error_of(
+            partial(shard, cell, model=model, data_parallel_wrapper=dense)
+        )
+    return answers
+
+
+def test_parts_that_would_train_otherwise_are_refused(ranks4: RankPool) -> None:
+    for answers in ranks4.run(with_changed_parts):
+        for (wrapper, change), text in answers.items():
+            expected = CHANGES[wrapper, change].replace("{}", wrapper)
+            assert text.startswith(expected and f"ConfigError: {expected}"), (wrapper, change)
+            assert bool(text) == bool(expected), (wrapper, change)
+
+
+class Lists(TowerModel):
+    """A tower whose layers are called one by one, and units in units."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__(spec)
+        self.tower = cast(Any, nn.ModuleList([nn.Sequential(*self.tower)]))
+
+    def forward(self, features: Any) -> torch.Tensor:
+        joined = self.tower[0](self.joined(features))
+        return (self.last(joined).squeeze(1) - 1.0).pow(2).mean()
+
+
+LISTS = {
+    "DDP": lambda: None,
+    "FSDP": lambda: tdsp.FullyShardedDense([nn.Sequential, nn.Linear]),
+    "TP": lambda: tdsp.TensorParallelDense(
+        {"tower.*.0": ColwiseParallel(), "tower.*.2": RowwiseParallel()}, tp=2
+    ),
+}
+
+
+def train_lists(rank: int, world_size: int) -> list[list[float]]:
+    cell, losses = cell_of(world_size), list[list[float]]()
+    for form in LISTS.values():
+        torch.manual_seed(0)
+        unsharded: Any = Lists(cell.spec)
+        model = shard(cell, model=unsharded, data_parallel_wrapper=form())
+        params = dict(in_backward_optimizer_filter(model.named_parameters()))
+        optimizer = dense_sgd(params.values())
+        of_form = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(make_batch(cell.spec, 10 * step + rank))
+            loss.backward()
+            optimizer.step()
+            of_form.append(loss.item())
+        losses.append(of_form)
+    return losses
+
+
+def test_modules_in_a_list_are_parts_of_their_own(ranks4: RankPool) -> None:
+    for ddp, *others in ranks4.run(train_lists):
+        assert len(set(ddp)) == 3
+        for losses in others:
+            assert losses == pytest.approx(ddp, abs=1e-5)
+
+
+class Recomputed(nn.Sequential):
+    """Layers that an activation checkpoint computes again in the backward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, checkpoint(super().forward, input, use_reentrant=False))
+
+
+def call_past_parts(rank: int, world_size: int, wrapper: str) -> list[str]:
+    cell = cell_of(world_size)
+    model: Any = build(cell.spec)
+    width = model.over.in_features
+    model.tower = Recomputed(nn.Linear(width, 4), nn.Linear(4, width))
+    model.tower.norm = nn.LayerNorm(width)
+    dense: Any = tdsp.FullyShardedDense()
+    if wrapper == "TensorParallelDense":
+        dense = tdsp.TensorParallelDense(SPLITTING, tp=2)
+    parallel: Any = shard(cell, model=model, data_parallel_wrapper=dense)
+    layers = parallel.module.tower
+    rows = torch.ones(3, width, requires_grad=True)
+
+    def fail() -> None:
+        with pytest.raises(TypeError):
+            layers(rows, 1)
+
+    def past() -> list[str]:
+        return [
+            error_text(partial(layer, rows), UnsupportedError) for layer in (layers[0], layers.norm)
+        ]
+
+    before = past()
+    layers(rows).sum().backward()
+    fail()
+    assert past() == before
+    return before
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "purpose"),
+    [
+        ("FullyShardedDense", "FullyShardedDense gathers its weights"),
+        ("TensorParallelDense", "TensorParallelDense joins the ranks' batches"),
+    ],
+)
+def test_layers_called_past_their_part_are_refused(
+    ranks4: RankPool, wrapper: str, purpose: str
+) -> None:
+    for texts in ranks4.run(call_past_parts, wrapper):
+        assert texts == [
+            f"'tower.{layer}' is called outside a call of 'tower', in which {purpose}; call "
+            "'tower' itself, whose forward may call its layers"
+            for layer in ("0", "norm")
+        ]
 
 
 IN_BACKWARD = {
@@ -131,85 +335,11 @@ def test_impossible_shards_are_refused(ranks4: RankPool) -> None:
 PLAN = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
 
 
-class Sums(nn.Module):
-    """Takes all that a joint batch can gather, and gives the sum for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([2.0]))
-
-    def forward(
-        self, rows: torch.Tensor, scale: float, *, more: dict[str, Any]
-    ) -> dict[str, list[torch.Tensor]]:
-        jagged, keyed = more["jagged"], more["keyed"]
-        samples = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
-        sums = torch.zeros(rows.shape[0]).index_add(0, samples, jagged.values())
-        return {"sums": [scale * self.weight * (rows.sum(1) + sums + keyed["f"].sum(1))]}
-
-
-def gather_and_take_back(rank: int, world_size: int, sizes: list[int]) -> None:
-    """Compare outputs and gradients with each rank alone; the parameter's gradient is the mean."""
-    size = sizes[rank]
-    generator = torch.Generator().manual_seed(rank)
-    rows = torch.rand(size, 3, generator=generator, requires_grad=True)
-    lengths = torch.randint(0, 4, (size,), generator=generator)
-    values = torch.rand(int(lengths.sum()), generator=generator, requires_grad=True)
-    keyed = torch.rand(size, 2, generator=generator, requires_grad=True)
-    given = {
-        "jagged": JaggedTensor(values, lengths=lengths),
-        "keyed": KeyedTensor(["f"], [2], keyed),
-    }
-    alone, joint = Sums(), Sums()
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    JointBatch("sums", joint, group)
-    gradients = []
-    for module in (alone, joint):
-        (actual,) = module(rows, 3.0, more=given)["sums"]
-        inputs = (rows, values, keyed)
-        gradients.append(
-            [actual, *torch.autograd.grad(actual.square().sum(), (*inputs, module.weight))]
-        )
-    for by_itself, together in zip(gradients[0][:-1], gradients[1][:-1], strict=True):
-        torch.testing.assert_close(together, by_itself)
-    mean = gradients[0][-1].clone()
-    torch.distributed.all_reduce(mean)
-    torch.testing.assert_close(gradients[1][-1], mean / world_size)
-
-
-@pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [5, 1, 2, 7], [4, 0, 1, 0]], ids=str)
-def test_ranks_get_what_they_would_alone(ranks4: RankPool, sizes: list[int]) -> None:
-    ranks4.run(gather_and_take_back, sizes)
-
-
 class Flat(nn.Linear):
     """A layer that loses the batch."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).sum()
-
-
-class Failing(nn.Linear):
-    """A layer that fails on a condition that all ranks see."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no such samples")
-
-
-def draw_after_an_error(rank: int, world_size: int) -> float:
-    layer, group = Failing(2, 1), torch.distributed.group.WORLD
-    assert group is not None
-    JointBatch("failing", layer, group)
-    torch.manual_seed(rank)
-    with pytest.raises(ValueError, match="no such samples"):
-        layer(torch.ones(3, 2))
-    with pytest.raises(UnsupportedError, match="without tensors"):
-        layer()
-    return float(torch.rand(()))
-
-
-def test_ranks_draw_their_own_numbers_after_an_error(ranks4: RankPool) -> None:
-    assert len(set(ranks4.run(draw_after_an_error))) == 4
 
 
 def misuse_split_layers(rank: int, world_size: int) -> tuple[str, ...]:

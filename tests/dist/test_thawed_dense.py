@@ -1,20 +1,29 @@
-"""Dense layers that are thawed, frozen or left out after some steps, or that are checkpointed."""
+"""Dense layers that are thawed, frozen or left out after some steps, checkpointed, or sparse."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_products import FORMS
+from tests.support.dense_training import cell_of, whole
+from tests.support.loops import shard
+from tests.support.models import BagModel, make_batch
 from tests.support.parity import Gap, compare
 from tests.support.pipelining import (
     TABLES,
+    TWO_RANKS,
+    WIDTH,
     PipelineCell,
     StackOracle,
+    batch_for,
     batches_for,
     dense_sgd,
     pipelined,
@@ -121,6 +130,142 @@ def change_in_ddp(rank: int, world_size: int, form: str, change: Any) -> str:
 def test_ddp_refuses_a_step_that_trains_fewer(ranks4: RankPool, form: str, change: Any) -> None:
     for text in ranks4.run(change_in_ddp, form, change):
         assert text.startswith("this backward reached other dense parameters than the first one")
+
+
+EMBEDDINGS: dict[str, Callable[[], nn.Module]] = {
+    "leave sparse=True out, or make it a table of an": lambda: nn.Embedding(4, 2, sparse=True),
+    "leave max_norm out, or scale rows in the forward": lambda: nn.EmbeddingBag(4, 2, max_norm=1.0),
+}
+
+
+def with_embedding(rank: int, world_size: int, form: str, remedy: str) -> str:
+    unsharded = stack_model(CELL.cell.spec)
+    unsharded.add_module("over", EMBEDDINGS[remedy]())
+    wrapper = ({"local": tdsp.LocalDense} | FORMS | DATA_PARALLEL)[form]()
+
+    def wrap() -> None:
+        with pipelined(CELL.cell, wrapper, unsharded):
+            pass
+
+    if form == "local":
+        wrap()
+        return "'over' trains alone"
+    return error_text(wrap, UnsupportedError)
+
+
+@pytest.mark.parametrize("form", [*DATA_PARALLEL, "FSDP", "TP, FSDP", "PP 1F1B", "local"])
+@pytest.mark.parametrize("remedy", EMBEDDINGS)
+def test_embeddings_that_ranks_would_train_apart_are_refused(
+    ranks4: RankPool, form: str, remedy: str
+) -> None:
+    (text,) = set(ranks4.run(with_embedding, form, remedy))
+    assert text.startswith("'over' ")
+    assert text.endswith("alone") or remedy in text
+
+
+class Spare(nn.Linear):
+    """A layer with parameters that it leaves out, and a bias that one pipeline alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.unused, self.at_times = nn.Linear(3, 3), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(input)
+        return outputs + self.at_times if torch.distributed.get_rank() < 2 else outputs
+
+
+def gradients_of_spare(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the gradients of a layer in the first stage, as lists, or `None`."""
+    cell, unsharded = PipelineCell(TWO_RANKS[0] | options), stack_model(CELL.cell.spec)
+    unsharded.stack.layers[1] = nn.Sequential(nn.Tanh(), Spare())
+    with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, params):
+        model(batch_for(cell, 0, 0, rank)).mean().backward()
+        return {
+            name.rpartition(".1.1.")[2]: None if param.grad is None else whole(param.grad).tolist()
+            for name, param in params.items()
+            if ".1.1." in name
+        }
+
+
+@pytest.mark.parametrize("options", [{}, {"fully_shard": True}], ids=["copies", "shares"])
+def test_a_parameter_that_no_pipeline_uses_has_no_gradient(
+    ranks4: RankPool, options: dict[str, Any]
+) -> None:
+    first, _, second, _ = ranks4.run(gradients_of_spare, options)
+    assert first == second
+    assert first["unused.weight"] is first["unused.bias"] is None
+    # The mean over two pipelines, one of which has none.
+    assert any(first["at_times"])
+    assert first["at_times"] != first["bias"]
+
+
+class Choice(nn.Module):
+    """Layers of which each batch takes some: one of two shapes, and one that none takes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Sequential(nn.Linear(width, 3), nn.Linear(3, width))
+        self.idle = nn.Linear(2, 2)
+        self.takes_first = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh((self.first if self.takes_first else self.second)(inputs))
+
+
+class Choosing(BagModel):
+    """A model with a part that uses other layers for each rank, under a stack."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__(spec)
+        width = self.over.in_features
+        self.over = cast(Any, nn.Identity())
+        self.choice = Choice(width)
+        self.stack = tdsp.LayerStack(
+            [nn.Linear(width, 4), nn.Linear(4, 1), nn.Flatten(0)], nn.MSELoss(reduction="none")
+        )
+
+    def forward(self, features: Any) -> torch.Tensor:
+        inputs = self.choice(self.joined(features))
+        return self.stack(inputs, torch.ones(len(inputs))).mean()
+
+
+CHOOSING = {
+    "FSDP": tdsp.FullyShardedDense,
+    "TP": lambda: tdsp.TensorParallelDense(
+        {"stack.layers.0": ColwiseParallel(), "stack.layers.1": RowwiseParallel()}, tp=2
+    ),
+    "TP, FSDP": lambda: tdsp.TensorParallelDense(
+        {"choice.first": ColwiseParallel(output_layouts=Replicate())}, tp=2
+    ),
+    "PP": lambda: tdsp.PipelinedDense(2, num_micro_batches=2),
+}
+
+
+def choose_by_rank(rank: int, world_size: int, form: str) -> None:
+    """Compare gradients with the mean over ranks in one process."""
+    cell = cell_of(world_size)
+    torch.manual_seed(0)
+    oracle, unsharded = (Choosing(cell.spec) for _ in range(2))
+    unsharded.load_state_dict(oracle.state_dict())
+    model = shard(cell, model=unsharded, data_parallel_wrapper=CHOOSING[form]())
+    unsharded.choice.takes_first = rank < 2
+    model(make_batch(cell.spec, rank)).backward()
+    for number in range(world_size):
+        oracle.choice.takes_first = number < 2
+        (oracle(make_batch(cell.spec, number)) / world_size).backward()
+    expected = dict(oracle.choice.named_parameters())
+    for name, param in unsharded.choice.named_parameters():
+        gradient, wanted = whole(param.grad), expected[name].grad
+        assert (wanted is None) == name.startswith("idle")
+        wanted = torch.zeros_like(gradient) if wanted is None else wanted
+        torch.testing.assert_close(gradient, wanted, msg=name)
+
+
+@pytest.mark.parametrize("form", CHOOSING)
+def test_batches_of_ranks_may_use_other_layers(ranks4: RankPool, form: str) -> None:
+    ranks4.run(choose_by_rank, form)
 
 
 def checkpointed(rank: int, world_size: int, form: str) -> Gap:

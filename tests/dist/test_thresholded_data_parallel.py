@@ -1,5 +1,6 @@
 """Dense gradients of which the largest elements are sent: against sorting, DDP and themselves."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -231,34 +232,47 @@ def test_the_batches_of_a_step_are_one_step_of_the_warm_up(ranks2: RankPool) -> 
     assert ranks2.run(accumulate) == [[(1, 0), (2, 1), (3, 2)]] * 2
 
 
-def fail_with_nan(rank: int, world_size: int) -> str:
+def fail_with_nan(rank: int, world_size: int, num_before: int) -> tuple[str, list[float]]:
+    """Return the error after some steps, and the weights' sums in steps that go on."""
     wrapper = tdsp.ThresholdedDataParallel(0.05)
     cell = cell_of(world_size)
     model = model_of(cell, wrapper)
-    model(batch_of(cell, 0, rank)).backward()
+    optimizer = torch.optim.SGD(dense_of(model).values(), lr=0.05)
+    for step in range(num_before):
+        optimizer.zero_grad()
+        model(batch_of(cell, step, rank)).backward()
     before = {name: value.detach().clone() for name, value in dense_of(model).items()}
     residuals = wrapper.state_dict()["residuals"]
     layer = dict(model.named_parameters())["tower.0.weight"]
-    if rank == 1:
-        layer.register_hook(with_nan)
-    try:
-        model(batch_of(cell, 1, rank)).backward()
-    except SyncError as error:
-        for name, value in dense_of(model).items():
-            assert torch.equal(value, before[name])
-        for name, residual in wrapper.state_dict()["residuals"].items():
-            assert torch.equal(residual, residuals[name])
-        return str(error)
-    return "no error"
+    hook = layer.register_hook(with_nan) if rank == 1 else None
+    message = error_text(model(batch_of(cell, num_before, rank)).backward, SyncError)
+    for name, value in dense_of(model).items():
+        assert torch.equal(value, before[name])
+    for name, residual in wrapper.state_dict()["residuals"].items():
+        assert torch.equal(residual, residuals[name])
+    if hook is not None:
+        hook.remove()
+    sums = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch_of(cell, step, rank)).backward()
+        optimizer.step()
+        sums.append(sum(value.detach().sum().item() for value in dense_of(model).values()))
+    return message, sums
 
 
-def test_a_nan_of_one_rank_stops_all(ranks4: RankPool) -> None:
-    (message,) = set(ranks4.run(fail_with_nan))
+@pytest.mark.parametrize("num_before", [0, 1, 4])
+def test_a_nan_of_one_rank_stops_all_and_they_may_go_on(ranks4: RankPool, num_before: int) -> None:
+    first, *others = ranks4.run(fail_with_nan, num_before)
+    assert others == [first] * 3
+    message, sums = first
     assert message == (
-        "gradients of 'tower.0.weight' are not finite in step 1; nothing of the bucket was sent, "
-        "and no dense weight has changed. Lower the learning rate, or clip gradients (found on "
-        "rank 1)"
+        f"gradients of 'tower.0.weight' are not finite in step {num_before}; nothing of the bucket "
+        "was sent, and no dense weight has changed. Lower the learning rate, or clip gradients "
+        "(found on rank 1)"
     )
+    assert len(set(sums)) == 3
+    assert all(map(math.isfinite, sums))
 
 
 def differ(rank: int, world_size: int) -> str:
@@ -337,6 +351,7 @@ def test_stock_hooks_train_nearly_as_ddp(ranks4: RankPool, hook: str, bound: flo
 def test_power_sgd_keeps_nothing_for_buckets_that_change() -> None:
     first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     dense: Any = tdsp.HookedDataParallel("powersgd")
+    dense._names = {id(first): "first", id(second): "second", id(third): "third"}
     state: Any = SimpleNamespace(error_dict={}, p_memory_dict={}, q_memory_dict={})
     memories = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
 

@@ -155,7 +155,7 @@ def nan_in_a_stage(rank: int, world_size: int) -> str:
 
 def test_a_nan_in_one_stage_stops_all(ranks4: RankPool) -> None:
     for error in ranks4.run(nan_in_a_stage):
-        assert error.startswith("SyncError")
+        assert error.startswith("NotFiniteError")
         assert "stack.layers.0.weight' are not finite in step 1" in error
 
 

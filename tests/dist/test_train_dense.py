@@ -17,7 +17,7 @@ from torchrec_2dsp.programs.bench.config import StockContestant, TwoDContestant
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.dense import PowerSGDConfig
 from torchrec_2dsp.programs.models.kinds import build_any_model
-from torchrec_2dsp.programs.train import planner
+from torchrec_2dsp.programs.train import sharded
 from torchrec_2dsp.programs.train.config import shape_of
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunResult, TrainWatcher, largest_loss_gap
@@ -83,7 +83,7 @@ def planned_and_not(rank: int, world_size: int) -> tuple[list[Any], str, dict[st
     planned = {"calibration": "emulated_1gbit", "dense": {"kind": "planned"}}
     watcher, config = Mock(TrainWatcher), config_with(TREE, runs={"plain": {}, "planned": planned})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_COUNTED_IDS", 20_000)
+        patch.setattr(sharded, "_COUNTED_IDS", 20_000)
         first, second = train(config, [watcher]).runs
     dense = {call.args[0]: call.args[1].dense for call in watcher.run_planned.call_args_list}
     return [first.losses, second.losses], second.explanation, dense

@@ -67,9 +67,14 @@ FORMS: dict[str, Callable[[], Any]] = {
     "TP of one rank, HSDP": split(1, num_copies=2),
     "TP of one rank, copies": split(1, num_copies=4),
     **{f"PP {schedule}": pipeline(schedule) for schedule in SCHEDULES},
+    **{
+        f"PP of 4 ranks, {schedule}": pipeline(schedule, ranks=4, num_micro_batches=8)
+        for schedule in SCHEDULES
+    },
     **{f"PP {schedule}, FSDP": pipeline(schedule, fully_shard=True) for schedule in SCHEDULES},
     "PP strided, FSDP": pipeline("1F1B", fully_shard=True, layout=tdsp.RankLayout.STRIDED),
     "PP, TP": pipeline("1F1B", **tensor_parallel()),
+    "PP zero bubble, TP": pipeline("ZBVZeroBubble", **tensor_parallel()),
     "PP, TP, FSDP": pipeline("1F1B", fully_shard=True, **tensor_parallel()),
     "PP zero bubble, TP, FSDP": pipeline("ZBVZeroBubble", fully_shard=True, **tensor_parallel()),
     "one stage, TP, FSDP": pipeline("1F1B", ranks=1, fully_shard=True, **tensor_parallel()),

@@ -8,7 +8,8 @@ in which gradients arrived. A resumed run has to start with the latter to comput
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from weakref import WeakKeyDictionary
+from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,26 @@ from torchrec.distributed.model_parallel import (
     DefaultDataParallelWrapper as DefaultDataParallelWrapper,
     DistributedModelParallel,
 )
+from torchrec.distributed.types import ShardedModule
 
 from torchrec_2dsp._compat.tensors import running_backward
-from torchrec_2dsp.errors import SyncError, UnsupportedError
+from torchrec_2dsp.errors import SyncError, TwoDError, UnsupportedError
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
 """The orders given to `start_in_order`, by which DDP numbers its parameters afterwards."""
 
+_FAILED: "WeakSet[nn.Module]" = WeakSet()
+"""The DDP modules whose last backward ended in a hook's error."""
+
+_UNNAMED: "WeakKeyDictionary[DistributedDataParallel, list[tuple[int, list[torch.Tensor]]]]" = (
+    WeakKeyDictionary()
+)
+"""The buckets, with their parameters, that the first step after `start_in_order` is to reduce."""
+
 _BUILTIN_HOOK = "BuiltinCommHookType."
+
+_Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+"""Reduces a bucket's gradients for DDP."""
 
 
 def gradient_order(ddp: DistributedDataParallel) -> list[str] | None:
@@ -84,10 +97,72 @@ def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> boo
         kind = getattr(dist.BuiltinCommHookType, hook_name.removeprefix(_BUILTIN_HOOK))
         ddp._register_builtin_comm_hook(kind)
     _STARTED_IN.pop(ddp, None)
+    _UNNAMED.pop(ddp, None)
+    _FAILED.discard(ddp)
     if order is not None:
         _settle(ddp.reducer)
         _STARTED_IN[ddp] = list(order)
+    if order is not None and ddp.static_graph:
+        _UNNAMED[ddp] = _buckets_of(ddp.reducer)
     return True
+
+
+class NamedBucket:
+    """A bucket with the right number and parameters.
+
+    Where a static graph's first step has several buckets, as after `start_in_order`, torch gives
+    each of them the number and the parameters of the first.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, bucket: dist.GradBucket) -> None:
+        """Name the next bucket that is reduced; each must be named once."""
+        self._bucket = bucket
+        self._number, self._params = bucket.index(), bucket.parameters()
+        self._is_last = bucket.is_last()
+        if unnamed := _UNNAMED.get(ddp):
+            self._number, self._params = unnamed.pop(0)
+            self._is_last = not unnamed
+
+    def index(self) -> int:
+        """Return its number."""
+        return self._number
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return its parameters."""
+        return self._params
+
+    def is_last(self) -> bool:
+        """Return whether it is the last one of its step."""
+        return self._is_last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+
+def robust_hook(ddp: DistributedDataParallel, hook: _Hook) -> _Hook:
+    """Return a hook that gets `NamedBucket`s, and after whose errors DDP can be used again.
+
+    Where a hook raises, on all ranks, the backward ends with buckets that DDP hasn't reduced, and
+    it would go on waiting for them. The next forward with gradients gives it a new reducer.
+    """
+    reference = ref(ddp)  # DDP's reducer, which keeps the hook, lives outside Python.
+
+    def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        running = reference()
+        assert running is not None
+        try:
+            return hook(state, cast(dist.GradBucket, NamedBucket(running, bucket)))
+        except TwoDError:
+            _FAILED.add(running)
+            raise
+
+    def restart(module: nn.Module, _: object) -> None:
+        if module in _FAILED and torch.is_grad_enabled():
+            assert isinstance(module, DistributedDataParallel)
+            start_in_order(module, None)
+
+    ddp.register_forward_pre_hook(restart)
+    return reduce
 
 
 def _make_static(reducer: dist.Reducer, logger: dist.Logger) -> None:
@@ -104,6 +179,12 @@ def _settle(reducer: dist.Reducer) -> None:
 def _rebuild(reducer: dist.Reducer) -> None:
     """Raise unless the last step is reduced; put parameters into buckets anew, if that is due."""
     reducer._rebuild_buckets()
+
+
+def _buckets_of(reducer: dist.Reducer) -> list[tuple[int, list[torch.Tensor]]]:
+    """Return the number and parameters of each bucket."""
+    buckets = reducer._get_zeros_like_grad_buckets()
+    return [(bucket.index(), bucket.parameters()) for bucket in buckets]
 
 
 def _names(ddp: DistributedDataParallel) -> dict[int, str]:
@@ -139,9 +220,39 @@ def refuse_unreduced(model: DistributedModelParallel) -> None:
     """Raise where a model's DDP, if it has one, would let ranks go apart without a word."""
     ddp = data_parallel_module(model)
     if ddp is not None:
+        if dist.get_world_size(ddp.process_group) > 1:
+            check_embeddings(ddp.module, "DDP")
         _refuse_thawed(ddp)
         _refuse_unseen_loss(ddp)
         _refuse_another_graph(ddp)
+
+
+def check_embeddings(model: nn.Module, wrapper: str) -> None:
+    """Refuse embeddings in dense parts with sparse gradients, or with rows that a forward scales.
+
+    With gloo DDP halves, or worse, the gradients of other layers; what replaces DDP has no sums of
+    sparse gradients. Each rank would scale its own batch's rows, or a gathered copy of them.
+    """
+    in_tables = {
+        id(module)
+        for tables in model.modules()
+        if isinstance(tables, ShardedModule)
+        for module in tables.modules()
+    }
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or id(module) in in_tables:
+            continue
+        if module.max_norm is not None:
+            raise UnsupportedError(
+                f"{name!r} is an {type(module).__name__} with max_norm={module.max_norm}, by which "
+                "each rank would scale other rows; leave max_norm out, or scale rows in the forward"
+            )
+        if module.sparse and module.weight.requires_grad:
+            raise UnsupportedError(
+                f"{name!r} is an {type(module).__name__} with sparse=True, whose gradients "
+                f"{wrapper} doesn't add up over ranks; leave sparse=True out, or make it a table "
+                "of an EmbeddingCollection or EmbeddingBagCollection"
+            )
 
 
 def _refuse_thawed(ddp: DistributedDataParallel) -> None:

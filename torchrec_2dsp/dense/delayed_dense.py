@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from torchrec_2dsp._compat.ddp import ddp_params
+from torchrec_2dsp._compat.ddp import ddp_params, robust_hook
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.groups import own_group
 from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, have_gradients
@@ -25,7 +25,7 @@ from torchrec_2dsp.dense.gradient_sums import (
     all_reduce,
     done,
 )
-from torchrec_2dsp.errors import ConfigError, SyncError, check_count
+from torchrec_2dsp.errors import ConfigError, NotFiniteError, check_count
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,14 @@ class LateGradients:
         if not flight.mean.sum(dtype=torch.float32).isfinite():
             names = [name for name, part in flight.parts() if not part.isfinite().all()]
             if names:
+                self._drop()
                 error = self._not_finite(names[0])
                 agree(self._group, error=None if flight.is_finite else error)
                 raise error
         return replace(flight, work=None)
 
-    def _not_finite(self, name: str) -> SyncError:
-        return SyncError(
+    def _not_finite(self, name: str) -> NotFiniteError:
+        return NotFiniteError(
             f"gradients of {name!r} are not finite in the step before step {self._step - 1}; no "
             "dense weight has changed by them. Lower the learning rate, or clip gradients"
         )
@@ -153,6 +154,13 @@ class LateGradients:
         self._in_flight = []
         return dict(part for flight in arrived for part in flight.parts())
 
+    def _drop(self) -> None:
+        """Drop what is in flight, once it has arrived."""
+        for flight in self._in_flight:
+            if flight.work is not None:
+                flight.work.wait()
+        self._in_flight = []
+
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the means in flight, which are equal on all ranks."""
         means = self.drain()
@@ -164,9 +172,7 @@ class LateGradients:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what was in flight at a save; drop what is in flight now."""
-        for flight in self._in_flight:
-            if flight.work is not None:
-                flight.work.wait()
+        self._drop()
         means = {
             name: mean.to(self._device, copy=True)
             for name, mean in state.get("in_flight", {}).items()
@@ -201,7 +207,7 @@ class DelayedDense(HookedDDP):
         self,
         *,
         warm_up: int = 1,
-        bucket_cap_mb: int = 25,
+        bucket_cap_mb: float = 25,
         static_graph: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
@@ -229,7 +235,7 @@ class DelayedDense(HookedDDP):
         names = {id(param): name for name, param in self._params.items()}
         own = own_group(group, device, "delayed_dense")
         self._gradients = LateGradients(self._warm_up, names, own, device)
-        ddp.register_comm_hook(None, self._gradients.reduce)
+        ddp.register_comm_hook(None, robust_hook(ddp, self._gradients.reduce))
         at_backwards(ddp, self._begin_backward)
 
     def _begin_backward(self, is_reduced: bool) -> None:

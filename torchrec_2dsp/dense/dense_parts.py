@@ -1,10 +1,11 @@
 """Dense parts: the modules without tables, their ranks, equal weights, and meshes with copies."""
 
+import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
+    check_embeddings,
     data_parallel_module,
     ddp_params,
     wrapped_module,
@@ -27,14 +29,18 @@ from torchrec_2dsp._compat.tensors import held_weakly
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import own_mesh
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, InputError, TwoDError, UnsupportedError
 from torchrec_2dsp.mesh import divisors
+
+Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
 def dense_parts(
     model: nn.Module, wrapper: str, name: str = "", *, apart: tuple[type[nn.Module], ...] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the largest modules that hold parameters and no tables, by name.
+
+    Of a container without a forward, such as a `ModuleList`, these are the modules in it.
 
     Raises:
         ConfigError: a module that holds tables, or one of ``apart``, holds a parameter itself too;
@@ -43,7 +49,10 @@ def dense_parts(
     if not name:
         check_stepped_later(model, wrapper)
     is_part = isinstance(model, apart)
-    if is_part or not any(isinstance(part, (ShardedModule, *apart)) for part in model.modules()):
+    holds_params = any(True for _ in model.parameters(recurse=False))
+    if not any(isinstance(part, (ShardedModule, *apart)) for part in model.modules()):
+        is_part = has_forward(model) or holds_params
+    if is_part:
         if any(True for _ in model.parameters()):
             yield name, model
         return
@@ -64,6 +73,11 @@ def dense_parts(
     for child_name, child in model.named_children():
         child_path = f"{name}.{child_name}" if name else child_name
         yield from dense_parts(child, wrapper, child_path, apart=apart)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called, which a `ModuleList` or `ParameterList` can't."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def check_stepped_later(model: nn.Module, wrapper: str) -> None:
@@ -120,6 +134,37 @@ def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def in_words(tensor: torch.Tensor) -> str:
+    """Return a tensor's type, and its shape but for the number of samples."""
+    dims = ", ".join(["batch", *map(str, tensor.shape[1:])])
+    return f"{tensor.dtype}[{dims}]".removeprefix("torch.")
+
+
+def state_in_words(device_type: str) -> str:
+    """Return the caller's state, which decides the types of activations and what is kept."""
+    gradients = "with gradients" if torch.is_grad_enabled() else "without gradients"
+    if not torch.is_autocast_enabled(device_type):
+        return gradients
+    dtype = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+    return f"{gradients}, under autocast to {dtype}"
+
+
+def check_called_alike(
+    module: str, calls: Sequence[str | TwoDError], group: dist.ProcessGroup, group_name: str
+) -> None:
+    """Raise if ranks of a group call a module differently, in words, or one of them can't."""
+    ranks = dist.get_process_group_ranks(group)
+    for rank, call in zip(ranks, calls, strict=True):
+        if isinstance(call, TwoDError):
+            raise type(call)(f"{call} (found on rank {rank})")
+        if call != calls[0]:
+            raise InputError(
+                f"rank {rank} calls {module} with {call}, but rank {ranks[0]} of its {group_name} "
+                f"with {calls[0]}; give all ranks of a {group_name} tensors of one type and shape, "
+                "but for the number of samples, and call it on all of them alike"
+            )
+
+
 class HookedDDP(DataParallelWrapper):
     """Runs one model's dense part in DDP, with a hook that sends its gradients in another way.
 
@@ -141,6 +186,7 @@ class HookedDDP(DataParallelWrapper):
         with agreeing(group) as facts:
             self.check_free()
             check_stepped_later(wrapped_module(dmp), name)
+            check_embeddings(wrapped_module(dmp), name)
             facts[f"the settings of {name}"] = self._settings
         self._has_model = True
         self._wrapper.wrap(dmp, env, device)
@@ -164,7 +210,7 @@ class HookedDDP(DataParallelWrapper):
 
 
 def at_backwards(ddp: DistributedDataParallel, method: Callable[[bool], None]) -> None:
-    """Call a method once in a training batch's backward, before any gradient is added.
+    """Call a method once in a batch's backward, before any gradient is added.
 
     Until then a loop may call ``zero_grad()``. The method is told whether DDP reduces the batch's
     gradients.
@@ -172,7 +218,7 @@ def at_backwards(ddp: DistributedDataParallel, method: Callable[[bool], None]) -
     begin, pending = held_weakly(method), list[bool]()
 
     def note(module: nn.Module, _: object) -> None:
-        if module.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             pending[:] = [ddp.require_backward_grad_sync]
 
     def start(_: torch.Tensor) -> None:
@@ -219,9 +265,6 @@ def styles_by_part(
     return styles
 
 
-_COPIES, _SHARES = "replicate", "shard"
-
-
 def check_copies_fit(wrapper: str, num_copies: int, num_units: int, units: str) -> None:
     """Refuse a number of copies that doesn't divide the ranks, or groups of them."""
     if num_units % num_copies:
@@ -242,11 +285,48 @@ def copies_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...] = (
         Creates process groups, on all the world's ranks.
     """
     if len(ranks) == 1:
-        return own_mesh(ranks[0], device_type, (_SHARES, *axes))
-    return own_mesh(ranks, device_type, (_COPIES, _SHARES, *axes))
+        return own_mesh(ranks[0], device_type, ("shard", *axes))
+    return own_mesh(ranks, device_type, ("replicate", "shard", *axes))
 
 
-def shares_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a `copies_mesh` that FSDP2 uses."""
-    names = mesh.mesh_dim_names or ()
-    return mesh[_COPIES, _SHARES] if _COPIES in names else mesh[_SHARES]
+def differentiable_once(what: str) -> Callable[[Backward], Backward]:
+    """Decorate a function's backward that has no graph, so that a backward through it is refused.
+
+    torch's `once_differentiable` has no word about ``what``, and asks only where the gradient that
+    comes in has a graph, which a `DTensor` may have lost on the way.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def run(ctx: Any, *gradients: Any) -> Any:
+            with torch.no_grad():
+                results = backward(ctx, *gradients)
+            if not torch.is_grad_enabled():
+                return results
+            parts = results if isinstance(results, tuple) else (results,)
+            return tuple(None if part is None else _undifferentiable(part, what) for part in parts)
+
+        return cast(Backward, run)
+
+    return decorate
+
+
+def _undifferentiable(gradient: torch.Tensor, what: str) -> Any:
+    return _Undifferentiable.apply(gradient.detach().requires_grad_(), what)
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """A gradient of which there are no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, what: str) -> torch.Tensor:
+        ctx.what = what
+        # Whoever gets it may write into it, which torch refuses for a view.
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise UnsupportedError(
+            f"a second derivative (create_graph=True) through {ctx.what} isn't computed; "
+            "leave terms that need it, such as gradient penalties, out of the loss"
+        )

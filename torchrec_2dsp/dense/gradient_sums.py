@@ -254,12 +254,12 @@ def owners_sum(
             total.index_add_(0, positions * num_ranks + owner, values)
         return total
 
-    sent = [
-        Entries(part.positions * num_ranks + owner, codec.rounded(part.values))
-        for owner, part in enumerate(parts)
-    ]
+    positions, order = torch.cat(
+        [part.positions * num_ranks + owner for owner, part in enumerate(parts)]
+    ).sort()
+    values = torch.cat([codec.rounded(part.values) for part in parts])
     return StartedSum(
-        sent=_joined(sent),
+        sent=Entries(positions, values[order]),
         left_out=Entries(rest * num_ranks + dist.get_rank(group), sums[rest]),
         total=future.then(spread),
     )
@@ -273,12 +273,6 @@ def _gather(
     work = dist.all_gather_into_tensor(messages, message, group=group, async_op=True)
     assert work is not None
     return messages.split(message.numel()), work.get_future()
-
-
-def _joined(parts: Sequence[Entries]) -> Entries:
-    """Join entries in ascending order."""
-    positions, order = torch.cat([part.positions for part in parts]).sort()
-    return Entries(positions, torch.cat([part.values for part in parts])[order])
 
 
 def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> TensorFuture:

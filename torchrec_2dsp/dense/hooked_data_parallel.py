@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+from torchrec_2dsp._compat.ddp import robust_hook
 from torchrec_2dsp.dense.dense_parts import HookedDDP
 from torchrec_2dsp.errors import ConfigError, check_choice
 
@@ -50,7 +51,7 @@ class HookedDataParallel(HookedDDP):
         *,
         rank: int = 2,
         warm_up: int = 10,
-        bucket_cap_mb: int = 25,
+        bucket_cap_mb: float = 25,
         static_graph: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
@@ -68,7 +69,9 @@ class HookedDataParallel(HookedDDP):
             find_unused_parameters=find_unused_parameters,
         )
         self._power_sgd: PowerSGDState | None = None
-        self._params: dict[int, tuple[int, ...]] = {}
+        self._names: dict[int, str] = {}
+        self._names_in: dict[int, tuple[str, ...]] = {}
+        """The parameters to which the state of each bucket belongs."""
         self._device = torch.device("cpu")
 
     def hook_into(
@@ -76,13 +79,15 @@ class HookedDataParallel(HookedDDP):
     ) -> None:
         """Register torch's hook."""
         self._device = device
+        self._names = {id(param): name for name, param in ddp.module.named_parameters()}
         if self._hook is GradientHook.POWER_SGD:
             self._power_sgd = PowerSGDState(
                 group,
                 matrix_approximation_rank=self._rank,
                 start_powerSGD_iter=self._warm_up,
             )
-            ddp.register_comm_hook(self._power_sgd, self._reduce_by_power_sgd)
+            hook = robust_hook(ddp, self._reduce_by_power_sgd)
+            ddp.register_comm_hook(self._power_sgd, hook)
         else:
             ddp.register_comm_hook(group, fp16_compress_hook)
 
@@ -96,7 +101,8 @@ class HookedDataParallel(HookedDDP):
         }
         # What it draws for buckets that DDP still arranges anew.
         draws = {"rng": self._power_sgd.rng.get_state()}
-        return {"iteration": self._power_sgd.iter, **draws, **memories}
+        names = {str(bucket): list(names) for bucket, names in self._names_in.items()}
+        return {"iteration": self._power_sgd.iter, "names": names, **draws, **memories}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise if a state has what PowerSGD hasn't sent, and this hook is another one."""
@@ -110,8 +116,9 @@ class HookedDataParallel(HookedDDP):
         """Restore PowerSGD's state, on the same ranks and buckets."""
         if self._power_sgd is None or not state:
             return
-        # DDP has the buckets of the save, or will arrange them anew.
-        self._params = {}
+        # Older checkpoints lack them; most have the buckets that DDP has now.
+        names = state.get("names", {})
+        self._names_in = {int(bucket): tuple(of_bucket) for bucket, of_bucket in names.items()}
         self._power_sgd.iter = int(state["iteration"])
         if "rng" in state:  # Older checkpoints lack it.
             self._power_sgd.rng.set_state(state["rng"])
@@ -132,11 +139,11 @@ class HookedDataParallel(HookedDDP):
         What it keeps for a bucket is dropped on all ranks if the bucket's parameters change: after
         a fresh start DDP arranges them anew in the third step, and also after a save before then.
         """
-        params = tuple(map(id, bucket.parameters()))
-        if self._params.setdefault(bucket.index(), params) != params:
-            for name in _MEMORIES:
-                getattr(state, name).pop(bucket.index(), None)
-        self._params[bucket.index()] = params
+        names = tuple(self._names[id(param)] for param in bucket.parameters())
+        if self._names_in.setdefault(bucket.index(), names) != names:
+            for memory in _MEMORIES:
+                getattr(state, memory).pop(bucket.index(), None)
+        self._names_in[bucket.index()] = names
         future = powerSGD_hook(state, bucket)
         with record_function("## dense gradients ##"):
             future.wait()

@@ -15,6 +15,7 @@ from torchrec_2dsp._compat.ddp import (
     DistributedModelParallel,
     wrapped_module,
 )
+from torchrec_2dsp._compat.tensors import held_weakly
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import Entries, ErrorFeedback, Threshold, ThresholdRule
 from torchrec_2dsp.comms.alarm import agree, agreeing
@@ -25,8 +26,8 @@ from torchrec_2dsp.dense.dense_parts import (
     group_of,
 )
 from torchrec_2dsp.dense.gradient_sums import BucketSize, GradientReport, GradientRoute, gather_sum
-from torchrec_2dsp.dense.thresholded_gradients import BucketLayout, Part, by_part
-from torchrec_2dsp.errors import ConfigError, SyncError, TwoDError, check_choice
+from torchrec_2dsp.dense.thresholded_gradients import BucketLayout, by_part
+from torchrec_2dsp.errors import ConfigError, NotFiniteError, SyncError, TwoDError, check_choice
 
 
 class LocalDense(DataParallelWrapper):
@@ -77,6 +78,8 @@ class LocalDense(DataParallelWrapper):
         self._group: dist.ProcessGroup | None = None
         self._names: dict[torch.Tensor, str] = {}
         """The dense parameters' names."""
+        self._watched: set[torch.Tensor] = set()
+        """Parameters whose gradients are noticed."""
         self._is_apart = False
         self._met: set[torch.Tensor] = set()
         """Parameters that all ranks have had alike since they last trained apart."""
@@ -95,18 +98,32 @@ class LocalDense(DataParallelWrapper):
             if self._group is not None:
                 raise ConfigError("this LocalDense has a model already; make another one")
             check_stepped_later(wrapped_module(dmp), "LocalDense")
+            parts = list(dense_parts(wrapped_module(dmp), "LocalDense"))
+            for path, part in parts:
+                _check_float32(path, part)
             facts["the settings of LocalDense"] = self._settings
         self._group = group
         model = wrapped_module(dmp).to(device)
-        for path, part in dense_parts(model, "LocalDense"):
+        for path, part in parts:
             broadcast_weights(part, group)
             for name, param in part.named_parameters():
                 self._names[param] = append_prefix(path, name)
         model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, module: torch.nn.Module, *_: Any) -> None:
-        """Note that ranks are about to train apart, unless the batch was refused."""
-        if module.training and torch.is_grad_enabled() and not self._is_apart:
+        """Note that ranks are about to train apart, unless the batch was refused.
+
+        In eval mode they do so only if a backward follows.
+        """
+        if module.training and torch.is_grad_enabled():
+            self._begin_apart()
+        for param in self._names if not module.training and torch.is_grad_enabled() else ():
+            if param.requires_grad and param not in self._watched:
+                self._watched.add(param)
+                param.register_post_accumulate_grad_hook(held_weakly(self._begin_apart))
+
+    def _begin_apart(self, _: torch.Tensor | None = None) -> None:
+        if not self._is_apart:
             self._check_all_met()
             for note in self._before_apart:
                 note()
@@ -140,7 +157,7 @@ class LocalDense(DataParallelWrapper):
         `DiLoCo` calls it. From then on ranks are together, until the next training forward.
 
         Raises:
-            SyncError: on all ranks, if a parameter's changes aren't finite. Nothing was sent then.
+            NotFiniteError: on all ranks, if a parameter's changes aren't finite; nothing was sent.
 
         Collectives:
             An agreement; then one all-reduce of all changes, or one all-gather of the largest,
@@ -151,7 +168,10 @@ class LocalDense(DataParallelWrapper):
         agree(self._group, error=self._problem(changes))
         flat = torch.cat([change.reshape(-1).float() for change in changes.values()])
         num_ranks = dist.get_world_size(self._group)
-        layout = self._layout(changes)
+        layout = BucketLayout.of(
+            (self._names[param], param.numel(), max(1, round(self._density * param.numel())))
+            for param in changes
+        )
         size = BucketSize(flat.numel(), layout.capacity, num_ranks, self._codec)
         dense_bytes = size.sent_bytes(GradientRoute.DENSE)
         for part in layout.parts:
@@ -176,14 +196,6 @@ class LocalDense(DataParallelWrapper):
             param: flat[part.place].view_as(param)
             for param, part in zip(changes, layout.parts, strict=True)
         }
-
-    def _layout(self, changes: Mapping[torch.Tensor, torch.Tensor]) -> BucketLayout:
-        parts, start = [], 0
-        for param in changes:
-            capacity = max(1, round(self._density * param.numel()))
-            parts.append(Part(self._names[param], start, param.numel(), capacity))
-            start += param.numel()
-        return BucketLayout(tuple(parts))
 
     def _sum_of_largest(
         self, flat: torch.Tensor, layout: BucketLayout, size: BucketSize
@@ -257,11 +269,21 @@ class LocalDense(DataParallelWrapper):
                     "LocalDense's model; give DiLoCo that model's dense parameters"
                 )
             if not change.isfinite().all():
-                return SyncError(
+                return NotFiniteError(
                     f"{self._names[param]!r} has changed by numbers that are not finite since the "
                     "ranks last met; nothing was sent. Lower the learning rate, or clip gradients"
                 )
         return None
+
+
+def _check_float32(path: str, part: torch.nn.Module) -> None:
+    """Refuse trained parameters whose changes float32 can't hold."""
+    for name, param in part.named_parameters():
+        if param.requires_grad and torch.promote_types(param.dtype, torch.float32) != torch.float32:
+            raise ConfigError(
+                f"{append_prefix(path, name)!r} is trained in {param.dtype}, which LocalDense "
+                "would send as float32; choose float32 or a smaller type"
+            )
 
 
 class DiLoCo(Optimizer):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_2dsp._compat.ddp import ddp_params
+from torchrec_2dsp._compat.ddp import ddp_params, robust_hook
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import ThresholdRule
 from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, have_gradients
@@ -58,7 +58,7 @@ class ThresholdedDataParallel(HookedDDP):
         preconditioner: Preconditioning | str = Preconditioning.NONE,
         dense_below: int = 1_024,
         route: GradientRoute | str = _AUTO,
-        bucket_cap_mb: int = 25,
+        bucket_cap_mb: float = 25,
         static_graph: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
@@ -101,7 +101,7 @@ class ThresholdedDataParallel(HookedDDP):
         names = {id(param): name for name, param in ddp.module.named_parameters()}
         self._gradients = ThresholdedGradients(self.settings, names, group)
         self._params = list(ddp_params(ddp).values())
-        ddp.register_comm_hook(None, self._gradients.reduce)
+        ddp.register_comm_hook(None, robust_hook(ddp, self._gradients.reduce))
         at_backwards(ddp, self._begin_backward)
 
     def over_copies(

@@ -5,7 +5,7 @@ the largest elements chosen, encoded and summed over the ranks, and the rest sta
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from torchrec_2dsp.dense.gradient_sums import (
     owners_sum,
 )
 from torchrec_2dsp.dense.preconditioner import Preconditioner, Preconditioning
-from torchrec_2dsp.errors import ConfigError, SyncError
+from torchrec_2dsp.errors import ConfigError, NotFiniteError
 
 _THRESHOLDED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,21 +55,10 @@ class BucketLayout:
     parts: tuple[Part, ...]
 
     @classmethod
-    def of(
-        cls,
-        params: Sequence[tuple[str, torch.Tensor]],
-        *,
-        density: float,
-        dense_below: int,
-    ) -> "BucketLayout":
-        """Lay out named parameters; those smaller than ``dense_below`` are sent whole."""
+    def of(cls, sizes: Iterable[tuple[str, int, int]]) -> "BucketLayout":
+        """Lay out parameters by name, size and capacity."""
         parts, start = [], 0
-        for name, param in params:
-            size = param.numel()
-            is_thresholded = (
-                density < 1 and size >= dense_below and param.dtype in _THRESHOLDED_TYPES
-            )
-            capacity = math.ceil(density * size) if is_thresholded else 0
+        for name, size, capacity in sizes:
             parts.append(Part(name, start, size, capacity))
             start += size
         return cls(tuple(parts))
@@ -247,13 +236,20 @@ class ThresholdedGradients:
             buffer[part.place] = update
 
     def _layout(self, params: Sequence[torch.Tensor]) -> BucketLayout:
-        named = [(self._names[id(param)], param) for param in params]
-        key = tuple(name for name, _ in named)
-        if key not in self._layouts:
-            self._layouts[key] = BucketLayout.of(
-                named, density=self._settings.density, dense_below=self._settings.dense_below
+        names = tuple(self._names[id(param)] for param in params)
+        if names not in self._layouts:
+            self._layouts[names] = BucketLayout.of(
+                (name, param.numel(), self._capacity(param))
+                for name, param in zip(names, params, strict=True)
             )
-        return self._layouts[key]
+        return self._layouts[names]
+
+    def _capacity(self, param: torch.Tensor) -> int:
+        settings, size = self._settings, param.numel()
+        is_whole = settings.density == 1 or size < settings.dense_below
+        if is_whole or param.dtype not in _THRESHOLDED_TYPES:
+            return 0
+        return math.ceil(settings.density * size)
 
     def _route(self, size: BucketSize, layout: BucketLayout) -> GradientRoute:
         if not layout.thresholded or self._num_ranks == 1:
@@ -281,10 +277,10 @@ class ThresholdedGradients:
             return step - 1, bool(wants_dense) or self._is_flushing
         return step, bool(wants_dense)
 
-    def _not_finite(self, buffer: torch.Tensor, layout: BucketLayout) -> SyncError:
+    def _not_finite(self, buffer: torch.Tensor, layout: BucketLayout) -> NotFiniteError:
         names = [part.name for part in layout.parts if not buffer[part.place].isfinite().all()]
         which = f"gradients of {names[0]!r} are" if names else "the sum of all gradients is"
-        return SyncError(
+        return NotFiniteError(
             f"{which} not finite in step {self._step}; nothing of the bucket was sent, and no "
             "dense weight has changed. Lower the learning rate, or clip gradients"
         )

@@ -1,6 +1,6 @@
 """`CutStack`: a `LayerStack` cut over ranks, its pipeline, and better cuts by measured times."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,16 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.dense.pipelined.engine import BusyTime, LayerStage
 from torchrec_2dsp.dense.pipelined.held_layers import CopiedLayers, ShardedLayers
 from torchrec_2dsp.dense.pipelined.layer_stack import LayerStack, StageLayers, layers_of_stages
 from torchrec_2dsp.dense.pipelined.links import PipelineGroups
 from torchrec_2dsp.dense.pipelined.moving_layers import (
-    Move,
     move_layers,
     moves_between,
-    pack_layers,
+    packed_layer,
 )
 from torchrec_2dsp.dense.pipelined.pipeline import Reduction, StackPipeline
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
@@ -81,25 +79,6 @@ def gather_times(busy: BusyTime, num_stages: int, groups: PipelineGroups) -> Pip
     return PipelineTimes(tuple(seconds), sum(totals) / len(totals), groups.mesh.pp)
 
 
-def gather_layer_seconds(
-    own: Mapping[int, float], num_layers: int, group: dist.ProcessGroup
-) -> list[float]:
-    """Return a batch's time in each layer, averaged over the ranks that have it.
-
-    Collectives:
-        An object all-gather.
-    """
-    gathered: list[Mapping[int, float]] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
-    times = [[of_rank[n] for of_rank in gathered if n in of_rank] for n in range(num_layers)]
-    if not any(map(sum, times)):
-        raise ConfigError(
-            "no layer has been timed since the model was cut, so no cuts can be chosen; train a "
-            "batch, or give cuts"
-        )
-    return [sum(of_layer) / len(of_layer) for of_layer in times]
-
-
 def better_cuts(
     seconds: Sequence[float], cuts: Sequence[int], least_gain: float
 ) -> tuple[int, ...]:
@@ -123,18 +102,6 @@ def _slowest(seconds: Sequence[float], cuts: Sequence[int]) -> float:
     return max(sum(seconds[first:last]) for first, last in pairwise(ends))
 
 
-@dataclass(frozen=True)
-class NextCuts:
-    """Cuts that passed all checks."""
-
-    layers: list[StageLayers]
-    """Each stage's layers."""
-    moves: list[Move]
-    """All ranks' moves."""
-    packed: dict[int, bytes]
-    """The layers that leave this rank, by number."""
-
-
 class CutStack:
     """Runs a stack by the layers that its ranks hold, and moves layers when it is cut anew."""
 
@@ -149,12 +116,15 @@ class CutStack:
         reduction: Reduction,
         wire: torch.dtype | None,
         gradients: ThresholdedDataParallel | None,
+        plan: Mapping[str, ParallelStyle],
+        mesh: DeviceMesh | None,
+        is_sharded: bool,
     ) -> None:
         self._name, self._stack, self._layers = name, stack, list(layers)
         self._schedule, self._groups = schedule, groups
         self._reduction: Reduction = reduction
         self._wire = wire
-        self._shares: DeviceMesh | None = None
+        self._shares = mesh["copy"] if mesh is not None and is_sharded else None
         self._keeps_loss = schedule.num_stages - 1 in self._own_stages
         stack.keep_layers(
             self._own_layers,
@@ -165,6 +135,8 @@ class CutStack:
         self._thresholded = gradients and gradients.over_copies(
             names, groups.copies, groups.everyone, groups.device
         )
+        if mesh is not None and groups.mesh.tp > 1:
+            self._split(plan, mesh["tp"])
         self._build_pipeline()
 
     @property
@@ -180,7 +152,7 @@ class CutStack:
     def _own_layers(self) -> list[int]:
         return [number for stage in self._own_stages for number in self._layers[stage].numbers]
 
-    def split(self, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
+    def _split(self, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
         """Split this rank's layers over its tensor-parallel group."""
         here = {f"layers.{number}" for number in self._own_layers}
         held = {
@@ -190,12 +162,6 @@ class CutStack:
             or (module.split(".")[0] == "loss" and self._keeps_loss)
         }
         parallelize_module(self._stack, mesh, held)
-        self._build_pipeline()
-
-    def shard(self, mesh: DeviceMesh) -> None:
-        """Shard this rank's layers, which may be split already, over the pipelines."""
-        self._shares = mesh
-        self._build_pipeline()
 
     def better_cuts(self, least_gain: float) -> tuple[int, ...]:
         """Return the cuts that layer times call for, or the current ones.
@@ -203,33 +169,51 @@ class CutStack:
         Collectives:
             An object all-gather.
         """
-        num_layers = len(self._stack.layers)
-        seconds = gather_layer_seconds(self._layer_seconds(), num_layers, self._groups.everyone)
+        own, group = self._layer_seconds(), self._groups.everyone
+        gathered: list[dict[int, float]] = [own] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, own, group=group)
+        times = [
+            [of_rank[layer] for of_rank in gathered if layer in of_rank]
+            for layer in range(len(self._stack.layers))
+        ]
+        if not any(map(sum, times)):
+            raise ConfigError(
+                "no layer has been timed since the model was cut, so no cuts can be chosen; train "
+                "a batch, or give cuts"
+            )
+        seconds = [sum(of_layer) / len(of_layer) for of_layer in times]
         return better_cuts(seconds, self.cuts, least_gain)
 
     def prepare(
         self, cuts: Sequence[int], optimizer: torch.optim.Optimizer, model: nn.Module
-    ) -> "NextCuts":
-        """Check cuts and pack the layers that would leave this rank; nothing moves yet."""
+    ) -> Callable[[], bool]:
+        """Check cuts and pack the layers that would leave this rank; nothing moves yet.
+
+        Returns:
+            A function that moves the layers, and says whether there are any.
+
+        Collectives:
+            Those of the function that is returned, as in `move_layers`.
+        """
         num_layers = len(self._stack.layers)
         checked_cuts = check_cuts(cuts, num_layers, self._schedule.num_stages)
         layers = layers_of_stages(self._name, self._stack, checked_cuts, model)
         moves = moves_between(self.cuts, checked_cuts, num_layers, self._schedule)
-        position = self._groups.position
-        packed = pack_layers(self._name, self._stack, moves, optimizer, position)
-        return NextCuts(layers, moves, packed)
+        packed = {
+            move.layer: packed_layer(self._name, self._stack, move.layer, optimizer)
+            for move in moves
+            if move.source == self._groups.position
+        }
 
-    def recut(self, next_cuts: "NextCuts", optimizer: torch.optim.Optimizer) -> bool:
-        """Move layers and build a new pipeline; return whether any layer has moved.
+        def recut() -> bool:
+            """Move layers and build a new pipeline; return whether any layer has moved."""
+            move_layers(self._stack, moves, packed, optimizer, self._groups)
+            self._layers = layers
+            # With the pipeline its clocks begin anew: the next cuts are chosen by new times.
+            self._build_pipeline()
+            return bool(moves)
 
-        Collectives:
-            As in `move_layers`.
-        """
-        move_layers(self._stack, next_cuts.moves, next_cuts.packed, optimizer, self._groups)
-        self._layers = next_cuts.layers
-        # With the pipeline its clocks begin anew, so that the next cuts are chosen by new times.
-        self._build_pipeline()
-        return bool(next_cuts.moves)
+        return recut
 
     def _layer_seconds(self) -> dict[int, float]:
         """Return a batch's time in each layer of this rank, by layer number.
@@ -270,32 +254,3 @@ class CutStack:
             reduction=self._reduction,
             wire=self._wire,
         )
-
-
-def recut_together(
-    stacks: Mapping[str, CutStack],
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    groups: PipelineGroups,
-    *,
-    cuts: Sequence[int] | None,
-    least_gain: float,
-) -> bool:
-    """Cut all stacks of a model anew, or none; return whether layers have moved.
-
-    Collectives:
-        As in `CutStack.better_cuts` and `CutStack.recut`, and an agreement.
-    """
-    chosen = {
-        name: stack.better_cuts(least_gain) if cuts is None else cuts
-        for name, stack in stacks.items()
-    }
-    # Nothing moves before all ranks can move all of it.
-    with agreeing(groups.everyone) as facts:
-        facts["the choice of cuts"] = str([[*of_stack] for of_stack in chosen.values()])
-        facts["the number of the optimizer's groups"] = str(len(optimizer.param_groups))
-        prepared = {
-            name: stack.prepare(chosen[name], optimizer, model) for name, stack in stacks.items()
-        }
-    have_moved = [stack.recut(prepared[name], optimizer) for name, stack in stacks.items()]
-    return any(have_moved)

@@ -8,7 +8,7 @@ neighbours waiting for the group's whole timeout.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
 import torch
@@ -53,13 +53,15 @@ class LayerStage:
         modules = [*self.layers, *([] if loss is None else [loss])]
         self.modules = nn.ModuleList(modules)
         """The layers, and the last stage's loss."""
-        self.params: list[nn.Parameter] = []
-        """The trained parameters."""
-        self.take_params()
         self.forward_seconds = [0.0] * len(self.layers)
         """Each layer's forward time in training, without the loss."""
         self._splits_backward = splits_backward
         self._graphs: dict[int, _Graph] = {}
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The trained parameters, as the modules have them now."""
+        return [param for param in self.modules.parameters() if param.requires_grad]
 
     @property
     def is_trained(self) -> bool:
@@ -68,10 +70,6 @@ class LayerStage:
             layer.training and any(param.requires_grad for param in layer.parameters())
             for layer in self.layers
         )
-
-    def take_params(self) -> None:
-        """Look up the parameters again, after the modules got others."""
-        self.params = [param for param in self.modules.parameters() if param.requires_grad]
 
     def forward(
         self,
@@ -87,6 +85,8 @@ class LayerStage:
         `Thresholded` at the end of the stage zeroes.
         """
         output, places, whole_dim = given.whole(), None, 0
+        if output.requires_grad and output.is_leaf and _begins_in_place(self.layers[0]):
+            output = output.clone()
         num_samples = given.values.shape[:1]
         started = time.perf_counter()
         for number, layer in enumerate(self.layers):
@@ -147,17 +147,24 @@ class LayerStage:
     def _whole_backward(self, graph: _Graph, gradient: torch.Tensor) -> list[torch.Tensor]:
         if not graph.output.requires_grad:
             return [torch.zeros_like(leaf) for leaf in graph.leaves]
+        params = self.params
         gradients = torch.autograd.grad(
-            graph.output, [*graph.leaves, *self.params], gradient, allow_unused=True
+            graph.output, [*graph.leaves, *params], gradient, allow_unused=True
         )
         num_leaves = len(graph.leaves)
-        for param, grad in zip(self.params, gradients[num_leaves:], strict=True):
+        for param, grad in zip(params, gradients[num_leaves:], strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad
         return [
             torch.zeros_like(leaf) if grad is None else grad
             for leaf, grad in zip(graph.leaves, gradients, strict=False)
         ]
+
+
+def _begins_in_place(layer: nn.Module) -> bool:
+    """Return whether the first module of a layer writes into its input, such as a ReLU."""
+    first = next(module for module in layer.modules() if not any(True for _ in module.children()))
+    return bool(getattr(first, "inplace", False))
 
 
 def _keeps_some(layer: nn.Module, given: torch.Tensor) -> TypeGuard[Thresholded]:
@@ -284,9 +291,7 @@ class _Run:
         self.computed = Computed()
         # What one stage of this rank hands to another one: activations, then gradients.
         self._own: tuple[dict[_Key, torch.Tensor], dict[_Key, torch.Tensor]] = ({}, {})
-        starts = [0]
-        for size in batch.sizes:
-            starts.append(starts[-1] + size)
+        starts = accumulate(batch.sizes, initial=0)
         self._rows = [slice(start, end) for start, end in pairwise(starts)]
         self._inboxes = {
             (position, is_gradient): self._inbox(position, is_gradient=is_gradient)

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torchrec_2dsp.dense.pipelined.engine import LayerStage
 from torchrec_2dsp.dense.pipelined.layer_stack import LayerStack, StageLayers
 from torchrec_2dsp.dense.pipelined.links import PipelineGroups
+from torchrec_2dsp.dense.sharded_parts import check_shareable
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients
-from torchrec_2dsp.errors import ConfigError
 
 
 class HeldLayers(ABC):
@@ -40,22 +40,42 @@ class HeldLayers(ABC):
         """The trained parameters, as this rank holds them now: in `whole`, those of its stages."""
         return [param for stage in self._stages for param in stage.params]
 
-    def take_params(self) -> None:
-        """Look up the parameters again, which may be others, or frozen ones that are trained."""
-        for stage in self._stages:
-            stage.take_params()
-
     @abstractmethod
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which the stages can run."""
 
-    @abstractmethod
-    def gradients_set_aside(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """Enter `whole` without gradients; yield a list that gets those computed in it."""
+    @contextmanager
+    def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
+        """Enter `whole` without gradients; yield a list that gets those computed in it.
+
+        Of a parameter that the batch hasn't used, it gets zeros. Its last tensor, on the CPU, is
+        True for the others.
+        """
+        computed: list[torch.Tensor] = []
+        with self.whole():
+            params = self.params
+            before = [param.grad for param in params]
+            for param in params:
+                param.grad = None
+            try:
+                yield computed
+                computed += [self._set_aside(_gradient_or_zeros(param), param) for param in params]
+                have_gradients = [param.grad is not None for param in params]
+                computed.append(torch.tensor(have_gradients, dtype=torch.bool))
+            finally:
+                for param, gradient in zip(params, before, strict=True):
+                    param.grad = gradient
+
+    def _set_aside(self, gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+        """Return the part of a gradient that `add_mean` gets."""
+        return gradient
 
     @abstractmethod
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
-        """Add the mean over all pipelines, times ``factor``, to the gradients held here."""
+        """Add the mean over all pipelines, times ``factor``, to the gradients held here.
+
+        A parameter that no pipeline has used gets none, as in one process.
+        """
 
     def broadcast_buffers(self) -> None:
         """Give all pipelines the first one's buffers, as DDP does.
@@ -80,9 +100,14 @@ class HeldLayers(ABC):
         total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         for param in self.params:
             if param.grad is not None:
-                square = _local_part(param.grad, param).double().square().sum()
+                square = square_sum(_local_part(param.grad, param))
                 total += square if _is_split(param) else square / self._groups.mesh.tp
         return total / self._num_equal
+
+
+def square_sum(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient's squared norm, which counts real and imaginary parts."""
+    return gradient.abs().double().square().sum()
 
 
 def _local_part(gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
@@ -133,22 +158,6 @@ class CopiedLayers(HeldLayers):
         """Return a null context: copies are always whole."""
         return nullcontext()
 
-    @contextmanager
-    def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
-        """Run without gradients; yield a list that gets those computed meanwhile."""
-        self.take_params()
-        params = self.params
-        before = [param.grad for param in params]
-        computed: list[torch.Tensor] = []
-        for param in params:
-            param.grad = None
-        try:
-            yield computed
-            computed += map(_gradient_or_zeros, params)
-        finally:
-            for param, gradient in zip(params, before, strict=True):
-                param.grad = gradient
-
     @torch.no_grad()
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
         """Add the mean over the copies, times ``factor``, to the parameters' gradients.
@@ -156,6 +165,7 @@ class CopiedLayers(HeldLayers):
         Collectives:
             An all-reduce per data type, waited for; or those of `ThresholdedGradients.means`.
         """
+        *gradients, is_used = gradients
         local = [
             _local_part(gradient, param) * factor
             for param, gradient in zip(self.params, gradients, strict=True)
@@ -168,15 +178,17 @@ class CopiedLayers(HeldLayers):
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
         for number, gradient in enumerate(local):
             by_type[gradient.dtype].append(number)
+        is_used_anywhere = is_used.clone()
         for numbers in by_type.values() if self._num_equal > 1 else ():
-            flat = torch.cat([local[number].reshape(-1) for number in numbers])
+            use = is_used[numbers].to(local[numbers[0]])
+            flat = torch.cat([*(local[number].reshape(-1) for number in numbers), use])
             dist.all_reduce(flat, group=self._groups.copies)
             flat /= self._num_equal
-            parts = flat.split([local[number].numel() for number in numbers])
+            *parts, use = flat.split([*(local[number].numel() for number in numbers), len(use)])
             for number, part in zip(numbers, parts, strict=True):
                 local[number] = part.view(local[number].shape)
-        for param, gradient in zip(self.params, local, strict=True):
-            _add_gradient_(param, gradient)
+            is_used_anywhere[numbers] = _anywhere(is_used[numbers], use)
+        _add_used_(self.params, local, is_used_anywhere)
 
 
 class _Shares(nn.Module):
@@ -206,7 +218,6 @@ class ShardedLayers(HeldLayers):
             fully_shard(_Shares(stage.modules), mesh=mesh, reshard_after_forward=False)
             for stage in stages
         ]
-        self.take_params()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -219,28 +230,14 @@ class ShardedLayers(HeldLayers):
         try:
             for stage in shares:
                 stage.unshard()
-            self.take_params()
             yield
         finally:
             for stage in shares:
                 stage.reshard()
-            self.take_params()
 
-    @contextmanager
-    def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
-        """Enter `whole`; yield a list that gets the gradients computed in it.
-
-        Of gradients split over the tensor-parallel group, it gets this rank's part.
-        """
-        computed: list[torch.Tensor] = []
-        with self.whole():
-            params = self.params
-            try:
-                yield computed
-                computed += [_local_part(_gradient_or_zeros(param), param) for param in params]
-            finally:
-                for param in params:
-                    param.grad = None
+    def _set_aside(self, gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+        """Return this rank's part of a gradient split over the tensor-parallel group."""
+        return _local_part(gradient, param)
 
     @torch.no_grad()
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
@@ -249,45 +246,49 @@ class ShardedLayers(HeldLayers):
         Collectives:
             A reduce-scatter per stage over the pipelines, waited for.
         """
+        *gradients, is_used = gradients
         start = 0
         for stage in self._stages:
             end = start + len(stage.params)
             if start < end:
-                scattered = self._scattered([part * factor for part in gradients[start:end]])
-                for param, share in zip(self.params[start:end], scattered, strict=True):
-                    _add_gradient_(param, share[: _local(param).shape[0]])
+                own = [part * factor for part in gradients[start:end]]
+                scattered, is_used_anywhere = self._scattered(own, is_used[start:end])
+                rows = [
+                    share[: local(param).shape[0]]
+                    for param, share in zip(stage.params, scattered, strict=True)
+                ]
+                _add_used_(stage.params, rows, is_used_anywhere)
             start = end
 
-    def _scattered(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's rows of each gradient's mean, padded to the first rank's."""
+    def _scattered(
+        self, gradients: Sequence[torch.Tensor], is_used: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return this rank's rows of each gradient's mean, padded to the first rank's.
+
+        Also return which parameters any rank has used.
+        """
         num_shares = self._groups.mesh.dp
-        flat = torch.cat([_padded(part, num_shares).view(num_shares, -1) for part in gradients], 1)
+        columns = [_padded(part, num_shares).view(num_shares, -1) for part in gradients]
+        use = is_used.to(columns[0]).expand(num_shares, -1)
+        flat = torch.cat([*columns, use], 1)
         own = flat.new_empty(flat.shape[1])
         dist.reduce_scatter_tensor(own, flat.view(-1), group=self._groups.copies)
         own /= num_shares
         shapes = [(-(-part.shape[0] // num_shares), *part.shape[1:]) for part in gradients]
-        parts = own.split([torch.Size(shape).numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        *parts, use = own.split([*sizes, len(is_used)])
+        shares = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return shares, _anywhere(is_used, use)
 
 
-def check_shareable(stages: Sequence[StageLayers], stack: LayerStack) -> None:
+def check_stages_shareable(stages: Sequence[StageLayers], stack: LayerStack) -> None:
     """Refuse a stage that FSDP2 can't shard."""
     for stage in stages:
         modules = [stack.layers[number] for number in stage.numbers]
         if stage is stages[-1]:
             modules.append(stack.loss)
         params = [param for module in modules for param in module.parameters()]
-        types = sorted({str(param.dtype) for param in params if param.requires_grad})
-        if len(types) > 1:
-            raise ConfigError(
-                f"{stage.name} trains parameters of {' and '.join(types)}, which fully_shard=True "
-                "can't gather together; choose one type, or cuts that part them"
-            )
-        if any(not param.dim() or not param.is_contiguous() for param in params):
-            raise ConfigError(
-                f"{stage.name} has a parameter without a dimension, or one that isn't contiguous, "
-                "which fully_shard=True can't cut; give it a dimension, or store it contiguously"
-            )
+        check_shareable(stage.name, params, "fully_shard=True", "cuts that part them")
 
 
 def _padded(gradient: torch.Tensor, num_shares: int) -> torch.Tensor:
@@ -302,37 +303,21 @@ def _gradient_or_zeros(param: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _anywhere(is_used: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
+    """Return which parameters any rank has used; ``use`` is this rank's, summed over ranks."""
+    return is_used if is_used.all() else (use.real > 0).cpu()
+
+
+def _add_used_(
+    params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor], is_used: torch.Tensor
+) -> None:
+    """Add gradients to parameters that are used, in place; to all where nobody had samples."""
+    is_idle = not is_used.any()
+    for param, gradient, has_gradient in zip(params, gradients, is_used.tolist(), strict=True):
+        if has_gradient or is_idle:
+            _add_gradient_(param, gradient)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be split."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def clip_together_(
-    max_norm: float,
-    others: Sequence[nn.Module],
-    held: Sequence[HeldLayers],
-    groups: PipelineGroups,
-) -> float:
-    """Scale all dense gradients in place to a norm of at most ``max_norm``; return the norm.
-
-    Collectives:
-        An 8-byte all-reduce over all ranks, waited for.
-    """
-    gradients = [
-        _local(param.grad)
-        for part in others
-        for param in part.parameters()
-        if param.grad is not None
-    ]
-    square = torch.zeros((), dtype=torch.float64, device=groups.device)
-    for gradient in gradients:
-        square += gradient.double().square().sum()
-    for layers in held:
-        square += layers.square_norm()
-        gradients += layers.gradients()
-    dist.all_reduce(square, group=groups.everyone)
-    norm = float(square.sqrt())
-    if norm > max_norm:
-        for gradient in gradients:
-            gradient.mul_(max_norm / norm)
-    return norm

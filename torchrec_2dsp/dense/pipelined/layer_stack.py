@@ -8,10 +8,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.dense.dense_parts import styles_by_part
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers, even_cuts
 
@@ -104,11 +102,6 @@ class LayerTime:
     """With the weight gradients."""
 
     output_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        """The time in both directions."""
-        return self.forward_seconds + self.backward_seconds
 
 
 def measure_layers(
@@ -251,7 +244,8 @@ def _measured_cuts(
             [target.to(device) for target in cuts.targets],
             num_repeats=cuts.num_repeats,
         )
-    seconds = torch.tensor([layer.seconds for layer in times], dtype=torch.float64, device=device)
+    own = [layer.forward_seconds + layer.backward_seconds for layer in times]
+    seconds = torch.tensor(own, dtype=torch.float64, device=device)
     dist.all_reduce(seconds, group=group)
     mean = (seconds / dist.get_world_size(group)).tolist()
     sizes = [layer.output_bytes for layer in times]
@@ -288,17 +282,3 @@ def layers_of_stages(
             )
         places.update(dict.fromkeys(own, stage.name))
     return stages
-
-
-def planned_modules(
-    plan: Mapping[str, ParallelStyle], stacks: Mapping[str, LayerStack]
-) -> dict[str, dict[str, ParallelStyle]]:
-    """Sort a plan of styles by stack, with the module names inside it."""
-    styles = styles_by_part(
-        plan,
-        stacks,
-        "PipelinedDense: no module of a LayerStack is called {}; the model has the stacks "
-        f"{', '.join(stacks)}",
-        inside=True,
-    )
-    return {name: styles.get(name, {}) for name in stacks}

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchrec_2dsp._compat.tensors import is_checkpointed
 from torchrec_2dsp.comms.groups import own_mesh, own_subgroup
-from torchrec_2dsp.dense.dense_parts import draw_seed
+from torchrec_2dsp.dense.dense_parts import check_called_alike, draw_seed, in_words, state_in_words
 from torchrec_2dsp.dense.pipelined.activations import TensorKind
 from torchrec_2dsp.errors import InputError, UnsupportedError
 from torchrec_2dsp.mesh import DenseMesh
@@ -197,12 +198,6 @@ class Inbox:
         self._arriving[key] = self._links.receive(tensor, self._rank), tensor
 
 
-def joined(parts: Sequence[torch.Tensor | None], kind: TensorKind, device: torch.device) -> Any:
-    """Concatenate the tensors of all micro-batches."""
-    tensors = [part for part in parts if part is not None]
-    return torch.cat(tensors) if tensors else kind.empty(0, device)
-
-
 @dataclass(frozen=True)
 class Given:
     """The inputs and targets of a `LayerStack` call on one rank, described."""
@@ -215,17 +210,17 @@ class Given:
     trains: bool
     """True if gradients are enabled."""
 
+    call: str | InputError
+    """Everything that must be equal on all ranks of a pipeline in words, or why it can't run."""
+
     trains_layers: bool = False
     """True if this rank has layers in training mode, with parameters that are trained."""
 
-    autocast: torch.dtype | None = None
-    """The data type of the caller's autocast, which decides those of activations."""
-
-    problem: str = ""
-    """The reason why the call can't run, if any."""
-
     seed: int = 0
     """In training, the seed of the layers' random numbers, of which the first rank's counts."""
+
+    is_checkpointed: bool = False
+    """True if a checkpoint around the call would run it again in the backward."""
 
     @classmethod
     def of(
@@ -233,32 +228,26 @@ class Given:
     ) -> "Given":
         """Describe inputs and targets, and the state in which they are given."""
         num_samples = tensors[0].shape[0] if tensors[0].dim() else 0
-        problem = ""
+        state = state_in_words(tensors[0].device.type)
+        call: str | InputError = f"{' and '.join(map(in_words, tensors))} {state}"
         for number, tensor in enumerate(tensors):
             name = f"target {number}" if number else "the input"
             if not tensor.dim() or tensor.shape[0] != num_samples:
-                problem = (
+                call = InputError(
                     f"{name} of a LayerStack has the shape {tuple(tensor.shape)}, for "
                     f"{num_samples} samples; give tensors whose first dimension is the batch"
                 )
                 break
-        device = tensors[0].device.type
-        has_autocast = torch.is_autocast_enabled(device)
         return cls(
             num_samples,
             tuple(TensorKind.of(tensor) for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
             trains,
+            call,
             trains_layers,
-            torch.get_autocast_dtype(device) if has_autocast else None,
-            problem,
             draw_seed() if trains else 0,
+            trains and is_checkpointed(),
         )
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """Everything that must be equal on all ranks of a pipeline."""
-        return self.kinds, self.trains, self.autocast
 
 
 @dataclass(frozen=True)
@@ -301,7 +290,8 @@ def exchange(own: Given, group: dist.ProcessGroup) -> GivenTogether:
 
     Raises:
         InputError: on all ranks, if batches don't fit together, or a tensor has no batch dimension.
-        UnsupportedError: on all ranks, if gradients of outputs would be needed.
+        UnsupportedError: on all ranks, if gradients of outputs would be needed, or a checkpoint is
+            around the call.
 
     Collectives:
         An object all-gather.
@@ -309,37 +299,20 @@ def exchange(own: Given, group: dist.ProcessGroup) -> GivenTogether:
     gathered: list[Given] = [own] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
     together = GivenTogether(tuple(gathered))
-    ranks = dist.get_process_group_ranks(group)
-    for rank, given in zip(ranks, gathered, strict=True):
-        if given.problem:
-            raise InputError(f"{given.problem} (found on rank {rank})")
-        if given.signature != together.first.signature:
-            raise InputError(
-                f"rank {rank} calls a LayerStack with {_text(given)}, but rank {ranks[0]} of its "
-                f"pipeline with {_text(together.first)}; give all ranks of a pipeline tensors of "
-                "one shape, but for the number of samples, and call it on all of them alike"
-            )
+    check_called_alike("a LayerStack", [given.call for given in gathered], group, "pipeline")
     is_trained = together.need_gradients[0] or any(given.trains_layers for given in gathered)
     if own.trains and len(own.kinds) == 1 and is_trained:
         raise UnsupportedError(
             "a pipelined LayerStack gives losses gradients, but no outputs; call it with targets, "
             "or under torch.no_grad()"
         )
+    if any(given.is_checkpointed for given in gathered):
+        raise UnsupportedError(
+            "a pipelined LayerStack is called inside torch.utils.checkpoint, which would run the "
+            "pipeline again in the backward; checkpoint layers inside the stack, and leave out "
+            "what is around it"
+        )
     return together
-
-
-def _text(given: Given) -> str:
-    tensors = [
-        f"{_name(kind.dtype)}[{', '.join(map(str, ('batch', *kind.shape)))}]"
-        for kind in given.kinds
-    ]
-    autocast = "" if given.autocast is None else f", under autocast to {_name(given.autocast)}"
-    gradients = "with gradients" if given.trains else "without gradients"
-    return f"{' and '.join(tensors)} {gradients}{autocast}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def send_together(

@@ -76,21 +76,6 @@ def check_can_move(mesh: DenseMesh, *, is_sharded: bool) -> None:
     )
 
 
-def pack_layers(
-    name: str,
-    stack: LayerStack,
-    moves: Sequence[Move],
-    optimizer: torch.optim.Optimizer,
-    position: int,
-) -> dict[int, bytes]:
-    """Pack the layers that leave a rank, by number, with their optimizer state."""
-    return {
-        move.layer: _packed(name, stack, move.layer, optimizer)
-        for move in moves
-        if move.source == position
-    }
-
-
 def move_layers(
     stack: LayerStack,
     moves: Sequence[Move],
@@ -133,7 +118,10 @@ def sort_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         group["params"].sort(key=lambda param: places.get(id(param), -1))
 
 
-def _packed(name: str, stack: LayerStack, number: int, optimizer: torch.optim.Optimizer) -> bytes:
+def packed_layer(
+    name: str, stack: LayerStack, number: int, optimizer: torch.optim.Optimizer
+) -> bytes:
+    """Pack a layer that leaves this rank, with its optimizer state."""
     layer = stack.layers[number]
     params = list(layer.parameters())
     own = {id(param) for param in params}

@@ -12,7 +12,7 @@ from torchrec.distributed.types import LazyAwaitable
 
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.breaking import described, is_broken_connection
-from torchrec_2dsp.dense.dense_parts import drawing_from
+from torchrec_2dsp.dense.dense_parts import differentiable_once, drawing_from
 from torchrec_2dsp.dense.pipelined.activations import TensorKind
 from torchrec_2dsp.dense.pipelined.engine import (
     Batch,
@@ -28,7 +28,6 @@ from torchrec_2dsp.dense.pipelined.links import (
     Links,
     PipelineGroups,
     exchange,
-    joined,
     send_back,
     send_together,
 )
@@ -248,7 +247,7 @@ class StackPipeline:
             self._engine.forget()
 
     def _known_kinds(self, given: GivenTogether) -> dict[int, TensorKind]:
-        return self._kinds.setdefault(given.first.signature, {})
+        return self._kinds.setdefault(given.first.call, {})
 
     def _weights(self, given: GivenTogether) -> torch.Tensor:
         """Return each sample's loss weight."""
@@ -290,8 +289,9 @@ class StackPipeline:
                 position = self._last
                 parts = [rows[column] for rows in computed.target_gradients.values()]
                 column += 1
-            is_here = self._groups.position == position
-            together = joined(parts, kind, self._groups.device) if is_here else None
+            together = None
+            if self._groups.position == position:
+                together = torch.cat(parts) if parts else kind.empty(0, self._groups.device)
             rows, _ = send_back(together, kind, given, position, self._groups, self._backward)
             gradients.append(rows)
         self._backward.finish()
@@ -339,10 +339,8 @@ class _Trained(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # of the decorator
-        ctx: Any, *gradients: torch.Tensor
-    ) -> Any:
+    @differentiable_once("a pipelined LayerStack")
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         applied = ctx.pipeline.apply_factors(ctx.saved_tensors, ctx.given, gradients[0])
         return None, None, None, *applied
 

@@ -6,13 +6,13 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DistributedModelParallel,
+    check_embeddings,
     wrapped_module,
 )
 from torchrec_2dsp._compat.torchrec import get_local_size
@@ -23,20 +23,15 @@ from torchrec_2dsp.dense.dense_parts import (
     check_untied,
     dense_parts,
     group_of,
+    styles_by_part,
 )
-from torchrec_2dsp.dense.pipelined.cut_stack import (
-    CutStack,
-    PipelineTimes,
-    gather_times,
-    recut_together,
-)
-from torchrec_2dsp.dense.pipelined.held_layers import check_shareable, clip_together_
+from torchrec_2dsp.dense.pipelined.cut_stack import CutStack, PipelineTimes, gather_times
+from torchrec_2dsp.dense.pipelined.held_layers import check_stages_shareable, local, square_sum
 from torchrec_2dsp.dense.pipelined.layer_stack import (
     LayerStack,
     MeasuredCuts,
     agreed_cuts,
     layers_of_stages,
-    planned_modules,
 )
 from torchrec_2dsp.dense.pipelined.links import PipelineGroups
 from torchrec_2dsp.dense.pipelined.moving_layers import (
@@ -46,6 +41,14 @@ from torchrec_2dsp.dense.pipelined.moving_layers import (
 )
 from torchrec_2dsp.dense.pipelined.pipeline import Reduction
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
+from torchrec_2dsp.dense.sharded_parts import (
+    Unit,
+    check_split_untied,
+    check_unhooked,
+    check_units,
+    shard_units,
+    units_of,
+)
 from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
 from torchrec_2dsp.errors import ConfigError, check_choice
 from torchrec_2dsp.mesh import DenseMesh, RankLayout
@@ -156,22 +159,7 @@ class PipelinedDense(DataParallelWrapper):
         with agreeing(group) as facts:
             if self._groups is not None:
                 raise ConfigError("this PipelinedDense has a model already; make another one")
-            parts = dict(dense_parts(model, "PipelinedDense", apart=(LayerStack,)))
-            stacks = {name: part for name, part in parts.items() if isinstance(part, LayerStack)}
-            if not stacks:
-                raise ConfigError(
-                    "PipelinedDense found no LayerStack with parameters in the model; put the "
-                    "layers that are to be cut, and their loss, into a tdsp.LayerStack"
-                )
-            if self._gradients is not None:
-                self._gradients.check_free()
-                if len(stacks) > 1:
-                    raise ConfigError(
-                        f"PipelinedDense(gradients=...) is for one LayerStack, and the model has "
-                        f"{len(stacks)}: {', '.join(stacks)}; leave it out"
-                    )
-            others = {name: part for name, part in parts.items() if name not in stacks}
-            check_untied(others, "PipelinedDense")
+            stacks, others = self._checked_parts(model)
             num_ranks = dist.get_world_size(group)
             mesh = DenseMesh.for_world(
                 num_ranks,
@@ -180,9 +168,17 @@ class PipelinedDense(DataParallelWrapper):
                 layout=self._layout,
                 local_world_size=get_local_size(num_ranks),
             )
-            plans = planned_modules(self._plan, stacks)
+            styles = styles_by_part(
+                self._plan,
+                stacks,
+                "PipelinedDense: no module of a LayerStack is called {}; the model has the stacks "
+                f"{', '.join(stacks)}",
+                inside=True,
+            )
+            for name, stack in stacks.items() if mesh.tp > 1 else ():
+                check_split_untied(name, stack, styles.get(name, {}), "PipelinedDense")
             facts["the settings of PipelinedDense"] = self._settings()
-        for part in parts.values():
+        for part in (*stacks.values(), *(unit.module for unit in others)):
             broadcast_weights(part, group)
         cuts = agreed_cuts(self._cuts, stacks, self._schedule.num_stages, group)
         with agreeing(group):
@@ -191,8 +187,10 @@ class PipelinedDense(DataParallelWrapper):
                 for name, stack in stacks.items()
             }
             for name, stack in stacks.items() if self._fully_shard else ():
-                check_shareable(layers[name], stack)
+                check_stages_shareable(layers[name], stack)
         self._model, self._groups = model, PipelineGroups(mesh, group, device)
+        is_sharded = self._fully_shard and mesh.dp > 1
+        layers_mesh = self._groups.layers_mesh() if mesh.tp > 1 or is_sharded else None
         for name, stack in stacks.items():
             self._stacks[name] = CutStack(
                 name,
@@ -203,27 +201,39 @@ class PipelinedDense(DataParallelWrapper):
                 reduction=self._reduction,
                 wire=_WIRES[self._values],
                 gradients=self._gradients,
+                plan=styles.get(name, {}),
+                mesh=layers_mesh,
+                is_sharded=is_sharded,
             )
-        self._share_layers(plans, self._groups)
         ranks = torch.tensor(dist.get_process_group_ranks(group))
         everyone = own_mesh(ranks, device.type, ("dp_pp_tp",))
-        self._others = list(others.values())
-        for part in self._others:
-            fully_shard(part, mesh=everyone)
+        self._others = [unit.module for unit in others]
+        shard_units(others, everyone, "PipelinedDense")
 
-    def _share_layers(
-        self, plans: Mapping[str, Mapping[str, ParallelStyle]], groups: PipelineGroups
-    ) -> None:
-        """Split this rank's layers inside hosts, and shard them over pipelines, if wanted."""
-        is_sharded = self._fully_shard and groups.mesh.dp > 1
-        if groups.mesh.tp == 1 and not is_sharded:
-            return
-        mesh = groups.layers_mesh()
-        for name, stack in self._stacks.items():
-            if groups.mesh.tp > 1:
-                stack.split(plans[name], mesh["tp"])
-            if is_sharded:
-                stack.shard(mesh["copy"])
+    def _checked_parts(self, model: nn.Module) -> tuple[dict[str, LayerStack], list[Unit]]:
+        """Return the stacks, and what else is dense, unless it can't be run so."""
+        check_embeddings(model, "PipelinedDense")
+        parts = dict(dense_parts(model, "PipelinedDense", apart=(LayerStack,)))
+        stacks = {name: part for name, part in parts.items() if isinstance(part, LayerStack)}
+        if not stacks:
+            raise ConfigError(
+                "PipelinedDense found no LayerStack with parameters in the model; put the "
+                "layers that are to be cut, and their loss, into a tdsp.LayerStack"
+            )
+        if self._gradients is not None:
+            self._gradients.check_free()
+            if len(stacks) > 1:
+                raise ConfigError(
+                    f"PipelinedDense(gradients=...) is for one LayerStack, and the model has "
+                    f"{len(stacks)}: {', '.join(stacks)}; leave it out"
+                )
+        others = {name: part for name, part in parts.items() if name not in stacks}
+        check_untied(others, "PipelinedDense")
+        for name, part in parts.items():
+            check_unhooked(name, part.named_parameters(), "PipelinedDense")
+        units = [unit for name, part in others.items() for unit in units_of(name, part)]
+        check_units(units, "PipelinedDense", "modules of their own")
+        return stacks, units
 
     def _settings(self) -> str:
         styles = {name: type(style).__name__ for name, style in self._plan.items()}
@@ -277,11 +287,21 @@ class PipelinedDense(DataParallelWrapper):
                     "recut() can't move what layers with thresholded gradients haven't sent yet; "
                     "make PipelinedDense without gradients=..., or choose cuts when it is made"
                 )
-        has_moved = recut_together(
-            self._stacks, optimizer, model, groups, cuts=cuts, least_gain=least_gain
-        )
+        chosen = {
+            name: stack.better_cuts(least_gain) if cuts is None else cuts
+            for name, stack in self._stacks.items()
+        }
+        # Nothing moves before all ranks can move all of it.
+        with agreeing(groups.everyone) as facts:
+            facts["the choice of cuts"] = str([[*of_stack] for of_stack in chosen.values()])
+            facts["the number of the optimizer's groups"] = str(len(optimizer.param_groups))
+            recuts = [
+                stack.prepare(chosen[name], optimizer, model)
+                for name, stack in self._stacks.items()
+            ]
+        have_moved = [recut() for recut in recuts]
         sort_groups(optimizer, model)
-        return has_moved
+        return any(have_moved)
 
     def stage_times(self) -> dict[str, PipelineTimes]:
         """Return each stage's busy time per batch, by `LayerStack` name, on all ranks.
@@ -297,6 +317,7 @@ class PipelinedDense(DataParallelWrapper):
             for name, stack in self._stacks.items()
         }
 
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all dense gradients so that their norm is at most ``max_norm``; return the norm.
 
@@ -310,8 +331,24 @@ class PipelinedDense(DataParallelWrapper):
             An 8-byte all-reduce over all ranks, waited for.
         """
         groups = self._model_groups()
-        held = [stack.pipeline.layers for stack in self._stacks.values()]
-        return clip_together_(max_norm, self._others, held, groups)
+        gradients = [
+            local(param.grad)
+            for part in self._others
+            for param in part.parameters()
+            if param.grad is not None
+        ]
+        square = torch.zeros((), dtype=torch.float64, device=groups.device)
+        for gradient in gradients:
+            square += square_sum(gradient)
+        for stack in self._stacks.values():
+            square += stack.pipeline.layers.square_norm()
+            gradients += stack.pipeline.layers.gradients()
+        dist.all_reduce(square, group=groups.everyone)
+        norm = float(square.sqrt())
+        if norm > max_norm:
+            for gradient in gradients:
+                gradient.mul_(max_norm / norm)
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's thresholded gradients keep; a `TrainState` stores it."""

@@ -33,30 +33,21 @@ class Work:
     micro_batch: int
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A schedule's requirements, and torch's name for it."""
-
-    stages_per_rank: tuple[int, ...]
-    """Allowed numbers of stages per rank; empty for any."""
-
-    torch_name: str = ""
-    """torch's class that makes the order; empty if it is made here."""
-
-    is_v_shaped: bool = False
-    """Whether the stages go through the ranks and back again."""
-
-
-SCHEDULES: Mapping[str, _Kind] = MappingProxyType(
+SCHEDULES: Mapping[str, int] = MappingProxyType(
     {
-        "GPipe": _Kind((1,)),
-        "1F1B": _Kind((1,)),
-        "Interleaved1F1B": _Kind((), "Interleaved1F1B"),
-        "InterleavedZeroBubble": _Kind((), "InterleavedZeroBubble"),
-        "ZBVZeroBubble": _Kind((2,), "ZBVZeroBubble", is_v_shaped=True),
-        "DualPipeV": _Kind((2,), "DualPipeV", is_v_shaped=True),
+        "GPipe": 1,
+        "1F1B": 1,
+        "Interleaved1F1B": 0,
+        "InterleavedZeroBubble": 0,
+        "ZBVZeroBubble": 2,
+        "DualPipeV": 2,
     }
 )
+"""The stages per rank of each schedule; 0 for any number."""
+_MADE_HERE = "GPipe", "1F1B"
+"""Schedules whose order isn't torch's."""
+_V_SHAPED = "ZBVZeroBubble", "DualPipeV"
+"""Schedules whose stages go through the ranks and back again."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +79,11 @@ class Schedule:
         check_choice("schedule", self.name, SCHEDULES)
         for name in ("num_stages", "num_micro_batches", "stages_per_rank"):
             check_count(name, getattr(self, name))
-        kind = SCHEDULES[self.name]
-        if kind.stages_per_rank and self.stages_per_rank not in kind.stages_per_rank:
-            counts = " or ".join(map(str, kind.stages_per_rank))
+        allowed = SCHEDULES[self.name]
+        if allowed and self.stages_per_rank != allowed:
             raise ConfigError(
                 f"{self.name} doesn't run {self.stages_per_rank} stages on a rank; use "
-                f"stages_per_rank={counts}, or another schedule"
+                f"stages_per_rank={allowed}, or another schedule"
             )
         if self.num_stages % self.stages_per_rank:
             raise ConfigError(
@@ -131,7 +121,7 @@ class Schedule:
     def rank_of(self, stage: int) -> int:
         """Return the pipeline rank that runs a stage."""
         turn, place = divmod(stage, self.num_ranks)
-        if SCHEDULES[self.name].is_v_shaped and turn % 2:
+        if self.name in _V_SHAPED and turn % 2:
             return self.num_ranks - 1 - place
         return place
 
@@ -153,10 +143,9 @@ class Schedule:
         )
 
     def _order(self, num_micro_batches: int) -> tuple[tuple[Work, ...], ...]:
-        kind = SCHEDULES[self.name]
-        if kind.torch_name:
+        if self.name not in _MADE_HERE:
             by_rank = order_of_work(
-                kind.torch_name, self.num_ranks, self.stages_per_rank, num_micro_batches
+                self.name, self.num_ranks, self.stages_per_rank, num_micro_batches
             )
             return tuple(
                 tuple(Work(WorkKind(letter), stage, number) for letter, stage, number in of_rank)

@@ -22,7 +22,7 @@ from torchrec_2dsp.programs.cluster.kernel import (
     probe,
     run_tool,
 )
-from torchrec_2dsp.programs.cluster.network import namespaces_of
+from torchrec_2dsp.programs.cluster.network import namespaces_of, process_ids
 
 pytestmark = [pytest.mark.usefixtures("needs_cluster"), pytest.mark.dealt_file]
 
@@ -246,9 +246,9 @@ def test_an_error_inside_removes_the_network() -> None:
 
 def test_closing_ends_whatever_runs_on_a_host() -> None:
     with EmulatedCluster(1, 1) as cluster:
-        command = ["ip", "netns", "exec", cluster._network.hosts[0], "sleep", "600"]
-        stray = subprocess.Popen(command)
-        while cluster._network.process_ids(0) == []:
+        (host,) = cluster._network.hosts
+        stray = subprocess.Popen(["ip", "netns", "exec", host, "sleep", "600"])
+        while process_ids(host) == []:
             time.sleep(0.01)
     assert stray.wait(timeout=1) == -signal.SIGKILL
 

@@ -20,6 +20,7 @@ from tests.support.exporting import (
     Exported,
     OwnModel,
     Trained,
+    as_views,
     exported,
     plain_evaluation,
     plain_scores,
@@ -84,6 +85,7 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
         request = as_served.request(batch)
         assert request is not None
         answer = script(*request)
+        assert torch.equal(script(*as_views(*request))["scores"], answer["scores"])
         scores = plain_scores(model, batch)
         torch.testing.assert_close(answer["scores"], scores, atol=tolerance, rtol=0)
         if "probabilities" in answer:
@@ -252,11 +254,30 @@ def test_a_model_that_serves_worse_leaves_nothing(
             if "embedding_bags" in name:
                 buffer.copy_(buffer.flip(0))
 
+    users_own = tmp_path / "out.draft" / "notes.txt"
+    users_own.parent.mkdir()
+    users_own.touch()
     monkeypatch.setattr("torchrec_2dsp.programs.export.export.quantize_", damaged_)
     message = r"ne is .* as trained and .* as served, worse by"
     with pytest.raises(ExportError, match=message), only_rank("export"):
         export_model(source, tmp_path / "out", max_loss=0.0)
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.rglob("*")) == [users_own.parent, users_own]
+
+
+def test_folders_that_cannot_be_replaced_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    volume, link = tmp_path / "volume", tmp_path / "link"
+    volume.mkdir()
+    link.symlink_to(volume)
+    check_output(volume)
+    monkeypatch.setattr("os.path.ismount", lambda path: path == volume)
+    for folder in (volume, link):
+        message = rf"{folder.name} is a link or a mounted volume, .*; name a folder in it"
+        with pytest.raises(ConfigError, match=message):
+            check_output(folder)
+    check_output(link / "served")
+    assert not list(volume.iterdir())
 
 
 DATASET = make_config(SyntheticConfig, DATA).dataset()

@@ -249,6 +249,9 @@ def test_names_of_items_get_the_scores_of_the_trained_model(
         [by_frequency[1], None],
         [None, by_frequency[0]],
     ]
+    for items in (answer["items"][0], answer["items"] + 1, answer["scores"]):
+        with pytest.raises(InputError, match=r"items aren't rows of numbers below 4; give those"):
+            encoder.names(items)
 
     with pytest.raises(ConfigError, match="histories of items; use HistoryEncoder"):
         RequestEncoder.load(served)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.exporting import (
+    as_views,
     exported,
     half_step,
     plain_rankings,
@@ -216,6 +217,18 @@ def test_items_that_the_table_lacks_are_refused(served: Served) -> None:
     for item in (-1, NUM_ITEMS):
         with pytest.raises(torch.jit.Error, match=r"an id is not in 0\.\.59"):
             served.script.item_vectors(torch.tensor([item]))
+
+
+def test_views_of_other_tensors_get_the_answers_of_copies(served: Served) -> None:
+    asked = request([[1], [2, 3, 4, 5, 6], [7, 8]])
+    best = served.script.next_items(*asked, 5, False)
+    views = served.script.next_items(*as_views(*asked), 5, False)
+    assert torch.equal(views["items"], best["items"])
+    assert torch.equal(views["scores"], best["scores"])
+    first = best["items"][:, 0]
+    assert not first.is_contiguous()
+    vectors = served.script.item_vectors(first)
+    assert torch.equal(vectors, served.script.item_vectors(first.clone()))
 
 
 def test_a_process_without_the_package_says_what_comes_next(served: Served) -> None:

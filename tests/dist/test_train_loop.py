@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterator
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,21 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import distributed_c10d
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torchrec.datasets.utils import Batch
 
 from tests.support.logs import make_rows, table_config, write_log
 from tests.support.ranks import RankPool, error_of
-from tests.support.train_runs import TREE, PlainRun, click_data, config_with, plain_metrics
+from tests.support.train_runs import (
+    TREE,
+    PlainRun,
+    click_data,
+    config_with,
+    plain_metrics,
+    share_of_rate,
+)
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
@@ -26,6 +33,7 @@ from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticDataset
 from torchrec_2dsp.programs.train import program
+from torchrec_2dsp.programs.train.checkpoints import RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import ClickMetrics
 from torchrec_2dsp.programs.train.program import train, train_run
@@ -166,10 +174,12 @@ class Short(SyntheticDataset):
     """Data that ends: a few batches to train on, and a few that are held out."""
 
     def num_train_batches(self, global_batch_size: int) -> Any:
-        return 5
+        return 160 // global_batch_size
 
-    def batches(self, split: Split, **options: Any) -> Iterator[Batch]:
-        num_left = 5 - options["start"] if split is Split.TRAIN else 2
+    def batches(self, split: Split, **options: Any) -> Any:
+        num_left = 2
+        if split is Split.TRAIN:
+            num_left = self.num_train_batches(options["global_batch_size"]) - options["start"]
         for _, batch in zip(range(num_left), super().batches(split, **options), strict=False):
             yield batch
 
@@ -185,7 +195,7 @@ def ends(rank: int, world_size: int) -> dict[str, Any]:
     by_data = train_run(config, "one_group", Short(click_data(config)))
     cut = config_with(loop={"accumulate": 2, "global_batch_size": 64, "eval_steps": 9})
     by_step = train_run(cut, "one_group", Short(click_data(cut)))
-    empty = config_with(loop={"accumulate": 8, "global_batch_size": 64})
+    empty = config_with(loop={"accumulate": 8, "global_batch_size": 256})
     with pytest.raises(ConfigError) as raised:
         train_run(empty, "one_group", Short(click_data(empty)))
     meeting = config_with(runs={"local": {"dense": {"kind": "local", "local_steps": 4}}})
@@ -208,7 +218,7 @@ def test_runs_end_by_patience_or_with_their_data(ranks2: RankPool) -> None:
     assert seen["steps"] == [2, 4, 5, 6, 8]
     assert (seen["data"].ending, len(seen["data"].losses)) == (Ending.DATA, 5)
     assert len(seen["data"].evaluated.losses) == 2
-    # Five batches make two steps of two; what is left makes none.
+    # Five batches with 32 samples make two steps of two; what is left makes none.
     assert (seen["cut"].ending, len(seen["cut"].losses)) == (Ending.DATA, 2)
     assert seen["empty"] == "the data has too few samples for a single step"
     assert "ends after 5 steps, and its ranks meet after every 4; set loop.steps=4" in seen["apart"]
@@ -240,40 +250,106 @@ def test_a_batch_is_cut_over_ranks_and_parts() -> None:
     assert TREE["loop"]["global_batch_size"] == 32
 
 
-def shown(rank: int, world_size: int, config: TrainConfig) -> tuple[str, int, str]:
-    """Return what a display shows, the steps that were trained, and why the run ended."""
+def shown(rank: int, world_size: int, config: TrainConfig) -> tuple[str, RunResult]:
+    """Return what a display shows, and the run's result."""
     console = Console(file=io.StringIO(), width=200)
     (run,) = train(config, [TrainDisplay(console)]).runs
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue(), len(run.losses), run.ending
+    return console.file.getvalue(), run
+
+
+LINEAR = {"kind": "linear", "warm_up": 1, "final": 0.5}
+
+
+def on_a_log(folder: Path, *, epochs: int, loop: dict[str, Any], **sections: Any) -> TrainConfig:
+    """Return a config that trains on 29 rows with a schedule, and evaluates on 11."""
+    log = write_log(folder / "log.csv", make_rows(40))
+    data = table_config(log, epochs=epochs, held_out={"share": 11 / 40})
+    loop = {"global_batch_size": 8, "eval_steps": 1, "report_every": 1} | loop
+    tree = {"data": data.model_dump(mode="json"), "optimizer": {"schedule": LINEAR}, "loop": loop}
+    return make_config(TrainConfig, TREE | tree | {"runs": {"main": {}}} | sections)
 
 
 @pytest.mark.parametrize(
     ("epochs", "accumulate", "steps", "expected"),
-    [(2, 1, 50, 6), (2, 2, 50, 7), (0, 1, 7, 7), (3, 1, 4, 4)],
+    [(2, 1, 50, 6), (2, 2, 50, 6), (0, 1, 7, 7), (3, 1, 4, 4)],
     ids=["data ends", "accumulated", "endless", "data for more"],
 )
 def test_progress_counts_the_steps_that_there_are_data_for(
     epochs: int, accumulate: int, steps: int, expected: int, ranks2: RankPool, tmp_path: Path
 ) -> None:
-    """Count an epoch with 29 training rows as three batches with 8 rows, or seven with 4."""
-    config = table_config(
-        write_log(tmp_path / "log.csv", make_rows(40)), epochs=epochs, held_out={"share": 11 / 40}
-    )
-    loop = {
-        "steps": steps,
-        "global_batch_size": 8,
-        "accumulate": accumulate,
-        "eval_steps": 1,
-        "report_every": 1,
-    }
-    tree = TREE | {"data": config.model_dump(mode="json"), "loop": loop, "runs": {"main": {}}}
-    text, num_steps, ending = ranks2.run(shown, make_config(TrainConfig, tree))[0]
-    assert num_steps == expected
+    """Count an epoch with 29 training rows as three steps with 8 rows."""
+    loop = {"steps": steps, "accumulate": accumulate}
+    text, run = ranks2.run(shown, on_a_log(tmp_path, epochs=epochs, loop=loop))[0]
+    assert len(run.losses) == expected
     reports = re.findall(r"^main: step (\d+)/(\d+) .* (\d+:\d\d) left", text, re.MULTILINE)
     assert [(int(step), int(total)) for step, total, _ in reports] == [
         (step, expected) for step in range(1, expected + 1)
     ]
     assert reports[-1][2] == "0:00"
     # Less than was asked for is said.
-    assert (f"ended after step {expected}: {ending}" in text) == (expected < steps)
+    assert (f"ended after step {expected}: {run.ending}" in text) == (expected < steps)
+    # The schedule spans these steps.
+    rates = [0.02 * share_of_rate(LINEAR, step, expected) for step in range(expected)]
+    assert [point.table_lr for point in run.curve] == pytest.approx(rates)
+
+
+def on_logs(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunResult]:
+    return [train(config).runs[0] for config in configs]
+
+
+@pytest.mark.parametrize("eval_steps", [0, 1])
+def test_a_cut_batch_trains_and_evaluates_as_the_whole_one_beyond_an_epoch(
+    eval_steps: int, ranks2: RankPool, tmp_path: Path
+) -> None:
+    loop = {"steps": 9, "eval_steps": eval_steps}
+    configs = [
+        on_a_log(tmp_path, epochs=3, loop=loop | {"accumulate": accumulate})
+        for accumulate in (1, 4)
+    ]
+    whole, cut = ranks2.run(on_logs, configs)[0]
+    # Sums of 8 losses are added in another order.
+    assert cut.losses == pytest.approx(whole.losses, abs=2e-6)
+    assert cut.evaluated.metrics == pytest.approx(whole.evaluated.metrics, abs=3e-5)
+
+
+def resumed_schedules(rank: int, world_size: int, config: TrainConfig, version: str) -> Any:
+    """Return losses and rates of a run that ends with its data, and those after a resume."""
+    folder, runs = Path(config.checkpoint.folder) / "main" / "last", []
+    with patch.object(program, "RunSettings", wraps=RunSettings) as settings:
+        if version == "older":
+            settings.side_effect = lambda config, run, log, _: RunSettings(config, run, log)
+        runs += train(config).runs
+    if rank == 0:
+        shutil.rmtree(folder / "6")
+    dist.barrier()
+    runs += train(config, resume="auto").runs
+    assert runs[1].resumed_from == str(folder / "4")
+    return [(run.losses, [point.table_lr for point in run.curve]) for run in runs]
+
+
+@pytest.mark.parametrize(("version", "last"), [("this", 0.01 + 0.01 / 5), ("older", 0.01992)])
+def test_a_resumed_run_goes_on_with_its_schedule(
+    version: str, last: float, ranks2: RankPool, tmp_path: Path
+) -> None:
+    checkpoint = {"folder": str(tmp_path / "saved"), "every": 2}
+    loop = {"steps": 501}
+    config = on_a_log(tmp_path, epochs=2, loop=loop, checkpoint=checkpoint)
+    for through, resumed in ranks2.run(resumed_schedules, config, version):
+        assert resumed == through
+        assert through[1][-1] == pytest.approx(last, rel=1e-5)
+
+
+def beyond(rank: int, world_size: int, config: TrainConfig) -> str:
+    """Return the error of a run whose checkpoint is beyond its last step."""
+    train(config)
+    loop = config.loop.model_copy(update={"steps": 3})
+    shorter = config.model_copy(update={"loop": loop})
+    return error_of(lambda: train(shorter, resume="auto"))
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(ranks2: RankPool, tmp_path: Path) -> None:
+    config = config_with(loop={"steps": 4}, checkpoint={"folder": str(tmp_path), "every": 4})
+    checkpoint = tmp_path / "one_group" / "last" / "4"
+    for error in ranks2.run(beyond, config):
+        assert f"{checkpoint} is at step 4, beyond loop.steps=3; raise loop.steps, or" in error

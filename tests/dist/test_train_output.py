@@ -19,7 +19,7 @@ from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import load, save
 from torchrec_2dsp.plan.sync import WeightSync
-from torchrec_2dsp.programs.config.config_file import load_config, make_config, with_absolute_paths
+from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.planned import true_access
 from torchrec_2dsp.programs.plan import planning, to_plan
@@ -468,25 +468,14 @@ def test_runs_leave_their_mesh_to_the_planner() -> None:
 
 
 def test_paths_of_runs_are_beside_their_config(tmp_path: Path) -> None:
-    path = tmp_path / "mine" / "run.toml"
-    path.parent.mkdir()
+    path = tmp_path / "run.toml"
     path.write_text(
         "[data]\nfeatures = [{ name = 'user', num_rows = 10 }]\n"
-        "[runs.one]\naccess = '../stats'\ncalibration = 'emulated_1gbit'\n"
+        "[runs.one]\naccess = 'stats'\ncalibration = 'emulated_1gbit'\n"
     )
     config = load_config(TrainConfig, path)
-    run = config.runs["one"]
-    # What is written into another folder names the same files.
-    written = with_absolute_paths(config.model_copy(update={"runs": {"one": run}}))
-    assert written["runs"]["one"]["access"] == run.access
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        relative = config.model_copy(
-            update={"runs": {"one": run.model_copy(update={"access": "stats"})}}
-        )
-        assert with_absolute_paths(relative)["runs"]["one"]["access"] == run.access
-    assert run.access == str(tmp_path / "stats")
-    assert Path(run.calibration).name == "emulated_1gbit.toml"
+    assert config.runs["one"].access == str(tmp_path / "stats")
+    assert Path(config.runs["one"].calibration).name == "emulated_1gbit.toml"
 
 
 @pytest.mark.parametrize("text", ["20", "3:2", "0:4", "a:b"])

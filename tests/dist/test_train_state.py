@@ -56,6 +56,10 @@ def test_runs_go_on_from_their_first_steps(ranks4: RankPool, tmp_path: Path) -> 
     check_variants(ranks4, tmp_path, [1, 2, 3], 5, ["gradient"])
     # DDP's buckets change once more three steps after the last save, and PowerSGD draws anew.
     check_variants(ranks4, tmp_path, [1, 2, 3, 4, 5], 9, ["powersgd"])
+    # PowerSGD keeps residuals of buckets that DDP has only just arranged.
+    check_variants(ranks4, tmp_path, [3], 6, ["powersgd at once"])
+    # A resumed run's first step has several buckets, each of which torch calls the first.
+    check_variants(ranks4, tmp_path / "arranged", [5], 7, ["thresholded", "delayed", "powersgd"])
 
 
 @pytest.mark.slow

@@ -136,6 +136,7 @@ def global_batches(
     world_size: int,
     start: int = 0,
     split: Split = Split.TRAIN,
+    batches_per_step: int = 1,
 ) -> Iterator[list[Batch]]:
     """Yield the parts of all ranks of each batch."""
     streams = [
@@ -145,6 +146,7 @@ def global_batches(
             rank=rank,
             world_size=world_size,
             start=start,
+            batches_per_step=batches_per_step,
         )
         for rank in range(world_size)
     ]

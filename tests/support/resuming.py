@@ -45,6 +45,8 @@ def _thresholded(**options: Any) -> tdsp.ThresholdedDataParallel:
 
 
 _ROWS = Cell(ONE, exchange="row", owners="hash")
+_SMALL_MB = 1e-4
+"""Buckets of so few gradients that the dense part has several."""
 VARIANTS = {
     "gradient": Variant(Cell(TWO)),
     "four groups": Variant(
@@ -73,15 +75,25 @@ VARIANTS = {
         Cell(TWO, spec=ModelSpec(data_type=DataType.FP16), hot_rows=HOT_ROWS, rounding_seed=3),
         refresh_every=4,
     ),
-    "thresholded": Variant(Cell(TWO), dense=lambda: _thresholded(warm_up=2)),
+    "thresholded": Variant(
+        Cell(TWO), dense=lambda: _thresholded(warm_up=2, bucket_cap_mb=_SMALL_MB)
+    ),
     "thresholded rarely": Variant(Cell(ONE), dense=lambda: _thresholded(refresh=3, values="int8")),
     "thresholded owners": Variant(Cell(ONE), dense=lambda: _thresholded(route="owners")),
     "preconditioned": Variant(
         Cell(TWO), dense=lambda: _thresholded(warm_up=2, preconditioner="adam", route="gather")
     ),
-    "delayed": Variant(Cell(ONE), dense=lambda: tdsp.DelayedDense(warm_up=2)),
+    "delayed": Variant(
+        Cell(ONE), dense=lambda: tdsp.DelayedDense(warm_up=2, bucket_cap_mb=_SMALL_MB)
+    ),
     "powersgd": Variant(
-        Cell(ONE), dense=lambda: tdsp.HookedDataParallel("powersgd", rank=1, warm_up=3)
+        Cell(ONE),
+        dense=lambda: tdsp.HookedDataParallel(
+            "powersgd", rank=1, warm_up=3, bucket_cap_mb=_SMALL_MB
+        ),
+    ),
+    "powersgd at once": Variant(
+        Cell(ONE), dense=lambda: tdsp.HookedDataParallel("powersgd", rank=1, warm_up=2)
     ),
 }
 

@@ -120,14 +120,6 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
             {"plain": {"kind": "stock"}, "ours": {"kind": "parallelized", "num_groups": 2}},
             'kind = "parallelized" chooses groups by cost; leave num_groups and by_cost out',
         ),
-        (
-            {"plain": {"kind": "stock", "dense": {"kind": "planned"}}},
-            'contestants.plain.dense.kind="planned" needs to know the machines',
-        ),
-        (
-            {"plain": {"kind": "stock", "dense": {"kind": "pipelined", "recut_every": 5}}},
-            "contestants.plain.dense.recut_every is for training",
-        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], message: str) -> None:
@@ -135,6 +127,27 @@ def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], message: st
         config_of(contestants)
 
     assert message in str(caught.value)
+
+
+OF_SEQUENCES = {
+    "data": {"kind": "synthetic_sequences", "num_items": 50},
+    "model": {"kind": "sequence"},
+}
+
+
+@pytest.mark.parametrize(
+    ("dense", "sections", "message"),
+    [
+        ({"kind": "planned"}, {}, 'kind="planned" is for models with a LayerStack, and model.kind'),
+        ({"kind": "planned"}, OF_SEQUENCES, 'kind="planned" needs to know the machines'),
+        ({"kind": "pipelined", "recut_every": 5}, OF_SEQUENCES, "recut_every is for training"),
+    ],
+)
+def test_dense_parts_that_cant_be_compared_are_refused(
+    dense: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(tdsp.errors.ConfigError, match=f"contestants.plain.dense.{message}"):
+        config_of({"plain": {"kind": "stock", "dense": dense}}, **sections)
 
 
 def test_tables_that_torchrec_cant_look_up_are_refused() -> None:
@@ -289,21 +302,22 @@ def plans() -> dict[str, tdsp.Plan2D]:
 
 
 def test_a_ceiling_says_what_a_step_takes_beside_its_tables() -> None:
-    actual = predicted_steps(CONFIG, plans(), DENSE, PLACE, {"ceiling": 0.1, "ceiling_2d": 0.5})
-    assert set(actual.steps) == {"plain", "copies"}
-    assert actual.dense_from == ("ceiling",)
-    of_tables = StepCost(**actual.steps["plain"])
+    ceilings = {"ceiling": 0.1, "ceiling_2d": 0.5}
+    steps, dense_from = predicted_steps(CONFIG, plans(), DENSE, PLACE, ceilings)
+    assert set(steps) == {"plain", "copies"}
+    assert dense_from == ("ceiling",)
+    of_tables = StepCost(**steps["plain"])
     computed_s = of_tables.lookup_s + of_tables.rows_s + of_tables.update_s
     assert 0 < computed_s < 0.1
     assert of_tables.dense_s + computed_s == pytest.approx(0.1)
-    assert actual.steps["copies"]["dense_s"] == of_tables.dense_s
+    assert steps["copies"]["dense_s"] == of_tables.dense_s
 
 
 @pytest.mark.parametrize("ceilings", [{}, {"ceiling_2d": 0.5}, {"ceiling": 1e-9}])
 def test_without_a_ceiling_that_can_tell_the_timed_model_counts(ceilings: dict[str, float]) -> None:
-    actual = predicted_steps(CONFIG, plans(), DENSE, PLACE, ceilings)
-    assert actual.dense_from == ()
-    assert actual.steps["plain"]["dense_s"] == pytest.approx(0.04)
+    steps, dense_from = predicted_steps(CONFIG, plans(), DENSE, PLACE, ceilings)
+    assert dense_from == ()
+    assert steps["plain"]["dense_s"] == pytest.approx(0.04)
 
 
 def test_without_a_calibration_nothing_is_predicted() -> None:
@@ -316,7 +330,7 @@ def test_one_call_is_priced_with_the_buckets_that_it_makes() -> None:
     same = dict.fromkeys(contestants, plans()["plain"])
     dense = replace(DENSE, gradient_bytes=1e6)
     over_hosts, in_host = (
-        predicted_steps(config, same, dense, Place(0, 4, ranks_per_host), {}).steps
+        predicted_steps(config, same, dense, Place(0, 4, ranks_per_host), {})[0]
         for ranks_per_host in (2, 4)
     )
     assert over_hosts["one"]["hidden_s"] < over_hosts["plain"]["hidden_s"] <= 0

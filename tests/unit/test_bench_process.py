@@ -102,14 +102,6 @@ def test_a_paused_process_dies_with_its_parent() -> None:
     assert wait_for_state(pid, "Z") in ("", "Z")
 
 
-def test_a_process_can_be_killed_twice(process: ContestantProcess) -> None:
-    assert state_of(process.pid) != ""
-    process.kill()
-    assert state_of(process.pid) == ""
-    process.kill()
-    assert state_of(process.pid) == ""
-
-
 def test_libraries_are_pinned_if_that_is_allowed(process: ContestantProcess) -> None:
     could, locked_kib = process.ask("pin", deadline_s=60).value
     # Torch alone has more code than this.

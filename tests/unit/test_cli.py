@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -86,6 +88,14 @@ def test_the_command_asks_for_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 2
     assert "RANK is not set, so torchrun didn't start this process" in result.stderr
     assert "torchrun --standalone" in result.stderr
+
+
+@pytest.mark.parametrize("seconds", ["-5", "0", "nan"])
+def test_a_cluster_needs_time(seconds: str) -> None:
+    options = ["cluster", "--timeout", seconds, "--if-permitted", "--", "no_such_script.py"]
+    result = CliRunner().invoke(app, options)
+    text = f"error: --timeout={seconds} leaves no time; give seconds above 0\n"
+    assert (result.exit_code, result.stderr) == (2, text)
 
 
 def test_a_cluster_that_cannot_be_is_left_out_if_the_user_says_so(
@@ -174,6 +184,25 @@ def test_a_rank_that_hears_of_another_ones_stop_stops(
     assert "go on from the newest checkpoint in saved" in capsys.readouterr().err
     with pytest.raises(RankError), saying_how_to_go_on("saved"):
         raise RankError("rank 1 failed at step 3, in the loader: OSError: no such file", (1,))
+
+
+def test_a_second_signal_does_not_cut_off_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stop by Ctrl-C: torchrun sends its ranks one more signal."""
+    monkeypatch.setenv("RANK", "0")
+    show = Console.print
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        show(*args, **options)
+
+    monkeypatch.setattr(Console, "print", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(typer.Exit), saying_how_to_go_on("saved"):
+        raise KeyboardInterrupt
+    assert "go on from the newest checkpoint in saved" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_is_written_may_begin_at_home_and_stays_beside_the_process(

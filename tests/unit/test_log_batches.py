@@ -3,7 +3,7 @@
 import gzip
 import tempfile
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,40 @@ def test_shuffled_epochs_have_every_row_once(
                 ]
         for world_size in (2, 4):
             assert contents(data, size, world_size, start=start) == expected[start:]
+
+
+@pytest.mark.parametrize("block_bytes", [100, 10_000])
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n\r\n", "\n" * 101])
+def test_blank_lines_at_the_end_are_skipped(
+    tmp_path: Path, name: str, end: str, block_bytes: int
+) -> None:
+    rows = make_rows(40)
+    content = write_log(tmp_path / "plain.csv", rows).read_bytes()
+    path = tmp_path / name
+    content += end.encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    data = table_config(path, block_bytes=block_bytes).dataset()
+    assert data.num_rows(Split.TRAIN) == len(rows)
+    (batch,) = contents(data, len(rows), 1)
+    assert batch == [expected_content(row) for row in rows]
+
+
+@pytest.mark.parametrize("shuffled_blocks", [0, 2])
+@pytest.mark.parametrize("rest", ["drop", "pad"])
+def test_a_step_in_several_batches_has_the_rows_of_a_whole_one(
+    tmp_path: Path, rest: str, shuffled_blocks: int
+) -> None:
+    """Train on 29 rows in 4 batches of 2, where an epoch doesn't end with a step."""
+    files, _ = write_files(tmp_path, [29], "csv")
+    keys = {"rest": rest, "epochs": 3, "shuffled_blocks": shuffled_blocks}
+    data = table_config(*files, **keys).dataset()
+    whole = contents(data, 8)
+    assert len(whole) == data.num_train_batches(8) == (9 if rest == "drop" else 12)
+    for start in (0, 5):
+        cut = contents(data, 2, start=4 * start, batches_per_step=4)
+        steps = [list(chain(*cut[first : first + 4])) for first in range(0, len(cut), 4)]
+        assert steps == whole[start:]
 
 
 def test_epochs_are_shuffled_in_other_orders(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +92,28 @@ def test_a_malformed_line_is_counted_and_its_neighbour_takes_its_place(
             assert content == expected_content(ROWS[int(number)])
 
 
-def test_too_many_malformed_lines_are_an_error_that_names_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_older", [False, True])
+def test_too_many_malformed_lines_are_an_error_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_older: bool
+) -> None:
+    """Earlier versions converted files without statistics."""
+    if is_older:
+        writer = partial(pq.ParquetWriter, write_statistics=False)
+        monkeypatch.setattr(
+            pq, "ParquetWriter", lambda *args, write_statistics, **keys: writer(*args, **keys)
+        )
     file = damaged_log(tmp_path / "log.csv")
-    data = table_config(file, malformed_limit=1).dataset()
     with pytest.raises(InputError) as caught:
-        list(global_batches(data, global_batch_size=8, world_size=1))
+        table_config(file, malformed_limit=1).dataset()
     message = str(caught.value)
     assert message.startswith("more than malformed_limit=1 lines can't be read; check the columns")
     assert f"{file}:3: 2 values for 4 columns: '1,2'" in message
     assert f"{file}:4: label is b'a', which isn't a number: 'a,3,ann,t1'" in message
+    # Lines of held-out rows count as well.
+    keys = {"held_out": {"by": "last", "share": 0.3}}
+    with pytest.raises(InputError, match="more than malformed_limit=6 lines"):
+        table_config(file, malformed_limit=len(BAD_LINES) - 1, **keys).dataset()
+    assert not table_config(file, malformed_limit=len(BAD_LINES), **keys).dataset().malformed
 
 
 NUMBERS = ("inf", "-Infinity", " 1.5", "2 ", "+3", "4.", " nan", "9_0", "1.5.", " ", "0x10")
@@ -338,20 +352,6 @@ def test_files_are_converted_once_until_they_or_the_settings_change(
         names.clear()
         table_config(*files, **keys).dataset()
         assert names == ["a.csv", "b.csv.gz"]
-
-
-def test_counts_of_a_split_are_remembered(tmp_path: Path) -> None:
-    file = write_log(tmp_path / "a.csv", ROWS)
-    held_out = {"by": "hash", "column": "user", "share": 0.5}
-    data = table_config(file, held_out=held_out).dataset()
-    counts = tmp_path / "prepared" / "row_counts.json"
-    content = counts.read_text()
-    again = table_config(file, held_out=held_out).dataset()
-    assert again.num_rows(Split.EVAL) == data.num_rows(Split.EVAL) > 0
-    assert counts.read_text() == content
-    counts.write_text("{")
-    with pytest.raises(ConfigError, match=r"row_counts.json can't be read: .*; delete it"):
-        table_config(file, held_out=held_out).dataset()
 
 
 def test_a_conversion_that_is_interrupted_leaves_nothing_to_read(

@@ -7,6 +7,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.logs import make_rows, table_config, write_log
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.sections import TableConfig
@@ -88,3 +90,17 @@ def test_scales_of_other_configs_stay_and_another_log_is_warned_of(
     (tmp_path / "log.csv").write_text("0,u0,i1,1,1\n" * 9)
     assert fingerprint("x")["scale of x"] == before
     assert "scales.json ('x'): made from another log, and its values are scaled as" in caplog.text
+
+
+def test_counts_of_a_split_are_remembered(tmp_path: Path) -> None:
+    file = write_log(tmp_path / "a.csv", make_rows(40))
+    held_out = {"by": "hash", "column": "user", "share": 0.5}
+    data = table_config(file, held_out=held_out).dataset()
+    counts = tmp_path / "prepared" / "row_counts.json"
+    content = counts.read_text()
+    again = table_config(file, held_out=held_out).dataset()
+    assert again.num_rows(Split.EVAL) == data.num_rows(Split.EVAL) > 0
+    assert counts.read_text() == content
+    counts.write_text("{")
+    with pytest.raises(ConfigError, match=r"row_counts.json can't be read: .*; delete it"):
+        table_config(file, held_out=held_out).dataset()

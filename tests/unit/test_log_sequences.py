@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from tests.support.slices import patient
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.logs.batches import BatchStream
+from torchrec_2dsp.programs.data.logs.batches import prefetched
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 
@@ -162,7 +163,7 @@ def wait_for_no_thread() -> None:
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 3])
 def test_batches_come_in_order(num_ahead: int) -> None:
-    stream = BatchStream(map(batch, range(5)), num_ahead=num_ahead)
+    stream = prefetched(map(batch, range(5)), num_ahead=num_ahead)
     assert [int(part.dense_features[0]) for part in stream] == list(range(5))
     assert list(stream) == []
     wait_for_no_thread()
@@ -176,7 +177,7 @@ def test_only_a_few_batches_are_made_ahead() -> None:
             made_batches.append(0)
             yield batch(0)
 
-    with BatchStream(endless(), num_ahead=2) as stream:
+    with closing(prefetched(endless(), num_ahead=2)) as stream:
         next(stream)
         deadline = time.monotonic() + patient(10)
         while len(made_batches) < 3:
@@ -195,7 +196,7 @@ def test_an_error_comes_where_its_batch_would(num_ahead: int) -> None:
         yield batch(0)
         raise ConfigError("the second batch")
 
-    stream = BatchStream(failing(), num_ahead=num_ahead)
+    stream = prefetched(failing(), num_ahead=num_ahead)
     next(stream)
     with pytest.raises(ConfigError, match="the second batch"):
         next(stream)
@@ -207,7 +208,7 @@ def test_the_thread_ends_when_nobody_has_the_stream() -> None:
         while True:
             yield batch(0)
 
-    stream = BatchStream(endless(), num_ahead=1)
+    stream = prefetched(endless(), num_ahead=1)
     next(stream)
     assert batch_threads()
     del stream

@@ -93,7 +93,7 @@ def test_rows_are_counted_in_the_log() -> None:
 
 
 def test_negatives_count_as_the_lookups_that_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrec_2dsp.programs.train.planner._COUNTED_IDS", 20_000)
+    monkeypatch.setattr("torchrec_2dsp.programs.train.sharded._COUNTED_IDS", 20_000)
     overrides = ("data.num_items=50", "model.num_negatives=5", "data.max_length=6")
     result = source(*overrides, "model.max_length=6", config="sequence")
     batch = next(

@@ -101,6 +101,15 @@ def test_a_page_says_what_was_trained_and_how_it_went(tmp_path: Path) -> None:
     assert "nan" not in words.lower()
 
 
+def test_a_page_counts_the_steps_that_were_trained(tmp_path: Path) -> None:
+    """Count one run's 30 steps, and another's 20, which end it by its patience."""
+    runs = [run_record("long"), run_record("short", curve=(point(10), point(20)))]
+    words = words_of(page_of(write_run(tmp_path / "run", runs)))
+    assert "on synthetic clicks: 20 to 30 steps of 64 samples." in words
+    words = words_of(page_of(write_run(tmp_path / "other", runs[1:])))
+    assert "on synthetic clicks: 20 steps of 64 samples." in words
+
+
 def test_what_was_chosen_is_said_in_words(tmp_path: Path) -> None:
     records = [run_record(name) for name in ("by_cost", "stock", "read", "given")]
     sections = {"by_cost": {}, "stock": {"stock": True}, "read": {"plan": "p.json"}, "given": {}}

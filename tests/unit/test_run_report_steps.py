@@ -13,6 +13,7 @@ from tests.support.run_folders import (
     page_of,
     run_record,
     words_of,
+    write_progress,
     write_run,
     write_splits,
 )
@@ -158,9 +159,22 @@ def test_what_is_lost_to_the_slowest_rank_is_found_step_by_step() -> None:
 
 
 def test_a_page_says_how_steps_are_traced_if_none_was(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path / "run", [run_record("main")]))
-    assert "train traces ten steps in the middle of a run" in words_of(page)
-    assert "Span by span" not in headings_of(page)
+    def text() -> str:
+        words = words_of(page_of(folder)).replace("&#x27;", "'")
+        (sentence,) = re.findall(r"Where a step of this training goes (.*)\.", words)
+        return sentence
+
+    folder = write_run(tmp_path / "run", [run_record("main")])
+    how = "train traces some in the middle of a run (output.traced_steps)"
+    assert text() == f"isn't known, because none was traced: {how}"
+    assert "Span by span" not in headings_of(page_of(folder))
+    config = folder / "config.toml"
+    config.write_text(config.read_text() + "\n[output]\ntraced_steps = 0\n")
+    assert text() == "isn't known: output.traced_steps=0 traces none"
+    config.write_text(config.read_text().replace("traced_steps = 0", ""))
+    (folder / "record.json").unlink()
+    write_progress(folder / "main")
+    assert text() == f"isn't known yet: {how}"
 
 
 def test_of_many_ranks_the_fastest_and_the_slowest_have_bars(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from pydantic import ValidationError
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.logs.sections import AvazuConfig, CriteoConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
+from torchrec_2dsp.programs.export.requests import dense_columns
 from torchrec_2dsp.programs.export.served import RequestCheck, ServedFeature
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for
 from torchrec_2dsp.programs.models.ranking import (
@@ -114,6 +116,18 @@ def test_wrong_places_are_refused() -> None:
     for k in (0, 6):
         with pytest.raises(ConfigError, match=rf"k={k} is not in 1\.\.5"):
             quality.recall(k)
+
+
+@pytest.mark.parametrize(
+    ("data", "columns"),
+    [
+        (CriteoConfig(files=("train.txt",)), [f"I{number}" for number in range(1, 14)]),
+        (AvazuConfig(files=("train.gz",)), ["C15", "C16"]),
+        (SyntheticSequencesConfig(num_items=60), []),
+    ],
+)
+def test_dense_columns_are_named_in_order(data: Any, columns: list[str]) -> None:
+    assert list(dense_columns(data)) == columns
 
 
 CONFIG = SequenceModelConfig(dim=8, max_length=6, num_negatives=4, eval_negatives=12)

@@ -90,13 +90,6 @@ def test_makefile_installs_each_set_in_an_environment_of_its_own(tried: VersionS
     assert f"-r requirements/{FOLDERS[name]}cpu.txt -r requirements/dev.txt\n" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "target", ["demo", "test", "test-all", "smoke", "lint", "package", "docs", "clean", "help"]
-)
-def test_makefile_has_the_target_and_explains_it(target: str) -> None:
-    assert re.search(rf"^{target}:.*  ## \w", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
 def run_make(*words: str) -> subprocess.CompletedProcess[str]:
     # The variables of a make that runs these tests must not leak in.
     leaking = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "TORCHREC", "VARIANT")
@@ -168,13 +161,6 @@ def test_no_file_names_a_package_registry() -> None:
         text = path.read_text(errors="replace")
         assert not registry.search(text), path
         assert not option.search(text), path
-
-
-@pytest.mark.parametrize(
-    "name", ["Makefile", "pyproject.toml", *(f"requirements/{x}.txt" for x in LOCKS)]
-)
-def test_setup_files_hold_no_address(name: str) -> None:
-    assert "://" not in (ROOT / name).read_text()
 
 
 def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:

@@ -69,14 +69,6 @@ def test_the_global_batch_does_not_depend_on_the_world_size(
     assert torch.equal(torch.cat(probabilities), click_probability(config, whole))
 
 
-def test_a_batch_is_a_function_of_its_arguments_alone() -> None:
-    later = make_batch(CONFIG, step=5, global_batch_size=16)
-    make_batch(CONFIG, step=0, global_batch_size=16)
-    torch.manual_seed(99)
-
-    assert same(make_batch(CONFIG, step=5, global_batch_size=16), later)
-
-
 def test_steps_splits_and_seeds_differ() -> None:
     batches = [
         make_batch(CONFIG, step=0, global_batch_size=16),
@@ -89,17 +81,6 @@ def test_steps_splits_and_seeds_differ() -> None:
         for right in batches[index + 1 :]:
             assert not torch.equal(left.dense_features, right.dense_features)
             assert bags(left, "user") != bags(right, "user")
-
-
-def test_batches_have_the_types_of_torchrecs_own() -> None:
-    batch = make_batch(CONFIG, step=0, global_batch_size=8, rank=1, world_size=2)
-
-    assert batch.dense_features.shape == (4, 4)
-    assert batch.dense_features.dtype == batch.labels.dtype == torch.float32
-    assert batch.sparse_features.keys() == ["user", "page", "history"]
-    assert batch.sparse_features.stride() == 4
-    assert batch.sparse_features.values().dtype == torch.int64
-    assert batch.sparse_features.lengths().dtype == torch.int32
 
 
 def test_bags_have_all_lengths_that_were_asked_for() -> None:
@@ -168,6 +149,9 @@ def test_streams_without_interactions_stay_what_they_were() -> None:
     config = CONFIG.model_copy(update={"seed": 3})
     batch = make_batch(config, step=5, global_batch_size=6, split=Split.EVAL)
 
+    assert batch.dense_features.dtype == batch.labels.dtype == torch.float32
+    assert batch.sparse_features.values().dtype == torch.int64
+    assert batch.sparse_features.lengths().dtype == torch.int32
     rows = [24, 47, 12, 0, 0, 3, 16, 10, 29, 3, 29, 10, 27, 31, 0, 15, 0, 4, 3, 29, 2, 28, 28]
     assert batch.sparse_features.values().tolist() == rows
     lengths = [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 3, 2, 0, 1, 3]

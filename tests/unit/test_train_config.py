@@ -15,7 +15,7 @@ from torchrec_2dsp.programs.access import AccessConfig
 from torchrec_2dsp.programs.config.config_file import load_config, make_config, overridden
 from torchrec_2dsp.programs.train.checkpoints import RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.record import StepsTrained, normalized_entropy
+from torchrec_2dsp.programs.train.record import normalized_entropy
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "runs" / "demo.toml"
@@ -169,9 +169,13 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
             ("loop.eval_every=3", "runs.one.dense={kind='local', local_steps=4}"),
             "runs.one.dense.local_steps=4 doesn't divide loop.eval_every=3",
         ),
-        ("runs.one.dense.kind=planned", "needs to know the machines"),
         (
-            ("loop.device=cuda", "runs.one.dense={kind='pipelined', recut_every=5}"),
+            "runs.one.dense.kind=planned",
+            '"planned" is for models with a LayerStack, and model.kind',
+        ),
+        ((*SEQUENCES, "runs.one.dense.kind=planned"), "needs to know the machines"),
+        (
+            (*SEQUENCES, "loop.device=cuda", "runs.one.dense={kind='pipelined', recut_every=5}"),
             "runs.one.dense.recut_every=5 chooses cuts by the layers' times, and on a GPU only",
         ),
         ("runs.one={calibration='emulated_1gbit', hot_rows=3}", "hot_rows=3 can't be given as"),
@@ -338,13 +342,6 @@ def test_normalized_entropy_is_torchrecs() -> None:
     assert math.isnan(normalized_entropy(loss, click_rate=0.0))
 
 
-def test_measured_steps_are_averaged() -> None:
-    measured = StepsTrained.of_losses((0.5, 0.7), 0.5, step=2)
-
-    assert measured.loss == pytest.approx(0.6)
-    assert measured.ne == pytest.approx(0.6 / math.log(2))
-
-
 @pytest.mark.parametrize("override", ["dense_optimizer=adam", "dense_clip_norm=1.0"])
 def test_updates_are_for_sgd_without_clipping(override: str) -> None:
     updates = "runs.one.dense={kind='thresholded', preconditioner='adam'}"
@@ -402,3 +399,14 @@ def test_torchrec_alone_does_not_round_alike() -> None:
     for device in ("cpu", "cuda"):
         with pytest.raises(tdsp.errors.ConfigError, match="TorchRec alone, which can't look up"):
             make_config(TrainConfig, in_bf16 | {"loop": {"device": device}})
+
+
+def test_a_list_with_a_wrong_item_is_not_too_short() -> None:
+    features = [{"name": "user", "num_rows": 1}]
+    log = {"kind": "table", "files": ["log.csv"], "label": "label", "features": features}
+    with pytest.raises(tdsp.errors.ConfigError) as raised:
+        make_config(TrainConfig, {**MINIMAL, "data": log})
+    assert "num_rows=1 leaves no row for hashed values" in str(raised.value)
+    assert "at least 1 item" not in str(raised.value)
+    with pytest.raises(tdsp.errors.ConfigError, match=r"data\.features=.*at least 1 item"):
+        make_config(TrainConfig, {**MINIMAL, "data": {**log, "features": []}})

@@ -162,6 +162,27 @@ def test_settings_name_the_key_that_has_changed() -> None:
     settings(runs={"split": SPLIT}).check_state_dict(older)
 
 
+def test_a_schedule_spans_the_planned_steps_or_those_of_the_checkpoint() -> None:
+    def settings(steps: int, num_steps: int) -> RunSettings:
+        schedule = {"schedule": {"kind": "cosine"}}
+        return RunSettings(
+            config_with(loop={"steps": steps}, optimizer=schedule), "one_group", {}, num_steps
+        )
+
+    # Earlier versions' schedules spanned loop.steps.
+    older, newer = settings(90, 90).state_dict(), settings(90, 6).state_dict()
+    for state, expected in ((older, 90), (newer, 6)):
+        resumed = settings(90, 6)
+        assert resumed.num_steps == 6
+        resumed.check_state_dict(state)
+        resumed.load_state_dict(state)
+        assert resumed.num_steps == expected
+        assert resumed.state_dict() == state
+    settings(80, 6).check_state_dict(newer)
+    with pytest.raises(ConfigError, match=r"loop\.steps was 90 .* is 6 now"):
+        settings(80, 6).check_state_dict(older)
+
+
 def test_a_log_may_move_and_be_read_otherwise() -> None:
     def settings(**keys: Any) -> RunSettings:
         log = {"kind": "table", "label": "y", "features": [{"name": "user", "num_rows": 9}]}

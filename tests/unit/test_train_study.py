@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -22,7 +23,7 @@ RUNS = {
 
 
 def record(seed: int, **changes: object) -> TrainRecord:
-    config = {
+    config: dict[str, Any] = {
         "data": {"seed": seed, "num_dense": 3},
         "model": {"seed": seed, "dim": 8},
         "loop": {"steps": 20, "global_batch_size": 512},
@@ -33,7 +34,7 @@ def record(seed: int, **changes: object) -> TrainRecord:
         RunRecord(
             name=name,
             mesh="Mesh2D(4x1, strided)",
-            sync="WeightSync()",
+            sync=f"{config['runs'].get(name, {}).get('sync', 'GradientSync')}()",
             num_groups=1 if name == "one_group" else 4,
             curve=tuple(StepsTrained(step=step, ne=values[seed] + 0.1 / step) for step in (10, 20)),
             eval_loss=0.5,
@@ -78,7 +79,12 @@ def test_gaps_are_between_runs_of_one_seed() -> None:
         (
             [RECORDS[0], record(1, loop={"steps": 9})],
             "one_group",
-            "differ in more than their seeds",
+            "differ in more than their seeds: loop.global_batch_size is 512 and nothing; compare",
+        ),
+        (
+            [RECORDS[0], RECORDS[1].model_copy(update={"world_size": 2})],
+            "one_group",
+            "differ in more than their seeds: the number of ranks is 4 and 2; compare",
         ),
     ],
 )
@@ -87,6 +93,24 @@ def test_what_does_not_belong_together(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         gaps_to(records, reference)
+
+
+def folders(seed: int) -> dict[str, object]:
+    """Return sections with folders of a seed's own."""
+    return {
+        "loop": {"steps": 20, "global_batch_size": 512, "tensorboard_dir": f"boards_{seed}"},
+        "checkpoint": {"folder": f"checkpoints_{seed}", "every": 10},
+        "output": {"folder": f"out_{seed}"},
+    }
+
+
+def test_each_record_may_have_folders_of_its_own() -> None:
+    records = [record(seed, **folders(seed)) for seed in range(3)]
+    gaps = [gap.gaps for gap in gaps_to(records, "one_group")]
+    assert gaps == [gap.gaps for gap in gaps_to(RECORDS, "one_group")]
+    whole = record(0, **folders(7))
+    one_group, others = whole.only(["one_group"]), record(0, **folders(8)).only(["scaled"])
+    assert [run.name for run in one_group.joined(others).runs] == ["one_group", "scaled"]
 
 
 def test_the_page_says_how_runs_were_updated_and_how_much_of_a_gap_is_closed() -> None:
@@ -125,8 +149,9 @@ def test_runs_without_a_normalized_entropy_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^the run 'one_group' with the seeds \(0, 0\) has the"):
         study_report([record], reference="one_group")
     fewer = RECORDS[1].model_copy(update={"runs": RECORDS[1].runs[:2]})
-    with pytest.raises(ConfigError, match=r"the seeds \(1, 1\) has no run 'scaled'; train it"):
-        gaps_to([RECORDS[0], fewer], "one_group")
+    for records in ([RECORDS[0], fewer], [fewer, RECORDS[0]]):
+        with pytest.raises(ConfigError, match=r"the seeds \(1, 1\) has no run 'scaled'; train it"):
+            gaps_to(records, "one_group")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +168,113 @@ def test_the_page_names_every_optimizer(run: dict[str, object], optimizer: str) 
     page = study_report(records, reference="one_group")
     (row,) = [line for line in page.splitlines() if line.startswith("| scaled ")]
     assert row.split(" | ")[2] == optimizer
+
+
+def test_the_sync_of_a_saved_plan_decides_on_the_optimizer() -> None:
+    """Its section says nothing, and the record says what the run trained by."""
+    planned = record(0, runs={**RUNS, "scaled": {"plan": "plan.json"}})
+    runs = [run.model_copy(update={"sync": "WeightSync(every(4))"}) for run in planned.runs]
+    page = study_report([planned.model_copy(update={"runs": tuple(runs)})], reference="one_group")
+    (row,) = [line for line in page.splitlines() if line.startswith("| scaled ")]
+    assert row.split(" | ")[2] == "row-wise AdaGrad, moment / 4"
+
+
+def test_a_gap_of_zero_has_no_sign() -> None:
+    runs = [
+        run.model_copy(update={"eval_ne": 0.8 - 1e-9 * number})
+        for number, run in enumerate(RECORDS[0].runs)
+    ]
+    page = study_report(
+        [RECORDS[0].model_copy(update={"runs": tuple(runs)})], reference="one_group"
+    )
+    assert page.count(" 0.0 to 0.0 |") == 3
+    assert "-0.0" not in page
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "message"),
+    [
+        (RECORDS, {"baseline": "avraged"}, "there is no run 'avraged'; the records have one_group"),
+        (
+            [entry.only(["scaled"]) for entry in RECORDS],
+            {"reference": "scaled"},
+            "the records have the reference 'scaled' alone; give a run to compare with it",
+        ),
+    ],
+)
+def test_a_study_that_compares_nothing_is_refused(
+    records: list[TrainRecord], options: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        study_report(records, **{"reference": "one_group", **options})
+
+
+def test_curves_without_a_common_step_are_refused(tmp_path: Path) -> None:
+    runs = [
+        run.model_copy(update={"curve": tuple(StepsTrained(step=7, ne=0.8) for _ in run.curve)})
+        for run in RECORDS[1].runs
+    ]
+    records = [RECORDS[0], RECORDS[1].model_copy(update={"runs": tuple(runs)})]
+    message = "the curves of 'averaged' and 'one_group' share no step over all seeds; train"
+    with pytest.raises(ConfigError, match=message):
+        study_plot(records, tmp_path / "gaps.svg", reference="one_group")
+
+
+def study(folder: Path, records: list[TrainRecord], *options: str) -> Any:
+    """Write a study of records that lie in a folder as ``seed_<n>.json``."""
+    sources = [folder / f"seed_{number}.json" for number in range(1, len(records) + 1)]
+    for source, entry in zip(sources, records, strict=True):
+        entry.save(source)
+    arguments = ["train-study", *map(str, sources), "--reference", "one_group", *options]
+    return CliRunner().invoke(app, arguments)
+
+
+def test_a_page_with_blanks_in_its_name_links_to_its_files(tmp_path: Path) -> None:
+    done = study(tmp_path, RECORDS, "--output", str(tmp_path / "my (first) page.md"))
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "my (first) page.md").read_text()
+    assert "(my%20%28first%29%20page.svg)" in page
+    assert "[my (first) page_3.json](my%20%28first%29%20page_3.json)" in page
+
+
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves it in ``--output=~/page.md``."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for entry in RECORDS:
+        entry.save(tmp_path / f"seed_{entry.seeds[0]}.json")
+    arguments = ["train-study", "~/seed_0.json", "~/seed_1.json", "--reference=one_group"]
+    done = CliRunner().invoke(app, [*arguments, "--output=~/page.md"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "page.md").exists()
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "seed.md"], "--output seed.md would write over the record seed_1.json; use"),
+        (
+            ["--output", "page.md", "--only", "averaged"],
+            "--reference one_group is left out by --only; add --only one_group",
+        ),
+        (
+            ["--output", "page.md", "--only", "one_group", "--baseline", "averaged"],
+            "--baseline averaged is left out by --only; add --only averaged",
+        ),
+    ],
+)
+def test_the_command_refuses_before_it_writes(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = [RECORDS[2], RECORDS[0], RECORDS[1]]
+    done = study(tmp_path, records, *options)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert len(list(tmp_path.iterdir())) == 3
+    assert [TrainRecord.load(f"seed_{n}.json") for n in (1, 2, 3)] == records
 
 
 def test_the_command_writes_page_plot_and_data(tmp_path: Path) -> None:
@@ -183,7 +315,10 @@ def test_runs_of_the_same_seeds_join() -> None:
     ("other", "message"),
     [
         (part(0, "scaled", "averaged"), r"the seeds \(0, 0\) have the run 'scaled'; give one"),
-        (part(0, "averaged", loop={"steps": 9}), "differ in more than their runs"),
+        (
+            part(0, "averaged", model={"seed": 0, "dim": 9}),
+            "differ in more than their runs: model.dim is 8 and 9; compare",
+        ),
     ],
 )
 def test_runs_that_do_not_join(other: TrainRecord, message: str) -> None:

@@ -28,12 +28,6 @@ LOCKS = {"1.8.x": "requirements/cpu.txt", "1.9.x": "requirements/torchrec-1.9/cp
 """Each tried set's lock, by torchrec's series."""
 
 
-def test_the_table_has_both_sets() -> None:
-    assert (OLD.torch, OLD.torchrec, OLD.fbgemm) == ("2.13.0", "1.8.0", "1.8.0")
-    assert (NEW.torch, NEW.torchrec, NEW.fbgemm) == ("2.14.1", "1.9.2", "1.9.0")
-    assert NEW.also_tried == ("1.9.0", "1.9.1")
-
-
 def patched(tried: VersionSet) -> FoundVersions:
     """Return a machine with later patch releases of a set."""
     torch, torchrec, fbgemm = (

@@ -5,6 +5,7 @@ Ranks read different blocks and sum their counts. Counters and statistics are in
 """
 
 from collections.abc import Mapping, Set
+from contextlib import closing
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -103,7 +104,7 @@ def count_access(
     num_rows, num_all = 0, data.num_rows(Split.TRAIN)
     with (
         agreeing(group),
-        data.samples_once(Split.TRAIN, rank=rank, world_size=world_size) as batches,
+        closing(data.samples_once(Split.TRAIN, rank=rank, world_size=world_size)) as batches,
     ):
         for batch in batches:
             if isinstance(dataset, WithNegatives):

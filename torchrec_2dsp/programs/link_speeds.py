@@ -14,11 +14,10 @@ from torchrec_2dsp.cost.measuring.clock import Clock
 from torchrec_2dsp.cost.measuring.collectives import (
     ELEMENT_BYTES,
     Groups,
-    ranks_by_host,
-    ranks_by_place,
     subgroup,
 )
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh import Mesh2D, RankLayout
 
 MAX_BYTES = 64 * 2**20
 """No payload is larger than this by default."""
@@ -74,11 +73,12 @@ def measure_link_speeds(
                 f"local_world_size={local_world_size} does not divide world_size={world_size}; "
                 "pass the number of ranks that every host has"
             )
+    num_hosts = world_size // local_world_size
+    by_host = Mesh2D(num_hosts, local_world_size, RankLayout.CONTIGUOUS).rank_matrix()
+    by_place = Mesh2D(local_world_size, num_hosts, RankLayout.STRIDED).rank_matrix()
     return LinkSpeeds(
-        in_host=_measure(world, ranks_by_host(world_size, local_world_size), num_bytes, repeats),
-        across_hosts=_measure(
-            world, ranks_by_place(world_size, local_world_size), num_bytes, repeats
-        ),
+        in_host=_measure(world, by_host, num_bytes, repeats),
+        across_hosts=_measure(world, by_place, num_bytes, repeats),
     )
 
 
@@ -87,18 +87,18 @@ def _measure(
 ) -> dict[str, float | None]:
     """Measure the bytes per second of each collective, in all the groups at once."""
     if len(ranks_of_groups[0]) == 1:
-        return dict.fromkeys(_COLLECTIVES)
+        return dict.fromkeys(COLLECTIVES)
     # Gloo's own all-to-all may take twice the time that the link needs.
     is_gloo = dist.get_backend(world) == "gloo"
     with subgroup(ranks_of_groups, is_full_duplex=is_gloo) as group:
         return {
             name: _bytes_per_s(run, Clock(world), group, num_bytes, repeats) * num_passes
-            for name, (run, num_passes) in _COLLECTIVES.items()
+            for name, (run, num_passes) in COLLECTIVES.items()
         }
 
 
 _Run = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
-_COLLECTIVES: dict[str, tuple[_Run, int]] = {
+COLLECTIVES: dict[str, tuple[_Run, int]] = {
     "all-to-all": (
         lambda received, sent, group: dist.all_to_all_single(received, sent, group=group),
         1,

@@ -24,7 +24,7 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.planner.explanation import Explanation
 from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D
-from torchrec_2dsp.planner.search.choices import ANYWHERE
+from torchrec_2dsp.planner.search.candidates import ANYWHERE
 from torchrec_2dsp.programs.config.config_file import (
     PathBesideConfig,
     find_config,
@@ -44,8 +44,12 @@ from torchrec_2dsp.programs.models.model import build_model, table_name
 from torchrec_2dsp.programs.models.optimizer import STATE_PER_WEIGHT
 from torchrec_2dsp.programs.models.planned import ReservedShare, StockSequenceSharder, true_access
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
-from torchrec_2dsp.programs.train.planner import access_of, planner_by_cost
-from torchrec_2dsp.programs.train.sharded import make_model, make_sharders
+from torchrec_2dsp.programs.train.sharded import (
+    access_of,
+    make_model,
+    make_sharders,
+    planner_by_cost,
+)
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from urllib.parse import quote
 
 from scipy.stats import t as student
 
@@ -17,7 +18,7 @@ from torchrec_2dsp.plan.sync import WeightSync
 from torchrec_2dsp.programs.train.config import RunConfig
 from torchrec_2dsp.programs.train.record import RunRecord, TrainRecord
 from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart, draw_lines
-from torchrec_2dsp.report.table import Table
+from torchrec_2dsp.report.table import Table, escape_markdown
 
 CONFIDENCE = 0.95
 """The confidence of the intervals."""
@@ -57,9 +58,12 @@ def gaps_to(records: Sequence[TrainRecord], reference: str) -> list[Gap]:
         reference: the run that the others are compared with.
     """
     check_alike(records)
-    names = [run.name for run in records[0].runs]
-    if reference not in names:
-        raise ConfigError(f"there is no run {reference!r}; the records have {', '.join(names)}")
+    names = list(dict.fromkeys(run.name for record in records for run in record.runs))
+    _check_run(reference, names)
+    if len(names) == 1:
+        raise ConfigError(
+            f"the records have the reference {reference!r} alone; give a run to compare with it"
+        )
     base = _evaluated(records, reference)
     ordered = [reference, *(name for name in names if name != reference)]
     return [
@@ -72,25 +76,22 @@ def gaps_to(records: Sequence[TrainRecord], reference: str) -> list[Gap]:
     ]
 
 
+def _check_run(name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise ConfigError(f"there is no run {name!r}; the records have {', '.join(names)}")
+
+
 def check_alike(records: Sequence[TrainRecord]) -> None:
-    """Raise `ConfigError` unless nothing but the seeds differs."""
-    first = _without_seeds(records[0])
+    """Raise `ConfigError` unless nothing but seeds and folders differs."""
     for record in records:
-        if _without_seeds(record) != first or record.world_size != records[0].world_size:
+        if difference := records[0].difference(record, "data.seed", "model.seed"):
             raise ConfigError(
                 f"the records with seeds {records[0].seeds} and {record.seeds} differ in more than "
-                "their seeds; compare runs of one config"
+                f"their seeds: {difference}; compare runs of one config"
             )
     seeds = [record.seeds for record in records]
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"two records have the same seeds {seeds}; give each its own")
-
-
-def _without_seeds(record: TrainRecord) -> dict[str, object]:
-    config = dict(record.config)
-    for section in ("data", "model"):
-        config[section] = {key: value for key, value in config[section].items() if key != "seed"}
-    return config
 
 
 def _evaluated(records: Sequence[TrainRecord], name: str) -> list[float]:
@@ -133,6 +134,7 @@ def study_report(
         data: each record's JSON path as seen from the page.
     """
     gaps = gaps_to(records, reference)
+    _check_run(baseline or reference, [gap.name for gap in gaps])
     first = records[0]
     seeds = ", ".join(str(record.seeds) for record in records)
     batch_size = first.config["loop"]["global_batch_size"]
@@ -148,10 +150,11 @@ def study_report(
     if (planted := _planted(records)) is not None:
         facts.append(f"The model behind the labels has a normalized entropy of {planted:.5f}")
     if data:
-        facts.append("Numbers: " + ", ".join(f"[{name}]({name})" for name in data))
+        links = (f"[{escape_markdown(name)}]({quote(name)})" for name in data)
+        facts.append(f"Numbers: {', '.join(links)}")
     parts = [f"# {title}", "\n".join(f"- {fact}" for fact in facts)]
     if plot:
-        parts.append(f"![Gap to {reference} while training]({plot})")
+        parts.append(f"![Gap to {reference} while training]({quote(plot)})")
     reference_ne = statistics.fmean(gaps[0].ne)
     parts.append(
         f"*{reference}* has a normalized entropy of {reference_ne:.5f} on held-out batches: lower "
@@ -176,14 +179,14 @@ def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
     for gap in gaps:
         run = runs[gap.name]
         low, high = (1e5 * end for end in gap.interval)
-        interval = f" [{low:.1f}, {high:.1f}]" if len(gap.gaps) > 1 else ""
+        interval = f" [{low:z.1f}, {high:z.1f}]" if len(gap.gaps) > 1 else ""
         rows.append(
             [
                 gap.name,
                 run.sync if run.num_groups > 1 else "one group",
                 _optimizer(records[0], run),
-                f"{1e5 * gap.mean:.1f}{interval}",
-                f"{1e5 * min(gap.gaps):.1f} to {1e5 * max(gap.gaps):.1f}",
+                f"{1e5 * gap.mean:z.1f}{interval}",
+                f"{1e5 * min(gap.gaps):z.1f} to {1e5 * max(gap.gaps):z.1f}",
                 f"{run.sync_bytes_per_step / 1e6:.3f}",
             ]
         )
@@ -193,21 +196,22 @@ def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
 
 def _optimizer(record: TrainRecord, run: RunRecord) -> str:
     """Describe the rule that updated a run's tables."""
-    tree, fields = record.config["runs"][run.name], RunConfig.model_fields
+    tree = record.config["runs"][run.name]
     # A record is read as it is, also where a newer version would refuse its config.
     if tree.get("delayed_moment"):
         return "row-wise AdaGrad, delayed moment"
-    scale, sync = (tree.get(name, fields[name].get_default()) for name in ("moment_scale", "sync"))
+    scale = tree.get("moment_scale", RunConfig.model_fields["moment_scale"].get_default())
     if scale == "expected":
         return "row-wise AdaGrad, moment / expected inflation"
     if scale == "from_mesh":
-        scale = run.num_groups if sync == WeightSync.__name__ else 1
+        # With a saved plan, the section doesn't say the sync.
+        scale = run.num_groups if run.sync.startswith(WeightSync.__name__) else 1
     return "row-wise AdaGrad" + (f", moment / {scale:g}" if scale != 1 else "")
 
 
 def _closed(gaps: Sequence[Gap], baseline: str) -> str:
     """Describe how much of a run's gap the others have closed."""
-    to_close = next((gap.mean for gap in gaps if gap.name == baseline), None)
+    to_close = next(gap.mean for gap in gaps if gap.name == baseline)
     if not to_close:
         return f"*{baseline}* has no gap that others could close."
     shares = [f"{gap.name} {1 - gap.mean / to_close:.0%}" for gap in gaps if gap.name != baseline]
@@ -253,6 +257,11 @@ def _curves(
         )
         by_seed.append({step: own[step] - base[step] for step in own if step in base})
     steps = [step for step in by_seed[0] if all(step in gaps for gaps in by_seed)]
+    if not steps:
+        raise ConfigError(
+            f"the curves of {name!r} and {reference!r} share no step over all seeds; train for "
+            "loop.report_every steps at least, or leave the run out by --only"
+        )
     samples = [step * batch_size / 1e6 for step in steps]
     return samples, [[gaps[step] for gaps in by_seed] for step in steps]
 

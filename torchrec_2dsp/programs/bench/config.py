@@ -12,8 +12,7 @@ from torchrec_2dsp.programs.config.dense import (
     DDPConfig,
     DensePartConfig,
     PipelinedConfig,
-    check_calibrated,
-    check_preconditioned,
+    check_dense,
 )
 from torchrec_2dsp.programs.config.section import Kinds, Section
 from torchrec_2dsp.programs.config.sections import (
@@ -311,7 +310,7 @@ class BenchConfig(Section):
     """The contestants by name. The first stock one with fp32 on the wire is the reference."""
 
     @model_validator(mode="after")
-    def _check_kinds(self) -> "BenchConfig":
+    def _check_kinds_and_contestants(self) -> "BenchConfig":
         if isinstance(self.data, SyntheticConfig) is isinstance(self.model, SequenceModelConfig):
             raise ValueError(
                 f"model.kind={self.model.kind!r} can't train on data.kind={self.data.kind!r}; use "
@@ -322,18 +321,14 @@ class BenchConfig(Section):
                 "model.table_dtype='bf16': TorchRec, with which all is compared, can't look up "
                 "tables in bf16; use 'fp16'"
             )
+        needs = self.model.kind, self.calibration, self.optimizer.dense_optimizer
         for name, own in self.planned.items():
-            check_calibrated(f"contestants.{name}", own.dense, self.calibration)
-            check_preconditioned(f"contestants.{name}", own.dense, self.optimizer.dense_optimizer)
+            check_dense(f"contestants.{name}", own.dense, *needs)
             if isinstance(own.dense, PipelinedConfig) and own.dense.recut_every:
                 raise ValueError(
                     f"contestants.{name}.dense.recut_every is for training, and a benchmark leaves "
                     "layers where they are; leave it out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_contestants(self) -> "BenchConfig":
         unusable = [name for name in self.contestants if not name or set(name) & set("./\\ |")]
         if unusable:
             raise ValueError(

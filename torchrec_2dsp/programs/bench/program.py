@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torchrec.distributed.types import ShardingPlan
 
@@ -54,7 +54,6 @@ from torchrec_2dsp.programs.bench.results import (
 from torchrec_2dsp.programs.bench.tracing import traced_figures
 from torchrec_2dsp.programs.bench.worker import (
     LEAD_IN_STEPS,
-    Built,
     MeasuredPlace,
     Worker,
 )
@@ -109,26 +108,20 @@ class _Measurer:
         return MeasuredPlace(speeds, dense)
 
 
-class Predicted(NamedTuple):
-    """A benchmark's predicted steps."""
-
-    steps: dict[str, dict[str, float]]
-    """Each contestant's step, in seconds by part."""
-    dense_from: tuple[str, ...]
-    """The ceilings whose steps give the time beside the tables; without any, the model without its
-    tables was timed."""
-
-
 def predicted_steps(
     config: BenchConfig,
     plans: Mapping[str, ShardingPlan],
     dense: DenseWork | None,
     place: Place,
     ceilings: Mapping[str, float],
-) -> Predicted:
-    """Predict the steps for contestants that train; nothing without a calibration."""
+) -> tuple[dict[str, dict[str, float]], tuple[str, ...]]:
+    """Predict the steps of contestants that train, in seconds by part; none without a calibration.
+
+    Also return the ceilings whose steps gave the time beside the tables; without any, the model
+    without its tables was timed.
+    """
     if dense is None:
-        return Predicted({}, ())
+        return {}, ()
     tables = tables_work(config)
     costs = CostModel(Calibration.load(config.calibration), place.local_world_size)
     in_2d = {
@@ -163,11 +156,11 @@ def predicted_steps(
             dense, forward_s=scale * dense.forward_s, backward_s=scale * dense.backward_s
         )
     steps = {
-        name: cost(plan, config.planned[name], dense).as_dict()
+        name: dict(vars(cost(plan, config.planned[name], dense)))
         for name, plan in in_2d.items()
         if name in config.planned
     }
-    return Predicted(steps, tuple(beside))
+    return steps, tuple(beside)
 
 
 def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
@@ -259,16 +252,14 @@ class _Bench:
         finally:
             for runner in self._runners:
                 runner.process.kill()
-        predicted = self._predict(place)
-        results = [
-            self._result(runner, predicted.steps.get(runner.name)) for runner in self._runners
-        ]
+        steps, dense_from = self._predict(place)
+        results = [self._result(runner, steps.get(runner.name)) for runner in self._runners]
         return judged(
             BenchResult(
                 setting=describe_setting(self._config, self._place, place.speeds, started),
                 reference=self._config.reference,
                 contestants=tuple(results),
-                dense_from=predicted.dense_from,
+                dense_from=dense_from,
             ),
             self._config,
         )
@@ -284,12 +275,12 @@ class _Bench:
             return
         if (warm := self._ask(runner, "warm_up")) is None:
             return
-        first: Built = built[0]
-        sharding = sharding_of(first.plan)
-        runner.figures |= {"sharding": sharding, "dense_plan": first.dense_plan}
-        runner.plan = first.plan
+        plan, dense_plan = built[0]
+        sharding = sharding_of(plan)
+        runner.figures |= {"sharding": sharding, "dense_plan": dense_plan}
+        runner.plan = plan
         runner.step_s = max(warm)
-        self._watcher.contestant_built(name, sharding, first.dense_plan)
+        self._watcher.contestant_built(name, sharding, dense_plan)
 
     def _measure(self) -> None:
         shuffler = random.Random(self._schedule.seed)
@@ -378,7 +369,7 @@ class _Bench:
         self._watcher.contestant_out(runner.name, runner.outcome, report)
         return None
 
-    def _predict(self, place: MeasuredPlace) -> Predicted:
+    def _predict(self, place: MeasuredPlace) -> tuple[dict[str, dict[str, float]], tuple[str, ...]]:
         """Predict steps after measuring: it takes memory that processes would copy."""
         plans = {runner.name: runner.plan for runner in self._alive() if runner.plan is not None}
         ceilings = {

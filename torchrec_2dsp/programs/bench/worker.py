@@ -78,14 +78,6 @@ class MeasuredPlace(NamedTuple):
     """The work of the model without its tables, if steps are to be predicted."""
 
 
-class Built(NamedTuple):
-    """A contestant that is ready to train."""
-
-    plan: ShardingPlan
-    dense_plan: str
-    """The dense part that was predicted to be fastest; empty if none was planned."""
-
-
 class Worker:
     """Answers the benchmark's questions, which all ranks get in the same order.
 
@@ -107,8 +99,8 @@ class Worker:
         self._compute_s: list[float] = []
         self._start_bytes = 0
 
-    def build(self) -> Built:
-        """Plan and shard."""
+    def build(self) -> tuple[ShardingPlan, str]:
+        """Plan and shard; return the plan, and the dense part's if it was planned."""
         quiet_upstream()
         give_back_memory()
         self._start_bytes = resident_bytes()
@@ -130,7 +122,7 @@ class Worker:
         # Asked for first: all other methods need it.
         self._trainer: Trainer = build_trainer(self._config, self._planned, mesh, speeds, dense)
         self._trainer.model.train()
-        return Built(self._trainer.model.plan, self._trainer.dense_plan)
+        return self._trainer.model.plan, self._trainer.dense_plan
 
     def warm_up(self) -> float:
         """Train the first steps; return the last one's seconds."""

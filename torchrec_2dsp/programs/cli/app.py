@@ -10,6 +10,7 @@ from torchrec_2dsp.programs.cli.access import access
 from torchrec_2dsp.programs.cli.bench import bench, bench_compare, bench_report
 from torchrec_2dsp.programs.cli.calibrate import calibrate
 from torchrec_2dsp.programs.cli.cluster import cluster
+from torchrec_2dsp.programs.cli.console import with_home
 from torchrec_2dsp.programs.cli.doctor import doctor
 from torchrec_2dsp.programs.cli.export import export
 from torchrec_2dsp.programs.cli.plan import plan, simulate
@@ -61,4 +62,4 @@ def _program(
 
 
 for _command in COMMANDS:
-    app.command()(_command)
+    app.command()(with_home(_command))

@@ -48,8 +48,7 @@ def cluster(
     from torchrec_2dsp.programs.cluster.kernel import ClusterError, CommandFailed, available
     from torchrec_2dsp.programs.cluster.self_check import check_links
 
-    if not command and not check:
-        _fail("nothing to do; give a command after `--`, or --check", 2)
+    _check_work(bool(command) or check, timeout)
     if if_permitted and (refusal := available()):
         print(f"skipped, because no cluster can be emulated here: {refusal}", file=sys.stderr)
         return
@@ -76,6 +75,13 @@ def cluster(
         _fail(str(error), 128 + error.number)
     except KeyboardInterrupt:
         _fail("interrupted", 128 + signal.SIGINT)
+
+
+def _check_work(has_work: bool, timeout_s: float) -> None:
+    if not has_work:
+        _fail("nothing to do; give a command after `--`, or --check", 2)
+    if not timeout_s > 0:
+        _fail(f"--timeout={timeout_s:g} leaves no time; give seconds above 0", 2)
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:

@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -73,6 +75,21 @@ def set_option(examples: str) -> OptionInfo:
     """Return the option ``--set`` of a command that takes a config; its help has the examples."""
     text = f"Change a value of the config, such as {examples}. Can be repeated."
     return typer.Option("--set", metavar="KEY.SUB=VALUE", help=text)
+
+
+def with_home(command: Callable[..., None]) -> Callable[..., None]:
+    """Expand ``~`` in a command's paths, which shells leave in ``--output=~/file``."""
+
+    def expanded(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(expanded, value))
+        return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        command(**{name: expanded(value) for name, value in arguments.items()})
+
+    return run
 
 
 def check_writable(output: Path | None) -> None:

@@ -1,5 +1,6 @@
 """`export`: turns a checkpoint into a model that serves, and shows what that costs in quality."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,7 +56,7 @@ def export(
 
     quiet_upstream()
     check_output(output)
-    trained = ExportSource.find(place_of(source), config=config, run=only)
+    trained = ExportSource.find(place_of(os.path.expanduser(source)), config=config, run=only)
     with only_rank("export"):
         record = export_model(trained, output, max_loss=max_loss)
     show_export(record, Console())

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.console import (
     check_page,
     check_writable,
@@ -59,9 +60,18 @@ def train_study(
     from torchrec_2dsp.programs.train.record import TrainRecord, joined
 
     check_page(output)
+    for option, name in (("--reference", reference), ("--baseline", baseline)):
+        if only and name and name not in only:
+            raise ConfigError(f"{option} {name} is left out by --only; add --only {name}")
     compared = [record.only(only or []) for record in joined(list(map(TrainRecord.load, records)))]
     data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(compared) + 1)]
     plot = output.with_suffix(".svg")
+    sources = {path.resolve() for path in records}
+    for path in (output, plot, *data):
+        if path.resolve() in sources:
+            raise ConfigError(
+                f"--output {output} would write over the record {path}; use another name"
+            )
     page = study_report(
         compared,
         reference=reference,

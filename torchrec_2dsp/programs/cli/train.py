@@ -1,6 +1,7 @@
 """`train`: trains the runs of a config, shows them, and says how to go on after a stop."""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -23,42 +24,49 @@ if TYPE_CHECKING:
     from torchrec_2dsp.programs.train.results import TrainWatcher
 
 
+_Config = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="What to train: a TOML file, or a config that ships: demo, sequence, criteo, avazu, "
+        "movielens and others.",
+    ),
+]
+_Overrides = Annotated[list[str] | None, set_option("loop.steps=50 or runs.exact.num_groups=4")]
+# Not "--run": torchrun would read that as its own --run-path.
+_Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RUN", help="Train only this run. Can be repeated."),
+]
+_Output = Annotated[
+    Path | None,
+    typer.Option(help="Write the runs' results here, as JSON for train-study."),
+]
+_Resume = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|never|PATH",
+        help="auto: continue each run from its newest checkpoint, if it has one; never: start "
+        "anew; PATH: continue from this checkpoint.",
+    ),
+]
+_Profile = Annotated[
+    str,
+    typer.Option(
+        metavar="FIRST:LAST",
+        help="Trace these steps on each rank, for Perfetto, into output.folder.",
+    ),
+]
+
+
+@shown_errors()
 def train(
-    config: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="What to train: a TOML file, or a config that ships: demo, sequence, criteo, "
-            "avazu, movielens and others.",
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None, set_option("loop.steps=50 or runs.exact.num_groups=4")
-    ] = None,
-    # Not "--run": torchrun would read that as its own --run-path.
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RUN", help="Train only this run. Can be repeated."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Write the runs' results here, as JSON for train-study."),
-    ] = None,
-    resume: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|never|PATH",
-            help="auto: continue each run from its newest checkpoint, if it has one; never: start "
-            "anew; PATH: continue from this checkpoint.",
-        ),
-    ] = "never",
-    profile: Annotated[
-        str,
-        typer.Option(
-            metavar="FIRST:LAST",
-            help="Trace these steps on each rank, for Perfetto, into output.folder.",
-        ),
-    ] = "",
+    config: _Config,
+    overrides: _Overrides = None,
+    only: _Only = None,
+    output: _Output = None,
+    resume: _Resume = "never",
+    profile: _Profile = "",
 ) -> None:
     """Train a model once per run of a config, and compare the runs.
 
@@ -66,18 +74,6 @@ def train(
 
     torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config demo
     """
-    with shown_errors():
-        _train(config, overrides or [], only or [], output, resume, profile)
-
-
-def _train(
-    name: str,
-    overrides: list[str],
-    only: list[str],
-    output: Path | None,
-    resumed: str,
-    profile: str,
-) -> None:
     from torchrec_2dsp.comms.alarm import agreeing
     from torchrec_2dsp.comms.groups import world_group
     from torchrec_2dsp.parallel.checkpoint.address import place_of
@@ -90,26 +86,26 @@ def _train(
     from torchrec_2dsp.programs.train.steps import profiled_steps
 
     quiet_upstream()
-    config = load_config(TrainConfig, name, overrides).only(only)
+    training = load_config(TrainConfig, config, overrides or []).only(only or [])
     starts: dict[str, Resume] = {"auto": "auto", "never": None}
-    resume = starts.get(resumed, place_of(resumed))
-    profiled, loop = profiled_steps(profile) if profile else range(0), config.loop
+    start = starts.get(resume, place_of(os.path.expanduser(resume)))
+    profiled, loop = profiled_steps(profile) if profile else range(0), training.loop
     with (
-        saying_how_to_go_on(config.checkpoint.folder),
+        saying_how_to_go_on(training.checkpoint.folder),
         launched_world(loop.device, "train", loop.timeout_s) as rank,
     ):
         console, is_first = Console(), rank == 0
         # If rank 0 can't write, that is an error of all ranks.
         with agreeing(world_group()):
-            writers = _writers(config, output) if is_first else []
+            writers = _writers(training, output) if is_first else []
         with closing(TrainDisplay(console)) as display, ReadingProgress(console) as reading:
             watchers = [display, *writers] if is_first else []
             if is_first:
-                display.opening(config)
+                display.opening(training)
             result = train_runs(
-                config,
+                training,
                 watchers,
-                resume=resume,
+                resume=start,
                 profiled=profiled,
                 reading=reading.show if is_first else None,
             )
@@ -117,9 +113,9 @@ def _train(
             show_result(result, console)
         with agreeing(world_group()):
             if is_first and output is not None:
-                result.record(config).save(output)
+                result.record(training).save(output)
         if is_first:
-            show_written(console, output, config.output.folder)
+            show_written(console, output, training.output.folder)
 
 
 @contextmanager
@@ -133,6 +129,8 @@ def saying_how_to_go_on(folder: str) -> Iterator[None]:
     except (KeyboardInterrupt, RankError) as error:
         if isinstance(error, RankError) and KeyboardInterrupt.__name__ not in str(error):
             raise
+        # After Ctrl-C in a terminal, torchrun sends its ranks one more of these signals.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("RANK") == "0":
             text = (
                 f"stopped; to go on from the newest checkpoint in {folder}, start the same command "
@@ -141,6 +139,7 @@ def saying_how_to_go_on(folder: str) -> Iterator[None]:
                 else "stopped; nothing is left to go on from, because checkpoint.folder isn't set"
             )
             Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+        signal.signal(signal.SIGINT, handler)
         raise typer.Exit(code=130) from None
 
 

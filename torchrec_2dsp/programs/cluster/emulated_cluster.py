@@ -28,6 +28,7 @@ from torchrec_2dsp.programs.cluster.kernel import (
     CommandFailed,
     on_host,
     probe,
+    run_tool,
 )
 from torchrec_2dsp.programs.cluster.network import (
     InterfaceBytes,
@@ -35,6 +36,9 @@ from torchrec_2dsp.programs.cluster.network import (
     Network,
     address,
     hostname,
+    process_ids,
+    read_interface_bytes,
+    remove,
     remove_orphans,
 )
 
@@ -105,7 +109,7 @@ class _Host:
         """Let every rank print its stacks and die."""
         if self.poll() is not None:
             return
-        for pid in self._network.process_ids(self._number):
+        for pid in process_ids(self._network.hosts[self._number]):
             with contextlib.suppress(ProcessLookupError):
                 if b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
                     resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
@@ -320,7 +324,10 @@ class EmulatedCluster:
     def interface_bytes(self, host: int) -> InterfaceBytes:
         """Return the bytes that a host has sent and received so far."""
         self._check_is_up()
-        return self._network.interface_bytes(host)
+        namespace = self._network.hosts[host]
+        return read_interface_bytes(
+            run_tool("ip", "netns", "exec", namespace, "cat", "/proc/net/dev")
+        )
 
     @property
     def folder(self) -> Path:
@@ -361,7 +368,7 @@ class EmulatedCluster:
     def close(self) -> None:
         """Stop all processes and remove the network. A second call does nothing."""
         if self in _open_clusters and self._network.name.is_mine():
-            self._network.take_down()
+            remove(self._network.name)
             _open_clusters.discard(self)
             atexit.unregister(self.close)
             if not _open_clusters:

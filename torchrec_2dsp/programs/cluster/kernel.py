@@ -146,10 +146,10 @@ class Kernel:
     refusal: str
     """The reason why clusters are impossible; empty if they are possible."""
 
-    can_delay: bool
+    can_delay: bool = False
     """True if the netem queueing discipline exists."""
 
-    can_choose_congestion_control: bool
+    can_choose_congestion_control: bool = False
     """True if connections can be made to use `CONGESTION_CONTROL`."""
 
 
@@ -162,10 +162,10 @@ def available() -> str:
 def probe() -> Kernel:
     """Try each capability that a cluster needs."""
     if os.geteuid() != 0:
-        return _refusal("network namespaces need root")
+        return Kernel("network namespaces need root")
     for tool, package in _PACKAGES.items():
         if shutil.which(tool) is None:
-            return _refusal(f"the program {tool} is missing (package {package})")
+            return Kernel(f"the program {tool} is missing (package {package})")
     namespace = f"{ClusterName.new()}-probe"
     try:
         run_tool("ip", "netns", "add", namespace)
@@ -174,7 +174,7 @@ def probe() -> Kernel:
         finally:
             run_tool("ip", "netns", "del", namespace)
     except ClusterError as error:
-        return _refusal(f"the kernel refuses: {error}")
+        return Kernel(f"the kernel refuses: {error}")
 
 
 def run_tool(*command: str, commands: list[str] | None = None) -> str:
@@ -245,7 +245,3 @@ def _works(*command: str) -> bool:
     except ClusterError:
         return False
     return True
-
-
-def _refusal(reason: str) -> Kernel:
-    return Kernel(reason, can_delay=False, can_choose_congestion_control=False)

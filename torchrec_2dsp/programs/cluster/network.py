@@ -231,29 +231,13 @@ class Network:
             limits = self._link.limit_commands("eth0", delayed=True)
             run_tool("tc", "-n", host, "-batch", "-", commands=limits)
 
-    def take_down(self) -> None:
-        """Remove everything that `set_up` created, even partially, and kill what runs in it."""
-        _remove(self.name)
 
-    def interface_bytes(self, host: int) -> InterfaceBytes:
-        """Return a host's counters."""
-        namespace = self.hosts[host]
-        return read_interface_bytes(
-            run_tool("ip", "netns", "exec", namespace, "cat", "/proc/net/dev")
-        )
-
-    def process_ids(self, host: int) -> list[int]:
-        """Return the ids of a host's processes."""
-        return _process_ids(self.hosts[host])
-
-
-def remove_orphans() -> list[ClusterName]:
+def remove_orphans() -> None:
     """Remove leftovers from clusters whose owner was killed (SIGKILL)."""
     entries = [*_entries(_NAMESPACES), *_entries(Path(tempfile.gettempdir()))]
     orphans = {name for entry in entries if (name := ClusterName.of(entry)) and name.is_orphan()}
     for name in orphans:
-        _remove(name)
-    return sorted(orphans, key=str)
+        remove(name)
 
 
 def namespaces_of(name: ClusterName) -> list[str]:
@@ -269,7 +253,8 @@ def _hosts_file(num_hosts: int) -> str:
     return "\n".join([*lines, ""])
 
 
-def _remove(name: ClusterName) -> None:
+def remove(name: ClusterName) -> None:
+    """Remove all that `Network.set_up` created, even partially, and kill what runs in it."""
     namespaces = namespaces_of(name)
     _kill_all(namespaces)
     errors = []
@@ -289,7 +274,7 @@ def _kill_all(namespaces: Iterable[str]) -> None:
     """Kill all processes in the namespaces, and wait until they are gone."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     while time.monotonic() < deadline:
-        running = [pid for namespace in namespaces for pid in _process_ids(namespace)]
+        running = [pid for namespace in namespaces for pid in process_ids(namespace)]
         if not running:
             return
         for pid in running:
@@ -298,7 +283,8 @@ def _kill_all(namespaces: Iterable[str]) -> None:
         time.sleep(0.02)
 
 
-def _process_ids(namespace: str) -> list[int]:
+def process_ids(namespace: str) -> list[int]:
+    """Return the ids of a host's processes."""
     try:
         return [int(pid) for pid in run_tool("ip", "netns", "pids", namespace).split()]
     except ClusterError:

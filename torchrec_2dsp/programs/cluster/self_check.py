@@ -139,26 +139,22 @@ def _count(local_world_size: int) -> dict[str, int]:
     import torch
     import torch.distributed as dist
 
-    size = dist.get_world_size()
-    across = [list(range(first, size, local_world_size)) for first in range(local_world_size)]
-    group, _ = dist.new_subgroups_by_enumeration(across)
-    num_hosts = len(across[0])
-    payload = torch.ones(_COUNTED_BYTES // num_hosts // 4 * num_hosts)
-    collectives = {
-        "all-to-all": lambda: dist.all_to_all_single(
-            torch.empty_like(payload), payload, group=group
-        ),
-        "all-reduce": lambda: dist.all_reduce(payload, group=group),
-    }
-    sent = {}
-    for name, collective in collectives.items():
-        for _ in range(2):  # The first makes the connections.
-            before = read_interface_bytes(Path("/proc/net/dev").read_text())
-            dist.barrier()
-            collective()
-            dist.barrier()
-            after = read_interface_bytes(Path("/proc/net/dev").read_text())
-            sent[name] = after.since(before).sent
+    from torchrec_2dsp.cost.measuring.collectives import subgroup
+    from torchrec_2dsp.mesh import Mesh2D
+    from torchrec_2dsp.programs.link_speeds import COLLECTIVES
+
+    by_place = Mesh2D(local_world_size, dist.get_world_size() // local_world_size)
+    sent: dict[str, int] = {}
+    with subgroup(by_place.rank_matrix(), is_full_duplex=False) as group:
+        payload = torch.ones(_COUNTED_BYTES // group.size() // 4 * group.size())
+        for name, (run, _) in COLLECTIVES.items():
+            for _ in range(2):  # The first makes the connections.
+                before = read_interface_bytes(Path("/proc/net/dev").read_text())
+                dist.barrier()
+                run(torch.empty_like(payload), payload, group)
+                dist.barrier()
+                after = read_interface_bytes(Path("/proc/net/dev").read_text())
+                sent[name] = after.since(before).sent
     return sent
 
 

@@ -247,7 +247,14 @@ def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "conf
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(kind, dict(details)) for details in error.errors()]
+        errors: list[Any] = error.errors()
+        # pydantic doesn't count items with errors, so that their list seems too short.
+        places = {details["loc"][:end] for details in errors for end in range(len(details["loc"]))}
+        lines = [
+            _explain(kind, details)
+            for details in errors
+            if details["type"] != "too_short" or details["loc"] not in places
+        ]
         raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None
 
 

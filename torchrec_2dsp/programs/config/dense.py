@@ -222,34 +222,32 @@ DenseKinds = (
 )
 """Any kind of dense part."""
 
+_OF_LAYERS = (TensorParallelConfig, PipelinedConfig, PlannedDenseConfig)
+"""Kinds that share the layers of a `LayerStack`."""
+
 DensePartConfig = Annotated[DenseKinds, Kinds()]
 """A section ``dense``, with DDP as the default kind."""
 
 
-def check_preconditioned(
-    key: str, dense: DenseKinds, optimizer: str, clip_norm: float = 0.0
+def check_dense(
+    key: str, dense: DenseKinds, model: str, calibration: str, optimizer: str, clip_norm: float = 0
 ) -> None:
-    """Raise `ValueError` if updates would be fed to an optimizer for gradients."""
-    is_other = isinstance(dense, ThresholdedConfig) and (
+    """Raise `ValueError` if a dense part lacks the model, calibration or optimizer it needs."""
+    if isinstance(dense, _OF_LAYERS) and model != "sequence":
+        raise ValueError(
+            f'{key}.dense.kind="{dense.kind}" is for models with a LayerStack, and model.kind is '
+            f'"{model}"; use model.kind="sequence", or another kind of dense part'
+        )
+    if isinstance(dense, PlannedDenseConfig) and not calibration:
+        raise ValueError(
+            f'{key}.dense.kind="planned" needs to know the machines; give a calibration'
+        )
+    gives_updates = isinstance(dense, ThresholdedConfig) and (
         dense.preconditioner is not Preconditioning.NONE
     )
-    if is_other and (optimizer != "sgd" or clip_norm):
+    if gives_updates and (optimizer != "sgd" or clip_norm):
         raise ValueError(
             f"{key}.dense.preconditioner gives updates instead of gradients, for an optimizer that "
             'applies them as they are; set optimizer.dense_optimizer="sgd" and leave '
             "optimizer.dense_clip_norm out"
-        )
-
-
-def check_calibrated(key: str, dense: DenseKinds, calibration: str) -> None:
-    """Raise `ValueError` if the dense part is planned without a calibration.
-
-    Args:
-        key: the enclosing section's key.
-        dense: the dense part.
-        calibration: the machines' calibration; empty for none.
-    """
-    if isinstance(dense, PlannedDenseConfig) and not calibration:
-        raise ValueError(
-            f'{key}.dense.kind="planned" needs to know the machines; give a calibration'
         )

@@ -4,6 +4,7 @@ This module needs neither torch nor TorchRec, so that results can be read quickl
 """
 
 import importlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +105,19 @@ def named_in_config(name: str, key: str) -> Callable[..., Any]:
 
 def _names(kind: type[BaseModel]) -> tuple[str, ...]:
     return get_args(kind.model_fields["kind"].annotation)
+
+
+def flat(prefix: str, value: Any) -> list[tuple[str, str]]:
+    """Flatten nested dicts and lists to dotted keys and JSON values."""
+    if isinstance(value, dict):
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        items = [(str(number), item) for number, item in enumerate(value)]
+    else:
+        return [(prefix, json.dumps(value))]
+    return [
+        leaf for key, item in items for leaf in flat(f"{prefix}.{key}" if prefix else key, item)
+    ]
 
 
 class JsonFile(Section):

@@ -4,7 +4,7 @@ import logging
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_2dsp.codecs.rows import Transport
@@ -54,10 +54,10 @@ class ModelConfig(TablesSection):
     dim: int = Field(default=16, ge=4, multiple_of=4)
     """The embedding dimension of all tables."""
 
-    dense_layers: tuple[int, ...] = (64,)
+    dense_layers: tuple[PositiveInt, ...] = (64,)
     """Hidden layer sizes below the interaction; a last layer with size `dim` is added."""
 
-    over_layers: tuple[int, ...] = (64,)
+    over_layers: tuple[PositiveInt, ...] = (64,)
     """Hidden layer sizes above the interaction; a last layer with size 1 is added."""
 
     dcn_layers: int = Field(default=3, ge=1)

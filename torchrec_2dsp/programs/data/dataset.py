@@ -3,11 +3,10 @@
 import enum
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -16,6 +15,9 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.errors import ConfigError
+
+Batches = Generator[Batch, None, None]
+"""Batches, which close what they read from when they are closed."""
 
 
 class Split(enum.Enum):
@@ -108,8 +110,15 @@ class Dataset(BatchShape, Protocol):
         ...
 
     def batches(
-        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
-    ) -> Iterator[Batch]:
+        self,
+        split: Split,
+        *,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        start: int = 0,
+        batches_per_step: int = 1,
+    ) -> Batches:
         """Read this rank's part of a split's global batches, from number ``start`` on.
 
         Args:
@@ -119,6 +128,8 @@ class Dataset(BatchShape, Protocol):
             world_size: the number of parts.
             start: how many global batches were read before, by this run or the one that it
                 continues. Batches are numbered through all epochs.
+            batches_per_step: how many batches a step takes. An epoch has whole steps, with the
+                rows that it would have in batches of a step's size.
         """
         ...
 
@@ -136,8 +147,15 @@ class DrawnDataset(ABC):
         """Return `None`: training batches never end."""
 
     def batches(
-        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
-    ) -> Iterator[Batch]:
+        self,
+        split: Split,
+        *,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        start: int = 0,
+        batches_per_step: int = 1,
+    ) -> Batches:
         """Draw this rank's part of a split's global batches, endlessly; see `Dataset.batches`."""
         check_batch(global_batch_size, rank, world_size, start)
         size = global_batch_size // world_size
@@ -155,15 +173,6 @@ class DataSection(Protocol[Opened]):
 
     def dataset(self, progress: Progress | None = None) -> Opened:
         """Open the data; a log's files are converted where that wasn't done before."""
-        ...
-
-
-@runtime_checkable
-class LogSection(Protocol):
-    """A config section ``[data]`` for a log in files."""
-
-    def convert(self, rank: int, world_size: int, progress: Progress | None = None) -> None:
-        """Convert a rank's share of the files where needed."""
         ...
 
 
@@ -189,13 +198,14 @@ def open_together(
         Two all-gathers of objects; four for a log.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if isinstance(section, LogSection):
+    convert = getattr(section, "convert", None)
+    if convert is not None:
         with agreeing(group):
-            section.convert(rank, world_size, progress)
+            convert(rank, world_size, progress)
         with agreeing(group):
             local_rank = int(os.environ.get("LOCAL_RANK", rank))
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-            section.convert(local_rank, local_size, progress)
+            convert(local_rank, local_size, progress)
     opened = None
     with agreeing(group):
         if rank == 0:
@@ -208,14 +218,3 @@ def open_together(
         facts["the log"] = "\n".join(lines)
     assert opened is not None
     return opened
-
-
-@contextmanager
-def closing_batches(batches: Iterator[Batch]) -> Iterator[Iterator[Batch]]:
-    """Close an iterator at the end, if it can be closed: readers have threads."""
-    closable: Any = batches
-    try:
-        yield batches
-    finally:
-        if hasattr(closable, "close"):
-            closable.close()

@@ -7,9 +7,10 @@ every number of ranks, but differ between epochs.
 
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Dataset, DatasetFeature, Split
+from torchrec_2dsp.programs.data.dataset import Batches, Dataset, DatasetFeature, Split
 from torchrec_2dsp.programs.data.draws import uniforms
 
 _SEED_OFFSET = 0x4E65_6761
@@ -116,40 +117,18 @@ class WithNegatives:
         self._counts = {Split.TRAIN: num_negatives, Split.EVAL: eval_negatives or num_negatives}
         self._items = NegativeItems(feature_of(dataset.features, feature).num_rows, kind)
         self._seed = seed
-
-    @property
-    def features(self) -> Sequence[DatasetFeature]:
+        self.features, self.num_dense = dataset.features, dataset.num_dense
         """The sparse features with their own tables, which exclude the negatives."""
-        return self._dataset.features
+        self.fingerprint = dataset.fingerprint
+        self.num_train_batches = dataset.num_train_batches
 
-    @property
-    def num_dense(self) -> int:
-        """The number of dense features."""
-        return self._dataset.num_dense
-
-    @property
-    def fingerprint(self) -> Mapping[str, str]:
-        """The samples' fingerprint; see `Dataset.fingerprint`."""
-        return self._dataset.fingerprint
-
-    def num_train_batches(self, global_batch_size: int) -> int | None:
-        """Return how many global training batches there are; see `Dataset.num_train_batches`."""
-        return self._dataset.num_train_batches(global_batch_size)
-
-    def batches(
-        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
-    ) -> Iterator[Batch]:
+    def batches(self, split: Split, **part: Any) -> Batches:
         """Return this rank's part of the global batches, with negatives; see `Dataset.batches`."""
-        batches = self._dataset.batches(
-            split,
-            global_batch_size=global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            start=start,
-        )
-        share = global_batch_size // world_size
-        for number, batch in zip(count(start), batches, strict=False):
-            yield self.with_negatives(batch, split, number * global_batch_size + rank * share)
+        batches = self._dataset.batches(split, **part)
+        size = part["global_batch_size"]
+        first = part["rank"] * (size // part["world_size"])
+        for number, batch in zip(count(part.get("start", 0)), batches, strict=False):
+            yield self.with_negatives(batch, split, number * size + first)
 
     def with_negatives(self, batch: Batch, split: Split, first_sample: int) -> Batch:
         """Return a batch with the negatives of its samples, numbered from ``first_sample`` on."""

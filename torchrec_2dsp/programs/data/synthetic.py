@@ -6,7 +6,7 @@ be generated on its own, and a step's global batch is the same for every world s
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.programs.config.section import Section
-from torchrec_2dsp.programs.data.dataset import DatasetFeature, DrawnDataset, Progress, Split
+from torchrec_2dsp.programs.data.dataset import DrawnDataset, Progress, Split
 from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
 
 _MAX_HEAD_ROWS = 10_000
@@ -60,20 +60,18 @@ class LatentVectors:
     def _uncentred(self, rows: NDArray[np.int64]) -> _Floats:
         return normals(self.seed, self.feature_index, rows[:, None], np.arange(self.rank))
 
-    def _mean_and_covariance(self) -> tuple[_Floats, _Floats]:
-        ranks = np.arange(1, min(self.ids.num_rows, _MAX_HEAD_ROWS) + 1)
-        share = self.ids.probability(ranks)[:, None]
-        vectors = self._uncentred(self.ids.row_of_rank(ranks))
-        mean = (share * vectors).sum(axis=0)
-        # There are so many rare rows that their numbers have the normal distribution's moments.
-        tail = max(0.0, 1.0 - share.sum()) if self.ids.num_rows > ranks.size else 0.0
-        second_moment = (share * vectors).T @ vectors + tail * np.eye(self.rank)
-        return mean, second_moment - np.outer(mean, mean)
-
 
 @lru_cache(maxsize=1024)
-def _moments(vectors: LatentVectors) -> tuple[_Floats, _Floats]:
-    return vectors._mean_and_covariance()
+def _moments(latent: LatentVectors) -> tuple[_Floats, _Floats]:
+    """Return the mean of one id's vector before centring, and the covariance."""
+    ranks = np.arange(1, min(latent.ids.num_rows, _MAX_HEAD_ROWS) + 1)
+    share = latent.ids.probability(ranks)[:, None]
+    vectors = latent._uncentred(latent.ids.row_of_rank(ranks))
+    mean = (share * vectors).sum(axis=0)
+    # There are so many rare rows that their numbers have the normal distribution's moments.
+    tail = max(0.0, 1.0 - share.sum()) if latent.ids.num_rows > ranks.size else 0.0
+    second_moment = (share * vectors).T @ vectors + tail * np.eye(latent.rank)
+    return mean, second_moment - np.outer(mean, mean)
 
 
 @dataclass(frozen=True)
@@ -240,17 +238,13 @@ class SyntheticConfig(Section):
         return [feature for described in features for feature in _repeated(described)]
 
     @model_validator(mode="after")
-    def _check_names(self) -> "SyntheticConfig":
+    def _check_names_and_shares(self) -> "SyntheticConfig":
         if not self.features:
             raise ValueError("features is empty; describe at least one")
         names = [feature.name for feature in self.features]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"the feature name {repeated[0]!r} is used twice; rename one")
-        return self
-
-    @model_validator(mode="after")
-    def _check_shares(self) -> "SyntheticConfig":
         if not self.interaction_share:
             self.refuse_unread(["interaction_rank"], "is for interaction_share; set it above 0")
         if self.dense_share + self.interaction_share > 1 + 1e-9:
@@ -384,16 +378,8 @@ class SyntheticDataset(DrawnDataset):
 
     def __init__(self, config: SyntheticConfig) -> None:
         self._config = config
-
-    @property
-    def features(self) -> Sequence[DatasetFeature]:
-        """The sparse features, in batch order."""
-        return self._config.features
-
-    @property
-    def num_dense(self) -> int:
-        """The number of dense features."""
-        return self._config.num_dense
+        self.features, self.num_dense = config.features, config.num_dense
+        """The sparse features, in batch order, and the number of dense ones."""
 
     def batch(self, split: Split, samples: NDArray[np.int64]) -> Batch:
         """Return the samples with these numbers."""

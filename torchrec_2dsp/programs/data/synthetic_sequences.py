@@ -7,7 +7,6 @@ step's global batch is the same for every world size.
 """
 
 import enum
-from collections.abc import Sequence
 from typing import Literal, Self
 
 import numpy as np
@@ -97,21 +96,14 @@ class SyntheticSequences(DrawnDataset):
     All labels are 1: the sequences have happened.
     """
 
+    num_dense = 0
+
     def __init__(self, config: SyntheticSequencesConfig) -> None:
         self._config = config
+        self.features = (Feature("item", config.num_items, config.mean_length),)
+        """The single feature: a sequence's items, in order."""
         self._items = Zipf(config.num_items, config.skew, config.sorted_ids)
         self._in_cluster = Zipf(config.num_items // config.num_clusters, config.skew, True)
-
-    @property
-    def features(self) -> Sequence[Feature]:
-        """The single feature: a sequence's items, in order."""
-        config = self._config
-        return (Feature("item", config.num_items, config.mean_length),)
-
-    @property
-    def num_dense(self) -> int:
-        """The number of dense features: none."""
-        return 0
 
     def batch(self, split: Split, samples: _Ids) -> Batch:
         """Return the sequences with these sample numbers."""

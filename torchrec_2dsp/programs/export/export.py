@@ -1,9 +1,9 @@
 """Write a trained model to a folder that serves without this package."""
 
 import os
-import shutil
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from tempfile import TemporaryDirectory
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 from torch import nn
@@ -12,9 +12,8 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.section import JsonFile
 from torchrec_2dsp.programs.data.dataset import Dataset
-from torchrec_2dsp.programs.export.kinds import ServedModel, saying_what_stops, served_model
+from torchrec_2dsp.programs.export.kinds import saying_what_stops, served_model
 from torchrec_2dsp.programs.export.quality import (
-    ServedQuality,
     check_answers,
     check_finite,
     check_loss,
@@ -24,7 +23,7 @@ from torchrec_2dsp.programs.export.quality import (
     measure,
     scores_of,
 )
-from torchrec_2dsp.programs.export.requests import write_encoding
+from torchrec_2dsp.programs.export.requests import dense_columns, write_encoding
 from torchrec_2dsp.programs.export.served import (
     EXPORT_FILE,
     FEATURES_FILE,
@@ -38,7 +37,6 @@ from torchrec_2dsp.programs.export.source import ExportSource, trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import held_out_batches
 from torchrec_2dsp.programs.train.results import environment
 
@@ -99,12 +97,11 @@ def export_model(
     config = source.config
     dataset = config.data.dataset()
     model = trained_model(source, dataset)
-    draft = _emptied(_draft_of(output))
-    try:
+    with _folder_beside(output) as folder:
+        draft = Path(folder, output.name)
+        draft.mkdir()
         record = _written(source, dataset, model, draft, max_loss)
         os.replace(draft, output)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return record
 
 
@@ -114,21 +111,20 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"--output {output} exists and isn't an empty folder; use another")
     if not output.name:
         raise ConfigError(f"--output {output} is replaced as a whole; name the folder")
+    if output.is_symlink() or os.path.ismount(output):
+        raise ConfigError(
+            f"--output {output} is a link or a mounted volume, which can't be replaced as a whole; "
+            "name a folder in it"
+        )
     try:
-        _emptied(_draft_of(output)).rmdir()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _folder_beside(output).cleanup()
     except OSError as error:
         raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error
 
 
-def _draft_of(output: Path) -> Path:
-    return output.with_name(f"{output.name}.draft")
-
-
-def _emptied(folder: Path) -> Path:
-    """Make a folder anew."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+def _folder_beside(output: Path) -> TemporaryDirectory[str]:
+    return TemporaryDirectory(dir=output.parent, prefix=f"{output.name}.", suffix=".draft")
 
 
 def _written(
@@ -149,12 +145,15 @@ def _written(
         quantize_(model)
         quantized = measure(model, served, held_out, config)
         served.script().save(str(folder / MODEL_FILE))
-        outputs = _checked_outputs(config, folder / MODEL_FILE, served, quantized, held_out)
-    columns: Any = getattr(config.data, "dense", ())
+        script = load_script(folder / MODEL_FILE)
+        script_scores = scores_of(served, script, held_out_batches(config, held_out))
+        check_script(script_scores, quantized.scores)
+        request = first_request(served, held_out_batches(config, held_out))
+        outputs = check_answers(script, served.module(), request, len(served.features))
     inputs = ServingInputs(
         kind=config.model.kind,
         num_dense=served.num_dense,
-        dense=tuple(column.column for column in columns) if served.num_dense else (),
+        dense=dense_columns(config.data) if served.num_dense else (),
         features=served.features,
         outputs=outputs,
         functions=served.functions,
@@ -178,18 +177,3 @@ def _written(
     )
     record.save(folder / EXPORT_FILE)
     return record
-
-
-def _checked_outputs(
-    config: TrainConfig,
-    path: Path,
-    served: ServedModel,
-    quantized: ServedQuality,
-    dataset: Dataset,
-) -> tuple[str, ...]:
-    """Read a file again, check that it scores as the quantised model, and name its outputs."""
-    script = load_script(path)
-    script_scores = scores_of(served, script, held_out_batches(config, dataset))
-    check_script(script_scores, quantized.scores)
-    request = first_request(served, held_out_batches(config, dataset))
-    return check_answers(script, served.module(), request, len(served.features))

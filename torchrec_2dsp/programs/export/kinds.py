@@ -101,6 +101,8 @@ class _Answers(nn.Module):
         self._scores, self._features = scores, features
 
     def forward(self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> Answer:
+        # FBGEMM's int8 lookup on CPUs takes every tensor for a contiguous one.
+        values, lengths = values.contiguous(), lengths.contiguous()
         ids = KeyedJaggedTensor(keys=self._features, values=values, lengths=lengths)
         return self._scores(self.model, dense, ids)
 
@@ -265,7 +267,7 @@ class _ItemLookup(nn.Module):
         self._names = names
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        features = KeyedJaggedTensor(keys=self._names, values=ids, lengths=lengths)
+        features = KeyedJaggedTensor(keys=self._names, values=ids.contiguous(), lengths=lengths)
         return self.embeddings(features)[self._names[0]].values()
 
 

@@ -66,17 +66,14 @@ def measure(
         metrics = evaluated(config, model, dataset, step=0).metrics
     if has_clicks(config.model):
         for evaluated_logits, served_scores in zip(logits, scores, strict=True):
-            _check_logits(evaluated_logits, served_scores)
+            # A diverged model's differences aren't numbers, which its metrics say.
+            is_finite = bool(evaluated_logits.isfinite().all())
+            if is_finite and not _are_equal(evaluated_logits, served_scores):
+                raise UnsupportedError(
+                    "the model scores samples otherwise where their labels are zeros, and requests "
+                    "have no labels; let labels count in the loss alone"
+                )
     return ServedQuality(scores, metrics)
-
-
-def _check_logits(evaluated: torch.Tensor, scores: torch.Tensor) -> None:
-    # A diverged model's differences aren't numbers, which its metrics say.
-    if bool(evaluated.isfinite().all()) and not _are_equal(evaluated, scores):
-        raise UnsupportedError(
-            "the model scores samples otherwise where their labels are zeros, and requests have no "
-            "labels; let labels count in the loss alone"
-        )
 
 
 def _are_equal(scores: torch.Tensor, expected: torch.Tensor) -> bool:

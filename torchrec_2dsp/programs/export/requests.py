@@ -13,7 +13,7 @@ import pyarrow as pa
 import tomli_w
 import torch
 
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.config.config_file import load_config, with_absolute_paths
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.dataset import Dataset
@@ -26,14 +26,18 @@ from torchrec_2dsp.programs.data.logs.ids import (
     write_vocabulary,
 )
 from torchrec_2dsp.programs.data.logs.sections import (
-    AvazuConfig,
-    CriteoConfig,
     InteractionsConfig,
+    KnownLogConfig,
     LoggedData,
     TableConfig,
 )
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
-from torchrec_2dsp.programs.export.served import FEATURES_FILE, ServingInputs, request_of
+from torchrec_2dsp.programs.export.served import (
+    FEATURES_FILE,
+    ServingInputs,
+    is_integer,
+    request_of,
+)
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 
@@ -165,7 +169,16 @@ class HistoryEncoder:
         return torch.empty(len(histories), 0), ids[is_known], num_known
 
     def names(self, items: torch.Tensor) -> list[list[str | None]]:
-        """Return the names of answered items, a row for each sample; none for -1."""
+        """Return the names of answered items, a row for each sample; none for -1.
+
+        Raises:
+            InputError: the items aren't rows of the table's.
+        """
+        num_items = len(self._values)
+        if items.dim() != 2 or not is_integer(items) or bool((items >= num_items).any()):
+            raise InputError(
+                f"items aren't rows of numbers below {num_items}; give those of next_items"
+            )
         places = pa.array(items.clamp(min=0).numpy().ravel(), mask=(items < 0).numpy().ravel())
         texts: list[bytes | None] = self._values.take(places).to_pylist()
         names = [None if text is None else text.decode("utf-8", "replace") for text in texts]
@@ -223,8 +236,16 @@ def read_encoding(folder: Path) -> TableConfig | InteractionsConfig:
             f"{folder} has no {DATA_FILE}; only exports of models that were trained on a log say "
             "how values become ids"
         )
-    data = load_config(_ServedData, folder / DATA_FILE).data
-    return data.table() if isinstance(data, CriteoConfig | AvazuConfig) else data
+    return _as_table(load_config(_ServedData, folder / DATA_FILE).data)
+
+
+def dense_columns(data: object) -> tuple[str, ...]:
+    """Name a log's dense columns, in order; none for data without columns."""
+    return tuple(column.column for column in getattr(_as_table(data), "dense", ()))
+
+
+def _as_table(data: Any) -> Any:
+    return data.table() if isinstance(data, KnownLogConfig) else data
 
 
 def _items_path(folder: Path, feature: str) -> Path:

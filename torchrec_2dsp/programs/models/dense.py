@@ -300,11 +300,7 @@ def dense_part(
     """
     if config.kind != "planned":
         return DensePart(dense_wrapper(config, layered, static_graph=static_graph))
-    if layered is None:
-        raise ConfigError(
-            "the model has no LayerStack, so its dense part can't be planned; use another kind of "
-            "dense part, or the sequence model"
-        )
+    layered = _layers(config.kind, layered)
     check_one_length(config.kind, layered)
     world = world_group()
     world_size = dist.get_world_size(world)

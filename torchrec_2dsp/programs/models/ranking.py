@@ -112,17 +112,6 @@ class Queries(NamedTuple):
     seen: torch.Tensor
     """Earlier items of each sample, ``[batch, any number]``, with -1 for none."""
 
-    @classmethod
-    def of(
-        cls,
-        vectors: torch.Tensor,
-        target_vectors: torch.Tensor,
-        targets: torch.Tensor,
-        seen: torch.Tensor,
-    ) -> "Queries":
-        """Build queries whose scores are dot products."""
-        return cls(vectors, (vectors * target_vectors).sum(dim=1), targets, seen)
-
 
 class RanksItems(Protocol):
     """A model that ranks all items for a sample by dot products."""

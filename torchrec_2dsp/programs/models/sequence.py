@@ -95,11 +95,6 @@ class SequenceModelConfig(PlannedSection, TablesSection):
             )
         return self
 
-    @property
-    def hidden(self) -> int:
-        """The size of the feed-forward layers."""
-        return self.hidden_factor * self.dim
-
 
 class Examples(NamedTuple):
     """A batch of sequences, padded at their ends; the batch is the first dimension."""
@@ -225,8 +220,9 @@ class NextItemModel(nn.Module):
         self.examples = NextItemExamples(
             config.feature, max_length=config.max_length, loss_mean=config.loss_mean
         )
+        hidden = config.hidden_factor * config.dim
         blocks = [
-            TransformerBlock(config.dim, config.num_heads, config.hidden, config.dropout)
+            TransformerBlock(config.dim, config.num_heads, hidden, config.dropout)
             for _ in range(config.num_blocks)
         ]
         self.dense = SequenceStack(
@@ -296,9 +292,10 @@ class NextItemModel(nn.Module):
         examples = self._examples_of(batch)
         rows, last, has_next = last_positions(examples)
         ids = batch.sparse_features[self._feature]
-        return Queries.of(
-            self.dense(examples.inputs)[rows, last],
-            examples.positives[rows, last],
+        vectors = self.dense(examples.inputs)[rows, last]
+        return Queries(
+            vectors,
+            (vectors * examples.positives[rows, last]).sum(dim=1),
             examples.positive_ids[rows, last].where(has_next, -1),
             seen=ids.to_padded_dense(padding_value=-1).long(),
         )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 from torchrec.datasets.utils import Batch
@@ -34,7 +34,7 @@ class TwoTowerConfig(PlannedSection, TablesSection):
     dim: int = Field(default=32, ge=4, multiple_of=4)
     """The embedding dimension of all tables."""
 
-    layers: tuple[int, ...] = (64,)
+    layers: tuple[PositiveInt, ...] = (64,)
     """Sizes of each tower's hidden layers; a last one of size `out_dim` is added."""
 
     out_dim: int = Field(default=32, ge=1)
@@ -57,17 +57,13 @@ class TwoTowerConfig(PlannedSection, TablesSection):
     """The seed of the initial weights."""
 
     @model_validator(mode="after")
-    def _check_features(self) -> Self:
+    def _check_features_and_ranking(self) -> Self:
         names = [*self.user_features, *self.item_features]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(
                 f"the feature {repeated[0]!r} is named twice; a feature belongs to one tower, once"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_ranking(self) -> Self:
         if self.ranking.among == "all" and len(self.item_features) > 1:
             raise ValueError(
                 "ranking.among='all' lists all items from one table, and item_features names "
@@ -168,7 +164,8 @@ class TwoTowerModel(nn.Module):
             )
         targets = ids.values().long().where(batch.labels > 0, -1)
         # What users have had before isn't in a sample.
-        return Queries.of(users, items, targets, seen=targets.new_empty(len(targets), 0))
+        seen = targets.new_empty(len(targets), 0)
+        return Queries(users, (users * items).sum(dim=1), targets, seen)
 
     def item_vectors(self, items: torch.Tensor) -> torch.Tensor:
         """Return the vectors of items that have one feature, looked up by all ranks together.

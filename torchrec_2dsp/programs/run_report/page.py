@@ -70,9 +70,14 @@ def _headline(contents: RunContents) -> Iterator[str]:
     model, data, loop = (contents.config[name] for name in ("model", "data", "loop"))
     model_kind, data_kind = model.get("kind", "dlrm"), data.get("kind", "synthetic")
     ranks = "" if contents.num_ranks is None else f" by {contents.num_ranks} ranks"
+    # A run may have ended with its data, or by its patience.
+    lengths = [
+        run.curve[-1].step if run.record and run.curve else loop["steps"] for run in contents.runs
+    ]
+    steps = " to ".join(f"{length:,}" for length in sorted({min(lengths), max(lengths)}))
     yield (
         f"A {_MODELS.get(model_kind, model_kind)}, trained{ranks} on "
-        f"{_DATA.get(data_kind, data_kind)}: {loop['steps']:,} steps of "
+        f"{_DATA.get(data_kind, data_kind)}: {steps} steps of "
         f"{loop['global_batch_size']:,} samples."
     )
     open_runs = [run.name for run in contents.runs if run.record is None]

@@ -149,15 +149,23 @@ def add_steps(page: Page, contents: RunContents) -> None:
             "Tracing takes time itself."
         )
     if not traced:
-        page.add_text(
-            "Where a step of this training goes isn't known yet: train traces ten steps in the "
-            "middle of a run of 30 steps or more (output.traced_steps)."
-        )
+        page.add_text(_untraced_text(contents))
         return
     page.add_table("How even the work of ranks is", shares_table(traced))
     page.add_text(_SHARES_TEXT)
     for run in traced:
         page.add_table(f"Ranks in a step of {run.name}", ranks_table(run.splits), is_folded=True)
+
+
+def _untraced_text(contents: RunContents) -> str:
+    """Say why no step was traced."""
+    if contents.config.get("output", {}).get("traced_steps") == 0:
+        return "Where a step of this training goes isn't known: output.traced_steps=0 traces none."
+    if all(run.record for run in contents.runs):
+        why = ", because none was traced: train traces some in the middle of a run"
+    else:
+        why = " yet: train traces some in the middle of a run"
+    return f"Where a step of this training goes isn't known{why} (output.traced_steps)."
 
 
 def step_chart(steps: Mapping[str, MeanStep]) -> BarChart:

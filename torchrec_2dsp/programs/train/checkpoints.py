@@ -24,6 +24,7 @@ from torchrec_2dsp.parallel.checkpoint.save import (
     save_checkpoint,
 )
 from torchrec_2dsp.parallel.train_state.state import TrainState
+from torchrec_2dsp.programs.config.section import flat
 from torchrec_2dsp.programs.train.config import CheckpointConfig, TrainConfig
 from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained
 
@@ -167,8 +168,8 @@ class RunHistory:
         self.evaluations: list[Evaluation] = []
         """The run's evaluations."""
         self.bytes_per_step: dict[str, float] = {}
-        """The bytes that a rank sent per step, averaged over ranks and the steps since the last
-        start that trained some, by the name in `RunRecord`."""
+        """The bytes that a rank sent per step, averaged over ranks and steps, by the name in
+        `RunRecord`."""
 
     @property
     def losses(self) -> list[float]:
@@ -245,9 +246,25 @@ class RunSettings:
     and the way rows travel may change.
     """
 
-    def __init__(self, config: TrainConfig, run: str, log: Mapping[str, str] | None = None) -> None:
-        """Take the values of a config's run, and the fingerprint of the data that it names."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: str,
+        log: Mapping[str, str] | None = None,
+        num_steps: int = 0,
+    ) -> None:
+        """Take the values of a config's run.
+
+        Args:
+            config: the config.
+            run: the run's name.
+            log: the fingerprint of the data that the config names.
+            num_steps: the run's planned steps; 0 for ``loop.steps``.
+        """
         loop, optimizer = config.loop, config.optimizer
+        self.num_steps = num_steps or loop.steps
+        """The steps that schedules span: the planned ones, or the checkpoint's."""
+        self._asked_steps = json.dumps(loop.steps)
         settings: dict[str, Any] = {
             "loop": loop.model_dump(mode="json", include={"global_batch_size", "accumulate"}),
             "data": config.data.model_dump(mode="json"),
@@ -256,8 +273,8 @@ class RunSettings:
             "run": config.runs[run].model_dump(mode="json", include=_RUN_KEYS),
         }
         if any(schedule.depends_on_length for schedule in optimizer.schedules):
-            settings["loop"]["steps"] = loop.steps
-        values = _compared(dict(_flat("", settings)))
+            settings["loop"]["steps"] = self.num_steps
+        values = _compared(dict(flat("", settings)))
         self._values = {key: value for key, value in values.items() if _LATER.get(key) != value}
         self._values |= {f"{_LOG}{name}": value for name, value in (log or {}).items()}
 
@@ -266,7 +283,9 @@ class RunSettings:
         return dict(self._values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the checkpoint has equal settings."""
+        """Take over the length of the schedules; other settings are equal."""
+        if length := state.get(_LENGTH):
+            self.num_steps, self._values[_LENGTH] = json.loads(length), length
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise unless the saved settings equal these.
@@ -291,6 +310,8 @@ class RunSettings:
         for key in sorted(state.keys() | self._values.keys(), key=lambda k: (k == _LENGTH, k)):
             unsaved = _LATER.get(key, "nothing")
             saved, now = (values.get(key, unsaved) for values in (state, self._values))
+            if key == _LENGTH and saved == self._asked_steps:
+                continue  # Earlier versions' schedules spanned loop.steps, also if the data ended.
             if saved != now and not key.startswith(tuple(unsaid)):
                 yield key, saved, now
 
@@ -301,19 +322,6 @@ def _compared(values: Mapping[str, str]) -> dict[str, str]:
     for key in compared.keys() & set(_FILES):
         compared[key] = json.dumps([Path(path).name for path in json.loads(compared[key])])
     return compared
-
-
-def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
-    """Flatten nested dicts and lists to dotted keys and JSON values."""
-    if isinstance(value, dict):
-        items = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        items = [(str(number), item) for number, item in enumerate(value)]
-    else:
-        return [(prefix, json.dumps(value))]
-    return [
-        leaf for key, item in items for leaf in _flat(f"{prefix}.{key}" if prefix else key, item)
-    ]
 
 
 class LocalMoments:

@@ -9,13 +9,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import RowStorage
 from torchrec_2dsp.programs.config.config_file import CalibrationPath, OutputPath, PathBesideConfig
-from torchrec_2dsp.programs.config.dense import (
-    DDPConfig,
-    DensePartConfig,
-    LocalConfig,
-    check_calibrated,
-    check_preconditioned,
-)
+from torchrec_2dsp.programs.config.dense import DDPConfig, DensePartConfig, LocalConfig, check_dense
 from torchrec_2dsp.programs.config.section import Kinds, Section
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
@@ -66,7 +60,7 @@ class LoopConfig(Section):
     """Steps between evaluations; 0 evaluates only at the end."""
 
     eval_steps: int = Field(default=20, ge=0)
-    """Held-out batches per evaluation; 0 for all."""
+    """Held-out batches of `global_batch_size` per evaluation; 0 for all."""
 
     metric: str = ""
     """The metric that compares evaluations: loss, ne or auc for clicks; loss, recall@k or ndcg@k
@@ -156,7 +150,7 @@ class OutputConfig(Section):
     def _check_folder(self) -> Self:
         if "://" in self.folder:
             raise ValueError(f"folder={self.folder} is an address; give a local folder")
-        if not self.folder:
+        if self.traced_steps and not self.folder:
             self.refuse_unread(
                 ["traced_steps"], "is for the output folder; set folder, or leave it out"
             )
@@ -206,9 +200,9 @@ def splits_of(dataset: Dataset, loop: LoopConfig) -> str:
 
 def _evaluated(dataset: LogDataset, loop: LoopConfig) -> str:
     """Say how many held-out rows an evaluation takes, unless it takes all."""
-    num_batches = dataset.num_batches(Split.EVAL, loop.batch_size)
+    num_batches = dataset.num_batches(Split.EVAL, loop.global_batch_size)
     num_used = min(num_batches, loop.eval_steps or num_batches)
-    num_rows = num_used * loop.batch_size
+    num_rows = num_used * loop.global_batch_size
     if num_rows >= dataset.num_rows(Split.EVAL):
         return ""
     reason = (
@@ -394,11 +388,9 @@ class TrainConfig(Section):
         return () if isinstance(model, OwnModelConfig) else tuple(part.name for part in features)
 
     def _check_run(self, name: str, run: RunConfig) -> None:
-        check_calibrated(f"runs.{name}", run.dense, run.calibration)
-        optimizer = self.optimizer
-        check_preconditioned(
-            f"runs.{name}", run.dense, optimizer.dense_optimizer, optimizer.dense_clip_norm
-        )
+        rule = self.optimizer
+        optimizer = rule.dense_optimizer, rule.dense_clip_norm
+        check_dense(f"runs.{name}", run.dense, self.model.kind, run.calibration, *optimizer)
         if isinstance(run.dense, LocalConfig):
             self._check_meetings(name, run.dense.local_steps)
         on_gpus, every = self.loop.device == "cuda", getattr(run.dense, "recut_every", 0)

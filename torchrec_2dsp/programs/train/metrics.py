@@ -8,19 +8,19 @@ held-out batches ClickMetrics  --gather scores--> rank 0 --broadcast---> Evaluat
 
 import math
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Dataset, Split, closing_batches
+from torchrec_2dsp.programs.data.dataset import Batches, Dataset, Split
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
 from torchrec_2dsp.programs.models.ranking import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -193,14 +193,21 @@ def _evaluation(of_ranks: Sequence[_HeldOut], step: int) -> Evaluation:
 
 def held_out_batches(
     config: TrainConfig, dataset: Dataset, device: torch.device | None = None
-) -> Iterator[Batch]:
-    """Yield this rank's part of the held-out batches that an evaluation takes."""
+) -> Batches:
+    """Yield this rank's part of the held-out batches that an evaluation takes.
+
+    Where a step's batch is cut for memory, these are as well, and have the rows of whole ones.
+    """
     world, loop = world_group(), config.loop
     batches = dataset.batches(
-        Split.EVAL, global_batch_size=loop.batch_size, rank=world.rank(), world_size=world.size()
+        Split.EVAL,
+        global_batch_size=loop.batch_size,
+        rank=world.rank(),
+        world_size=world.size(),
+        batches_per_step=loop.accumulate,
     )
-    with closing_batches(batches) as opened:
-        for batch in islice(opened, loop.eval_steps or None):
+    with closing(batches) as opened:
+        for batch in islice(opened, loop.eval_steps * loop.accumulate or None):
             yield batch if device is None else batch.to(device)
 
 
@@ -225,7 +232,7 @@ def evaluated(
         The model's lookups, `ClickMetrics.gather` and `ranking_metrics`.
     """
     world, metrics = world_group(), ClickMetrics(world_group())
-    with closing_batches(held_out_batches(config, dataset, device)) as batches:
+    with closing(held_out_batches(config, dataset, device)) as batches:
         for batch in batches:
             _, (loss, scores, labels) = model(batch)
             metrics.add(loss, scores, labels)
@@ -234,6 +241,6 @@ def evaluated(
     if not has_clicks(config.model):
         values = {"loss": values["loss"]}
     unwrapped = model.module if isinstance(model, DistributedModelParallel) else model
-    with closing_batches(held_out_batches(config, dataset, device)) as batches:
+    with closing(held_out_batches(config, dataset, device)) as batches:
         rankings = ranking_metrics(unwrapped, batches, ranking, world)
     return evaluation.model_copy(update={"metrics": {**values, **rankings}})

@@ -9,6 +9,7 @@ train --> train_run --> RunTrainer: model, optimizers, batches
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from torchrec_2dsp.programs.data.dataset import (
     Dataset,
     Progress,
     Split,
-    closing_batches,
     open_together,
 )
 from torchrec_2dsp.programs.data.logs.batches import LogDataset
@@ -104,7 +104,7 @@ def train(
         raise ConfigError("--profile writes to the output folder; set output.folder")
     opened: Dataset = open_together(config.data, world_group(), reading)
     if isinstance(opened, LogDataset):
-        opened.check(config.loop.batch_size)
+        opened.check(config.loop.global_batch_size)
     if text := splits_of(opened, config.loop):
         with agreeing(world_group()):
             for watcher in watchers:
@@ -195,8 +195,9 @@ class RunTrainer:
         self._meter = Meter(self._world, self._device)
         self._history = RunHistory()
         dense = self._run.dense
-        settings = RunSettings(config, name, dataset.fingerprint)
-        members: dict[str, Any] = {"history": self._history, "settings": settings}
+        num_steps = self.planned.num_steps
+        self._settings = RunSettings(config, name, dataset.fingerprint, num_steps)
+        members: dict[str, Any] = {"history": self._history, "settings": self._settings}
         if dense.kind == "local":
             members["local_moments"] = LocalMoments(self._optimizers.dense)
         self._state = TrainState(self._model, self._optimizers.whole, **members)
@@ -215,6 +216,11 @@ class RunTrainer:
             Same as `Checkpoints.resume`.
         """
         path = self._checkpoints.resume(resume)
+        if self.step > self._loop.steps:
+            raise ConfigError(
+                f"the checkpoint {path} is at step {self.step}, beyond loop.steps="
+                f"{self._loop.steps}; raise loop.steps, or resume from an earlier checkpoint"
+            )
         self._resumed_from = str(path or "")
         return path
 
@@ -232,7 +238,7 @@ class RunTrainer:
         Collectives:
             The model's, and those for reports, evaluations and checkpoints.
         """
-        self._first_step = self.step
+        self._first_step, self._bytes_before = self.step, self._history.bytes_per_step
         own = self._model if isinstance(self._model, ModelParallel2D) else None
         naming = failing_together(own) if own else naming_faults(self._board, "a step of TorchRec")
         dist.barrier(self._world)
@@ -252,27 +258,28 @@ class RunTrainer:
         return self._result(ending)
 
     def _count_bytes(self) -> None:
-        """Sync, as a save does, and average the bytes per step.
-
-        Where this start trained no step, the figures stay the earlier ones.
+        """Sync, as a save does, and average the bytes per step, with those before a resume.
 
         Collectives:
             Same as `ModelParallel2D.sync_now` and `mean_per_step`.
         """
-        history, num_steps = self._history, self.step - self._first_step
+        num_steps = self.step - self._first_step
         model, encoded, synced = self._model, self._encoded, SyncReport()
         if isinstance(model, ModelParallel2D):
             model.sync_now()
             synced = model.sync_total
-        if history.bytes_per_step and not num_steps:
-            return
         totals = {
             "sync_bytes_per_step": synced.num_bytes,
             "sync_fp32_bytes_per_step": synced.num_bytes + synced.saved_bytes,
             "rows_bytes_per_step": encoded.after,
             "rows_fp32_bytes_per_step": encoded.before,
         }
-        history.bytes_per_step = mean_per_step(self._world, self._device, num_steps, totals)
+        means = mean_per_step(self._world, self._device, num_steps, totals)
+        # Older checkpoints lack them.
+        self._history.bytes_per_step = {
+            name: mean + (self._bytes_before.get(name, mean) - mean) * self._first_step / self.step
+            for name, mean in means.items()
+        }
 
     def _profiler(self, profiled: range) -> StepProfiler:
         """Return a profiler of these steps, which keeps traces; or of those that the config wants.
@@ -328,8 +335,9 @@ class RunTrainer:
             rank=self._world.rank(),
             world_size=self._world.size(),
             start=self.step * self._loop.accumulate,
+            batches_per_step=self._loop.accumulate,
         )
-        with closing_batches(read) as batches:
+        with closing(read) as batches:
             stepper = self._stepper()
             while self.step < self._loop.steps:
                 if self._is_out_of_patience():
@@ -432,7 +440,7 @@ class RunTrainer:
         return min(loop.steps, *((step // every + 1) * every for every in intervals if every))
 
     def _set_rates(self, step: int) -> None:
-        schedules, num_steps = self._config.optimizer.schedules, self._loop.steps
+        schedules, num_steps = self._config.optimizer.schedules, self._settings.num_steps
         if not all(schedule.is_constant for schedule in schedules):
             table_lr, dense_lr = (
                 rate * schedule.multiplier(step, num_steps)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 from pydantic import ConfigDict, Field
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.section import JsonFile, Section, reading, writing
+from torchrec_2dsp.programs.config.section import JsonFile, Section, flat, reading, writing
 from torchrec_2dsp.programs.traces import RankSplit
 
 LESS_IS_BETTER = ("loss", "ne")
@@ -25,6 +25,9 @@ is better."""
 
 TRAIN_RECORD_FORMAT = 4
 """The record format that this version writes; older ones, which it reads, have fewer figures."""
+
+_FOLDERS = ("output.folder", "checkpoint.folder", "loop.tensorboard_dir", "data.prepared")
+"""The keys for folders, which change no figure."""
 
 PROGRESS_FILE = "progress.jsonl"
 """The progress file's name, in a run's folder."""
@@ -262,10 +265,10 @@ class TrainRecord(JsonFile):
             raise ConfigError(
                 f"two records with the seeds {self.seeds} have the run {min(common)!r}; give one"
             )
-        if self._without_runs() != other._without_runs():
+        if difference := self.difference(other, "runs."):
             raise ConfigError(
-                f"two records with the seeds {self.seeds} differ in more than their runs; "
-                "compare runs of one config"
+                f"two records with the seeds {self.seeds} differ in more than their runs: "
+                f"{difference}; compare runs of one config"
             )
         sections = {**self.config["runs"], **other.config["runs"]}
         return self.with_runs(sections, self.runs + other.runs)
@@ -275,9 +278,19 @@ class TrainRecord(JsonFile):
         config = {**self.config, "runs": sections}
         return self.model_copy(update={"config": config, "runs": runs})
 
-    def _without_runs(self) -> tuple[dict[str, Any], int]:
-        config = {name: part for name, part in self.config.items() if name != "runs"}
-        return config, self.world_size
+    def difference(self, other: "TrainRecord", *ignored: str) -> str:
+        """Name the first key that differs, with both values; empty if the records are alike.
+
+        Folders don't count, nor do keys that begin as one in ``ignored``.
+        """
+        if self.world_size != other.world_size:
+            return f"the number of ranks is {self.world_size} and {other.world_size}"
+        first, second = (dict(flat("", record.config)) for record in (self, other))
+        for key in sorted(first.keys() | second.keys()):
+            value, other_value = first.get(key, "nothing"), second.get(key, "nothing")
+            if value != other_value and not key.startswith((*_FOLDERS, *ignored)):
+                return f"{key} is {value} and {other_value}"
+        return ""
 
 
 def joined(records: Sequence[TrainRecord]) -> list[TrainRecord]:

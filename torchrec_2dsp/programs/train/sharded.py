@@ -6,7 +6,8 @@ config --make_model--> unsharded model --plan_run--> plan --ModelParallel2D--> s
 ```
 """
 
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -27,21 +28,26 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize
-from torchrec_2dsp.plan.parameter_sharding import RowStorage
+from torchrec_2dsp.plan.parameter_sharding import Exchange, RowStorage
 from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
-from torchrec_2dsp.planner.planner2d import Planner2D, plan_on_rank_0
+from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D, plan_on_rank_0
 from torchrec_2dsp.programs.config.dense import LocalConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
-from torchrec_2dsp.programs.models.dense import DensePart, autocast_, dense_part
-from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
+from torchrec_2dsp.programs.config.sections import ModelConfig
+from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset, Progress, Split
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.models.dense import autocast_, dense_part
+from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of, transformer_of
 from torchrec_2dsp.programs.models.model import rank_device, split_, tables_of
 from torchrec_2dsp.programs.models.optimizer import (
     STATE_PER_WEIGHT,
@@ -51,17 +57,25 @@ from torchrec_2dsp.programs.models.optimizer import (
 )
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.planned import (
+    RESERVED,
+    ReservedShare,
     draw_sharded_tables_,
     pinned_plan,
+    planner_arguments,
     stock_sharders,
     table_configs,
+    true_access,
 )
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
-from torchrec_2dsp.programs.train.planner import access_of, arguments_of, planner_by_cost
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
 )
+
+_COUNTED_IDS, _COUNTED_BATCHES = 2**21, 8
+"""The lookups, or samples, to count at least, and the batches."""
+_EXACT_ROWS = 2**22
+"""The largest table of which each row is counted; of larger ones, the most used rows are."""
 
 _Sharders = list[ModuleSharder[Any]]
 
@@ -118,7 +132,16 @@ def sharded_model(
         )
     sharders = make_sharders(config, run)
     plan, explanation = _plan_run(config, name, dataset, model, sharders)
-    part = _make_dense_part(config, run, model)
+    part = dense_part(
+        run.dense,
+        layered_of(model),
+        calibration=run.calibration,
+        batch_size=config.loop.batch_size // dist.get_world_size(world_group()),
+        state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
+        # With a static graph, DDP learns the graph in its first backward, where it adds up the
+        # gradients of each batch. After a resume, that would give other bits.
+        static_graph=config.loop.accumulate == 1,
+    )
     autocast_(model, run.dense, device)
     parallel_model = ModelParallel2D(
         model,
@@ -173,8 +196,8 @@ def make_sharders(config: TrainConfig, run: RunConfig) -> _Sharders:
 
 def _num_steps(config: TrainConfig, dataset: Dataset) -> int:
     loop = config.loop
-    num_batches = dataset.num_train_batches(loop.batch_size)
-    return loop.steps if num_batches is None else min(loop.steps, num_batches // loop.accumulate)
+    num_batches = dataset.num_train_batches(loop.global_batch_size)
+    return loop.steps if num_batches is None else min(loop.steps, num_batches)
 
 
 def _plan_run(
@@ -235,23 +258,117 @@ def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
     return plan
 
 
-def _make_dense_part(config: TrainConfig, run: RunConfig, model: nn.Module) -> DensePart:
-    """Build the runner for an unsharded model's dense part.
-
-    Collectives:
-        Same as `dense_part`.
-    """
-    loop = config.loop
-    return dense_part(
-        run.dense,
-        layered_of(model),
-        calibration=run.calibration,
-        batch_size=loop.batch_size // dist.get_world_size(world_group()),
-        state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
-        # With a static graph, DDP learns the graph in its first backward, where it adds up the
-        # gradients of each batch. After a resume, that would give other bits.
-        static_graph=loop.accumulate == 1,
+def arguments_of(
+    config: TrainConfig, run: RunConfig, shape: BatchShape, model: nn.Module, topology: Topology
+) -> dict[str, Any]:
+    """Return the arguments that TorchRec's planner and this package's share."""
+    return planner_arguments(
+        model,
+        shape,
+        run.sharding_types or config.model.sharding_types,
+        topology,
+        batch_size=config.loop.batch_size // topology.world_size,
     )
+
+
+def planner_by_cost(
+    config: TrainConfig,
+    name: str,
+    shape: BatchShape,
+    model: nn.Module,
+    topology: Topology,
+    calibration: Calibration,
+    access: AccessStats | None,
+    *,
+    reserved: float = RESERVED,
+) -> Planner2D:
+    """Build the planner for a run on calibrated machines, which needn't be there.
+
+    Args:
+        config: the training program's.
+        name: the run's; what it says of mesh, exchange and hot rows is demanded of the plan.
+        shape: the data's features.
+        model: the unsharded model.
+        topology: the calibration's, for the ranks that train.
+        calibration: the machines.
+        access: row frequencies; `None` on ranks that don't search.
+        reserved: the share of memory that isn't for tables.
+    """
+    run = config.runs[name]
+    arguments = arguments_of(config, run, shape, model, topology)
+    arguments["storage_reservation"] = ReservedShare(reserved)
+    batch_size, types = arguments["batch_size"], run.sharding_types or config.model.sharding_types
+    # Counts know better how many ids a sample has, and alone if the data lacks a feature.
+    is_counted = access is not None and not run.access
+    described = set() if is_counted else {feature.name for feature in shape.features}
+    by_features = arguments["constraints"]
+    arguments["constraints"] = constraints = {
+        table.name: ParameterConstraints2D(
+            sharding_types=list(types),
+            pooling_factors=by_features[table.name].pooling_factors
+            if described.issuperset(table.feature_names)
+            else [1.0],
+            exchange=[run.exchange] if run.exchange is not Exchange.POOLED else None,
+            transport=[run.row_transport] if run.row_transport is not Transport.FP32 else None,
+            stored_as=run.stored_as,
+            hot_rows=run.hot_rows or None,
+        )
+        for table in tables_of(model)
+    }
+    kernels, transformer = calibration.kernels, transformer_of(config.model)
+    if transformer is None or kernels.matmul is None:
+        arguments["access"] = access
+    else:
+        # A weight is used for each item of a sample, not once.
+        layers = transformer.layers(kernels).layers
+        forward_s = batch_size * sum(layer.forward_s for layer in layers)
+        workload = Workload.of_model(
+            model, batch_size=batch_size, constraints=constraints, access=access
+        )
+        dense = DenseWork.of_model(model, workload, kernels)
+        arguments["workload"] = replace(
+            workload, dense=replace(dense, forward_s=forward_s, backward_s=2 * forward_s)
+        )
+    return Planner2D(
+        **arguments,
+        mesh=config.mesh(name, topology.world_size),
+        sync=run.sync_config,
+        calibration=calibration,
+    )
+
+
+def access_of(
+    config: TrainConfig,
+    run: RunConfig,
+    model: nn.Module,
+    dataset: Dataset,
+    progress: Progress | None = None,
+) -> AccessStats:
+    """Return a run's row frequencies: by its file, its data's probabilities, or counted.
+
+    Args:
+        config: the training program's.
+        run: one of its runs.
+        model: the unsharded model.
+        dataset: the model's batches; the first are counted if nothing else is known.
+        progress: called while they are.
+    """
+    if run.access:
+        return AccessStats.load(run.access)
+    if isinstance(config.data, SyntheticConfig) and isinstance(config.model, ModelConfig):
+        return true_access(config.data)
+    counter = RowCounter.for_model(model, exact_rows=_EXACT_ROWS)
+    num_counted, batch_size = 0, config.loop.batch_size
+    own = dataset.batches(Split.TRAIN, global_batch_size=batch_size, rank=0, world_size=1)
+    with closing(own) as batches:
+        for number, batch in enumerate(batches):
+            if num_counted >= _COUNTED_IDS and number >= _COUNTED_BATCHES:
+                break
+            counter.update(batch.sparse_features)
+            num_counted += max(batch.sparse_features.values().numel(), batch_size)
+            if progress is not None:
+                progress("counting lookups", num_counted, _COUNTED_IDS)
+    return counter.stats()
 
 
 def _stock_run(

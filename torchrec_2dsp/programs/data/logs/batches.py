@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, groupby
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Split, check_batch
+from torchrec_2dsp.programs.data.dataset import Batches, Split, check_batch
 from torchrec_2dsp.programs.data.draws import uniforms
 from torchrec_2dsp.programs.data.logs.config import LogFiles, Rest
 from torchrec_2dsp.programs.data.logs.source import LogPiece, count_rows
@@ -37,8 +37,11 @@ class EpochPlan:
     """The number of samples in a batch over all ranks."""
 
     rest: Rest
-    """The treatment of the last, incomplete batch: drop it, or pad it with the epoch's first
+    """The treatment of the last, incomplete step: drop it, or pad it with the epoch's first
     rows."""
+
+    batches_per_step: int = 1
+    """The number of batches in a step; an epoch has whole steps."""
 
     num_epochs: int = 1
     """The number of epochs; 0 for no end."""
@@ -55,10 +58,15 @@ class EpochPlan:
         return self.global_batch_size // self.world_size
 
     @property
+    def step_size(self) -> int:
+        """The number of samples in a step over all ranks."""
+        return self.global_batch_size * self.batches_per_step
+
+    @property
     def num_batches(self) -> int:
         """The number of batches in an epoch."""
-        num_batches, rest = divmod(self.num_rows, self.global_batch_size)
-        return num_batches + (self.rest == "pad" and rest > 0)
+        num_steps, rest = divmod(self.num_rows, self.step_size)
+        return (num_steps + (self.rest == "pad" and rest > 0)) * self.batches_per_step
 
     @property
     def num_samples(self) -> int:
@@ -80,7 +88,7 @@ class EpochPlan:
         """
         if not self.num_batches:
             raise ConfigError(
-                f"the {self.num_rows} {what} rows make no batch of {self.global_batch_size}; use a "
+                f"the {self.num_rows} {what} rows make no batch of {self.step_size}; use a "
                 'smaller global batch, or rest = "pad"'
                 if self.num_rows
                 else f"there are no {what} rows; name more files, or hold out another share"
@@ -137,43 +145,12 @@ def placed(
         start += count_rows(window)
 
 
-class BatchStream(Iterator[Batch]):
-    """An iterator over batches that a thread prefetches from the first request on.
+def prefetched(batches: Iterator[Batch], num_ahead: int) -> Batches:
+    """Yield batches that a thread makes ahead, from the first request on; without one for 0.
 
-    The thread ends with the batches, after an error, and when the stream is closed or garbage
+    The thread ends with the batches, after an error, and when the generator is closed or garbage
     collected. The thread's error is raised in place of its batch.
-
-    Example:
-        >>> from torchrec_2dsp.programs.data.logs.batches import BatchStream
-        >>> with BatchStream(iter(["a", "b"]), num_ahead=1) as stream:
-        ...     list(stream)
-        ['a', 'b']
     """
-
-    def __init__(self, batches: Iterator[Batch], *, num_ahead: int) -> None:
-        """Prepare to make batches.
-
-        Args:
-            batches: makes them, on the thread.
-            num_ahead: how many batches to prefetch; 0 for none, without a thread.
-        """
-        self._batches = _prefetched(batches, num_ahead)
-
-    def __next__(self) -> Batch:
-        return next(self._batches)
-
-    def close(self) -> None:
-        """End the thread; no more batches come."""
-        self._batches.close()
-
-    def __enter__(self) -> "BatchStream":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def _prefetched(batches: Iterator[Batch], num_ahead: int) -> Generator[Batch, None, None]:
     if not num_ahead:
         yield from batches
         return
@@ -216,45 +193,54 @@ class LogDataset(ABC):
 
     def num_batches(self, split: Split, global_batch_size: int) -> int:
         """Return how many batches a split's epoch has."""
-        return self._plan(split, global_batch_size).num_batches
+        return self._plan(split, global_batch_size=global_batch_size).num_batches
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
         """Return how many global batches all epochs have; `None` if they never end."""
-        plan = self._plan(Split.TRAIN, global_batch_size)
+        plan = self._plan(Split.TRAIN, global_batch_size=global_batch_size)
         return plan.num_epochs * plan.num_batches if plan.num_epochs else None
 
     def batches(
-        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
-    ) -> BatchStream:
+        self,
+        split: Split,
+        *,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        start: int = 0,
+        batches_per_step: int = 1,
+    ) -> Batches:
         """Read this rank's part of a split's global batches; see `Dataset.batches`.
 
         An epoch's batch n is the split's rows n*B to (n+1)*B, in their order of that epoch.
         """
         check_batch(global_batch_size, rank, world_size, start)
-        plan = self._plan(split, global_batch_size, rank, world_size)
+        plan = self._plan(
+            split,
+            global_batch_size=global_batch_size,
+            rank=rank,
+            world_size=world_size,
+            batches_per_step=batches_per_step,
+        )
         plan.check(self._row_words[split])
         return self._stream(self._read(split, plan, start))
 
     def check(self, global_batch_size: int) -> None:
         """Raise `ConfigError` if a split has no batch."""
         for split in Split:
-            self._plan(split, global_batch_size).check(self._row_words[split])
+            self._plan(split, global_batch_size=global_batch_size).check(self._row_words[split])
 
-    def samples_once(self, split: Split, *, rank: int, world_size: int) -> BatchStream:
+    def samples_once(self, split: Split, *, rank: int, world_size: int) -> Batches:
         """Read every sample of a split once, dealt to ranks, in batches of any size."""
         return self._stream(self._read_once(split, rank, world_size))
 
-    def _plan(
-        self, split: Split, global_batch_size: int, rank: int = 0, world_size: int = 1
-    ) -> EpochPlan:
+    def _plan(self, split: Split, **part: int) -> EpochPlan:
         return EpochPlan(
             num_rows=self.num_rows(split),
-            global_batch_size=global_batch_size,
             rest=self._files.rest,
             num_epochs=self._files.epochs if split is Split.TRAIN else 1,
-            rank=rank,
-            world_size=world_size,
+            **part,
         )
 
-    def _stream(self, batches: Iterator[Batch]) -> BatchStream:
-        return BatchStream(batches, num_ahead=self._files.num_ahead)
+    def _stream(self, batches: Iterator[Batch]) -> Batches:
+        return prefetched(batches, self._files.num_ahead)

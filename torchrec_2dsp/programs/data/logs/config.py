@@ -254,8 +254,8 @@ class LogFiles(Section):
     """The seed for shuffling."""
 
     malformed_limit: int = Field(default=0, ge=0)
-    """The most malformed lines in text files that a rank accepts. The line before a malformed one
-    replaces it. Of interactions, as many rows may lack a value, and are left out."""
+    """The most malformed lines in all text files. The line before a malformed one replaces it. Of
+    interactions, as many rows may lack a value, and are left out."""
 
     num_ahead: int = Field(default=4, ge=0)
     """The number of batches that a thread prefetches; 0 for none, without a thread."""
@@ -397,13 +397,9 @@ class InteractionsLayout(LogFiles):
     """The quote character in a text file; empty for none."""
 
     @model_validator(mode="after")
-    def _check_order(self) -> Self:
+    def _check_order_and_time(self) -> Self:
         if not self.is_shuffled:
             self.refuse_unread(["seed"], "is for is_shuffled=true; set it, or leave seed out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_time(self) -> Self:
         _check_time_format("", self.time_format, "unix", "iso")
         return self
 

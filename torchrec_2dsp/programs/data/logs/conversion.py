@@ -47,6 +47,7 @@ from torchrec_2dsp.programs.data.logs.text import (
     line_ends,
     line_start_before,
     shown,
+    without_blank_end,
 )
 
 MALFORMED = "malformed line"
@@ -57,6 +58,9 @@ _PART_BYTES = 256 * 2**20
 _VERSION = 1
 """The format version; a new number converts all files again."""
 _STALE_S = 3600.0
+MALFORMED_REASON = f"{MALFORMED}.reason"
+"""The place of the reasons in Parquet files. Its statistics count the other rows, except in files
+that earlier versions converted."""
 _MALFORMED_TYPE = pa.struct([("reason", pa.string()), ("text", pa.string())])
 _NO_NAMES = (
     ". If these aren't names, give them by columns=; if they are one name, check the delimiter"
@@ -100,11 +104,6 @@ class ConvertedFile:
         """The Parquet files, in row order."""
 
     @property
-    def is_one_unit(self) -> bool:
-        """True if shuffling keeps the blocks together, as in a compressed file."""
-        return self._kind.compression is not None
-
-    @property
     def num_bytes(self) -> int:
         """The file's size."""
         return self._state.num_bytes
@@ -136,8 +135,12 @@ class ConvertedFile:
                 schema = self._schema() if first is None else first.schema
                 # Not compressed: each rank decodes all rows of a block, and the disk is fast.
                 texts = [field.name for field in schema if pa.types.is_binary(field.type)]
-                options: dict[str, Any] = {"compression": "none", "use_dictionary": texts or False}
-                with pq.ParquetWriter(draft, schema, write_statistics=False, **options) as writer:
+                options: dict[str, Any] = {
+                    "compression": "none",
+                    "use_dictionary": texts or False,
+                    "write_statistics": [MALFORMED_REASON],
+                }
+                with pq.ParquetWriter(draft, schema, **options) as writer:
                     while first is not None:
                         writer.write_table(first, row_group_size=max(1, first.num_rows))
                         first = next(tables, None)
@@ -212,6 +215,8 @@ class ConvertedFile:
                     block_bytes=size,
                     num_bytes=None if is_last else head.offset + end_chunk * size - start,
                 )
+                if is_last and len(head.names) > 1:
+                    blocks = without_blank_end(blocks)
                 begin, first_row = raw.tell(), 0
                 for data in blocks:
                     yield self._parsed(parser, data, start, first_row)

@@ -78,14 +78,6 @@ class KnownLogConfig(LogConfig):
     min_count: int = Field(default=10, ge=1)
     """The smallest count with which a value enters a vocabulary."""
 
-    @model_validator(mode="after")
-    def _check_encoding(self) -> Self:
-        if self.encoding == "hash":
-            self.refuse_unread(
-                ["min_count"], "is for encoding='vocabulary'; set it, or leave min_count out"
-            )
-        return self
-
     def sparse(self, names: tuple[str, ...]) -> tuple[SparseColumn, ...]:
         """Return these columns as sparse features."""
         unknown = sorted(self.rows.keys() - set(names))
@@ -116,6 +108,10 @@ class KnownLogConfig(LogConfig):
 
     @model_validator(mode="after")
     def _check_table(self) -> Self:
+        if self.encoding == "hash":
+            self.refuse_unread(
+                ["min_count"], "is for encoding='vocabulary'; set it, or leave min_count out"
+            )
         self.table()
         return self
 

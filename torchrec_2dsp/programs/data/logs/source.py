@@ -23,6 +23,7 @@ from torchrec_2dsp.programs.data.dataset import Progress, Split
 from torchrec_2dsp.programs.data.logs.config import ColumnKind, LogLayout
 from torchrec_2dsp.programs.data.logs.conversion import (
     MALFORMED,
+    MALFORMED_REASON,
     ConvertedFile,
     check_names,
     convert,
@@ -135,6 +136,7 @@ class LogSource:
 
         Raises:
             ConfigError: a file can't be read, has no rows, or lacks a column.
+            InputError: too many lines are malformed.
         """
         self.columns, self.malformed = config.read_columns(), malformed
         self.block_rows = config.block_rows
@@ -163,6 +165,7 @@ class LogSource:
                 fragment = source.source_fragment() if source else self.fragments[-1]
                 self._check(file, fragment.physical_schema)
             self.blocks += blocks
+        self._check_malformed()
 
     def _list(self, file: str, source: ConvertedFile | None) -> list[LogBlock]:
         """List a file's blocks: row groups that were written as such, or parts of others."""
@@ -177,7 +180,8 @@ class LogSource:
                     place = (len(self.fragments), unit, group.id, offset, first_row + offset)
                     blocks.append(LogBlock(file, *place, size))
                 first_row += group.num_rows
-                unit += source is None or not source.is_one_unit
+                # Shuffling keeps the blocks of a compressed file together.
+                unit += source is None or kind_of(file).compression is None
             self.fragments.append(fragment)
         return blocks
 
@@ -212,6 +216,33 @@ class LogSource:
                     f"{file}: column {name!r} has {what}, and in {first_file} it has {expected}; "
                     "write all files with one schema"
                 )
+
+    def _check_malformed(self) -> None:
+        """Raise `InputError` if text files have more malformed lines than the limit."""
+        malformed = MalformedLines(self.malformed.limit)
+        for block in self.blocks:
+            if block.file in self.num_head_lines and self._may_have_malformed(block):
+                group = self.fragments[block.part].subset(row_group_ids=[block.row_group])
+                lines = group.to_table(columns=[MALFORMED], use_threads=False)[MALFORMED]
+                self.count_malformed(block, lines, np.arange(block.num_rows), malformed)
+
+    def _may_have_malformed(self, block: LogBlock) -> bool:
+        group = self.fragments[block.part].metadata.row_group(block.row_group)
+        columns = map(group.column, range(group.num_columns))
+        reasons = next(column for column in columns if column.path_in_schema == MALFORMED_REASON)
+        counts = reasons.statistics
+        return counts is None or counts.null_count < block.num_rows
+
+    def count_malformed(
+        self, block: LogBlock, lines: pa.ChunkedArray, rows: Rows, malformed: MalformedLines
+    ) -> None:
+        """Count the malformed lines among some rows of a text file's block."""
+        if lines.null_count == len(lines):
+            return
+        first = block.first_row + self.num_head_lines[block.file] + 1
+        for row, line in zip(rows.tolist(), lines.to_pylist(), strict=True):
+            if line is not None:
+                malformed.add(block.file, first + row, line["reason"], line["text"])
 
     def check_single(self, column: str, purpose: str, remedy: str = "use another column") -> None:
         """Raise `ConfigError` where a column that needs one id in a row has lists or timestamps."""
@@ -353,7 +384,8 @@ class LogReader:
             table = table.slice(int(rows[0]), len(rows)) if is_run else table.take(pa.array(rows))
         numbers = np.arange(block.num_rows) if rows is None else rows
         if names[-1] == MALFORMED:
-            self._count(block, table[MALFORMED], numbers)
+            source = self._source
+            source.count_malformed(block, table[MALFORMED], numbers, source.malformed)
             return table.drop_columns([MALFORMED])
         self._check_labels(block, table, numbers)
         return table
@@ -378,15 +410,6 @@ class LogReader:
             if self._offset == block.offset + block.num_rows:
                 return table
         raise EOFError("a row group has fewer rows than the footer says")
-
-    def _count(self, block: LogBlock, malformed: pa.ChunkedArray, rows: Rows) -> None:
-        if malformed.null_count == len(malformed):
-            return
-        first = block.first_row + self._source.num_head_lines[block.file] + 1
-        for row, line in zip(rows.tolist(), malformed.to_pylist(), strict=True):
-            if line is not None:
-                place = block.file, first + row
-                self._source.malformed.add(*place, line["reason"], line["text"])
 
     def _check_labels(self, block: LogBlock, table: pa.Table, rows: Rows) -> None:
         for name, column in self._source.columns.items():

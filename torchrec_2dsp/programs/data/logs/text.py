@@ -142,6 +142,20 @@ def blocks_of_lines(
         yield pending
 
 
+def without_blank_end(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Drop the blank lines at the end of the last block, and blocks of such lines behind it."""
+    block = b""
+    for following in blocks:
+        if following.isspace():
+            block += following
+            continue
+        if block:
+            yield block
+        block = following
+    if lines := block.rstrip(_RETURN + _LINE_END):
+        yield lines + _LINE_END
+
+
 def line_start_before(stream: pa.NativeFile, position: int, lowest: int) -> int:
     """Search backwards for the start of the line at a position."""
     while position > lowest:

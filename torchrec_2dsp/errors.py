@@ -64,6 +64,13 @@ class SyncError(TwoDError, RuntimeError):
     """Replicas could not be made equal."""
 
 
+class NotFiniteError(SyncError):
+    """A gradient, a weight or optimizer state that is NaN or infinite.
+
+    No rank has applied the update or average. A load leaves it out, and training goes on.
+    """
+
+
 class RankError(SyncError):
     """A rank failed, doesn't answer, or does something else than the others.
 

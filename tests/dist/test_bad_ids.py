@@ -24,7 +24,7 @@ from tests.support.loops import (
 )
 from tests.support.models import HOT_ROWS, SEQUENCES, ModelSpec, tables_of
 from tests.support.oracle import local_loss
-from tests.support.parity import TWO, Cell, make_optimizer, make_sharder
+from tests.support.parity import TWO, Cell, make_optimizer
 from tests.support.ranks import RankPool, error_of, error_text
 from torchrec_2dsp._compat.tensors import take_gradient
 from torchrec_2dsp.shard.stages import BatchNotes, StrayGradients
@@ -53,19 +53,6 @@ def with_id(batch: KeyedJaggedTensor, bad: int) -> tuple[KeyedJaggedTensor, int,
         batch.keys(), values, batch.weights_or_none(), lengths=batch.lengths()
     )
     return changed, sample, place
-
-
-def without_place(batch: KeyedJaggedTensor, sample: int, place: int) -> KeyedJaggedTensor:
-    """Return the batch without the id there."""
-    kept = torch.arange(batch.values().numel()) != place
-    lengths, weights = batch.lengths().clone(), batch.weights_or_none()
-    lengths[batch.keys().index("f1") * batch.stride() + sample] -= 1
-    return KeyedJaggedTensor(
-        batch.keys(),
-        batch.values()[kept],
-        None if weights is None else weights[kept],
-        lengths=lengths,
-    )
 
 
 def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int, Tensors, Tensors]:
@@ -101,35 +88,6 @@ def test_all_ranks_raise_and_may_go_on(ranks4: RankPool, cell: Cell, bad: int) -
     assert [actual for _, actual, *_ in answers] == [int(rank == FAULTY_RANK) for rank in range(4)]
     for _, _, with_bad, without in answers:
         assert largest_gap(with_bad, without) == 0.0
-
-
-def correcting(rank: int, world_size: int, cell: Cell, policy: str, bad: int) -> tuple[float, int]:
-    """Return the gap between training with a bad id and with the policy's correction."""
-    states, actual = [], 0
-    for with_bad in (True, False):
-        sharder: Any = make_sharder(cell)
-        sharder.bad_ids = type(sharder.bad_ids).of(policy)
-        parallel = shard(cell, sharder)
-        batches = []
-        for step in make_stream(cell, 3):
-            batch, sample, place = with_id(step[rank], bad)
-            if not with_bad and policy == "drop":
-                batch = without_place(batch, sample, place)
-            elif not with_bad:
-                batch.values()[place] = min(max(bad, 0), 23)
-            batches.append(batch)
-        plain_loop(parallel, make_optimizer(parallel), batches)
-        states.append(snapshot(parallel))
-        actual = actual or sum(part.num_bad_ids for part in sharded_tables(parallel))
-    return largest_gap(*states), actual
-
-
-@pytest.mark.dealt
-@pytest.mark.parametrize("policy", ["drop", "clamp"])
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_bad_ids_are_corrected(ranks4: RankPool, cell: Cell, policy: str) -> None:
-    for bad in BAD:
-        assert ranks4.run(correcting, cell, policy, bad) == [(0.0, 3)] * 4
 
 
 def raising_in_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[str], float]:

@@ -229,6 +229,10 @@ PLAN_ERRORS: dict[str, Case] = {
         "doesn't fit its tables: missing t1",
         lambda rank: construct(change=without_t1),
     ),
+    "a table of another size": (
+        "table 't0' has 41 rows of 8 columns, and 40 of 8 in its plan",
+        lambda rank: construct(model=with_first_table(num_rows=41)),
+    ),
     "an unknown pinned table": (
         "the plan has no table 't9'; it has t0, t1, t2",
         lambda rank: pinned("t9", [0]),

@@ -13,9 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.devices import KERNEL_ROUNDING, ranks_per_host
 from tests.support.loops import (
-    PIPELINES,
     all_to_all_bytes,
-    by_pipelines,
     largest_gap,
     logged,
     make_stream,
@@ -73,7 +71,10 @@ def test_rows_in_even_bags_train_as_the_unsharded_model(ranks4: RankPool, spec: 
 
 
 def test_groups_over_many_hosts_equal_the_unsharded_model(ranks8: RankPool, dealt: Deal) -> None:
-    """Four hosts with two ranks each as one group, then as two groups over two hosts each."""
+    """Four hosts with two ranks each as one group, then as two groups over two hosts each.
+
+    There a table may have one copy on all hosts.
+    """
     one, two = tdsp.Mesh2D(1, 8), tdsp.Mesh2D(2, 4, tdsp.RankLayout.CONTIGUOUS)
     averaged = replace(PER_HOST, mesh=two, optimizer="sgd", sync=tdsp.WeightSync(dense_above=1.0))
     cells = [replace(ROWS, mesh=mesh) for mesh in (one, tdsp.Mesh2D(2, 4))]
@@ -81,7 +82,9 @@ def test_groups_over_many_hosts_equal_the_unsharded_model(ranks8: RankPool, deal
         replace(PER_HOST, mesh=mesh, spec=spec)
         for mesh, spec in product((one, two), (ModelSpec(), SEQUENCES))
     ]
-    check_cells(dealt([*cells, averaged]), ranks8)
+    once = Cell(tdsp.Mesh2D(2, 4), in_world=("t1",))
+    cells += [averaged, once, replace(once, exchange="row_per_host")]
+    check_cells(dealt(cells), ranks8, must_sync=True)
 
 
 @pytest.mark.parametrize("exchange", LONG_BAGS_TOLERANCE)
@@ -100,25 +103,6 @@ def test_long_bags_equal_the_unsharded_model(ranks4: RankPool, exchange: str, de
 
 
 HOT = replace(ROWS, mesh=TWO, hot_rows=HOT_ROWS)
-
-
-@pytest.mark.dealt_file
-@pytest.mark.parametrize(
-    "cell",
-    [
-        replace(HOT, exchange="nonempty", sharding="table_wise"),
-        replace(HOT, exchange="nonempty"),
-        replace(ROWS, mesh=TWO),
-        HOT,
-        replace(HOT, owners="hash"),
-        replace(PER_HOST, hot_rows=HOT_ROWS),
-    ],
-    ids=str,
-)
-def test_pipelines_change_nothing(two_hosts: RankPool, cell: Cell) -> None:
-    for gaps in two_hosts.run(by_pipelines, cell):
-        assert len(gaps) == len(PIPELINES)
-        assert max(gaps) <= KERNEL_ROUNDING
 
 
 def as_pooled(rank: int, world_size: int, cell: Cell) -> float:

@@ -121,8 +121,7 @@ HALF_OUTPUTS = [
 
 def half_outputs(rank: int, world_size: int, cell: Cell) -> float:
     """Return the largest gap to the unsharded outputs, before and after a step."""
-    sharder: Any = make_sharder(replace(cell, optimizer="sgd"))
-    sharder.fused_params["output_dtype"] = DataType.FP16
+    sharder = make_sharder(replace(cell, optimizer="sgd", output=DataType.FP16))
     parallel, whole, batches = shard(cell, sharder), build(cell.spec), make_stream(cell, 1)[0]
 
     def output(model: Any, batch: Any) -> torch.Tensor:

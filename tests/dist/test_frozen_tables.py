@@ -16,8 +16,6 @@ from tests.support.loops import (
     LossModel,
     entries,
     largest_gap,
-    make_stream,
-    pipeline_loop,
     plain_loop,
     snapshot,
 )
@@ -74,17 +72,6 @@ def of_rule(rule: Cell) -> list[Cell]:
         replace(rule, exchange="nonempty", sharding="table_wise", hot_rows=HOT),
         replace(rule, spec=SEQUENCES, exchange="row"),
     ]
-
-
-CELLS = (
-    *of_rule(SGD),
-    replace(SGD, exchange="nonempty", sharding="table_wise"),
-    replace(SGD, sync=tdsp.WeightSync(policy=tdsp.every(1)), mesh=FOUR),
-    replace(SGD, spec=ModelSpec(pooling="mean")),
-    replace(SGD, spec=ModelSpec(weighted=True), exchange="row"),
-    replace(SGD, spec=SEQUENCES, sharding="table_wise", mesh=ONE),
-    replace(SGD, stock_wrapper=True),
-)
 
 
 def frozen_model(cell: Cell, names: tuple[str, ...]) -> Any:
@@ -155,37 +142,6 @@ def check(pool: RankPool, cases: list[tuple[Cell, tuple[str, ...], Calls]]) -> N
             assert max(gap.loss, gap.weight) <= tolerance_of(cell), f"{cell} {calls}: {gap}"
             assert gap.moment <= LATE_MOMENTS, f"{cell} {calls}: {gap}"
         assert sum(gap.num_values for gap in gaps) == cell.num_values, cell
-
-
-@pytest.mark.parametrize("names", [("t1",), ("t0", "t1", "t2")], ids=["one", "all"])
-def test_others_train_as_in_the_unsharded_model(ranks4: RankPool, names: tuple[str, ...]) -> None:
-    # The model of sequences has no dense part, so some table has to be trained.
-    check(ranks4, [(cell, ("t1",) if cell.spec.sequence else names, ()) for cell in CELLS])
-
-
-def losses_by_pipeline(rank: int, world_size: int, cell: Cell) -> list[list[float]]:
-    """Return the losses of a plain loop, TorchRec's pipeline, and row prefetch."""
-    own = [batches[rank] for batches in make_stream(cell, 6)]
-    losses = []
-    for kind in ("plain", "sparse dist", "prefetch"):
-        torch.manual_seed(0)
-        parallel = shard(cell, model=freeze(LossModel(cell.spec), ("t1",)))
-        optimizer = make_optimizer(parallel)
-        if kind == "plain":
-            losses.append(plain_loop(parallel, optimizer, own))
-        elif kind == "prefetch":
-            pipeline = tdsp.TrainPipelineRowPrefetch(parallel, optimizer, torch.device("cpu"))
-            stream = iter(own)
-            losses.append([local_loss(pipeline.progress(stream)).item() for _ in own])
-        else:
-            losses.append(pipeline_loop(kind, parallel, optimizer, own))
-    return losses
-
-
-def test_pipelines_train_alike(ranks4: RankPool) -> None:
-    cell = replace(SGD, exchange="row", mesh=ONE)
-    for plain, sparse_dist, prefetched in ranks4.run(losses_by_pipeline, cell, timeout_s=60):
-        assert plain == sparse_dist == pytest.approx(prefetched, rel=1e-6)
 
 
 @dataclass(frozen=True)

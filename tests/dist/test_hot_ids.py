@@ -1,6 +1,7 @@
 """Hot ids behind id maps: replicas move with the rows that the maps give them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.support.managed_collisions import (
     TABLES,
     TOLERANCE,
     Case,
+    ManagedModel,
     Twin,
     batch_of,
     replicas_of,
@@ -27,8 +29,9 @@ from tests.support.managed_collisions import (
     train,
     train_beside_twin,
 )
+from tests.support.oracle import local_loss
 from tests.support.parity import TWO, make_optimizer, relative_gap
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, error_of
 
 HOT_CASES = [
     Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS, hot_rows=HOT_IDS), "lru"),
@@ -109,6 +112,52 @@ def refresh_between_steps(rank: int, world_size: int, case: Case) -> float:
 def test_a_refresh_names_ids(ranks4: RankPool, policy: str) -> None:
     case = replace(HOT_CASES[1], policy=policy)
     assert max(ranks4.run(refresh_between_steps, case, timeout_s=60)) < TOLERANCE
+
+
+class LooksUpTwice(ManagedModel):
+    """Looks two batches up in one forward, one of them before the other has scores."""
+
+    def forward(self, features: Any) -> Any:
+        rows = [self.mc(of_batch)[0] for of_batch in features]
+        scores = [self.head(of_batch) for of_batch in rows]
+        return local_loss(scores[0]) + local_loss(scores[1]), scores
+
+
+def train_twice_at_once(rank: int, world_size: int, case: Case) -> tuple[float, str]:
+    """Train on two batches in each step; return the gap to the twin, and an error of two forwards.
+
+    Maps give rows to other ids between the two lookups.
+    """
+    twin, parallel = Twin(case), sharded(case, LooksUpTwice)
+    optimizer, gap = make_optimizer(parallel), 0.0
+    for step in range(STEPS):
+        numbers = (2 * step, 2 * step + 1)
+        optimizer.zero_grad()
+        loss, _ = parallel([batch_of(case, number, rank) for number in numbers])
+        loss.backward()
+        optimizer.step()
+        gap = max(gap, relative_gap([loss.item()], [twin.step_twice(numbers)[rank]]))
+    gap = max(gap, state_gap(parallel, twin))
+    pairs = [[batch_of(case, number, rank)] * 2 for number in (0, 4)]
+    losses = [parallel(pair)[0] for pair in pairs]
+    return gap, error_of((losses[0] + losses[1]).backward)
+
+
+@pytest.mark.parametrize(
+    ("cell", "policy"),
+    [
+        (Cell(TWO, spec=BAGS, hot_rows=HOT_IDS), "lru"),
+        (Cell(TWO, spec=BAGS, exchange="row", hot_rows=HOT_IDS), "hash ttl"),
+        (Cell(tdsp.Mesh2D(1, 4), spec=SEQUENCES, optimizer="sgd", hot_rows=HOT_IDS), "lru"),
+    ],
+    ids=str,
+)
+def test_lookups_in_one_forward_have_the_same_hot_rows(
+    ranks4: RankPool, cell: Cell, policy: str
+) -> None:
+    for gap, text in ranks4.run(train_twice_at_once, Case(cell, policy), timeout_s=60):
+        assert gap < TOLERANCE
+        assert text.startswith("UnsupportedError: a backward reaches lookups with different hot")
 
 
 def train_between(rank: int, world_size: int, case: Case) -> float:

@@ -1,8 +1,10 @@
 """Training loops and TorchRec's pipelines: the same numbers whichever runs the model."""
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from itertools import cycle
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.devices import KERNEL_ROUNDING
+from tests.support.devices import KERNEL_ROUNDING, rank_device
 from tests.support.loop_oracles import LoopOracle
 from tests.support.loops import (
     PIPELINES,
@@ -29,7 +31,7 @@ from tests.support.loops import (
     snapshot,
     train,
 )
-from tests.support.models import HOT_ROWS, BagModel, ModelSpec
+from tests.support.models import HOT_ROWS, SEQUENCES, BagModel, ModelSpec, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import FUSED, LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool, error_of
@@ -67,7 +69,9 @@ def all_loops(rank: int, world_size: int, cell: Cell) -> list[float]:
 
 def test_every_loop_trains_the_same_bit_for_bit(ranks4: RankPool, dealt: Deal) -> None:
     """And the same again from the same seed, and to the end of the stream."""
-    for cell in dealt([EXACT, AVERAGED, HOT, BOTH, PARTED]):
+    cells = [EXACT, AVERAGED, HOT, BOTH, PARTED, replace(SPREAD, hot_rows=HOT_ROWS)]
+    cells += [replace(HOT, exchange="nonempty"), replace(HOT, variable=True)]
+    for cell in dealt(cells):
         for gaps in ranks4.run(all_loops, cell):
             assert len(gaps) == len(PIPELINES) + 3
             assert max(gaps) <= KERNEL_ROUNDING, cell
@@ -80,13 +84,14 @@ def by_the_plan(rank: int, world_size: int, cell: Cell, kind: Pipeline) -> tuple
     assert isinstance(parallel, tdsp.ModelParallel2D)
     of_dense = [name for name, _ in parallel.named_parameters() if "ebc" not in name]
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=LR)
-    pipeline = parallel.pipeline(optimizer)
+    pipeline: Any = parallel.pipeline(optimizer)
     own = [step[rank] for step in stream]
     counted = iter(own[:2])
     for _ in own[:2]:  # As many as there are, without asking for more.
         pipeline.progress(counted)
     for epoch in (own[2:3], own[3:]):
         assert len(drain(pipeline, epoch)) == len(epoch) > 0
+        assert pipeline.detach() is parallel
     combined = parallel.combined_optimizer(optimizer)
     assert list(combined.params)[-len(of_dense) :] == of_dense
     assert len(parallel.dense_parameters()) == len(of_dense) > 1
@@ -247,20 +252,29 @@ def test_wrapped_optimizers(ranks4: RankPool) -> None:
         assert max(ranks4.run(warmed_up, cell)) < ROUNDING
 
 
+class ScalingModel(BagModel):
+    """Scales the gradient of all bags by a hook."""
+
+    def joined(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.ebc(features)
+        pooled.values().register_hook(lambda grad: SCALE * grad)
+        return torch.cat([pooled[name] for name in self.features], dim=1)
+
+
 class ClippedModel(BagModel):
-    """Clips every bag's gradient, as FBGEMM's kernels clip their output's."""
+    """Clips every bag's gradient after that, as FBGEMM's kernels clip their output's."""
 
     bound: float
 
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+    def joined(self, features: KeyedJaggedTensor) -> torch.Tensor:
         pooled = self.ebc(features)
         parts = [pooled[name] for name in self.features]
         for part in parts:
-            part.register_hook(lambda grad: grad.clamp(-self.bound, self.bound))
-        return self.over(torch.cat(parts, dim=1)).squeeze(1)
+            part.register_hook(lambda grad: (SCALE * grad).clamp(-self.bound, self.bound))
+        return torch.cat(parts, dim=1)
 
 
-MAX_GRADIENT = 0.02
+MAX_GRADIENT, SCALE = 0.02, 1.5
 
 
 def fused_clipped(
@@ -271,7 +285,8 @@ def fused_clipped(
     params |= {"learning_rate": LR, "eps": cell.eps}
     sharder = tdsp.EmbeddingBagCollectionSharder2D(FUSED[cell.optimizer], fused_params=params)
     sharder.accumulates = cell.accumulates
-    parallel, stream = shard(cell, sharder), make_stream(cell, STEPS)
+    torch.manual_seed(0)
+    parallel, stream = shard(cell, sharder, ScalingModel(cell.spec)), make_stream(cell, STEPS)
     comm_ops.set_gradient_division(divides)
     try:
         plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
@@ -320,3 +335,59 @@ def test_fused_clipping_of_gradients_that_are_summed(ranks4: RankPool, cell: Cel
     for clipped, plain in ranks4.run(fused_clipped, cell, False):
         # Gradients, and so their roundings, are four times as large as elsewhere.
         assert clipped < 4 * ROUNDING < plain
+
+
+def clipped_in_part(rank: int, world_size: int) -> None:
+    """Train a feature alone, where gradients of all of a collection's are clipped."""
+    params = {"gradient_clipping": True, "max_gradient": MAX_GRADIENT}
+    cell = replace(ONE_GROUP, spec=SEQUENCES)
+    sharder: Any = tdsp.EmbeddingCollectionSharder2D(FUSED["sgd"], fused_params=params)
+    collection: Any = shard(cell, sharder).module.ec
+    before = snapshot(collection)
+    collection(make_batch(cell.spec, rank))["f0"].values().sum().backward()
+    changed = {
+        name for name, value in snapshot(collection).items() if (value != before[name]).any()
+    }
+    assert changed
+    assert all("t0" in name for name in changed)
+
+
+def test_clipping_knows_features_without_a_loss(ranks4: RankPool) -> None:
+    ranks4.run(clipped_in_part)
+
+
+def in_two_buffers(batches: Sequence[KeyedJaggedTensor]) -> Iterator[KeyedJaggedTensor]:
+    """Yield batches from two pieces of memory in turn."""
+    num_ids, num_lengths = (
+        max(part.numel() for part in parts)
+        for parts in zip(*((batch.values(), batch.lengths()) for batch in batches), strict=True)
+    )
+    like = batches[0]
+    buffers = [
+        (like.values().new_empty(num_ids), like.lengths().new_empty(num_lengths)) for _ in range(2)
+    ]
+    for (ids, lengths), batch in zip(cycle(buffers), batches):
+        ids = ids[: batch.values().numel()].copy_(batch.values())
+        yield KeyedJaggedTensor(batch.keys(), ids, lengths=lengths.copy_(batch.lengths()))
+
+
+def reuse_memory(rank: int, world_size: int, cell: Cell) -> float:
+    """Return the gap that a loader makes which fills its memory anew."""
+    stream = make_stream(cell, STEPS)
+    parallel = shard_loss_model(cell)
+    pipeline = PIPELINES["sparse dist"](parallel, make_optimizer(parallel), rank_device())
+    drain(pipeline, in_two_buffers([step[rank] for step in stream]))
+    return largest_gap(snapshot(parallel), train(cell, rank, stream, "sparse dist"))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        replace(ONE_GROUP, spec=MEANS),
+        replace(EXACT, spec=MEANS, exchange="row", hot_rows=HOT_ROWS),
+        replace(HOT, spec=MEANS, exchange="nonempty"),
+    ],
+    ids=str,
+)
+def test_a_loader_may_reuse_memory_as_with_torchrec(ranks4: RankPool, cell: Cell) -> None:
+    assert max(ranks4.run(reuse_memory, cell)) == 0

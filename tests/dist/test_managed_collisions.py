@@ -15,7 +15,7 @@ from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineSparseDist
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
@@ -186,9 +186,11 @@ def around_training(rank: int, world_size: int, case: Case) -> list[str]:
     errors: list[str] = []
     twin, parallel = Twin(case), sharded(case)
     batches = [batch_of(case, step, rank) for step in range(6)]
-    pipeline = TrainPipelineSparseDist(parallel, make_optimizer(parallel), torch.device("cpu"))
-    stream = iter(batches)
-    for step in range(4):
+    optimizer = make_optimizer(parallel)
+    pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
+    # Some batches come twice in a row, as one object.
+    stream = (batches[step] for step in (0, 1, 2, 3, 3, 4, 5, 5))
+    for step in (0, 1, 2, 3, 3):
         scores = pipeline.progress(stream)
         assert abs(local_loss(scores).item() - twin.step(step)[rank]) < 1e-5
         with torch.no_grad():
@@ -198,47 +200,47 @@ def around_training(rank: int, world_size: int, case: Case) -> list[str]:
             with torch.no_grad():
                 # Of the ids of the batch under way, whose rows aren't theirs yet, too.
                 batch = batches[step + 1]
-                _, scores = parallel(batch)
-                assert (scores - twin.model.eval()(batch)[1]).abs().max() < 1e-5
+                expected = twin.model.eval()(batch)[1]
+                evaluating = EvalPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
+                for scores in (parallel(batch)[1], evaluating.progress(iter([batch]))):
+                    assert (scores - expected).abs().max() < 1e-5
+                evaluating.detach()
             parallel.train()
             twin.model.train()
     drain(pipeline, stream)
-    for step in (4, 5):
+    for step in (4, 5, 5):
         twin.step(step)
     assert state_gap(parallel, twin) < TOLERANCE
     pipeline.detach()
     parallel.eval()
     with torch.inference_mode():
         _, scores = parallel(batches[5])
-    twin.model.eval()
-    _, expected = twin.model(batches[5])
+    _, expected = twin.model.eval()(batches[5])
     assert torch.allclose(scores, expected, atol=1e-5)
     remapped: Any = parallel.module.remapped
     assert remapped.keys() == twin.model.remapped.keys()
     assert torch.equal(remapped.values(), twin.model.remapped.values())
     assert torch.equal(remapped.lengths(), twin.model.remapped.lengths())
-    wrong = batches[0]
+    wrong, before = batches[0], map_state(parallel)
     if rank == 1:
         wrong = KeyedJaggedTensor(["f0"], torch.tensor([1]), lengths=torch.tensor([1, 0, 0, 0]))
     parallel.train(rank != 2)
     errors.append(error_of(lambda: parallel(wrong)))
     parallel.train()
     errors.append(error_of(lambda: parallel(wrong)))
-    wrong, right = batches[0], batches[0]
-    if rank == 1:
-        wrong = KeyedJaggedTensor(right.keys(), right.values(), lengths=right.lengths()[1:])
-    errors.append(error_of(lambda: parallel(wrong)))
+    right = batches[0]
+    short = KeyedJaggedTensor(right.keys(), right.values(), lengths=right.lengths()[1:])
+    errors.append(error_of(lambda: parallel(short if rank == 1 else right)))
     if case.policy in HASHED:
         wrong = batches[0]
         if rank == 2:
             wrong = KeyedJaggedTensor(
                 wrong.keys(), torch.full_like(wrong.values(), -1), lengths=wrong.lengths()
             )
-        before = map_state(parallel)
         errors.append(error_of(lambda: parallel(wrong)))
-        assert all(value.equal(before[name]) for name, value in map_state(parallel).items())
         assert errors[-1].startswith("InputError: the batch of rank 2 has an id of feature 'f0'")
         assert error_of(lambda: parallel.eval()(wrong)) == errors.pop()
+    assert all(value.equal(before[name]) for name, value in map_state(parallel).items())
     return errors
 
 

@@ -176,10 +176,34 @@ def demands_of_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
         {"plan": plan, "precision": "exact"},
         {"device": "no device" if is_last else "cpu", "calibration": "emulated_200mbit"},
         {"plan": str(Path(folder) / "none.json") if is_last else plan},
+        {"plan": plan, "data_parallel_wrapper": tdsp.FullyShardedDense},
     ]
     known: dict[str, Any] = {"device": rank_device(), "batch_size": 8, "optimizer": ADAGRAD}
     calls = [partial(tdsp.parallelize, build(ModelSpec()), **known | demands) for demands in wrong]
     return [error_text(call, tdsp.TwoDError) for call in calls]
+
+
+def allow_in_any_order(rank: int, world_size: int) -> bool:
+    """Give sets and dicts in an order of each rank's own, as string hashes do."""
+    turn = 1 if rank else -1
+    constraint = tdsp.ParameterConstraints2D(
+        sharding_types=["row_wise", "table_wise"][::turn], exchange=["row", "nonempty"][::turn]
+    )
+    model = tdsp.parallelize(
+        build(ModelSpec()),
+        device=rank_device(),
+        batch_size=8,
+        optimizer=ADAGRAD,
+        calibration="emulated_200mbit",
+        precision=["fp32", "fp16"][::turn],
+        exchange=["row", "pooled"][::turn],
+        constraints=dict.fromkeys(["t0", "t2"][::turn], constraint),
+    )
+    return isinstance(model, tdsp.ModelParallel2D)
+
+
+def test_what_is_allowed_has_no_order(two_hosts: RankPool) -> None:
+    assert all(two_hosts.run(allow_in_any_order))
 
 
 def shown_batches(rank: int, samples: int) -> list[KeyedJaggedTensor]:
@@ -288,9 +312,9 @@ def test_what_one_rank_gets_wrong_is_one_error_on_all(two_hosts: RankPool, tmp_p
     answers = two_hosts.run(demands_of_one_rank, str(tmp_path))
     for errors in zip(*answers, strict=True):
         assert len(set(errors)) == 1, errors
-    file, precision, mesh, size, both, sync, exact, device, plan = answers[0]
+    file, precision, mesh, size, both, sync, exact, device, plan, wrapper = answers[0]
     assert "none.toml can't be read" in file
-    assert "precision='int3'" in precision
+    assert "precision differs between ranks: rank 0 has exact, rank 3 has int3" in precision
     assert "Mesh2D(3x1" in mesh
     assert "batch_size" in size
     assert "plan and mesh are both given" in both
@@ -298,6 +322,7 @@ def test_what_one_rank_gets_wrong_is_one_error_on_all(two_hosts: RankPool, tmp_p
     assert "plan and precision are both given" in exact
     assert "no device" in device
     assert "none.json can't be read" in plan
+    assert "is no DataParallelWrapper; give an instance" in wrapper
 
 
 @pytest.mark.parametrize("spec", [ModelSpec(), SEQUENCES], ids=["bags", "sequences"])

@@ -19,10 +19,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.batches import make_variable_batch
 from tests.support.cells import Cell
-from tests.support.devices import KERNEL_ROUNDING
-from tests.support.loops import PIPELINES, by_pipelines, gap_to_unsharded, shard_tables
+from tests.support.loops import gap_to_unsharded, shard_tables
 from tests.support.models import (
-    HOT_ROWS,
     NUM_POSITIONS,
     BagModel,
     ModelSpec,
@@ -55,23 +53,6 @@ TRIPS = [
 def test_checkpoints(ranks4: RankPool, tmp_path: Path) -> None:
     """Copies are equal bit for bit, and TorchRec goes on from a checkpoint."""
     check_arrivals(ranks4, TRIPS, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell(TWO, "table_wise", COLLECTION),
-        Cell(ONE, "row_wise", COLLECTION, exchange="row"),
-        Cell(TWO, "table_wise", MODULES, exchange="nonempty", hot_rows=HOT_ROWS),
-        Cell(TWO, spec=COLLECTION, sync=AVERAGES, in_world=("t1",)),
-    ],
-    ids=str,
-)
-def test_pipelines(ranks4: RankPool, cell: Cell) -> None:
-    """Ids travel before a step changes the weights, which the next lookup reads."""
-    for gaps in ranks4.run(by_pipelines, cell):
-        assert len(gaps) == len(PIPELINES)
-        assert max(gaps) <= KERNEL_ROUNDING
 
 
 def gap_of_case(rank: int, world_size: int, case: str) -> float:

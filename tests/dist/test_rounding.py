@@ -225,30 +225,6 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"sharding": "row_wise", "exchange": "row", "owners": "hash", "hot_rows": HOT_ROWS},
     {"sharding": "data_parallel"},
 )
-
-
-@pytest.mark.parametrize("mesh", [ONE, TWO, FOUR], ids=str)
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad", "adam"])
-def test_all_copies_have_the_bits_of_the_unsharded_model(
-    ranks4: RankPool, mesh: tdsp.Mesh2D, optimizer: str
-) -> None:
-    for way in WAYS:
-        cell = replace(ROUNDED, mesh=mesh, optimizer=optimizer, **way)
-        assert sum(ranks4.run(bits_after_training, cell)) > 0, cell
-
-
-@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
-@pytest.mark.parametrize("seed", [None, SEED])
-def test_tables_in_bf16_have_the_bits_of_the_unsharded_model(
-    ranks4: RankPool, mesh: tdsp.Mesh2D, seed: int | None
-) -> None:
-    for optimizer, way in zip(
-        ("sgd", "rowwise_adagrad", "adagrad", "adam", "sgd"), WAYS, strict=True
-    ):
-        cell = replace(ROUNDED, spec=IN_BF16, rounding_seed=seed, mesh=mesh, optimizer=optimizer)
-        assert sum(ranks4.run(bits_after_training, replace(cell, **way))) > 0, way
-
-
 IN_8_BITS: tuple[dict[str, Any], ...] = (
     {"sharding": "table_wise", "optimizer": "sgd"},
     {"hot_rows": HOT_ROWS},
@@ -258,33 +234,44 @@ IN_8_BITS: tuple[dict[str, Any], ...] = (
     {"exchange": "nonempty", "optimizer": "adam"},
     {"sharding": "table_row_wise", "accumulates": True},
 )
+LATE = tdsp.GradientSync(delay=1)
+OTHER_WAYS: tuple[dict[str, Any], ...] = (
+    {"sharding": "column_wise", "optimizer": "adagrad"},
+    {"sharding": "table_row_wise", "optimizer": "adagrad"},
+    {"exchange": "nonempty", "hot_rows": HOT_ROWS},
+    {"exchange": "row", "owners": "hash", "accumulates": True},
+    {"sync": LATE, "exchange": "row_per_host", "hot_rows": HOT_ROWS},
+    {"in_world": ("t1",), "sync": LATE},
+    {"rounding_seed": 0, "optimizer": "partial_adam"},
+)
+IN_TURN = ("sgd", "rowwise_adagrad", "adagrad", "adam", "sgd")
+TRAINED: dict[str, list[Cell]] = {
+    **{
+        name: [replace(ROUNDED, optimizer=name, **way) for way in WAYS]
+        for name in ("sgd", "rowwise_adagrad", "adagrad", "adam")
+    },
+    "BF16": [
+        replace(ROUNDED, spec=IN_BF16, optimizer=name, **way)
+        for name, way in zip(IN_TURN, WAYS, strict=True)
+    ],
+    "8 bits": [replace(EIGHT_BITS, **way) for way in IN_8_BITS],
+    "others": [replace(ROUNDED, **way) for way in OTHER_WAYS],
+}
+"""Cells of one group; rounded at random, those in BF16 and in 8 bits also to the nearest."""
+TRAINED |= {
+    f"{name} to the nearest": [replace(cell, rounding_seed=None) for cell in TRAINED[name]]
+    for name in ("BF16", "8 bits")
+}
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO, FOUR], ids=str)
-@pytest.mark.parametrize("seed", [None, SEED])
-def test_tables_in_8_bits_have_the_bits_of_the_unsharded_model(
-    ranks4: RankPool, mesh: tdsp.Mesh2D, seed: int | None
+@pytest.mark.parametrize("name", TRAINED)
+def test_all_copies_have_the_bits_of_the_unsharded_model(
+    ranks4: RankPool, mesh: tdsp.Mesh2D, name: str
 ) -> None:
-    for way in IN_8_BITS:
-        cell = replace(EIGHT_BITS, rounding_seed=seed, mesh=mesh, **way)
-        assert sum(ranks4.run(bits_after_training, cell)) > 0, cell
-
-
-@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
-def test_other_ways_to_shard_and_to_be_late(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
-    late = tdsp.GradientSync(delay=1)
-    ways: tuple[dict[str, Any], ...] = (
-        {"sharding": "column_wise", "optimizer": "adagrad"},
-        {"sharding": "table_row_wise", "optimizer": "adagrad"},
-        {"exchange": "nonempty", "hot_rows": HOT_ROWS},
-        {"exchange": "row", "owners": "hash", "accumulates": True},
-        {"sync": late, "exchange": "row_per_host", "hot_rows": HOT_ROWS},
-        {"in_world": ("t1",), "sync": late} if mesh.num_groups > 1 else {},
-        {"rounding_seed": 0, "optimizer": "partial_adam"},
-    )
-    for way in ways:
-        cell = replace(ROUNDED, mesh=mesh, **way)
-        assert sum(ranks4.run(bits_after_training, cell)) > 0, cell
+    for cell in TRAINED[name]:
+        if mesh.num_groups > 1 or not cell.in_world:
+            assert sum(ranks4.run(bits_after_training, replace(cell, mesh=mesh))) > 0, cell
 
 
 def bits_after_averages(rank: int, world_size: int, cell: Cell) -> int:

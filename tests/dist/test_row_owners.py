@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import all_to_all_bytes, make_stream, plain_loop, shard
+from tests.support.loops import all_to_all_bytes, make_stream, plain_loop, shard, shard_tables
 from tests.support.models import HOT_ROWS, ModelSpec, TableSpec, build
 from tests.support.parity import (
     ONE,
     TWO,
     Cell,
     compare,
-    group_plan,
     local_loss,
     make_optimizer,
     make_oracle,
@@ -30,7 +29,6 @@ from tests.support.ranks import RankPool
 from tests.support.trips import full_state
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
-from torchrec_2dsp.plan.serialize import from_json, to_json
 from torchrec_2dsp.programs.data.draws import Zipf
 from torchrec_2dsp.shard.initial_tables import draw_whole_tables_
 
@@ -111,6 +109,26 @@ def test_tables_may_be_written_by_hand(ranks4: RankPool) -> None:
     for gap, actual in ranks4.run(write_by_hand, cell):
         assert gap <= TOLERANCE
         assert actual.tolist() == list(range(40))
+
+
+def write_on_the_first_rank(rank: int, world_size: int, cell: Cell) -> tuple[float, ...]:
+    """Write a row of a table-wise table, whose shard two ranks have, on rank 0 alone."""
+    types = {"t0": "row_wise", "t1": "table_wise"}
+    pins = {"t0": {"exchange": "row", "owners": "hash"}}
+    model = build(cell.spec, device="meta")
+    sharders = [make_sharder(cell)]
+    parallel = shard_tables(model, cell.mesh, sharders, types, pins, load=False)
+    shards = [entry.tensors["weight"] for entry in shards_of(parallel) if entry.table == "t1"]
+    if rank == 0:
+        shards[0][0] = 7.0
+    parallel(make_stream(cell, 1)[0][rank])
+    return tuple(shard[0, 0].item() for shard in shards)
+
+
+def test_ranks_agree_that_copies_start_unequal(ranks4: RankPool) -> None:
+    spec = ModelSpec((TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 24, 8, ("f1",))))
+    answers = ranks4.run(write_on_the_first_rank, replace(HASH, mesh=TWO, spec=spec), timeout_s=30)
+    assert answers == [(7.0,), (7.0,), (), ()]
 
 
 def drawn(
@@ -278,10 +296,3 @@ def test_owners_of_sorted_ids_do_equal_work(ranks4: RankPool) -> None:
     assert max(blocks) > 2.5 * sum(blocks) / 4
     assert max(spread) < 1.1 * sum(spread) / 4
     assert sum(spread) == sum(blocks)
-
-
-def test_a_plan_file_keeps_it() -> None:
-    cell = Cell(ONE)
-    plan = group_plan(cell, build(cell.spec), make_sharder(cell))
-    spread = tdsp.pin(plan, "t0", exchange="row", owners="hash")
-    assert from_json(to_json(spread)) == spread != tdsp.pin(plan, "t0", exchange="row")

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torchrec.distributed.fbgemm_qcomm_codec import CommType
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import EPS
-from tests.support.devices import KERNEL_ROUNDING, on_gpus, rank_device
+from tests.support.devices import KERNEL_ROUNDING, rank_device
 from tests.support.loops import (
     LossModel,
     all_to_all_bytes,
@@ -28,24 +26,19 @@ from tests.support.loops import (
     logged,
     make_stream,
     shard,
-    shard_tables,
     snapshot,
 )
 from tests.support.models import HOT_ROWS, MIXED, SEQUENCES, BagModel, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import (
-    LR,
     ONE,
-    TOLERANCE,
     Cell,
     make_optimizer,
     make_sharder,
-    relative_gap,
 )
-from tests.support.prefetching import STEPS, Counts, Trained, compare, run, sharded
+from tests.support.prefetching import STEPS, Counts, compare, run, sharded
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
-from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.rows import update
 from torchrec_2dsp.rows.gradients import RowGradients
@@ -179,10 +172,12 @@ def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str, dealt
             assert (counts.lagging > 0) == (name != "read"), f"{name}: {counts}"
 
 
-def test_quantised_rows_train_as_without(ranks4: RankPool) -> None:
-    for gap, counts in ranks4.run(compare, ROWS, None, CommType.FP16):
-        assert gap <= HALF_ROUNDING
-        assert min(counts) > 0
+def test_rows_in_half_precision_train_as_without(ranks4: RankPool) -> None:
+    outputs = [replace(ROWS, output=DataType.FP16, spec=spec) for spec in (ModelSpec(), SEQUENCES)]
+    for cell, qcomms in ((ROWS, CommType.FP16), *((cell, None) for cell in outputs)):
+        for gap, counts in ranks4.run(compare, cell, None, qcomms):
+            assert gap <= HALF_ROUNDING, cell
+            assert min(counts) > 0, cell
 
 
 def bytes_of_exchanges(rank: int, world_size: int, cell: Cell) -> tuple[int, int, int]:
@@ -357,102 +352,3 @@ def test_late_rows_leave_first_and_row_gradients_are_waited_for_last(ranks4: Ran
         ]
         * 4
     )
-
-
-CELL = Cell(tdsp.Mesh2D(1, 4))
-EXCHANGES = {"t0": "row", "t1": "row_per_host", "t2": "pooled", "s0": "row", "s1": "row"}
-
-
-class ManyModel(nn.Module):
-    """Two bag collections and a sequence collection that share features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        device = rank_device()
-        bags = {"t0": (40, ["f0", "f3"]), "t1": (24, ["f1"]), "t2": (33, ["f2"])}
-        configs = [
-            EmbeddingBagConfig(
-                name=name, num_embeddings=rows, embedding_dim=8, feature_names=features
-            )
-            for name, (rows, features) in bags.items()
-        ]
-        self.mixed = EmbeddingBagCollection(device=device, tables=configs[1:])
-        self.rows = EmbeddingBagCollection(device=device, tables=configs[:1])
-        self.sequences = EmbeddingCollection(
-            device=device,
-            tables=[
-                EmbeddingConfig(
-                    name="s0", num_embeddings=40, embedding_dim=8, feature_names=["f0"]
-                ),
-                EmbeddingConfig(
-                    name="s1", num_embeddings=33, embedding_dim=8, feature_names=["f3"]
-                ),
-            ],
-        )
-        self.over = nn.Linear(32, 1)
-
-    def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, mixed, sequences = self.rows(features), self.mixed(features), self.sequences(features)
-        pooled = [rows["f0"], rows["f3"], mixed["f1"], mixed["f2"]]
-        scores = self.over(torch.cat(pooled, dim=1).float()).squeeze(1)
-        spread = torch.cat([sequences[name].values().view(-1) for name in ("f0", "f3")]).float()
-        loss = local_loss(scores) + spread.tanh().pow(2).sum()
-        return loss, loss.detach()
-
-
-def sharded_two(output: DataType = DataType.FP32) -> Any:
-    torch.manual_seed(0)
-    params = {"learning_rate": LR, "eps": EPS, "output_dtype": output}
-    kinds = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D)
-    return shard_tables(
-        ManyModel(),
-        CELL.mesh,
-        [kind(EmbOptimType.EXACT_ADAGRAD, fused_params=dict(params)) for kind in kinds],
-        dict.fromkeys(EXCHANGES, "row_wise"),
-        {name: {"exchange": exchange} for name, exchange in EXCHANGES.items()},
-    )
-
-
-def both(rank: int, world_size: int, output: DataType) -> tuple[Trained, Trained, float]:
-    """Train by TorchRec's pipeline and by this one; return both and their largest gap."""
-    batches = [step[rank] for step in make_stream(CELL, STEPS)]
-    expected = run(sharded_two(output), batches, TrainPipelineSparseDist)
-    actual = run(sharded_two(output), batches)
-    return expected, actual, largest_gap(actual.tensors, expected.tensors)
-
-
-def losses_of_oracle() -> list[list[float]]:
-    """Return each rank's loss in each step, by the unsharded model on all batches."""
-    torch.manual_seed(0)
-    model, losses = ManyModel().to(rank_device()), []
-    tables = [param for name, param in model.named_parameters() if not name.startswith("over")]
-    optimizers = [
-        torch.optim.Adagrad(tables, lr=LR, eps=EPS),
-        torch.optim.SGD(model.over.parameters(), lr=LR),
-    ]
-    for batches in make_stream(CELL, STEPS):
-        by_rank = [model(batch.to(rank_device()))[0] for batch in batches]
-        losses.append([loss.item() for loss in by_rank])
-        model.zero_grad()
-        (sum(by_rank, torch.zeros(())) / len(batches)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return losses
-
-
-@pytest.mark.parametrize(("output", "bound"), [(DataType.FP32, TOLERANCE), (DataType.FP16, 1e-3)])
-def test_models_with_several_exchanges_train_as_without_and_as_unsharded(
-    two_hosts: RankPool, output: DataType, bound: float
-) -> None:
-    answers = two_hosts.run(both, output)
-    oracle = zip(*losses_of_oracle(), strict=True)
-    largest = 0.0
-    for (expected, actual, gap), unsharded in zip(answers, oracle, strict=True):
-        # On GPUs rounding apart goes through the output's type.
-        assert gap <= (max(bound, KERNEL_ROUNDING) if on_gpus() else 0.0)
-        assert relative_gap(actual.losses, expected.losses) <= (bound if on_gpus() else 0.0)
-        assert min(actual.counts) > 0
-        gaps = [abs(a - b) / (1 + b) for a, b in zip(actual.losses, unsharded, strict=True)]
-        largest = max(largest, *gaps)
-    # Half precision is seen, and nothing beyond it.
-    assert (TOLERANCE if output is DataType.FP16 else 0.0) < largest < bound

@@ -2,17 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
-from tests.support.models import HOT_ROWS, SEQUENCES
-from tests.support.parity import TOLERANCE, Cell, run_cell
 from tests.support.ranks import RankPool
-from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.replicas.exchange import (
@@ -172,30 +169,3 @@ def test_rows_of_one_rank_each_are_gathered(ranks4: RankPool) -> None:
             assert sent["replica_rows", A2A] == 3 * sum(
                 entry.keys.nbytes // 2 + entry.grads.nbytes for entry in rows_of(rank, step, APART)
             )
-
-
-EXACT = [
-    Cell(mesh, sharding, optimizer=optimizer, hot_rows=hot_rows)
-    for mesh, hot_rows in ((tdsp.Mesh2D(4, 1), ()), (tdsp.Mesh2D(2, 2), HOT_ROWS))
-    for sharding in ("table_wise", "column_wise", "row_wise")
-    for optimizer in ("sgd", "rowwise_adagrad")
-]
-SEQUENCE = Cell(tdsp.Mesh2D(4, 1), spec=SEQUENCES)
-
-
-def test_training_over_hosts_equals_the_unsharded_model(two_hosts: RankPool, dealt: Deal) -> None:
-    for cell in dealt([*EXACT, replace(EXACT[1], batch_sizes=(3, 0, 5, 2)), SEQUENCE]):
-        for gap in two_hosts.run(run_cell, cell):
-            assert gap.worst <= TOLERANCE, cell
-            assert gap.synced_rows > 0, cell
-
-
-def test_training_on_four_hosts_equals_the_unsharded_model(ranks8: RankPool, dealt: Deal) -> None:
-    """With peers in one host, on all hosts, and hot rows on all ranks."""
-    cells = [
-        Cell(mesh, "row_wise", hot_rows=hot_rows)
-        for mesh in (tdsp.Mesh2D(8, 1), tdsp.Mesh2D(4, 2), tdsp.Mesh2D(2, 4))
-        for hot_rows in ((), HOT_ROWS)
-    ]
-    for cell in dealt(cells):
-        assert max(gap.worst for gap in ranks8.run(run_cell, cell, 6)) <= TOLERANCE, cell

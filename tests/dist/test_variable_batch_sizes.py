@@ -1,7 +1,6 @@
 """Batches with a size per feature (TorchRec's VBE) in pipelines, their bytes, and their errors."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -9,49 +8,27 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support import prefetching
 from tests.support.batches import changed, make_variable_batch, written_out
 from tests.support.devices import KERNEL_ROUNDING
 from tests.support.loops import (
-    by_pipelines,
     largest_gap,
     plain_loop,
     shard,
     shard_loss_model,
-    sharded_tables,
     snapshot,
 )
-from tests.support.models import HOT_ROWS, SEQUENCES, ModelSpec, TableSpec, make_batch
+from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.ranks import RankPool, error_of, error_text
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.shard.batch import BadIds
+from torchrec_2dsp.shard.batch import with_parts
 
 pytestmark = pytest.mark.dealt_file
 
 SUM, MEAN = ModelSpec(), ModelSpec(pooling="mean")
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 STEPS = 3
-
-
-def with_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[float], float]:
-    """Return the gaps between the plain loop and each pipeline, TorchRec's and ours."""
-    return by_pipelines(rank, world_size, cell), prefetching.compare(rank, world_size, cell)[0]
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell(ONE, exchange="row", hot_rows=HOT_ROWS, variable=True),
-        Cell(TWO, "table_wise", MEAN, variable=True),
-    ],
-    ids=str,
-)
-def test_pipelines(ranks4: RankPool, cell: Cell) -> None:
-    """A pipeline distributes the next batch before it looks one up."""
-    for torchrecs, ours in ranks4.run(with_pipelines, cell, timeout_s=200):
-        assert max(*torchrecs, ours) <= KERNEL_ROUNDING
 
 
 def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
@@ -102,10 +79,36 @@ def test_the_order_of_inverse_indices_may_change(ranks4: RankPool) -> None:
     assert max(ranks4.run(trained_twice)) <= KERNEL_ROUNDING
 
 
-def with_bad_ids(batch: KeyedJaggedTensor, bad: int | None) -> KeyedJaggedTensor:
-    """Return the batch with ``bad``, if any, appended to each bag for f1."""
-    if bad is None:
-        return batch
+def shared_in_one_size(rank: int, world_size: int, cell: Cell) -> float:
+    """Return the gap to the unsharded module of a batch with inverse_indices and one batch size."""
+    parallel, model = shard(cell), build(cell.spec, seed=0)
+    batch = make_batch(cell.spec, rank)
+    names = batch.keys()[::-1]
+    indices = torch.randint(batch.stride(), (len(names), batch.stride() + rank))
+    gaps = []
+    for shape in (indices, indices[:, :0]):
+        shared = with_parts(batch, inverse_indices=(names, shape))
+        gaps.append((parallel(shared) - model(shared)).abs().max().item())
+    return max(gaps)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(TWO, "table_wise"),
+        Cell(ONE, exchange="row"),
+        Cell(TWO, exchange="row", spec=SEQUENCES),
+        Cell(TWO, "table_wise", ModelSpec(weighted=True, positions="collection")),
+    ],
+    ids=str,
+)
+def test_bags_of_one_size_are_shared_as_unsharded(ranks4: RankPool, cell: Cell) -> None:
+    """Sequences and bags with position weights aren't, in TorchRec."""
+    assert max(ranks4.run(shared_in_one_size, cell)) <= KERNEL_ROUNDING
+
+
+def with_a_bad_id(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return the batch with an id that no row has appended to each bag for f1."""
     sizes = batch.stride_per_key()
     start = sum(sizes[: batch.keys().index("f1")])
     in_f1 = torch.zeros(sum(sizes), dtype=torch.int64)
@@ -114,7 +117,7 @@ def with_bad_ids(batch: KeyedJaggedTensor, bad: int | None) -> KeyedJaggedTensor
     for bag, is_longer in zip(
         batch.values().split(batch.lengths().tolist()), in_f1.tolist(), strict=True
     ):
-        ids += [bag, bag.new_full((is_longer,), bad)]
+        ids += [bag, bag.new_full((is_longer,), 24)]
     return KeyedJaggedTensor(
         batch.keys(),
         torch.cat(ids),
@@ -122,34 +125,6 @@ def with_bad_ids(batch: KeyedJaggedTensor, bad: int | None) -> KeyedJaggedTensor
         stride_per_key_per_rank=batch.stride_per_key_per_rank(),
         inverse_indices=batch.inverse_indices(),
     )
-
-
-def corrected(
-    rank: int, world_size: int, cell: Cell, policy: str, bad: int, good: int | None
-) -> tuple[float, int]:
-    """Return the gap between training with a bad id and its correction, and the bad ids' count."""
-    batches = [make_variable_batch(cell.spec, 10 * n + rank, plain_every=0) for n in range(STEPS)]
-    ends, num_bad = [], []
-    for last in (bad, good):
-        sharder: Any = make_sharder(cell)
-        sharder.bad_ids = BadIds.of(policy)
-        parallel = shard(cell, sharder)
-        plain_loop(
-            parallel, make_optimizer(parallel), [with_bad_ids(batch, last) for batch in batches]
-        )
-        ends.append(snapshot(parallel))
-        num_bad.append(sum(part.num_bad_ids for part in sharded_tables(parallel)))
-    return largest_gap(*ends), num_bad[0]
-
-
-@pytest.mark.parametrize(("policy", "good"), [("drop", None), ("clamp", 23)])
-@pytest.mark.parametrize(
-    "cell", [Cell(TWO, "table_wise", MEAN), Cell(TWO, exchange="row", hot_rows=HOT_ROWS)], ids=str
-)
-def test_bad_ids(ranks4: RankPool, cell: Cell, policy: str, good: int | None) -> None:
-    for gap, num_bad in ranks4.run(corrected, cell, policy, 24, good):
-        assert gap <= KERNEL_ROUNDING
-        assert num_bad > 0
 
 
 Spoil = Callable[[KeyedJaggedTensor], KeyedJaggedTensor]
@@ -170,10 +145,6 @@ def without_a_feature(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     names, indices = batch.inverse_indices()
     kept = [row for row, name in enumerate(names) if name != "f2"]
     return changed(batch, inverse_indices=([names[row] for row in kept], indices[kept]))
-
-
-def with_a_bad_id(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return with_bad_ids(batch, 24)
 
 
 def refused(rank: int, world_size: int, cell: Cell, spoil: Spoil) -> tuple[str, float]:

@@ -1,14 +1,16 @@
 """Rows in 8 bits: their numbers against plain Python, and as tensors against float32."""
 
+import copy
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import fbgemm_gpu  # noqa: F401
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchrec_2dsp.rows.eight_bits import EightBitRows, RowStore, decoded, encoded, plain
 
@@ -165,3 +167,40 @@ def test_some_rows_are_kept_exactly() -> None:
     rows.store.keep_exactly(torch.tensor([4]))
     assert torch.equal(rows[torch.tensor([1])], decoded(encoded(values[[1]])))
     assert torch.equal(rows[torch.tensor([4])], values[[4]])
+
+
+def staged(rows: EightBitRows) -> Any:
+    """Copy rows as DCP's asynchronous saves do."""
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    return cast(Any, DefaultStager(options).stage({"rows": rows}))["rows"]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        staged,
+        lambda rows: torch.from_numpy(rows.numpy()),
+        lambda rows: torch.tensor(rows.tolist()),
+        torch.from_dlpack,
+        lambda rows: rows.new_empty(rows.shape).copy_(rows),
+    ],
+)
+def test_a_copy_is_exact_and_of_its_own(copied: Any) -> None:
+    values = torch.rand(7, 8)
+    rows = EightBitRows(RowStore.zeros(7, 8, torch.device("cpu")))
+    rows.store.keep_exactly(torch.tensor([2, 5]))
+    rows.copy_(values)
+    part = rows[1:6]
+    expected = plain(part)
+    assert torch.equal(expected[1], values[2])
+
+    copy_of_part = copied(part)
+    rows.zero_()
+
+    assert torch.equal(plain(copy_of_part), expected)

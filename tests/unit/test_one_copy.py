@@ -147,7 +147,7 @@ def test_tables_with_one_copy_cost_what_they_cost_in_one_group() -> None:
 
     everything = costs.step_cost(plan_for(MESH, ("t0", "t1")), workload)
     one_group = costs.step_cost(plan_for(tdsp.Mesh2D(1, 4)), workload)
-    assert everything.as_dict() == pytest.approx(one_group.as_dict())
+    assert vars(everything) == pytest.approx(vars(one_group))
     mixed = costs.step_cost(plan_for(MESH, ("t1",)), workload)
     in_groups = costs.step_cost(plan_for(MESH), workload)
     assert 0 < mixed.sync_s < in_groups.sync_s
@@ -241,6 +241,8 @@ def test_errors_list_what_is_valid() -> None:
         Mesh2D(2, 2).check_world(8)
     with pytest.raises(MeshError, match=r"rank=4 is not in 0\.\.3 of Mesh2D\(2x2, strided\)"):
         Mesh2D(2, 2).group_of(4)
+    with pytest.raises(MeshError, match="rank=-1 is not in"):
+        Mesh2D(2, 2).shard_index(-1)
     with pytest.raises(MeshError, match=r"groups are 0\.\.1, shard indices 0\.\.2"):
         Mesh2D(2, 3).rank_at(0, 3)
 
@@ -258,13 +260,6 @@ def test_a_layout_is_a_rank_layout() -> None:
         DenseMesh(2, layout="contiguous")  # type: ignore[arg-type]
     with pytest.raises(MeshError, match=r"layout='strided' is not a RankLayout; use one of Rank"):
         Mesh2D(2, 2, "strided")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("call", [Mesh2D(2, 2).group_of, Mesh2D(2, 2).shard_index])
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_ranks_outside_the_world_are_refused(call: object, rank: int) -> None:
-    with pytest.raises(MeshError, match=f"rank={rank}"):
-        call(rank)  # type: ignore[operator]
 
 
 def test_errors_are_also_the_builtin_ones() -> None:

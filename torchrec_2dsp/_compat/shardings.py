@@ -209,6 +209,14 @@ def distributed_ahead(module: nn.Module) -> Any:
     return forward.get_context().module_contexts.get(forward.name)
 
 
+def distributed_again(module: nn.Module, context: Any) -> bool:
+    """Tell whether a pipeline that is attached again distributes a batch it has to this context."""
+    if distributed_ahead(module) is not context:
+        return False
+    forward = cast(Any, module.forward)
+    return forward.name in forward.get_context().input_dist_tensors_requests
+
+
 @dataclass(frozen=True)
 class ShardingFacts:
     """A sharding's tables and ranks."""

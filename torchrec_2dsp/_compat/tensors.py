@@ -1,13 +1,15 @@
 """Adapters to what torch keeps to itself about tensors, their memory and running backwards."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
 
@@ -68,8 +70,40 @@ def take_gradient(leaf: Tensor) -> Tensor | None:
     return gradient
 
 
+def without_base(tensor: Tensor) -> Tensor:
+    """Return a tensor on the same memory that isn't a view: hooks of a view end if it is changed.
+
+    Where a program writes to a view in place, autograd leaves its former node out of the graph.
+    """
+    return cast(Tensor, _Alias.apply(tensor)) if tensor._is_view() else tensor
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def has_gradient_hooks(leaf: Tensor) -> bool:
+    """Return whether code of someone else runs on a leaf's gradient, or after it is added."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def is_checkpointed() -> bool:
+    """Return whether `torch.utils.checkpoint` will compute anew what a graph here would save."""
+    hooks = _top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
+
+
 def running_backward() -> int:
-    """Return the number of the backward that runs on this thread, which no other one has."""
+    """Return the number of the backward that runs on this thread, which no other one has.
+
+    Outside a backward it is negative.
+    """
     return _current_graph_task_id()
 
 

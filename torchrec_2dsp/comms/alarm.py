@@ -116,6 +116,7 @@ class Signal(enum.IntEnum):
     ENDED = 1 << 2 * _BITS
 
     READY = 1 << 3 * _BITS
+    """The rank has a batch, or looks up the last one of a step with several."""
 
 
 class Alarm:
@@ -203,6 +204,9 @@ class Check:
         Args:
             alone: raised if only some ranks are `Signal.OUTSIDE`, this one among them.
 
+        Raises:
+            RankError: a rank has failed, or is at another place in the program.
+
         Returns:
             How many ranks gave each signal.
 
@@ -221,7 +225,8 @@ class Check:
         counts = {signal: total // int(signal) % (1 << _BITS) for signal in Signal if signal.value}
         if counts[Signal.FAILED]:
             agree(group, error=self.error)
-        if 0 < counts[Signal.OUTSIDE] < dist.get_world_size(group):
+        in_loader = counts[Signal.READY] + counts[Signal.ENDED]
+        if {counts[Signal.OUTSIDE], in_loader} - {0, dist.get_world_size(group)}:
             raise alone or board.explain()
         return counts
 
@@ -306,12 +311,10 @@ class BatchesInStep(Iterator[T], Generic[T]):
         self._has_ended = True
         if counts[Signal.ENDED] == num_ranks:
             raise StopIteration
-        self._error = self._out_of_step(counts, num_ranks)
+        self._error = self._out_of_step(num_ranks)
         raise self._error
 
-    def _out_of_step(self, counts: dict[Signal, int], num_ranks: int) -> RankError:
-        if counts[Signal.READY] + counts[Signal.ENDED] < num_ranks:
-            return self._alarm.board.explain()
+    def _out_of_step(self, num_ranks: int) -> RankError:
         has_batch: list[bool] = [False] * num_ranks
         dist.all_gather_object(has_batch, bool(self._taken), group=self._alarm.group)
         ended = tuple(rank for rank in range(num_ranks) if not has_batch[rank])

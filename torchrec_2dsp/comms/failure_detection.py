@@ -27,8 +27,6 @@ from torchrec_2dsp._compat.c10d import end_process, nccl_abort, own_connection, 
 from torchrec_2dsp.comms.breaking import Watch, causes_of, described, is_broken_connection
 from torchrec_2dsp.errors import RankError, TwoDError
 
-_AT_START = "before the first step"
-
 
 class Activity:
     """This rank's current work, for the error message in case a rank fails.
@@ -39,8 +37,10 @@ class Activity:
     def __init__(self) -> None:
         self.step = 0
         """The model's training forwards so far, the running one included."""
-        self.phase = _AT_START
+        self.phase = "before the first step"
         """The phase that runs now, or ran last."""
+        self.batch, self.is_last_batch = "", False
+        """The batch of a step with several, as text behind the phase."""
         self.backward_of = ""
         """The lookup whose backward began last."""
         self.awaited: dict[str, int] = {}
@@ -53,7 +53,7 @@ class Activity:
 
     def begin(self, phase: str) -> None:
         """Record that ``phase`` runs from now on; its end isn't recorded."""
-        self.phase = f"in {phase}"
+        self.phase = f"in {phase}{self.batch}"
 
 
 class Standing(enum.StrEnum):

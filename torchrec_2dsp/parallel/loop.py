@@ -13,11 +13,11 @@ from torchrec_2dsp._compat.ddp import has_synced, noting_backwards, reduce_late
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import BatchesInStep, agreeing
-from torchrec_2dsp.comms.failure_detection import naming_faults
+from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
-from torchrec_2dsp.shard.parted import groups_of, sharded_tables
+from torchrec_2dsp.shard.parted import groups_of, refuse_updates_at_once, sharded_tables
 from torchrec_2dsp.shard.tables import Tables2D
 
 T = TypeVar("T")
@@ -50,12 +50,16 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
             the backward, or another call isn't over.
 
     Collectives:
-        An agreement of all ranks; where no backward came for the last batch, an all-reduce of each
-        dense gradient.
+        An all-reduce of 8 bytes and an agreement of all ranks, waited for; where no backward came
+        for the last batch, an all-reduce of each dense gradient.
     """
     batches = list(batches)
     tables = sharded_tables(model)
+    if tables:
+        # A rank that has left the loop isn't in the agreement.
+        tables[0].groups.alarm.check().wait()
     with agreeing(world_group()) as facts:
+        refuse_updates_at_once(model)
         if not batches:
             raise ConfigError("accumulate() got no batches, so there is nothing to update by")
         if any(part.sync_point.is_held for part in tables):
@@ -63,13 +67,9 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
                 "another accumulate() of this model isn't over, so its tables would never be "
                 "updated; let its loop end, or close() it"
             )
-        if not all(part.sync_point.can_hold for part in tables):
-            raise ConfigError(
-                "tables are updated in the backward of each batch; make their sharder with "
-                "accumulates=True, or replicas with GradientSync()"
-            )
         facts["the number of batches of accumulate()"] = str(len(batches))
     *waiting, last = batches
+    activity = NoticeBoard.of(world_group()).activity
     with ExitStack() as tables_held:
         for part in tables if waiting else []:
             with naming_faults(part.groups.board, "accumulate()"):
@@ -88,7 +88,11 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
             with ExitStack() as dense_held:
                 for ddp in ddps:
                     dense_held.enter_context(ddp.no_sync())
-                yield from waiting
+                for number, batch in enumerate(waiting, 1):
+                    activity.batch = f" of batch {number} of {len(batches)}"
+                    yield batch
+            if waiting:
+                activity.batch, activity.is_last_batch = " of the step's last batch", True
             # The lookup of the last batch would sync, too.
             with noting_backwards(ddps, reduced):
                 yield last
@@ -96,6 +100,8 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
             for part in tables:
                 part.in_step.is_step_left = bool(ddps) and not reduced
             raise
+        finally:
+            activity.batch, activity.is_last_batch = "", False
     if ddps and not reduced:
         _end_without_backward(tables, ddps)
 

@@ -132,6 +132,7 @@ def parallelize(
         device = torch.device(device or "cpu")
         check_can_start(module)
         sharders = _sharders(module, optimizer, sharders)
+        _check_wrapper(data_parallel_wrapper)
         if plan is not None and given:
             raise ConfigError(
                 f"plan and {next(iter(given))} are both given, and a plan is run as it is: leave "
@@ -156,6 +157,14 @@ def parallelize(
     )
     model.explanation = explanation
     return model
+
+
+def _check_wrapper(wrapper: object) -> None:
+    if not isinstance(wrapper, DataParallelWrapper | None):
+        raise ConfigError(
+            f"data_parallel_wrapper={wrapper!r} is no DataParallelWrapper; give an instance, such "
+            "as tdsp.FullyShardedDense()"
+        )
 
 
 def _makes_small_buckets(device: torch.device) -> bool:

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.fx.proxy import TraceError
 from torch.profiler import record_function
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.streamable import Pipelineable
@@ -16,6 +17,7 @@ from torchrec.streamable import Pipelineable
 from torchrec_2dsp._compat.shardings import OpenTrainPipeline
 from torchrec_2dsp.comms.alarm import BatchesInStep
 from torchrec_2dsp.comms.failure_detection import naming_faults
+from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.shard.parted import (
     PrefetchedBatch,
@@ -76,6 +78,27 @@ class _Source(Iterator[In], Generic[In]):
         return nullcontext() if self._groups is None else naming_faults(self._groups.board)
 
 
+@contextmanager
+def _naming_models() -> Iterator[None]:
+    """Say why TorchRec's pipelines, which distribute a batch's ids ahead, can't run a model."""
+    remedy = "train it by a loop of your own, without model.pipeline()"
+    try:
+        yield
+    except TraceError as error:
+        raise UnsupportedError(
+            f"the model's forward can't be traced by torch.fx ({error}), from which the pipeline "
+            "learns which ids to distribute ahead; keep what depends on values out of it, or in "
+            f"functions that torch.fx.wrap leaves whole, or {remedy}"
+        ) from error
+    except AssertionError as error:
+        if "Invalid PipelinedForward usage" not in str(error):
+            raise
+        raise UnsupportedError(
+            "the model looks a collection up twice in a forward, and the pipeline distributes ids "
+            f"ahead for one lookup; {remedy}"
+        ) from error
+
+
 class TrainPipelineInStep(OpenTrainPipeline[In, Out]):
     """A `TrainPipelineSparseDist` of which all ranks take a batch, or all raise an error."""
 
@@ -86,7 +109,7 @@ class TrainPipelineInStep(OpenTrainPipeline[In, Out]):
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train one batch; if only some ranks have one, all raise a `RankError` that names them."""
-        with self.source.naming():
+        with self.source.naming(), _naming_models():
             return super().progress(dataloader_iter)
 
     def next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
@@ -149,7 +172,7 @@ class TrainPipelineRowPrefetch(TrainPipelineInStep[In, Out]):
             Those of the model's step, of the input exchange of the second batch after it, and of
             `RowPrefetch.announce` for the next one.
         """
-        with self.source.naming():
+        with self.source.naming(), _naming_models():
             return self._progress(dataloader_iter)
 
     def _progress(self, dataloader_iter: Iterator[In]) -> Out:
@@ -250,7 +273,7 @@ class TrainPipelinePlain(TrainPipelineBase[In, Out]):
     def __init__(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         """Prepare to train; the arguments are those of `TrainPipelineBase`."""
         super().__init__(model, *args, **kwargs)
-        self._source = _Source[In](model)
+        self._source, self._detached = _Source[In](model), model
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train one batch; an iterator that follows an ended one begins anew."""
@@ -260,6 +283,10 @@ class TrainPipelinePlain(TrainPipelineBase[In, Out]):
             if had_ended and not batches.has_ended:
                 super().reset()
             return super().progress(batches)
+
+    def detach(self) -> torch.nn.Module:
+        """Return the model, which nothing is attached to: any plan's pipeline may be detached."""
+        return self._detached
 
     def reset(self) -> None:
         """Drop all batches, as in TorchRec, and the one that was taken ahead."""

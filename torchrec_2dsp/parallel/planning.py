@@ -4,7 +4,7 @@ Loaded only where no plan is given: a model with a plan needs none of the planne
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ def find_plan(
     with agreeing(world) as facts:
         facts["whether there is a calibration"] = str(calibration is not None)
         facts["whether there is a sample"] = str(sample is not None)
+        for name in ("precision", "exchange", "mesh", "constraints"):
+            facts[name] = _in_any_order(arguments.get(name))
         if isinstance(calibration, str | Path):
             calibration = Calibration.load(calibration)
     if calibration is None:
@@ -86,6 +88,17 @@ def find_plan(
     explanation = planner.explain()
     print(*explanation.summary(), sep="\n", file=sys.stderr, flush=True)
     return plan, explanation
+
+
+def _in_any_order(allowed: Any) -> str:
+    """Return a text that doesn't depend on order, which for sets differs between processes."""
+    if isinstance(allowed, ParameterConstraints):
+        return ", ".join(f"{name}={_in_any_order(part)}" for name, part in vars(allowed).items())
+    if isinstance(allowed, Mapping):
+        return "\n".join(sorted(f"{key}: {_in_any_order(part)}" for key, part in allowed.items()))
+    if isinstance(allowed, Collection) and not isinstance(allowed, str):
+        return f"[{', '.join(sorted(map(_in_any_order, allowed)))}]"
+    return str(allowed)
 
 
 def sampled_constraints(

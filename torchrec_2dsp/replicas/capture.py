@@ -21,7 +21,7 @@ from torchrec_2dsp._compat.tensors import running_backward
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.groups import Peers
-from torchrec_2dsp.errors import SyncError
+from torchrec_2dsp.errors import NotFiniteError
 from torchrec_2dsp.replicas.exchange import (
     Announcement,
     GradientExchange,
@@ -163,9 +163,11 @@ class RowCapture:
             if math.isfinite(captured.grads.sum().item()):
                 continue
             is_bad = ~captured.grads.isfinite().all(dim=1)
+            if not bool(is_bad.any()):
+                continue  # Their sum is too large for their type.
             rows = dict(zip(block.tables, block.rows_of(captured.keys[is_bad]), strict=True))
             table, row = next((table, row) for table, part in rows.items() for row in part.tolist())
-            raise SyncError(
+            raise NotFiniteError(
                 f"table {self._tables[table]!r} has a gradient for its row {row} (of this rank's "
                 "shard) that is not finite; no row was updated. Lower the learning rate, or clip "
                 "gradients"

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import record_function
 
 from torchrec_2dsp.comms.alarm import Alarm, Check, as_ours
-from torchrec_2dsp.errors import SyncError, TwoDError
+from torchrec_2dsp.errors import NotFiniteError, SyncError, TwoDError
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.exchange import PendingGradients
@@ -80,6 +80,14 @@ class GradientSyncAction(SyncAction):
         """Merge all backwards until the next sync into one update."""
         for capture in self._captures:
             capture.accumulate()
+
+    def drop(self) -> bool:
+        """Leave a failed step out; all ranks have sent their rows before one refused them."""
+        if not isinstance(self._failure, NotFiniteError):
+            return False
+        self._failure = None
+        self._steps.clear()
+        return True
 
     def reach(self, reason: SyncReason) -> SyncReport:
         """Send or apply captured gradients, whichever ``reason`` asks for.

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.alarm import Alarm, as_ours
 from torchrec_2dsp.comms.collectives import Packed, pack, start_all_to_all_ragged, unpack
-from torchrec_2dsp.errors import SyncError, TwoDError
+from torchrec_2dsp.errors import NotFiniteError, SyncError, TwoDError
 from torchrec_2dsp.replicas.sync_action import SyncReport
 from torchrec_2dsp.replicas.synced_shard import ShardRows, StateRule, SyncedShard
 from torchrec_2dsp.replicas.whole_shard import average_whole_shard
@@ -292,7 +292,7 @@ class RowAverage:
                 rows = _OwnRows(changed, rows_to_send(shard, changed, self._world_size))
                 is_finite = all(map(_is_finite, rows.sent.values, shard.codecs))
             if not is_finite:
-                raise SyncError(
+                raise NotFiniteError(
                     f"table {shard.table!r} has weights or optimizer state that are not finite; "
                     "nothing was synced. Lower the learning rate, or clip gradients"
                 )

@@ -71,6 +71,10 @@ class SyncAction:
     def accumulate(self) -> None:
         """Merge all backwards until the next sync into one update."""
 
+    def drop(self) -> bool:
+        """Leave out what has raised a `NotFiniteError` on all ranks; return whether there was."""
+        return False
+
     def reach(self, reason: SyncReason) -> SyncReport:
         """Sync what can't wait any longer; return an empty report if nothing is due."""
         raise NotImplementedError

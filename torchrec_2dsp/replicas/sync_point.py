@@ -41,6 +41,11 @@ class WeightSyncAction(SyncAction):
         """True if the local replica has changed since the last average."""
         return self._pending
 
+    def drop(self) -> bool:
+        """Leave out the average that is due; the replicas are as different as before."""
+        was_pending, self._pending, self._is_due = self._pending, False, False
+        return was_pending
+
     def reach(self, reason: SyncReason) -> SyncReport:
         """Average if the policy wants it at this step, or if a reader needs it.
 
@@ -53,8 +58,8 @@ class WeightSyncAction(SyncAction):
             self._is_due = self._is_due or self._policy.is_due(self.num_steps)
         if not (self._pending if reason is SyncReason.READ else self._is_due):
             return SyncReport()
-        self._pending = self._is_due = False
         report = self._average.run()
+        self._pending = self._is_due = False
         self._drift.synced()
         return report
 
@@ -112,6 +117,11 @@ class SyncPoint:
         """Note that a training backward has begun; ranks without tables do so, too."""
         for action in self._actions:
             action.backward_seen()
+
+    def drop(self) -> bool:
+        """Leave out what has raised a `NotFiniteError` on all ranks; return whether there was."""
+        dropped = [action.drop() for action in self._actions]
+        return any(dropped)
 
     # A sync point may be reached in inference mode, whose tensors can't be changed afterwards.
     @torch.inference_mode(mode=False)

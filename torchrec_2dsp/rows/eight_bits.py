@@ -6,6 +6,7 @@ is read is what is kept, to the last bit, and writing it back changes nothing. S
 loaded and moved as float32. Some rows can be kept exactly, such as those with replicas.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,13 @@ class RowStore:
             places, slots = self._exact_among(numbers)
             self.exact.index_copy_(0, slots, rows.index_select(0, places).float())
 
+    @classmethod
+    def unrounded(cls, num_rows: int, dim: int, device: torch.device) -> "RowStore":
+        """Make unwritten rows, all of which are kept exactly."""
+        store = cls.zeros(num_rows, dim, device)
+        numbers = torch.arange(num_rows, device=device)
+        return cls(store.packed, numbers, torch.empty(num_rows, dim, device=device))
+
     def keep_exactly(self, numbers: torch.Tensor) -> None:
         """Keep these rows exactly from now on, and no others."""
         numbers = numbers.sort().values
@@ -158,6 +166,20 @@ class EightBitRows(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: Any) -> "EightBitRows":
+        return EightBitRows(copy.deepcopy(self.store, memo), self.first, self.shape[0])
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return plain(self).__dlpack__(*args, **kwargs)
+
+    def tolist(self) -> list[Any]:
+        """Return the rows' numbers, as other tensors do."""
+        return plain(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return a float32 copy of the rows as an array."""
+        return plain(self).numpy(force=force)
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -175,7 +197,7 @@ def _run_on_copies(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Run an operator on float32 copies, and write back the one that it changes."""
     copies: dict[int, torch.Tensor] = {}
 
-    def copy(value: Any) -> Any:
+    def float_copy(value: Any) -> Any:
         if not isinstance(value, EightBitRows):
             return value
         if id(value) not in copies:
@@ -188,7 +210,7 @@ def _run_on_copies(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
             f"{func} would show a part of rows that are kept in 8 bits, or write to a copy; read "
             "and write rows by their numbers, as in rows[numbers]"
         )
-    result = func(*tree_map(copy, list(args)), **tree_map(copy, kwargs))
+    result = func(*tree_map(float_copy, list(args)), **tree_map(float_copy, kwargs))
     if not is_in_place or not isinstance(first, EightBitRows):
         return result
     first.store.write(first.numbers(), copies[id(first)])
@@ -280,6 +302,17 @@ def _alike(rows: EightBitRows) -> EightBitRows:
     return EightBitRows(rows.store, rows.first, rows.shape[0])
 
 
+def _unwritten(rows: EightBitRows, size: Sequence[int], **options: Any) -> torch.Tensor:
+    """Return a tensor to write to.
+
+    DCP's asynchronous saves ask for one of the rows' size, and give it a copy of their store.
+    """
+    device = torch.device(options.get("device") or rows.device)
+    if tuple(size) != tuple(rows.shape) or options.get("dtype") not in (None, torch.float32):
+        return rows.store.exact.new_empty(size, **options)
+    return EightBitRows(RowStore.unrounded(rows.shape[0], rows.shape[1], device))
+
+
 _aten: Any = torch.ops.aten
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _alike,
@@ -301,9 +334,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
         )
     },
     _aten.is_pinned.default: lambda rows, *_: False,
-    _aten.new_empty.default: lambda rows, *args, **options: rows.store.exact.new_empty(
-        *args, **options
-    ),
+    _aten.new_empty.default: _unwritten,
 }
 """The operators that don't need a copy of all rows."""
 

@@ -323,16 +323,10 @@ class BatchForm:
     def _without_ids(self, num_samples: int, device: torch.device) -> KeyedJaggedTensor:
         types = self._types
         assert types is not None
-        num_lengths = len(self._keys) * num_samples
-        return KeyedJaggedTensor(
-            keys=self._keys,
-            values=torch.empty(0, dtype=types.ids, device=device),
-            lengths=torch.zeros(num_lengths, dtype=types.lengths, device=device),
-            weights=None
-            if types.weights is None
-            else torch.empty(0, dtype=types.weights, device=device),
-            stride=num_samples,
-        )
+        values = torch.empty(0, dtype=types.ids, device=device)
+        weights = None if types.weights is None else values.to(types.weights)
+        lengths = torch.zeros(len(self._keys) * num_samples, dtype=types.lengths, device=device)
+        return KeyedJaggedTensor(self._keys, values, weights, lengths, stride=num_samples)
 
 
 def features_of(configs: Sequence[Any]) -> list[str]:
@@ -351,7 +345,9 @@ class DistinctBags(NamedTuple):
 
 
 @torch.no_grad()
-def distinct_bags(features: KeyedJaggedTensor, needed: Iterable[str]) -> DistinctBags:
+def distinct_bags(
+    features: KeyedJaggedTensor, needed: Iterable[str], *, are_pooled: bool = False
+) -> DistinctBags:
     """Return a batch's bags, and the samples' bag numbers; ordinary batches stay as they are.
 
     A batch with variable sizes (VBE) has distinct bags for each feature, and says which of them
@@ -376,7 +372,10 @@ def distinct_bags(features: KeyedJaggedTensor, needed: Iterable[str]) -> Distinc
         >>> bags.of_samples.indices.tolist()
         [[0, 0, 0], [2, 0, 1]]
     """
-    if not features.variable_stride_per_key():
+    _, of_samples = features.inverse_indices_or_none() or (None, None)
+    # TorchRec's unsharded bags are shared in a batch of one size, too; its sequences aren't.
+    are_shared = are_pooled and of_samples is not None and of_samples.numel() > 0
+    if not (are_shared or features.variable_stride_per_key()):
         return DistinctBags(features, None)
     sizes = features.stride_per_key()
     lengths, weights = features.lengths(), features.weights_or_none()
@@ -444,10 +443,12 @@ class OneBatchSize(Stage):
     def __init__(self, configs: Sequence[Any], pack_size: int) -> None:
         self._feature_of = features_by_output(configs)
         self._pack_size = pack_size
+        self._are_pooled = hasattr(configs[0], "pooling")
 
     def before_ids_travel(self, notes: BatchNotes, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the batch's distinct bags."""
-        bags = distinct_bags(batch, frozenset(self._feature_of.values()))
+        needed = frozenset(self._feature_of.values())
+        bags = distinct_bags(batch, needed, are_pooled=self._are_pooled)
         notes.error = bags.error
         if bags.of_samples is not None:
             notes.bags_of_samples = bags.of_samples.by_output(self._feature_of)
@@ -486,7 +487,8 @@ class BatchCheck(Stage):
             As in `Alarm.check`, waited for before the lookup; first as in `BatchForm.fit`.
         """
         batch, notes.error = self._form.fit(batch, self.ids, notes.error)
-        signal = Signal.WELL if notes.is_training else Signal.OUTSIDE
+        signal = Signal.READY if self._alarm.board.activity.is_last_batch else Signal.WELL
+        signal = signal if notes.is_training else Signal.OUTSIDE
         notes.check = self._alarm.check(notes.error, signal)
         return batch
 

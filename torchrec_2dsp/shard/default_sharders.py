@@ -84,7 +84,7 @@ class _ManagedCollisionSharder2D(BaseManagedCollisionEmbeddingCollectionSharder[
             facts |= {f"the id map of table {name!r}": maps[name].described() for name in maps}
             facts["reset_evicted_rows"] = str(self.resets)
             params, hot_ids = _without_hot_ids(params)
-            facts["the hot ids"] = str(hot_ids)
+            facts["the hot ids"] = str(sorted(hot_ids.items()))
         sharded = self.tables.shard(collection_inside(module), params, env, device, module_fqn)
         return ShardedManagedCollisions2D(
             module,

@@ -33,10 +33,11 @@ from torchrec_2dsp._compat.fbgemm import (
     table_tensors,
     without_update,
 )
+from torchrec_2dsp._compat.tensors import running_backward
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.comms.groups import MeshGroups, Peers
-from torchrec_2dsp.errors import PlanError, SyncError
+from torchrec_2dsp.errors import PlanError, SyncError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.capture import RowCapture
@@ -327,6 +328,8 @@ class HotRows(Stage):
         # Until they are read from home, the replicas hold nothing.
         self._stale = True
         self._dirty = False
+        self._in_backward: tuple[int, HotIds | None] = -1, None
+        """The latest backward, and the hot ids of its lookups."""
         self._keep_homes_exactly()
 
     def action(self) -> GradientSyncAction:
@@ -382,6 +385,14 @@ class HotRows(Stage):
 
     def before_backward(self, notes: BatchNotes) -> None:
         """Load the rows that the lookup read; meanwhile others may have been loaded."""
+        (last, last_ids), number = self._in_backward, running_backward()
+        self._in_backward = number, getattr(notes.hot, "ids", None)
+        if last == number and last_ids is not self._in_backward[1]:
+            raise UnsupportedError(
+                "a backward reaches lookups with different hot rows, which id maps or a refresh "
+                "have changed between two forwards; look the batches up in one forward, or call "
+                "backward() for each"
+            )
         self.before_lookup(notes)
 
     def after_write(self) -> None:

@@ -11,6 +11,7 @@ stays equal to all others, and to that of an unsharded model. Then a rank maps i
 What a map evicts is reset on all copies, see `EvictedRows`.
 """
 
+import gc
 import weakref
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,6 @@ from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 from torchrec.distributed.types import Awaitable
@@ -28,28 +28,23 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from torchrec_2dsp._compat.id_maps import NO_HISTORY, History, IdMap, hour_now, id_map_of
+from torchrec_2dsp._compat.id_maps import NO_HISTORY, History, IdMap, id_map_of
+from torchrec_2dsp._compat.shardings import distributed_again
 from torchrec_2dsp._compat.torchrec import jagged_features
 from torchrec_2dsp._compat.wrapped_collections import (
     MAP_NAMES,
+    collection_inside,
     id_maps_of,
     returns_features,
     table_configs,
 )
 from torchrec_2dsp.access.table_access import HotSet
-from torchrec_2dsp.codecs.ids import pack_ids, unpack_ids
-from torchrec_2dsp.comms.alarm import on_all_ranks
-from torchrec_2dsp.comms.collectives import all_gather_ragged
-from torchrec_2dsp.comms.failure_detection import naming_faults
-from torchrec_2dsp.comms.groups import MeshGroups, WorldGroups, own_group
 from torchrec_2dsp.errors import (
-    ConfigError,
-    InputError,
-    SyncError,
-    TwoDError,
     UnsupportedError,
 )
+from torchrec_2dsp.plan.fits_module import has_weights
 from torchrec_2dsp.shard.batch import BatchForm, distinct_bags, with_parts
+from torchrec_2dsp.shard.ids_of_world import MAX_IN_FLIGHT, IdsOfWorld, Mark
 from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, TablesAndMore, parts_of
 from torchrec_2dsp.shard.stages import BatchNotes, Eviction
 
@@ -76,24 +71,23 @@ class MappedBatch:
 
     features: KeyedJaggedTensor
     """The batch, with row ids."""
-    source: "weakref.ref[KeyedJaggedTensor]"
-    """The batch with its own ids."""
+    source: Any
+    """The batch with its own ids, as the module got it."""
     context: "weakref.ref[MappedContext]"
     """The context that it was mapped for."""
+    forward: "weakref.ref[Any]"
+    """The forward that an attached pipeline had given the module: one object for its batches."""
     eviction: Eviction | None = None
     """The rows that the maps have given to other ids."""
     before: "Mapping[str, _MapState]" = field(default_factory=dict)
-    """The maps as they were before, if a pipeline trains the batch."""
+    """The maps as they were before, if a pipeline will look the batch up."""
+    is_over: bool = False
+    """True if its pipeline is gone or has left it out, so that it is mapped anew if it comes."""
 
     @property
     def is_in_flight(self) -> bool:
         """Tell whether a pipeline still holds the batch."""
-        return self.source() is not None or self.context() is not None
-
-    @property
-    def is_dropped(self) -> bool:
-        """Tell whether a batch that wasn't looked up won't be: refused, or its pipeline is gone."""
-        return not (self.before and self.is_in_flight)
+        return self.context() is not None
 
 
 @dataclass
@@ -117,94 +111,6 @@ class MappedContext(Multistreamable):
         self.of_tables.record_stream(stream)
         if self.mapped is not None:
             self.mapped.features.record_stream(cast(Any, stream))
-
-
-class IdsOfWorld:
-    """Sends ids between all ranks, in a group of its own."""
-
-    def __init__(self, groups: MeshGroups, device: torch.device) -> None:
-        self._board = groups.board
-        shared = WorldGroups.current().shared
-        if "id_maps" not in shared:
-            shared["id_maps"] = own_group(groups.world, device, "id_maps")
-        self.group: dist.ProcessGroup = shared["id_maps"]
-
-    def gathered(
-        self,
-        own: Mapping[str, torch.Tensor],
-        maps: Mapping[str, IdMap],
-        *,
-        is_training: bool,
-        fingerprint: int,
-    ) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return the first rank's hour, and each feature's ids on all ranks, in rank order.
-
-        There are no ids if the model is evaluated.
-
-        Args:
-            own: each feature's ids on this rank.
-            maps: the map of each feature.
-            is_training: whether the model is trained.
-            fingerprint: of all maps.
-
-        Raises:
-            ConfigError: some ranks train, and others evaluate.
-            InputError: a map can't have an id.
-            SyncError: the maps differ.
-
-        Collectives:
-            An all-gather of 8 bytes per feature and 48 more, waited for; in training an all-to-all
-            of ids, in as few bytes as the largest one needs, waited for.
-        """
-        ids = torch.cat(list(own.values()))
-        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
-        numbered = enumerate(own.items())
-        refused = next((n for n, (name, of) in numbered if not maps[name].takes(of)), -1)
-        own_facts = [int(is_training), fingerprint, hour_now(), refused, low, high]
-        facts = ids.new_tensor([*own_facts, *(feature.numel() for feature in own.values())])
-        by_rank = [torch.empty_like(facts) for _ in range(dist.get_world_size(self.group))]
-        with naming_faults(self._board):
-            dist.all_gather(by_rank, facts, group=self.group)
-            modes, fingerprints, hours, refusals, *more = torch.stack(by_rank, 1).tolist()
-            _check_alike(modes, fingerprints)
-            if max(refusals) >= 0:
-                rank = refusals.index(max(refusals))
-                raise on_all_ranks(
-                    InputError(
-                        f"the batch of rank {rank} has an id of feature "
-                        f"{list(own)[max(refusals)]!r} that is -1 or out of range "
-                        "(input_hash_size), which TorchRec's HashZchManagedCollisionModule can't "
-                        "map; correct the id or the size"
-                    )
-                )
-            if not is_training:
-                return hours[0], {}
-            lows, highs, *counts_there = more
-            num_bytes = 8 if min(lows) < 0 else max(1, -(-max(highs).bit_length() // 8))
-            sizes = [sum(counts) for counts in zip(*counts_there, strict=True)]
-            packed = all_gather_ragged(pack_ids(ids, num_bytes), sizes, self.group)
-        split = [
-            unpack_ids(part).split(list(counts))
-            for part, counts in zip(packed, zip(*counts_there, strict=True), strict=True)
-        ]
-        of_world = map(torch.cat, zip(*split, strict=True))
-        return hours[0], dict(zip(own, of_world, strict=True))
-
-
-def _check_alike(modes: list[int], fingerprints: list[int]) -> None:
-    if len(set(modes)) > 1:
-        error: TwoDError = ConfigError(
-            f"the model trains on rank {modes.index(1)} and is evaluated on rank "
-            f"{modes.index(0)}, which changes id maps on one of them alone; call train() or "
-            "eval() on all ranks"
-        )
-        raise on_all_ranks(error)
-    if len(set(fingerprints)) > 1:
-        error = SyncError(
-            "the id maps differ between ranks, after they saw the same ids; a hash function or an "
-            "admission filter must give the same on all ranks, and all must load the same state"
-        )
-        raise on_all_ranks(error)
 
 
 class ShardedManagedCollisions2D(TablesAndMore):
@@ -242,14 +148,17 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._map_of = {name: self._maps[table] for name, table in self._table_of.items()}
         groups = self._parts[0].tables.groups
         self._world = IdsOfWorld(groups, device)
-        self._form = BatchForm(self._features, groups.alarm.group, is_weighted=False)
+        is_weighted = has_weights(collection_inside(module))
+        self._form = BatchForm(self._features, groups.alarm.group, is_weighted=is_weighted)
         for part in self._parts:
             part.tables.hot_sets.name_ids(hot_ids, self._owned_rows)
         self._note_new_rows()
         self._waiting: list[MappedBatch] = []
         """Batches that the maps have seen, and whose evicted rows weren't reset yet."""
         self._in_flight: list[MappedBatch] = []
-        """Batches that a pipeline has distributed, and not looked up yet."""
+        """Batches that a pipeline has distributed, and not looked up yet; alike on all ranks."""
+        self._attached, self._has_gone_on = self._forward_now(), False
+        """The attached forward, and whether no batch comes again to it."""
         self._evicted_rows = [part.tables.reset_evicted_rows(init_seed) for part in self._parts]
         self.register_state_dict_pre_hook(lambda *_: self._reset_dropped())
         self.register_state_dict_post_hook(_show_trained_maps)
@@ -265,7 +174,6 @@ class ShardedManagedCollisions2D(TablesAndMore):
         arrived = self.input_dist(ctx, *input, **kwargs).wait().wait()
         return self.compute_and_output_dist(ctx, arrived)
 
-    @torch.no_grad()
     def input_dist(
         self, ctx: MappedContext, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> Awaitable[Awaitable[Any]]:
@@ -297,12 +205,8 @@ class ShardedManagedCollisions2D(TablesAndMore):
         return output, self._features_of(ctx)
 
     def _mapped(self, ctx: MappedContext, given: Any) -> MappedBatch:
-        self._in_flight = [batch for batch in self._in_flight if batch.is_in_flight]
-        for batch in self._in_flight:
-            # A pipeline that is attached again distributes its next batch for a second time.
-            if batch.source() is given:
-                return batch
         features = jagged_features(given, self._features)
+        self._note_attached()
         # Also in contiguous memory, in which TorchRec sums the lengths of variable sizes.
         bags = distinct_bags(features, self._features)
         # A batch that can't be right is refused by the tables, on all ranks.
@@ -313,23 +217,82 @@ class ShardedManagedCollisions2D(TablesAndMore):
             bounds = bags.features.offset_per_key()
             places = {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
             own = self._hashed(features, places)
-        mapped = MappedBatch(features, weakref.ref(given), weakref.ref(ctx))
         is_training = self._managed_collision_collection.training
-        hour, of_world = self._world.gathered(
-            own, self._map_of, is_training=is_training, fingerprint=self._fingerprint
+        gathered = self._world.gathered(
+            own,
+            self._map_of,
+            is_training=is_training,
+            is_right=is_right,
+            in_flight=self._marks(ctx, given, features),
+            fingerprint=self._fingerprint,
         )
+        if gathered.again is not None:
+            return self._again(ctx, self._in_flight[gathered.again])
+        for n, batch in enumerate(self._in_flight):
+            batch.is_over |= bool(gathered.gone >> n & 1)
+        self._in_flight = [batch for batch in self._in_flight if not batch.is_over]
+        self._forget()
+        mapped = MappedBatch(features, given, weakref.ref(ctx), self._attached)
         if not ctx.is_at_once:
-            self._in_flight.append(mapped)
-        # What is evaluated at once sees the maps to which the tables' rows belong.
-        maps = self.maps_before_waiting() if ctx.is_at_once and not is_training else {}
-        if is_training:
+            self._in_flight = [*self._in_flight, mapped][-MAX_IN_FLIGHT:]
+            self._has_gone_on |= bool(gathered.ids)
+        # What is evaluated before the batches of another pipeline sees the maps to which the
+        # tables' rows belong.
+        maps = {} if is_training else self.maps_before_waiting(elsewhere=not ctx.is_at_once)
+        if gathered.ids:
             if not ctx.is_at_once:
                 mapped.before = {name: _MapState.of(id_map) for name, id_map in self._maps.items()}
-            mapped.eviction = self._profile(of_world, hour)
+            mapped.eviction = self._profile(gathered.ids, gathered.hour, is_at_once=ctx.is_at_once)
             self._waiting.append(mapped)
         if is_right:
             mapped.features = self._with_rows(features, own, places, maps)
         return mapped
+
+    def _note_attached(self) -> None:
+        """Note whether another pipeline is attached now, or none."""
+        now = self._forward_now()
+        if now is self._attached:
+            return
+        self._attached, self._has_gone_on = now, False
+        self._free_pipelines()
+
+    def _marks(self, ctx: MappedContext, given: Any, features: KeyedJaggedTensor) -> list[Mark]:
+        """Return what this rank knows of the batches in flight, beside a new one.
+
+        Those of a detached, dropped or reset pipeline may come again before others do. A loop may
+        give one object for several; another builds the features anew at each access. What is
+        evaluated changes no map, and is mapped anew.
+        """
+        may_come = not ctx.is_at_once and self._managed_collision_collection.training
+        marks = []
+        for batch in self._in_flight:
+            is_attached = batch.forward is self._attached
+            has_passed = batch.is_in_flight if is_attached else self._has_gone_on
+            may_be = may_come and not (has_passed or batch.is_over)
+            is_same = may_be and batch.source is given
+            is_equal = is_same or (
+                may_be and _are_equal(jagged_features(batch.source, self._features), features)
+            )
+            marks.append((is_same, is_equal, not batch.is_in_flight))
+        return marks
+
+    def _again(self, ctx: MappedContext, batch: MappedBatch) -> MappedBatch:
+        """Return a batch that was mapped, for this context; its pipeline left out older ones."""
+        for older in takewhile(lambda older: older is not batch, self._in_flight):
+            older.is_over |= older.forward is batch.forward
+        self._forget()
+        forward, is_attached_again = batch.forward, distributed_again(self, ctx)
+        # Such a pipeline still holds its later batches.
+        self._has_gone_on |= is_attached_again
+        for other in self._in_flight if is_attached_again else [batch]:
+            if other.forward is forward:
+                other.forward = self._attached
+        batch.context = weakref.ref(ctx)
+        return batch
+
+    def _forward_now(self) -> "weakref.ref[Any]":
+        # A forward holds the pipeline's contexts, which end with the pipeline.
+        return weakref.ref(vars(self).get("forward", self))
 
     def _hashed(
         self, features: KeyedJaggedTensor, places: Mapping[str, slice]
@@ -338,7 +301,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         values = features.values().long()
         return {name: of.hashed(values[places[name]]) for name, of in self._map_of.items()}
 
-    def _profile(self, ids: Mapping[str, torch.Tensor], hour: int) -> Eviction:
+    def _profile(self, ids: Mapping[str, torch.Tensor], hour: int, *, is_at_once: bool) -> Eviction:
         """Let the maps see the ids of all ranks; return the rows that they have evicted."""
         evicted, has_changed = {}, False
         for table, id_map in self._maps.items():
@@ -347,8 +310,9 @@ class ShardedManagedCollisions2D(TablesAndMore):
             has_changed |= rows is not None
             if rows is not None and rows.numel():
                 evicted[table] = rows
-        if has_changed:
-            self._note_new_rows()
+        in_step = is_at_once and any(part.tables.in_step.is_in_step for part in self._parts)
+        if has_changed or (self._hot_rows_lag and not in_step):
+            self._note_new_rows(in_step=in_step)
         number = next(iter(self._maps.values())).batches_seen
         return Eviction(number, evicted if self._resets else {})
 
@@ -388,10 +352,16 @@ class ShardedManagedCollisions2D(TablesAndMore):
         """Return the batches up to this one that weren't looked up; some may never be."""
         if mapped in self._waiting:
             return self._waiting[: self._waiting.index(mapped) + 1]
-        return list(takewhile(lambda batch: batch.is_dropped, self._waiting))
+        return list(takewhile(lambda batch: not batch.before, self._waiting))
+
+    def _forget(self) -> None:
+        """Forget the maps before the oldest waiting batches that won't be looked up."""
+        for batch in takewhile(lambda batch: batch.is_over or not batch.before, self._waiting):
+            batch.before = {}
 
     def _reset_dropped(self) -> None:
         """Reset what dropped batches have evicted, as the maps that state dicts show have."""
+        self._free_dropped()
         due = self._due()
         self._waiting = self._waiting[len(due) :]
         for part, evicted_rows in zip(self._parts, self._evicted_rows, strict=True) if due else ():
@@ -399,12 +369,26 @@ class ShardedManagedCollisions2D(TablesAndMore):
             evictions = [batch.eviction for batch in due if batch.eviction]
             evicted_rows.before_lookup(BatchNotes(evictions=evictions))
 
-    def _note_new_rows(self) -> None:
-        """Note that ids may have other rows."""
+    def _free_dropped(self) -> None:
+        """Note which batches are gone with their pipelines."""
+        self._free_pipelines()
+        for batch in self._in_flight:
+            batch.is_over |= not batch.is_in_flight
+        self._forget()
+
+    def _free_pipelines(self) -> None:
+        """Free pipelines that are gone, which each rank would do at some other time."""
+        now = self._forward_now()
+        if any(batch.is_in_flight and batch.forward is not now for batch in self._in_flight):
+            gc.collect()
+
+    def _note_new_rows(self, *, in_step: bool = False) -> None:
+        """Note that ids may have other rows; lookups in one step have the same hot rows."""
         prints = [id_map.fingerprint() for id_map in self._maps.values()]
         # As an int64 number.
         self._fingerprint = (hash(tuple(prints)) + 2**63) % 2**64 - 2**63
-        for part in self._parts:
+        self._hot_rows_lag = in_step
+        for part in () if in_step else self._parts:
             part.tables.hot_sets.follow_map()
 
     def _owned_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
@@ -421,13 +405,14 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load tables and maps; a map goes on as TorchRec's does after a load."""
+        self._free_dropped()
         if any(batch.is_in_flight for batch in self._in_flight):
             raise UnsupportedError(
                 "a pipeline has batches whose ids were mapped already; train them, or drop the "
                 "pipeline, before you load other id maps"
             )
         keys = super().load_state_dict(state_dict, strict, assign)
-        self._waiting = []
+        self._waiting, self._in_flight = [], []
         for id_map in self._maps.values():
             id_map.set_history(NO_HISTORY)
         self._note_new_rows()
@@ -435,6 +420,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
 
     def histories(self) -> dict[str, History]:
         """Return what maps remember beside their buffers, by table, as far as was trained."""
+        self._free_dropped()
         before = self.maps_before_waiting()
         return {
             table: before[table].history if before else id_map.history()
@@ -446,9 +432,17 @@ class ShardedManagedCollisions2D(TablesAndMore):
         for table in histories.keys() & self._maps.keys():
             self._maps[table].set_history(histories[table])
 
-    def maps_before_waiting(self) -> Mapping[str, _MapState]:
-        """Return the maps before the oldest batch that a pipeline still has to look up."""
-        waiting = [batch.before for batch in self._waiting if not batch.is_dropped]
+    def maps_before_waiting(self, *, elsewhere: bool = False) -> Mapping[str, _MapState]:
+        """Return the maps before the oldest batch that a pipeline still has to look up.
+
+        With ``elsewhere``, pipelines are meant that aren't the attached one.
+        """
+        now = self._forward_now()
+        waiting = [
+            batch.before
+            for batch in self._waiting
+            if batch.before and not (elsewhere and batch.forward is now)
+        ]
         oldest = waiting[0] if waiting else {}
         # Later batches have copied what the older ones didn't change.
         return {
@@ -463,6 +457,23 @@ class ShardedManagedCollisions2D(TablesAndMore):
 def managed_collisions(model: nn.Module) -> list[ShardedManagedCollisions2D]:
     """Return a model's sharded modules with id maps."""
     return [part for part in model.modules() if isinstance(part, ShardedManagedCollisions2D)]
+
+
+def _are_equal(features: KeyedJaggedTensor, others: KeyedJaggedTensor) -> bool:
+    """Tell whether two batches are equal, as those that are built anew at each access."""
+    pairs = zip(_contents(features), _contents(others), strict=True)
+    return all(
+        torch.equal(part, other)
+        if isinstance(part, torch.Tensor) and isinstance(other, torch.Tensor)
+        else part == other
+        for part, other in pairs
+    )
+
+
+def _contents(features: KeyedJaggedTensor) -> tuple[Any, ...]:
+    _, inverse = features.inverse_indices_or_none() or (None, None)
+    tensors = features.values(), features.lengths(), features.weights_or_none(), inverse
+    return features.keys(), features.stride_per_key_per_rank(), *tensors
 
 
 _TABLES, _MAPS = "_embedding_module", "_managed_collision_collection"

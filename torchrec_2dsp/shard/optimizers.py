@@ -24,7 +24,9 @@ from torchrec_2dsp.optim import (
     MomentScaledRowWiseAdaGradOptimizer,
 )
 from torchrec_2dsp.plan.parameter_sharding import (
+    CHANGES_ALL_ROWS,
     FROM_ROW_GRADIENTS,
+    WITH_ROW_WISE_MOMENT,
     RowStorage,
     base_type,
     fused_type_of,
@@ -45,10 +47,6 @@ ON_CPU = frozenset(
 )
 """FBGEMM's kernels on a CPU; `needs_rule` says for which others there are rules on tensors."""
 
-_CHANGES_ALL_ROWS = (
-    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
-    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD,
-)
 _IGNORED_ON_CPU = ("weight_decay", "max_norm")
 _ONLY_ON_CUDA = ("extra_optimizer_config", "optimizer_state_dtypes", "weight_decay_mode")
 
@@ -212,7 +210,7 @@ def check_optimizers(
                 f"{_names(ON_CPU | _ADAMS)}"
             )
         sends_touched = isinstance(plan.sync, WeightSync) and plan.sync.rows is SyncedRows.TOUCHED
-        if optimizer in _CHANGES_ALL_ROWS and sends_touched and plan.mesh.num_groups > 1:
+        if optimizer in CHANGES_ALL_ROWS and sends_touched and plan.mesh.num_groups > 1:
             raise UnsupportedError(
                 f"{_name(optimizer)} changes rows that no batch touched, which WeightSync wouldn't "
                 "send; use WeightSync(rows='all')"
@@ -269,7 +267,7 @@ def _check_single_rows(table: str, optimizer: EmbOptimType, plan: ModulePlan2D) 
     """Refuse shards of one row beside others; TorchRec takes their second moment for a table's."""
     spec = plan[table].sharding_spec if table in plan else None
     rows = {shard.shard_sizes[0] for shard in getattr(spec, "shards", None) or ()}
-    if HAS_ROW_WISE_MOMENT.get(optimizer) and 1 in rows and len(rows) > 1:
+    if optimizer in WITH_ROW_WISE_MOMENT and 1 in rows and len(rows) > 1:
         raise UnsupportedError(
             f"table {table!r} has a shard of one row beside others, which TorchRec can't save with "
             f"{_name(optimizer)}; make it table-wise, or choose another optimizer"

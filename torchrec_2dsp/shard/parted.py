@@ -267,6 +267,23 @@ def sharded_tables(model: nn.Module) -> list[Tables2D]:
     return [part.tables for module in model.modules() for part in parts_of(module)]
 
 
+def refuse_updates_at_once(model: nn.Module) -> None:
+    """Raise `ConfigError` if a table is updated in the backward of each batch."""
+    inside = {id(of) for own in model.modules() if parts_of(own) for of in own.modules()}
+    for path, module in model.named_modules():
+        is_own = id(module) in inside or sharded_tables(module)
+        if isinstance(module, ShardedModule) and not is_own:
+            raise ConfigError(
+                f"module {path!r} ({type(module).__name__}) updates its tables in the backward of "
+                "each batch; shard it by this package's sharders, with accumulates=True"
+            )
+    if not all(part.sync_point.can_hold for part in sharded_tables(model)):
+        raise ConfigError(
+            "tables are updated in the backward of each batch; make their sharder with "
+            "accumulates=True, or replicas with GradientSync()"
+        )
+
+
 def check_can_start(model: nn.Module) -> None:
     """Refuse a model with sharded modules, or with values that nothing would initialise."""
     for path, module in model.named_modules():

@@ -134,7 +134,7 @@ class _Weighed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(beside)
-        return output.view_as(output)
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,12 +189,15 @@ class ShardedFeatureProcessors2D(TablesAndMore):
                 "requires_grad of a feature processor has changed since the model was sharded; "
                 "change it before, and shard again"
             )
+        if not features.variable_stride_per_key():
+            # As in TorchRec, only bags that aren't processed are shared in a batch of one size.
+            features = with_parts(features, length_per_key=features.length_per_key_or_none())
+        elif not self._has_weights:
+            raise UnsupportedError(
+                "feature processors that aren't position weights know no variable batch sizes; "
+                "give a batch of one size"
+            )
         if not self._has_weights:
-            if features.variable_stride_per_key():
-                raise UnsupportedError(
-                    "feature processors that aren't position weights know no variable batch "
-                    "sizes; give a batch of one size"
-                )
             with torch.no_grad():
                 features = processed(features, self._feature_processors)
         return self._embedding_bag_collection.input_dist(ctx, features)

@@ -214,14 +214,23 @@ class ReplicaSync(Stage):
 
     @torch.no_grad()
     def _replicas_differ(self) -> bool:
-        """Compare the replica peers' tensors by one number each (an all-gather on "replicate")."""
+        """Return on all ranks whether any copies differ, comparing one number per tensor.
+
+        Collectives:
+            An all-gather on "replicate", and an all-reduce of 8 bytes in the world.
+        """
         num_groups, tensors = self._groups.mesh.num_groups, self._tensors()
-        if num_groups == 1 or not tensors:
+        if num_groups == 1:
             return False
-        own = torch.stack([fingerprint(tensor) for tensor in tensors])
-        peers = [torch.empty_like(own) for _ in range(num_groups)]
-        dist.all_gather(peers, own, group=self._groups.replica_peers)
-        return any(not torch.equal(peer, peers[0]) for peer in peers)
+        num_different = torch.zeros(1, dtype=torch.int64, device=self._groups.alarm.device)
+        if tensors:
+            own = torch.stack([fingerprint(tensor) for tensor in tensors])
+            peers = [torch.empty_like(own) for _ in range(num_groups)]
+            dist.all_gather(peers, own, group=self._groups.replica_peers)
+            num_different += sum(not torch.equal(peer, peers[0]) for peer in peers)
+        # Peers whose own shards are equal have rows to move where others' aren't.
+        dist.all_reduce(num_different, group=self._groups.world)
+        return bool(num_different)
 
     def _tensors(self) -> list[torch.Tensor]:
         """Return this rank's weights and optimizer state, as views."""
@@ -310,6 +319,7 @@ class LookupsInStep(Stage):
         groups.board.activity.num_modules += 1
         self._tables = ", ".join(tables)
         self._was_training = False
+        self._forward_in_step = -1
         self.is_step_left = False
         """True if `accumulate` was left before dense gradients were added up."""
 
@@ -328,6 +338,16 @@ class LookupsInStep(Stage):
         self._was_training = notes.is_training
         return batch
 
+    @property
+    def is_in_step(self) -> bool:
+        """True if this forward has a lookup already, whose backward hasn't come."""
+        return self._forward_in_step == self._groups.board.activity.num_forwards
+
+    def before_lookup(self, notes: BatchNotes) -> None:
+        """Note that a step has begun."""
+        if notes.is_training and torch.is_grad_enabled():
+            self._forward_in_step = self._groups.board.activity.num_forwards
+
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
         """Await the backward of a training lookup."""
         parts = [output] if isinstance(output, KeyedTensor) else output.values()
@@ -342,6 +362,7 @@ class LookupsInStep(Stage):
 
     def before_backward(self, notes: BatchNotes) -> None:
         """Note that the backward has come."""
+        self._forward_in_step = -1
         activity = self._groups.board.activity
         activity.backward_of = notes.lookup
         activity.awaited.pop(notes.lookup, None)

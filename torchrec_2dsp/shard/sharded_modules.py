@@ -292,7 +292,8 @@ class JoinBags(Stage):
         """Note bag lengths for outputs that are averaged here, hot ids included."""
         if self._averaged_outputs:
             lengths = batch.lengths().view(len(batch.keys()), batch.stride())
-            by_feature = dict(zip(batch.keys(), lengths, strict=True))
+            # A loader may reuse the batch's memory, so this is a copy.
+            by_feature = dict(zip(batch.keys(), lengths.clamp(min=1), strict=True))
             notes.bag_lengths = {
                 output: by_feature[feature] for output, feature in self._averaged_outputs.items()
             }
@@ -314,8 +315,7 @@ class JoinBags(Stage):
                 if name in hot_output:
                     sums = sums + hot_output[name]
                 if name in notes.bag_lengths:
-                    num_ids = notes.bag_lengths[name].clamp(min=1).to(sums.dtype)
-                    sums = sums / num_ids[:, None]
+                    sums = sums / notes.bag_lengths[name].to(sums.dtype)[:, None]
                 bags.append(sums)
             values = torch.cat(bags, dim=1)
         return KeyedTensor(keys=names, length_per_key=dims, values=values, key_dim=1)

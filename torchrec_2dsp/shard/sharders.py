@@ -1,7 +1,7 @@
 """The sharders, which turn a `Plan2D` into sharded modules: one for bags, one for sequences."""
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -105,24 +105,13 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         configs = configs_of(module)
         local_world_size = get_local_size(dist.get_world_size())
         with agreeing(world_group()) as facts:
-            check_alone(module)
-            plan = check_module_plan(
-                module_fqn or "",
-                params,
-                configs,
-                is_weighted=has_weights(module),
-                local_world_size=local_world_size,
-            )
+            path, frozen = module_fqn or "", frozen_tables(module)
+            plan, parts = self.checked_plan(module, params, path, device.type, local_world_size)
             plan.mesh.check_world(dist.get_world_size())
-            frozen = frozen_tables(module)
             facts["frozen tables"] = ", ".join(frozen)
             # Copies that other kernels update differ in their last bits.
             facts["whether Triton runs"] = str(runs_triton(device))
-            parts = [
-                self._part(module, configs, part, device, is_frozen)
-                for part, is_frozen in _trained_and_frozen(plan.parts(), frozen)
-            ]
-            facts |= self._facts(module_fqn or "", plan, [part.fused_params for part in parts])
+            facts |= self._facts(path, plan, [part.fused_params for part in parts])
             facts |= {f"table {config.name!r}": table_text(config) for config in configs}
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
@@ -141,7 +130,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             return [
                 partial(
                     shard_part,
-                    self._part(blank, configs, part, device, is_frozen),
+                    self._part(blank, configs, part, device.type, is_frozen),
                     tuple(configs),
                 )
                 for part, is_frozen in _trained_and_frozen(plans, own.keys() - unfrozen)
@@ -149,12 +138,36 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
 
         return PartedModule(configs, sharded, reshard)
 
+    def checked_plan(
+        self,
+        module: Any,
+        params: Mapping[str, ParameterSharding],
+        path: str,
+        device_type: str,
+        local_world_size: int,
+    ) -> "tuple[ModulePlan2D, list[_Part]]":
+        """Return a module's plan and its parts, or raise what `shard` would."""
+        configs = configs_of(module)
+        check_alone(module)
+        plan = check_module_plan(
+            path,
+            params,
+            configs,
+            is_weighted=has_weights(module),
+            local_world_size=local_world_size,
+        )
+        parts = [
+            self._part(module, configs, part, device_type, is_frozen)
+            for part, is_frozen in _trained_and_frozen(plan.parts(), frozen_tables(module))
+        ]
+        return plan, parts
+
     def _part(
         self,
         module: Any,
         configs: list[Any],
         plan: ModulePlan2D,
-        device: torch.device,
+        device_type: str,
         is_frozen: bool,
     ) -> "_Part":
         """Return a mesh's tables, after checking their optimizers."""
@@ -165,7 +178,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         fused_params = params_for_plan(self.fused_params, self.optimizer, plan)
         if is_frozen:
             fused_params = params_without_optimizer(fused_params)
-        check_optimizers(part, fused_params, plan, device.type)
+        check_optimizers(part, fused_params, plan, device_type)
         return _Part(part, plan, fused_params, is_frozen)
 
     def _shard_part(
@@ -250,7 +263,9 @@ def _trained_and_frozen(
 
 def _check_holder(holder: nn.Module, name: str, child: nn.Module | None) -> None:
     """Refuse holders that can't have a part sharded, which a sharder doesn't see."""
-    if isinstance(child, ShardedModule2D | PartedModule | TablesAndMore):
+    kinds = ShardedModule2D | PartedModule | TablesAndMore
+    # TorchRec's pipelines register parts of sharded modules anew.
+    if isinstance(child, kinds) and not isinstance(holder, kinds):
         check_holder(holder)
 
 

@@ -188,9 +188,7 @@ class BagsOfSamples:
             part.index_select(0, self._of(name))
             for name, part in zip(bags.keys(), columns, strict=True)
         ]
-        return KeyedTensor(
-            keys=bags.keys(), length_per_key=dims, values=torch.cat(samples, dim=1), key_dim=1
-        )
+        return KeyedTensor(bags.keys(), dims, torch.cat(samples, dim=1))
 
     def sequences(self, bags: Mapping[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Return each sample's sequences."""
@@ -232,15 +230,11 @@ def _select(rows: JaggedTensor, bags: torch.Tensor) -> JaggedTensor:
     starts = (ends - rows.lengths()).index_select(0, bags)
     lengths = rows.lengths().index_select(0, bags)
     # What has to be added to a place in the output for the place that its row comes from.
-    shifts = starts - (lengths.cumsum(0) - lengths)
-    shifts = shifts.repeat_interleave(lengths)
+    shifts = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     places = torch.arange(shifts.numel(), device=shifts.device) + shifts
     ids = rows.weights_or_none()  # Where the module is asked for indices.
-    return JaggedTensor(
-        values=rows.values().index_select(0, places),
-        lengths=lengths,
-        weights=None if ids is None else ids.index_select(0, places),
-    )
+    ids = None if ids is None else ids.index_select(0, places)
+    return JaggedTensor(rows.values().index_select(0, places), ids, lengths)
 
 
 @dataclass
@@ -472,29 +466,34 @@ class ClipGradients(Stage):
         """The largest gradient, by output name, and the ranks that divide gradients later."""
 
     def on_output(self, notes: BatchNotes, output: Output) -> Output:
-        """Return the output, whose gradient will be clipped."""
+        """Return the output, whose gradient will be clipped behind hooks of the program's."""
         if not self._bounds:
             return output
         if isinstance(output, KeyedTensor):
-            columns = zip(output.keys(), output.length_per_key(), strict=True)
-            bounds = [bound for name, dim in columns for bound in [self._bound(name)] * dim]
-            self._clip(output.values(), bounds)
-            return output
+            names, dims = output.keys(), output.length_per_key()
+            by_column = [name for name, dim in zip(names, dims, strict=True) for _ in range(dim)]
+            return KeyedTensor(names, dims, self._clipped(output.values(), by_column))
+        clipped: dict[str, JaggedTensor] = {}
         for name, rows in output.items():
-            self._clip(rows.values(), [self._bound(name)])
-        return output
+            values = self._clipped(rows.values(), [name])
+            clipped[name] = JaggedTensor(values, rows.weights_or_none(), rows.lengths())
+        return clipped
 
-    def _bound(self, name: str) -> float:
-        return self._bounds.get(name, math.inf)
+    def _clipped(self, output: torch.Tensor, names: Sequence[str]) -> Any:
+        bounds = [self._bounds.get(name, math.inf) for name in names]
+        return _Clipped.apply(output, output.new_tensor(bounds), self._num_ranks)
 
-    def _clip(self, output: torch.Tensor, bounds: Sequence[float]) -> None:
-        if not output.requires_grad:
-            return
-        after_division = output.new_tensor(bounds)
 
-        def clip(gradient: torch.Tensor) -> torch.Tensor:
-            # By TorchRec's switch at this moment, as when it divides.
-            largest = after_division * (self._num_ranks if get_gradient_division() else 1)
-            return gradient.clamp(-largest, largest)
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, output: torch.Tensor, bounds: torch.Tensor, num_ranks: int
+    ) -> torch.Tensor:
+        ctx.bounds, ctx.num_ranks = bounds, num_ranks
+        return output.detach()
 
-        output.register_hook(clip)
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # By TorchRec's switch at this moment, as when it divides.
+        largest = ctx.bounds * (ctx.num_ranks if get_gradient_division() else 1)
+        return grads[0].clamp(-largest, largest), None, None

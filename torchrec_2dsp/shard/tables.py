@@ -27,11 +27,11 @@ from torchrec_2dsp._compat.shardings import (
     shardings_of,
     wrap_optimizer,
 )
-from torchrec_2dsp._compat.tensors import Upstream
+from torchrec_2dsp._compat.tensors import Upstream, without_base
 from torchrec_2dsp._compat.torchrec import jagged_features
 from torchrec_2dsp.comms.failure_detection import naming_faults
 from torchrec_2dsp.comms.groups import MeshGroups
-from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.errors import NotFiniteError, UnsupportedError
 from torchrec_2dsp.plan.fits_module import has_weights
 from torchrec_2dsp.plan.parameter_sharding import (
     ParameterSharding2D,
@@ -53,8 +53,7 @@ from torchrec_2dsp.shard.initial_tables import EvictedRows, is_drawn_alike
 from torchrec_2dsp.shard.kernels import ROUNDING_SEED, Kernel
 from torchrec_2dsp.shard.optimizers import is_data_parallel
 from torchrec_2dsp.shard.replica_sync import LookupsInStep, OneUpdate, ReplicaSync, Replication
-from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
-from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
+from torchrec_2dsp.shard.row_exchange.exchange import row_exchanges
 from torchrec_2dsp.shard.row_exchange.stages import RowPrefetch, arrangement_of
 from torchrec_2dsp.shard.shardings import completed_input, widen_contexts
 from torchrec_2dsp.shard.stages import (
@@ -103,7 +102,7 @@ class Tables2D:
         self.hot_rows = hot_rows if self.hot_sets.by_table else None
         """The replicated hot rows, if any."""
         self.prefetch = RowPrefetch(
-            _row_exchanges(module),
+            row_exchanges(lookups_of(module), output_dists_of(module)),
             updates_at_once=replication.updates_at_once,
             before_use=self._before_use,
         )
@@ -273,6 +272,9 @@ class Tables2D:
             for stage in reversed(self.stages):
                 output = stage.on_output(notes, output)
             if watches_backward:
+                if isinstance(output, KeyedTensor):
+                    bags = without_base(output.values())
+                    output = KeyedTensor(output.keys(), output.length_per_key(), bags)
                 self._watch_backward(notes, output)
             return output
 
@@ -339,13 +341,23 @@ class Tables2D:
             stage.before_use()
 
     def expect_load(self) -> None:
-        """Note that the state will be loaded: drawn rows needn't move before."""
+        """Bring the state up to date, unless it isn't finite: what is loaded replaces it.
+
+        Collectives:
+            Those of `complete_state`.
+        """
         if self._arrangement is not None:
+            # Drawn rows needn't move before.
             self._arrangement.before_load()
+        while True:
+            try:
+                return self.complete_state()
+            except NotFiniteError:
+                if not self.sync_point.drop():
+                    raise
 
     def _before_load(self) -> None:
         self.expect_load()
-        self.complete_state()
         self.after_write()
 
     def after_write(self) -> None:
@@ -436,15 +448,6 @@ def _pack_size(module: Module, plan: ModulePlan2D) -> int:
     size = pack_size(module.qcomm_codecs_registry)
     widths = shard_widths(table for _, table in plan.tables())
     return size if any(width % size for width in widths) else 1
-
-
-def _row_exchanges(module: Module) -> list[tuple[RowLookup, RowFetch] | None]:
-    """Return each sharding's lookup and output exchange if it exchanges rows, else `None`."""
-    pairs = zip(lookups_of(module), output_dists_of(module), strict=True)
-    return [
-        (cast(RowLookup, lookup), output_dist) if isinstance(output_dist, RowFetch) else None
-        for lookup, output_dist in pairs
-    ]
 
 
 def _round_updates(

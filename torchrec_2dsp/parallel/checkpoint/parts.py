@@ -145,14 +145,13 @@ def _shards_of_table(value: Any) -> list[torch.Tensor] | None:
 
 
 def encoded(extra: Mapping[str, Any]) -> str:
-    """Encode ``extra`` as JSON, or raise unless decoding gives it back."""
-    text = json.dumps(extra, default=repr)
-    if json.loads(text) != extra:
+    """Encode ``extra`` as JSON with sorted keys, or raise unless decoding gives it back."""
+    if json.loads(json.dumps(extra, default=repr)) != extra:
         raise CheckpointError(
             f"extra={extra!r} isn't the same after a round trip through JSON; use dicts with "
             "text keys, lists, texts and numbers"
         )
-    return text
+    return json.dumps(extra, sort_keys=True)
 
 
 def as_tensor(text: str) -> torch.Tensor:

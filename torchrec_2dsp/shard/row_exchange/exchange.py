@@ -7,6 +7,7 @@ backward, one gradient per distinct row returns to its owner.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
@@ -162,3 +163,13 @@ class PooledRows(Awaitable[torch.Tensor]):
         pooled = [pool_rows(rows.wait(), of) for rows, of in zip(fetching, needed, strict=True)]
         is_sequence = needed[0].bags is None
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=0 if is_sequence else 1)
+
+
+def row_exchanges(
+    lookups: Sequence[nn.Module], output_dists: Sequence[nn.Module]
+) -> list[tuple[RowLookup, RowFetch] | None]:
+    """Return each sharding's lookup and output exchange if it exchanges rows, else `None`."""
+    return [
+        (cast(RowLookup, lookup), output_dist) if isinstance(output_dist, RowFetch) else None
+        for lookup, output_dist in zip(lookups, output_dists, strict=True)
+    ]

@@ -5,8 +5,11 @@ one after another in one namespace; a plain ```` ```python ```` block is only co
 ``>>>`` are checked as doctests.
 """
 
+import ast
+import builtins
 import doctest
 import importlib
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +65,21 @@ def run_doctest(test: doctest.DocTest) -> str:
     return "".join(output)
 
 
+def missing_imports(source: str) -> list[str]:
+    """Return modules that a block uses without importing them, if it begins with an import."""
+    body = ast.parse(source).body
+    if not body or not isinstance(body[0], ast.Import | ast.ImportFrom):
+        return []
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    known = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            known |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    unknown = {node.id for node in names} - known - set(dir(builtins))
+    return sorted(name for name in unknown if importlib.util.find_spec(name))
+
+
 def run_blocks(text: str, name: str) -> list[str]:
     """Return what goes wrong in the Python blocks of a page."""
     failures = []
@@ -82,6 +100,8 @@ def run_blocks(text: str, name: str) -> list[str]:
             code = compile("\n" * (block.line - 1) + source, name, "exec", dont_inherit=True)
             if block.is_run:
                 exec(code, namespace)
+            else:
+                failures += [f"{where}: {name} isn't imported" for name in missing_imports(source)]
         except Exception as error:
             failures.append(f"{where}: {type(error).__name__}: {error}")
     return failures
@@ -167,6 +187,7 @@ def test_a_good_page() -> None:
         ("python run\nassert 1 == 2, 'no'", "page.md:2: AssertionError: no"),
         ("python run\n>>> 1 + 1\n3", "Expected:\n    3\nGot:\n    2\n"),
         ("python\n>>> 1 +", "page.md:2: SyntaxError"),
+        ("python\nimport math\ntorch.save(model, math.e)", "page.md:2: torch isn't imported"),
     ],
 )
 def test_bad_blocks_are_reported(block: str, message: str) -> None:

@@ -151,6 +151,8 @@ class ModuleCase(Strict):
     """True if each feature has a module for its position weights, and most don't share one."""
     again: bool = False
     """True if a forward looks the batch up twice, and goes on with the mean."""
+    in_place: bool = False
+    """True if a forward doubles bags in place, and goes on with their halves."""
     evicts: str = ""
     """The policy of its tables' id maps, ``"lfu"``, ``"lru"``, ``"distance"`` or one of
     `HASHED_POLICIES`; empty if ids are rows. The fields below are for maps."""
@@ -256,6 +258,8 @@ class Case(Strict):
     by one error."""
     form: str = "plain"
     """How the batch's tensors lie in memory, one of `tests.fuzz.model.FORMS`."""
+    built_anew: bool = False
+    """True if a batch builds its features anew at each access."""
     stray_weights: bool = False
     """Whether batches carry weights for modules that aren't weighted, which must ignore them."""
     zero_grad: str = "before"
@@ -264,6 +268,8 @@ class Case(Strict):
     loop: str = "plain"
     """``"plain"``, or one of the pipelines ``"sparse_dist"`` and ``"row_prefetch"``; in a searched
     plan also ``"base"``."""
+    evaluates_in_pipeline: bool = False
+    """True if TorchRec's pipeline for it evaluates, where no train pipeline is attached."""
     sync_call: str = "before"
     """Where a plain loop calls ``model.sync()``: ``"before"`` the optimizer's step, ``"after"`` it,
     or ``"none"``."""

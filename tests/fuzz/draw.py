@@ -35,9 +35,11 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "wrapper": ("2d", "2d", "2d", "stock"),
     "refused": ("",) * (12 * len(REFUSALS)) + tuple(REFUSALS),
     "form": ("plain",) * 5 + ("column", "cut", "offsets", "expanded", "int32", "rotated"),
+    "built_anew": (False, False, False, True),
     "stray_weights": (False, False, False, False, True),
     "zero_grad": ("before", "after", "between", "zeros"),
     "loop": ("plain", "plain", "sparse_dist", "row_prefetch", "row_prefetch"),
+    "evaluates_in_pipeline": (False, False, True),
     "sync_call": ("before", "after", "none"),
     "accumulated": (1, 1, 1, 1, 2, 3),
     "steps": (1, 2, 3, 4, 5),
@@ -99,6 +101,7 @@ MODULE_CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen_positions": (False, False, False, True),
     "by_feature": (False, True),
     "again": (False, False, False, True),
+    "in_place": (False, False, False, True),
     "evicts": ("",) * 12 + ("lfu", "lru", "distance", *HASHED_POLICIES),
     "interval": (1, 1, 2, 3),
     "drift": (0, 1, 5),
@@ -133,6 +136,8 @@ ALIKE_SHARE = 0.5
 """How many modules have tables that share a kernel."""
 SEARCHED_SHARE = 0.15
 """The share of cases with a plan that `parallelize` makes."""
+EXACT_SHARE = 0.5
+"""The share of cases that round nothing: the ranks' numbers are known but for float32."""
 UNSETTLED_SHARE = 0.03
 """How many cases keep combinations that are likely to be refused."""
 
@@ -163,6 +168,8 @@ def draw_case(seed: int) -> Case:
     if on_gpus():
         # Each rank counts as a host, and FBGEMM's CUDA kernel can't cut a batch without samples.
         case = replace(case, local=1, sizes=tuple(max(1, number) for number in case.sizes))
+    if rng.random() < EXACT_SHARE:
+        case = _exact(case)
     settled_case = settled(case)
     # A model that has to be refused must be one that can be changed to that.
     if case.search is not None or case.refused or rng.random() >= UNSETTLED_SHARE:
@@ -171,6 +178,26 @@ def draw_case(seed: int) -> Case:
     # what comes between steps may be possible after one more.
     return replace(
         case, sizes=settled_case.sizes, dense=settled_case.dense, events=settled_case.events
+    )
+
+
+def _exact(case: Case) -> Case:
+    """Return the case with all numbers in float32, where they lie and where they travel."""
+    modules = tuple(
+        replace(
+            module,
+            tables=tuple(replace(part, transport="fp32", dtype="fp32") for part in module.tables),
+        )
+        for module in case.modules
+    )
+    kind = "ddp" if case.dense.kind == "fp16" else case.dense.kind
+    return replace(
+        case,
+        modules=modules,
+        sync=replace(case.sync, transport="fp32"),
+        search=case.search and replace(case.search, precision=("exact",)),
+        dense=replace(case.dense, kind=kind, values="fp32"),
+        qcomms="none",
     )
 
 
@@ -230,6 +257,9 @@ def settled(case: Case) -> Case:
         has_bad_ids=has_bad_ids,
         form="plain" if case.form == "offsets" and case.variable else case.form,
         zero_grad=_settled_zero_grad(case),
+        # TorchRec's can't run a module twice.
+        evaluates_in_pipeline=case.evaluates_in_pipeline
+        and not any(module.again for module in case.modules),
         events=tuple(event for event in case.events if _may_happen(case, event[1])),
     )
 
@@ -303,14 +333,15 @@ def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:
     users = [feature for table in module.tables for feature in table.features]
     if len(set(users)) < len(users):
         module = replace(module, evicts="")
-    module = replace(module, again=module.again and _may_look_up_again(case, module))
+    module = replace(
+        module,
+        again=module.again and _may_look_up_again(case, module),
+        in_place=module.in_place and module.kind != "sequences",
+    )
     tables = []
     for table in module.tables:
         if case.search is None:
             table = replace(table, demand="none")
-        elif table.demand == "sharding" and table.sharding in ("table_column_wise", "grid_shard"):
-            # The search doesn't know these.
-            table = replace(table, sharding="column_wise")
         if module.kind == "sequences":
             kinds = ("table_wise", "column_wise", "row_wise", "data_parallel")
             if table.sharding not in kinds:

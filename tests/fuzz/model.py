@@ -1,6 +1,7 @@
 """The model of a case: its embedding modules and its dense part, as pipelines can trace it."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -76,6 +77,14 @@ class Batch(Pipelineable):
         return self
 
 
+class BatchBuiltAnew(Batch):
+    """A batch that builds its features at each access."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return deepcopy(value) if isinstance(value, KeyedJaggedTensor) else value
+
+
 def input_of(case: Case, module: int) -> str:
     """Return which field of a `Batch` a module looks up."""
     if not case.joined:
@@ -112,10 +121,12 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
         if local.shared:
             # They name features in an order of their own.
             bags = [local.shared[key].of_samples for key in features[::-1]]
-            sizes = {
-                "stride_per_key_per_rank": [[part.lengths.numel()] for part in lookups],
-                "inverse_indices": (names[::-1], torch.stack(bags)),
-            }
+            sizes["inverse_indices"] = (names[::-1], torch.stack(bags))
+            by_feature = [part.lengths.numel() for part in lookups]
+            kinds = {case.modules[module].kind for module, _ in features}
+            # In a batch of one size only bags are shared.
+            if len(set(by_feature)) > 1 or not kinds <= {"bags", "weighted"}:
+                sizes["stride_per_key_per_rank"] = [[size] for size in by_feature]
         is_weighted = case.stray_weights or any(
             case.modules[module].kind == "weighted" for module, _ in features
         )
@@ -139,7 +150,8 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
             weights=weights,
             **sizes,
         )
-    return Batch(local.targets, uses_shortcut=local.uses_shortcut, **inputs)
+    kind = BatchBuiltAnew if case.built_anew else Batch
+    return kind(local.targets, uses_shortcut=local.uses_shortcut, **inputs)
 
 
 torch.fx.wrap("losses_of")
@@ -202,6 +214,7 @@ class FuzzModel(nn.Module):
         self._outputs = [output_names(*numbered) for numbered in enumerate(case.modules)]
         self._have_maps = [bool(module.evicts) for module in case.modules]
         self._look_up_again = [module.again for module in case.modules]
+        self._change_in_place = [module.in_place for module in case.modules]
         self._are_sequences = [module.kind == "sequences" for module in case.modules]
         for number, module in enumerate(case.modules):
             made = embedding_module(number, module)
@@ -217,9 +230,13 @@ class FuzzModel(nn.Module):
         """Yield a module's outputs, a vector for each sample."""
         outputs = getattr(self, f"m{number}")(features)
         outputs = outputs[0] if self._have_maps[number] else outputs
+        if self._change_in_place[number]:
+            outputs.values().mul_(2)
+        share = 0.5 if self._change_in_place[number] else 1
         for name in self._outputs[number]:
             is_sequence = self._are_sequences[number]
-            yield sums_of_sequences(outputs[name]) if is_sequence else outputs[name].float()
+            rows = sums_of_sequences(outputs[name]) if is_sequence else outputs[name].float()
+            yield rows * share
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         columns: list[torch.Tensor] = []

@@ -252,7 +252,7 @@ class _Simulation:
                 self._train(index, action, expected)
             elif action.kind in ("evaluate", "detach_eval", "reordered", "peek", "abandon"):
                 if action.kind == "abandon":
-                    self._before_lookup()
+                    self._before_lookup(is_abandoned=True)
                 else:
                     self._read_all()
                 self._look_up_all(index, action, expected, action.batch)
@@ -333,9 +333,9 @@ class _Simulation:
             looked_up.append((batch, net_pass, errors.clamp(-1, 1) / self._world))
         return looked_up
 
-    def _before_lookup(self) -> None:
+    def _before_lookup(self, *, is_abandoned: bool = False) -> None:
         for part in self._parts:
-            part.before_lookup()
+            part.before_lookup(is_abandoned=is_abandoned)
         self._dense.before_lookup()
 
     def _train(self, index: int, action: Action, expected: Expected) -> None:

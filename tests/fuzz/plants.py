@@ -18,14 +18,14 @@ from torchrec_2dsp.codecs.sparse import ErrorFeedback
 from torchrec_2dsp.dense.delayed_dense import LateGradients
 from torchrec_2dsp.dense.gradient_sums import UnusedParameters
 from torchrec_2dsp.dense.pipelined.engine import LayerStage
-from torchrec_2dsp.dense.sharded_dense import _OwnRows
+from torchrec_2dsp.dense.sharded_parts import _OwnRows
 from torchrec_2dsp.dense.thresholded_gradients import BucketLayout
 from torchrec_2dsp.replicas.exchange import ArrivingRows, Hop
 from torchrec_2dsp.replicas.synced_shard import TableShard
 from torchrec_2dsp.rows.rounding import StochasticRounding
 from torchrec_2dsp.rows.update import DirectUpdater
 from torchrec_2dsp.shard import initial_tables
-from torchrec_2dsp.shard.managed_collisions import IdsOfWorld
+from torchrec_2dsp.shard.ids_of_world import Gathered, IdsOfWorld
 from torchrec_2dsp.shard.position_weights import PositionWeights, ShardedFeatureProcessors2D
 
 Patch = AbstractContextManager[Any]
@@ -147,9 +147,9 @@ def a_rank_that_forgets_what_it_left_out(
 
 
 @planted(BucketLayout, "of")
-def ranks_that_send_twice_as_much(params: Any, *, density: float, dense_below: int) -> BucketLayout:
+def ranks_that_send_twice_as_much(sizes: Any) -> BucketLayout:
     """Choose twice the elements of dense gradients that the ranks were asked for."""
-    return _layout_of(params, density=min(0.99, 2 * density), dense_below=dense_below)
+    return _layout_of((name, size, min(size, 2 * capacity)) for name, size, capacity in sizes)
 
 
 def unused_parameters_without_gradients() -> Patch:
@@ -176,12 +176,11 @@ def evicted_rows_with_moments(
 
 
 @planted(IdsOfWorld, "gathered")
-def maps_of_groups(
-    ids: IdsOfWorld, own: Any, maps: Any, **facts: Any
-) -> tuple[int, dict[str, torch.Tensor]]:
+def maps_of_groups(ids: IdsOfWorld, own: Any, maps: Any, **facts: Any) -> Gathered:
     """Show id maps half of the ids, as if each of two groups had its own."""
-    hour, of_world = _gathered(ids, own, maps, **facts)
-    return hour, {name: feature[: len(feature) // 2] for name, feature in of_world.items()}
+    gathered = _gathered(ids, own, maps, **facts)
+    of_group = {name: feature[: len(feature) // 2] for name, feature in gathered.ids.items()}
+    return gathered._replace(ids=of_group)
 
 
 @planted(PositionWeights, "_layout")

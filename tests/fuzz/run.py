@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_2dsp as tdsp
@@ -168,7 +168,7 @@ class _Run:
         batch = self._batch(action)
         if action.kind in ("evaluate", "detach_eval"):
             with self._evaluating(), torch.no_grad():
-                _, outputs = self._parallel(batch)
+                outputs = self._evaluated(batch)
         elif action.kind in ("peek", "abandon"):
             with torch.set_grad_enabled(action.kind == "abandon"):
                 _, outputs = self._parallel(batch)
@@ -178,6 +178,14 @@ class _Run:
             # After "detach" the pipeline attaches the model by itself.
             attached.attach(self._parallel)
         return outputs
+
+    def _evaluated(self, batch: Batch) -> torch.Tensor:
+        if not self._case.evaluates_in_pipeline:
+            return self._parallel(batch)[1]
+        pipeline = EvalPipelineSparseDist(self._parallel, self._optimizer, rank_device())
+        scores = pipeline.progress(iter([batch]))
+        pipeline.detach()
+        return scores
 
     def _train(self, action: Action) -> torch.Tensor:
         """Train a plain loop's step; return the model's output for its last batch."""

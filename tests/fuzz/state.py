@@ -359,6 +359,7 @@ class Part:
         self._hot_rows = {
             name: torch.tensor(table.hot_rows, dtype=torch.int64) for name, table in tables.items()
         }
+        self._looks_up_again = case.modules[case.module_of(next(iter(tables)))].again
         self._num_steps = 0
         self._num_lookups = 0
         self._waiting: deque[list[tuple[str, torch.Tensor, torch.Tensor, float, int, bool]]]
@@ -384,9 +385,12 @@ class Part:
         self._waiting.clear()
         self._num_steps, self._num_lookups = num_steps, 0
 
-    def before_lookup(self) -> None:
-        """Apply updates that may not wait past the next training lookup."""
-        self._num_lookups += 1
+    def before_lookup(self, *, is_abandoned: bool = False) -> None:
+        """Apply updates that may not wait past the next training lookup.
+
+        A module that looks up twice in a forward counts once where its backward adds both up.
+        """
+        self._num_lookups += 2 if is_abandoned and self._looks_up_again else 1
         while len(self._waiting) > self._delay:
             self._apply_oldest()
 

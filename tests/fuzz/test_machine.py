@@ -156,7 +156,7 @@ THRESHOLDED = dense_case(kind="thresholded", density=0.3, route="gather")
             WRONG,
             "dense gradients that weren't sent",
         ),
-        (plants.ranks_that_send_twice_as_much, THRESHOLDED, "more than the density", "4 of 5"),
+        (plants.ranks_that_send_twice_as_much, THRESHOLDED, "more than the density", "5 of 5"),
         (
             plants.unused_parameters_without_gradients,
             replace(THRESHOLDED, dense=replace(THRESHOLDED.dense, shortcut=True), steps=4),

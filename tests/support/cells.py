@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec
@@ -45,6 +46,8 @@ class Cell:
     """In which memory tables lie."""
     stored_as: str = "plain"
     """The format of rows in memory."""
+    output: DataType = DataType.FP32
+    """The type of rows and bags that are looked up."""
     demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
     """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
     in_world: tuple[str, ...] = ()

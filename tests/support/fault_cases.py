@@ -34,6 +34,7 @@ PROGRAMS = {
     "1x4 pipeline": Program(
         Cell(ONE, exchange="row_per_host", hot_rows=HOT_ROWS), loop="pipeline", ranks_per_host=2
     ),
+    "2x2 accumulated": Program(Cell(TWO, accumulates=True, exchange="row"), loop="accumulate"),
     "1x4 nonempty": Program(
         Cell(ONE, "table_wise", exchange="nonempty", hot_rows=HOT_ROWS, full_duplex=True)
     ),
@@ -101,6 +102,7 @@ FAULTS = (
     Fault(DIFFERS, "learning rate"),
     *(Fault(NAN, where) for where in ("loss", "weights")),
     *(Fault(SKIPS, then) for then in ("steps", "takes the next batch")),
+    Fault(SKIPS, "leaves a batch out"),
     *(Fault(ALONE, does) for does in (EVALUATES, EVALUATES_EARLY, READS, READS_EARLY)),
     *(Fault(RAISES, moment, in_context=False) for moment in ("forward", "backward")),
     Fault(KILLED, "forward", in_context=False),
@@ -110,13 +112,15 @@ FAULTS = (
 
 def can_happen(program: Program, fault: Fault) -> bool:
     """Tell whether a program comes to that moment."""
-    is_pipeline = program.loop != "plain"
+    is_pipeline = program.loop not in ("plain", "accumulate")
     if fault.moment == "refresh" and not program.cell.hot_rows:
         return False
     if fault.kind == NAN and program.cell.mesh.num_groups == 1:
         return False
     if fault.moment in (READS, READS_EARLY) and program.cell.owners != "hash":
         return False  # Nothing has to move, so a rank may read alone.
+    if fault.moment == "leaves a batch out":
+        return program.loop == "accumulate"
     # A pipeline computes the loss in the forward, and syncs and steps by itself.
     inside = ("loss", "sync", "takes the next batch", EVALUATES, EVALUATES_EARLY, READS_EARLY)
     return not (is_pipeline and fault.moment in inside)
@@ -148,6 +152,7 @@ def chosen_cases() -> list[Case]:
         ("2x2 exact", Fault(SKIPS, "steps")),
         ("2x2 averaged", Fault(SKIPS, "takes the next batch")),
         ("1x4 prefetch", Fault(SKIPS, "steps")),
+        ("2x2 accumulated", Fault(SKIPS, "leaves a batch out")),
         ("1x4 prefetch", Fault(ALONE, READS)),
         ("1x4 hash", Fault(ALONE, READS_EARLY)),
         ("2x2 exact", Fault(ALONE, EVALUATES)),

@@ -128,7 +128,7 @@ def _train(case: Case, rank: int, faults: Faults) -> None:
     with context as loop:
         if loop is not None and fault.moment == "is told" and program.loop != "prefetch":
             batches = loop.batches(batches)
-        if program.loop == "plain":
+        if program.loop in ("plain", "accumulate"):
             _plain(case, model, optimizer, batches, faults)
         else:
             _pipelined(case, model, optimizer, batches, faults)
@@ -151,7 +151,7 @@ def _sharded(case: Case, faults: Faults) -> tuple[Any, Any]:
                 EmbOptimType.EXACT_ROWWISE_ADAGRAD, fused_params={"learning_rate": 7.0}
             )
     torch.manual_seed(0)
-    kind = BagModel if program.loop == "plain" else LossModel
+    kind = BagModel if program.loop in ("plain", "accumulate") else LossModel
     model = shard(cell, sharder, kind(cell.spec))
     return model, make_optimizer(model)
 
@@ -192,17 +192,24 @@ def _loaded(stream: list[KeyedJaggedTensor], faults: Faults) -> Iterator[KeyedJa
 
 
 def _plain(case: Case, model: Any, optimizer: Any, batches: Any, faults: Faults) -> None:
+    accumulates = PROGRAMS[case.program].loop == "accumulate"
     for number, batch in enumerate(batches, 1):
-        faults.step = number
         optimizer.zero_grad()
-        _alone(case, model, faults, (EVALUATES, READS), batch)
-        loss = local_loss(model(batch))
-        faults.at("loss")
-        _alone(case, model, faults, (EVALUATES_EARLY, READS_EARLY), batch)
-        if faults.skips("takes the next batch"):
-            continue
-        _spoil(case, model, faults, "weights")
-        (loss * float("nan") if _spoil(case, model, faults, "loss") else loss).backward()
+        parts = tdsp.accumulate(model, [batch] * 3) if accumulates else [batch]
+        for part, given in enumerate(parts):
+            # In the middle of a step that has several batches.
+            faults.step = number if part == 1 or not accumulates else 0
+            _alone(case, model, faults, (EVALUATES, READS), given)
+            if faults.skips("leaves a batch out"):
+                continue
+            loss = local_loss(model(given))
+            faults.at("loss")
+            _alone(case, model, faults, (EVALUATES_EARLY, READS_EARLY), given)
+            if faults.skips("takes the next batch"):
+                continue
+            _spoil(case, model, faults, "weights")
+            (loss * float("nan") if _spoil(case, model, faults, "loss") else loss).backward()
+        faults.step = number
         faults.at("sync")
         model.sync()
         optimizer.step()

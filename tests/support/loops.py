@@ -47,8 +47,10 @@ def shard_tables(
     sharders: Any,
     types: Mapping[str, str],
     pins: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    load: bool = True,
 ) -> Any:
-    """Shard each table by its type and what is pinned of it; the model keeps its weights."""
+    """Shard each table by its type and what is pinned of it; keep weights if ``load``."""
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     constraints = {
         name: ParameterConstraints(sharding_types=[kind], min_partition=4)
@@ -58,7 +60,8 @@ def shard_tables(
     for name, pinned in (pins or {}).items():
         plan = tdsp.pin(plan, name, **pinned)
     parallel = tdsp.ModelParallel2D(model, device=rank_device(), plan=plan, sharders=sharders)
-    parallel.load_state_dict(cast(Any, weights))
+    if load:
+        parallel.load_state_dict(cast(Any, weights))
     return parallel
 
 
@@ -220,13 +223,6 @@ def train(cell: Cell, rank: int, stream: Stream, kind: str = "plain", **options:
     else:
         pipeline_loop(kind, parallel, optimizer, batches, **options)
     return snapshot(parallel)
-
-
-def by_pipelines(rank: int, world_size: int, cell: Cell) -> list[float]:
-    """Return each TorchRec pipeline's distance from the plain loop."""
-    stream = make_stream(cell, 5)
-    expected = train(cell, rank, stream)
-    return [largest_gap(train(cell, rank, stream, kind), expected) for kind in PIPELINES]
 
 
 @contextmanager

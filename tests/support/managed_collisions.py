@@ -196,6 +196,13 @@ class ManagedModel(nn.Module):
         return local_loss(scores), scores.detach()
 
 
+class StayingBatch(KeyedJaggedTensor):
+    """A batch that is itself where it is moved to its own device, as other tensors are."""
+
+    def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
+        return self if self.device() == device else super().to(device, *args, **kwargs)
+
+
 def batch_of(case: Case, step: int, rank: int, size: int = 4) -> KeyedJaggedTensor:
     """Draw a batch whose ids drift, some of them often, so that rows are evicted."""
     generator = torch.Generator().manual_seed(100 * step + rank + 1)
@@ -206,7 +213,7 @@ def batch_of(case: Case, step: int, rank: int, size: int = 4) -> KeyedJaggedTens
     new = torch.randint(3 * step, 3 * step + 12, (num_ids,), generator=generator)
     often = torch.randint(0, 4, (num_ids,), generator=generator)
     ids = torch.where(torch.rand(num_ids, generator=generator) < 0.4, often, new)
-    batch = KeyedJaggedTensor(keys=keys, values=ids * FAR, lengths=lengths)
+    batch = StayingBatch(keys=keys, values=ids * FAR, lengths=lengths)
     if not case.cell.variable:
         return batch
     sizes = [size - n for n in range(len(keys))]
@@ -270,14 +277,22 @@ class Twin:
 
     def step(self, step: int, features: KeyedJaggedTensor | None = None) -> list[float]:
         """Train on a step's batches, or on their rows if maps have seen them; return the losses."""
+        return self.step_twice([step], features)
+
+    def step_twice(
+        self, numbers: Sequence[int], features: KeyedJaggedTensor | None = None
+    ) -> list[float]:
+        """Train on the batches with these numbers, one after the other in one forward."""
         self.model.zero_grad()
-        sizes = [batch.stride() for batch in self.batches(step)]
-        features = self.see(step) if features is None else features
-        scores = self.model.head(self.model.mc._embedding_module(features))
-        losses = [local_loss(part) for part in scores.split(sizes)]
-        torch.stack(losses).mean().backward()
-        self.oracle.apply_([features])
-        return [loss.item() for loss in losses]
+        seen, losses = [], torch.zeros(self.case.cell.mesh.world_size)
+        for number in numbers:
+            sizes = [batch.stride() for batch in self.batches(number)]
+            seen.append(self.see(number) if features is None else features)
+            scores = self.model.head(self.model.mc._embedding_module(seen[-1]))
+            losses = losses + torch.stack([local_loss(part) for part in scores.split(sizes)])
+        losses.mean().backward()
+        self.oracle.apply_(seen)
+        return losses.tolist()
 
     def see(self, step: int) -> KeyedJaggedTensor:
         """Let the maps see a step's batches, reset what they evict, and return the row ids."""
@@ -343,9 +358,9 @@ def plan_of(case: Case, sharder: Any) -> tdsp.Plan2D:
     return group_plan(case.cell, tables, sharder.tables)
 
 
-def sharded(case: Case) -> tdsp.ModelParallel2D:
+def sharded(case: Case, kind: type[ManagedModel] = ManagedModel) -> tdsp.ModelParallel2D:
     """Shard the model of seed 0."""
-    model, sharder = ManagedModel(case), sharder_of(case)
+    model, sharder = kind(case), sharder_of(case)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     plan = plan_of(case, sharder)
     # TorchRec's own wrapper trains the same.

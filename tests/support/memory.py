@@ -26,7 +26,7 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.cost.model import CostModel, MemoryCost
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
-from torchrec_2dsp.planner.search.choices import candidates_of
+from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
 
 DIM, STEPS = 64, 6

@@ -108,7 +108,7 @@ class BagModel(nn.Module):
         """Return all bags of a sample side by side."""
         pooled = self.ebc(features)
         # The order of a sharded collection's output follows the plan: read it by name.
-        return torch.cat([pooled[name] for name in self.features], dim=1)
+        return torch.cat([pooled[name] for name in self.features], dim=1).float()
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         return self.over(self.joined(features)).squeeze(1)

@@ -16,6 +16,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -82,6 +83,8 @@ def make_sharder(cell: Cell, qcomms: CommType | None = None) -> Any:
         else tdsp.EmbeddingBagCollectionSharder2D
     )
     fused_params: dict[str, Any] = {"learning_rate": LR, "eps": cell.eps}
+    if cell.output is not DataType.FP32:
+        fused_params["output_dtype"] = cell.output
     if cell.rounding_seed is not None:
         fused_params |= {"stochastic_rounding": True, "rounding_seed": cell.rounding_seed}
     if cell.optimizer in DECAY:

@@ -1,7 +1,7 @@
 """Tables, skewed logs, planners by cost, and plans by hand on machines with few costs."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import BagCost, Calibration, KernelCost
-from torchrec_2dsp.cost.collectives import CollectiveCost
+from torchrec_2dsp.cost.collectives import CollectiveCost, Span
 from torchrec_2dsp.cost.loads import Placed, Shards
-from torchrec_2dsp.cost.model import CostSetting, table_bytes
-from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.model import CostSetting, kept_bytes
+from torchrec_2dsp.cost.step_cost import StepCost, rated
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 from torchrec_2dsp.planner.planner2d import Planner2D
-from torchrec_2dsp.planner.search.choices import Candidate, candidates_of, rated
+from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.planner.search.choices import Candidate, Choice
 from torchrec_2dsp.planner.search.space import Room
 from torchrec_2dsp.planner.topology import world_topology
 from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
@@ -200,32 +201,42 @@ def bytes_by_rank(options: list[ShardingOption], num_ranks: int) -> list[int]:
 def best_of_all(
     candidates: list[Candidate], setting: CostSetting, room: float = ENOUGH.device
 ) -> float:
-    """Return the best step of all choices of all tables, with all ranks for table-wise ones."""
+    """Return the best step of all choices of all tables on all ranks."""
     group = setting.group
     ways = []
     for candidate in candidates:
-        results = []
-        for choice in candidate.choices:
-            if choice.kind is ShardingType.TABLE_WISE:
-                there = [(rank,) for rank in range(group.num_ranks)]
-            elif choice.is_on_host:
-                size = group.ranks_per_host
-                there = [tuple(range(h * size, (h + 1) * size)) for h in range(group.num_hosts)]
-            else:
-                there = [()]
-            results += [candidate.placed(choice, ranks, group) for ranks in there]
-        ways.append(results)
+        ways.append(
+            [
+                candidate.placed(choice, ranks, group)
+                for choice in candidate.choices
+                for ranks in _all_ranks(choice, group)
+            ]
+        )
     buffers = setting.buffer_bytes
     best = np.inf
     for placed in itertools.product(*ways):
         loads = setting.loads(placed)
         kept = sum(
-            (table_bytes(entry, group.num_ranks) for entry in placed), buffers @ loads.values
+            (kept_bytes(entry, group.num_ranks)[0] for entry in placed), buffers @ loads.values
         )
         if kept.max() <= room:
             types = {message_type(entry.kind, entry.exchange, entry.transport) for entry in placed}
             best = min(best, rated(setting.step_cost(loads), types))
     return best
+
+
+def _all_ranks(choice: Choice, group: Span) -> Iterable[tuple[int, ...]]:
+    """Return all ranks that a choice's shards may have, where it leaves them free."""
+    if not choice.is_free:
+        return [()]
+    size, parts = group.ranks_per_host, choice.column_shards
+    hosts = [range(host * size, (host + 1) * size) for host in range(group.num_hosts)]
+    if choice.kind is ShardingType.TABLE_COLUMN_WISE:
+        return itertools.chain(*(itertools.product(host, repeat=parts) for host in hosts))
+    if choice.is_on_host:
+        on_hosts = itertools.product(hosts, repeat=parts)
+        return (tuple(itertools.chain(*of_parts)) for of_parts in on_hosts)
+    return itertools.product(range(group.num_ranks), repeat=parts)
 
 
 LINK = 1e-8

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -156,6 +156,18 @@ BETA1, BETA2 = torch.tensor([0.9, 0.999]).tolist()
 """FBGEMM's, which are float32 numbers."""
 
 
+def peers_of_first_rank(case: Case) -> list[int]:
+    """Return the ranks that hold copies of what the first rank holds, one in each group."""
+    groups = [case.mesh.group_of(rank) for rank in range(case.world_size)]
+    return [groups.index(group) for group in range(case.groups)]
+
+
+def sends_by_host(case: Case, senders: list[int]) -> bool:
+    """Tell whether senders sum their gradients in their hosts first."""
+    hosts = Counter(rank // case.local_world_size for rank in senders)
+    return len(hosts) > 1 and min(hosts.values()) == max(hosts.values()) > 1
+
+
 class TableState:
     """A table's state in training."""
 
@@ -169,7 +181,7 @@ class TableState:
         is_mapped: bool,
         noise: Noise,
     ) -> None:
-        self._table, self._noise = table, noise
+        self._case, self._table, self._noise = case, table, noise
         self._at_random = case.at_random
         self._transport = tdsp.Transport(case.sync.transport)
         is_still = table.sharding == "data_parallel"
@@ -255,21 +267,38 @@ class TableState:
         self, grads: torch.Tensor, rows: torch.Tensor, lr: float, step: int, *, is_hot: bool = False
     ) -> None:
         """All copies by the gradients of all ranks, for some rows."""
-        width = self._table.dim // self._table.num_blocks
-        if is_hot:
-            if self._is_sent_hot:
-                grads = self._noise.sent(grads, self._transport, width)
-        elif self._is_sent:
+        if is_hot and self._is_sent_hot:
+            grad = self._exchanged(grads, list(range(len(grads))))
+        elif self._is_sent and not is_hot:
             # Groups add their own gradients before they exchange them.
             groups = torch.tensor(self._groups)
             of_groups = grads.new_zeros(max(self._groups) + 1, *grads.shape[1:])
             of_groups.index_add_(0, groups, grads)
-            grads = self._noise.sent(of_groups, self._transport, width)
+            grad = self._exchanged(of_groups, peers_of_first_rank(self._case))
+        else:
+            grad = grads.sum(dim=0)
         is_trained = torch.zeros(self._table.rows, 1, dtype=torch.bool)
         is_trained[rows] = True
-        grad = grads.sum(dim=0) * is_trained
+        grad = grad * is_trained
         for number in range(len(self.weights)):
             self._apply(number, grad, lr, step, 1.0 if is_hot else self._scale)
+
+    def _exchanged(self, grads: torch.Tensor, senders: list[int]) -> torch.Tensor:
+        """Return the sum of what ranks send, rounded on each of its ways.
+
+        Where hosts have several senders each, a row's owner in its host sums them, hosts exchange
+        these sums, and the owner gives the total to its host. Else an owner may send the total of
+        more than two, where rows meet often.
+        """
+        width = self._table.dim // self._table.num_blocks
+        arrived = self._noise.sent(grads, self._transport, width)
+        if sends_by_host(self._case, senders):
+            host_of = torch.tensor(senders) // self._case.local_world_size
+            of_hosts = grads.new_zeros(int(host_of.max()) + 1, *grads.shape[1:])
+            of_hosts.index_add_(0, host_of, arrived)
+            arrived = self._noise.sent(of_hosts, self._transport, width)
+        total = arrived.sum(dim=0)
+        return self._noise.sent(total, self._transport, width) if len(grads) > 2 else total
 
     def average(self, *, weights: bool, moments: bool) -> None:
         """Make all copies their mean."""

@@ -14,7 +14,7 @@ import torch
 from tests.fuzz.actions import actions_of
 from tests.fuzz.case import Case, TableCase
 from tests.fuzz.oracle import BY_OWNER, Expected, expect
-from tests.fuzz.state import SIGNS, Noise
+from tests.fuzz.state import SIGNS, Noise, peers_of_first_rank, sends_by_host
 
 BASE = 4e-6
 """What may differ anyway, relative to numbers of about 1: TorchRec averages row-wise bags by their
@@ -155,15 +155,16 @@ def _rounds_as_known(case: Case, table: TableCase) -> bool:
 
 
 def _knows_sync(case: Case) -> bool:
-    """Tell whether the oracle rounds what replicas send where they do: once, in a single hop."""
+    """Tell whether the oracle rounds what replicas send where they do."""
     sync = case.sync
     if sync.transport == "fp32":
         return True
-    if any(table.hot != "none" for table in case.tables.values()):
-        return False
-    if sync.kind == "gradient":
-        return case.groups <= 2
-    return sync.dense_above == 1.0
+    has_hot = any(table.hot != "none" for table in case.tables.values())
+    if sync.kind == "weight":
+        return sync.dense_above == 1.0 and not has_hot
+    senders = [peers_of_first_rank(case), *([list(range(case.world_size))] * has_hot)]
+    # Four on two hosts save nothing by owners of totals; others may.
+    return all(len(ranks) <= 2 or sends_by_host(case, ranks) for ranks in senders)
 
 
 def _largest(tensors: Iterable[torch.Tensor]) -> float:

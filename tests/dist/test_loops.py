@@ -36,7 +36,8 @@ from tests.support.oracle import local_loss
 from tests.support.parity import FUSED, LR, TWO, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool, error_of
 from tests.support.slices import Deal
-from torchrec_2dsp.comms import alarm
+from torchrec_2dsp.comms import alarm, failure_detection
+from torchrec_2dsp.comms.failure_detection import NoticeBoard
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 EXACT = Cell(TWO)
@@ -219,6 +220,25 @@ def late(rank: int, world_size: int, pause_s: float) -> list[float]:
 
 def test_a_late_rank_is_waited_for(ranks4: RankPool) -> None:
     assert ranks4.run(late, 0.3) == ranks4.run(late, 0.0)
+
+
+def late_with_another_model(rank: int, world_size: int) -> None:
+    """Be late on rank 1, of which only notices about an earlier model can be read."""
+    model, batches = shard(SPREAD), [step[rank] for step in make_stream(SPREAD, 3)]
+    with tdsp.failing_together(model):
+        plain_loop(model, make_optimizer(model), batches)
+    model = shard(SPREAD)
+    with (
+        mock.patch.multiple(alarm, _PATIENCE_S=0.05, GRACE_S=0.05),
+        mock.patch.object(failure_detection, "ANSWER_S", 0.5),
+        mock.patch.object(NoticeBoard, "_post_if_asked", return_value=False),
+    ):
+        time.sleep(2.0 if rank == 1 else 0.0)
+        cast(tdsp.ModelParallel2D, model).sync_now()
+
+
+def test_counts_of_an_earlier_model_say_nothing(ranks4: RankPool) -> None:
+    ranks4.run(late_with_another_model)
 
 
 def dense_clipped(rank: int, world_size: int, cell: Cell) -> float:

@@ -92,7 +92,8 @@ class Case:
 
 EVALUATES, EVALUATES_EARLY = "evaluates", "evaluates before its backward"
 READS, READS_EARLY = "reads the state", "reads the state before its backward"
-MOMENTS = ("loader", "forward", "backward", "sync", "optimizer", "save", "refresh")
+AFTER = "save after the loop"
+MOMENTS = ("loader", "forward", "backward", "sync", "optimizer", "save", "refresh", AFTER)
 FAULTS = (
     *(Fault(RAISES, moment) for moment in ("loader", "forward", "loss", "backward", "optimizer")),
     *(Fault(KILLED, moment) for moment in MOMENTS),
@@ -142,6 +143,7 @@ def chosen_cases() -> list[Case]:
         ("2x2 exact", Fault(NAN, "loss")),
         ("2x2 delayed", Fault(KILLED, "refresh")),
         ("2x2 averaged", Fault(KILLED, "save")),
+        ("1x4 pipeline", Fault(KILLED, AFTER)),
         ("4x1 two hosts", Fault(RAISES, "backward")),
         ("1x4 prefetch", Fault(ENDS, "waits at a barrier")),
         ("1x4 prefetch", Fault(KILLED, "forward")),

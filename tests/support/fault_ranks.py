@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.devices import device_env, join_world, on_gpus, rank_device, ranks_per_host
 from tests.support.fault_cases import (
+    AFTER,
     ALONE,
     DIFFERS,
     ENDS,
@@ -137,6 +138,10 @@ def _train(case: Case, rank: int, faults: Faults) -> None:
                 dist.barrier()
             elif fault.moment == "saves":
                 _save(model, None, faults)
+    if fault.moment == AFTER:
+        faults.step = FAULTY_STEP
+        faults.at(AFTER)
+        _save(model, optimizer, faults)
 
 
 def _sharded(case: Case, faults: Faults) -> tuple[Any, Any]:

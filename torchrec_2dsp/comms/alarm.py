@@ -174,6 +174,7 @@ class Alarm:
         return any(
             notice.num_forwards > own.num_forwards or notice.backward_of in own.awaited
             for notice in self.board.ask()
+            if notice.num_models == own.num_models
         )
 
 

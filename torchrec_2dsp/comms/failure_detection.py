@@ -34,7 +34,9 @@ class Activity:
     It costs one assignment where a phase begins or ends, and no communication.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_models: int = 0) -> None:
+        self.num_models = num_models
+        """The models made so far: counts of an earlier one say nothing of the last."""
         self.step = 0
         """The model's training forwards so far, the running one included."""
         self.phase = "before the first step"
@@ -60,13 +62,10 @@ class Standing(enum.StrEnum):
     """A rank's state, as far as the others can tell."""
 
     HERE = "here"
-
     FAILED = "failed"
     """The rank has raised an error of its own."""
-
     LEFT = "left"
     """The rank has left the training loop without an error."""
-
     SILENT = "silent"
 
 
@@ -86,15 +85,12 @@ class Notice:
     """The latest question that the rank has heard."""
     backward_of: str = ""
     num_forwards: int = 0
+    num_models: int = 0
 
     @property
     def where(self) -> str:
         """The step and the phase, as part of a sentence."""
         return f"at step {self.step}, {self.phase}"
-
-    def encoded(self) -> str:
-        """Return the notice as text, for a store."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def decoded(cls, text: bytes) -> "Notice":
@@ -129,9 +125,9 @@ def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
             ranks_of(silent),
         )
     everyone = sorted([own, *others], key=lambda notice: notice.rank)
-    if leavers := [notice for notice in everyone if notice.standing is Standing.LEFT]:
+    leavers = [notice for notice in everyone if notice.standing is Standing.LEFT]
+    if leavers and (rest := [notice for notice in everyone if notice not in leavers]):
         text = "; ".join(f"{name_of(n.rank)} left the loop after step {n.step}" for n in leavers)
-        rest = [notice for notice in everyone if notice not in leavers]
         return RankError(
             f"{text}, but not {_by_place(rest)}; give all ranks the same number of batches",
             ranks_of(leavers),
@@ -228,8 +224,8 @@ class NoticeBoard:
     @classmethod
     def start_anew(cls, world: dist.ProcessGroup) -> None:
         """Count steps from 0 again, for another model, if the world has a board."""
-        if world in _BOARDS:
-            _BOARDS[world].activity = Activity()
+        if (board := _BOARDS.get(world)) is not None:
+            board.activity = Activity(board.activity.num_models + 1)
 
     @classmethod
     def close_all(cls) -> bool:
@@ -255,6 +251,10 @@ class NoticeBoard:
     def enter_loop(self) -> None:
         """Record that this rank begins to train."""
         self.num_loops += 1
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Post that this rank, which had failed or left, goes on with the others."""
         if self._standing is not Standing.HERE:
             self._post_standing(Standing.HERE)
 
@@ -341,21 +341,21 @@ class NoticeBoard:
         self._within_time(self._post)
 
     def _notice(self) -> Notice:
-        activity = self.activity
         return Notice(
             rank=self._rank,
             standing=self._standing,
-            step=activity.step,
-            phase=activity.phase,
+            step=self.activity.step,
+            phase=self.activity.phase,
             error=self._error,
             loop=self.num_loops,
             alarm=self._last_alarm,
-            backward_of=activity.backward_of,
-            num_forwards=activity.num_forwards,
+            backward_of=self.activity.backward_of,
+            num_forwards=self.activity.num_forwards,
+            num_models=self.activity.num_models,
         )
 
     def _post(self) -> bool:
-        self._store.set(_key(self._rank), self._notice().encoded())
+        self._store.set(_key(self._rank), json.dumps(asdict(self._notice())))
         return True
 
     def _post_if_asked(self) -> bool:

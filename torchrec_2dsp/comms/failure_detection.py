@@ -251,10 +251,6 @@ class NoticeBoard:
     def enter_loop(self) -> None:
         """Record that this rank begins to train."""
         self.num_loops += 1
-        self.come_back()
-
-    def come_back(self) -> None:
-        """Post that this rank, which had failed or left, goes on with the others."""
         if self._standing is not Standing.HERE:
             self._post_standing(Standing.HERE)
 
@@ -393,8 +389,10 @@ class NoticeBoard:
         if notice.standing is Standing.FAILED and is_recent:
             return notice
         if notice.standing is Standing.LEFT and notice.loop >= self.num_loops:
-            return notice
-        if notice.alarm >= alarm:
+            # Where this rank has left as well, others may have failed since.
+            if self._standing is not Standing.LEFT or notice.alarm >= alarm:
+                return notice
+        elif notice.alarm >= alarm:
             return replace(notice, standing=Standing.HERE)
         return replace(notice, standing=Standing.SILENT) if is_last else None
 

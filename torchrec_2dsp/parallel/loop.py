@@ -195,7 +195,6 @@ class failing_together(AbstractContextManager["failing_together"]):
         self._board.leave_loop()
         with naming_faults(self._board, "the end of the loop"):
             self._alarm.step_outside()
-        self._board.come_back()
 
     def _count_step(self, model: nn.Module, inputs: Any) -> None:
         if model.training and torch.is_grad_enabled():

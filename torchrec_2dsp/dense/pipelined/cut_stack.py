@@ -221,7 +221,7 @@ class CutStack:
         Only forwards are timed layer by layer; a stage's whole time is divided in proportion.
         """
         busy, seconds = self.pipeline.busy, {}
-        for number, stage in self._stages:
+        for number, stage in self._stages.items():
             whole = busy.seconds_of_stage.get(number, 0.0) / max(1, busy.num_steps)
             forward = sum(stage.forward_seconds)
             first = self._layers[number].numbers.start
@@ -231,19 +231,16 @@ class CutStack:
 
     def _build_pipeline(self) -> None:
         last = self._schedule.num_stages - 1
-        self._stages = [
-            (
-                stage,
-                LayerStage(
-                    self._layers[stage].name,
-                    [self._stack.layers[number] for number in self._layers[stage].numbers],
-                    self._stack.loss if stage == last else None,
-                    splits_backward=self._schedule.splits_backward,
-                ),
+        self._stages = {
+            stage: LayerStage(
+                self._layers[stage].name,
+                [self._stack.layers[number] for number in self._layers[stage].numbers],
+                self._stack.loss if stage == last else None,
+                splits_backward=self._schedule.splits_backward,
             )
             for stage in self._own_stages
-        ]
-        stages = [stage for _, stage in self._stages]
+        }
+        stages = list(self._stages.values())
         self.pipeline = StackPipeline(
             self._schedule,
             self._stages,

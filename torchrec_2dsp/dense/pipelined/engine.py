@@ -6,7 +6,7 @@ neighbours waiting for the group's whole timeout.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
@@ -236,22 +236,18 @@ class BusyTime:
     """Busy time per stage."""
 
 
+@dataclass
 class Engine:
     """Runs this rank's stages on a batch's micro-batches."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stages: Sequence[tuple[int, LayerStage]],
-        groups: PipelineGroups,
-        links: tuple[Links, Links],
-        wire: torch.dtype | None,
-    ) -> None:
-        self.schedule, self.stages, self.groups = schedule, dict(stages), groups
-        self.links = links
-        """Forward for activations, backward for gradients."""
-        self.wire = wire
-        self.busy = BusyTime()
+    schedule: Schedule
+    stages: Mapping[int, LayerStage]
+    groups: PipelineGroups
+    links: tuple[Links, Links]
+    """Forward for activations, backward for gradients."""
+
+    wire: torch.dtype | None
+    busy: BusyTime = field(default_factory=BusyTime)
 
     def run(self, batch: Batch, kinds: dict[int, TensorKind], *, trains: bool) -> Computed:
         """Work through the schedule.
@@ -262,20 +258,19 @@ class Engine:
         """
         run = _Run(self, batch, kinds, trains=trains)
         started = time.perf_counter()
-        for work in run.order[self.groups.position]:
-            if batch.sizes[work.micro_batch]:
-                run.do(work)
-        for links in self.links:
-            links.finish()
+        try:
+            for work in run.order[self.groups.position]:
+                if batch.sizes[work.micro_batch]:
+                    run.do(work)
+            for links in self.links:
+                links.finish()
+        finally:
+            for stage in self.stages.values():
+                stage.forget()
         if trains:
             self.busy.num_steps += 1
             self.busy.total_seconds += time.perf_counter() - started
         return run.computed
-
-    def forget(self) -> None:
-        """Drop an interrupted schedule's state."""
-        for stage in self.stages.values():
-            stage.forget()
 
 
 class _Run:

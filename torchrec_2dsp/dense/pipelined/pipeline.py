@@ -1,7 +1,7 @@
 """`StackPipeline`: runs a cut `LayerStack`, forward and backward; fails on all ranks together."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -159,7 +159,7 @@ class StackPipeline:
     def __init__(
         self,
         schedule: Schedule,
-        stages: Sequence[tuple[int, LayerStage]],
+        stages: Mapping[int, LayerStage],
         layers: HeldLayers,
         groups: PipelineGroups,
         *,
@@ -241,10 +241,7 @@ class StackPipeline:
             targets_need_gradient=needs[1:],
             weights=self._weights(given) if to_last is not None else None,
         )
-        try:
-            return self._engine.run(batch, self._known_kinds(given), trains=trains)
-        finally:
-            self._engine.forget()
+        return self._engine.run(batch, self._known_kinds(given), trains=trains)
 
     def _known_kinds(self, given: GivenTogether) -> dict[int, TensorKind]:
         return self._kinds.setdefault(given.first.call, {})

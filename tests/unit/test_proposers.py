@@ -252,9 +252,9 @@ def test_a_proposed_type_travels_with_all_that_was_chosen(travel: Any) -> None:
         ShardingType.ROW_WISE,
         tdsp.Mesh2D(2, 2),
         tdsp.WeightSync(),
-        tdsp.Exchange.ROW,
-        tdsp.RowOwners.HASH,
-        tdsp.HotSet.of([3, 5]),
+        exchange=tdsp.Exchange.ROW,
+        owners=tdsp.RowOwners.HASH,
+        hot_set=tdsp.HotSet.of([3, 5]),
     )
     there = travel(result)
     assert (

@@ -2,6 +2,7 @@
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -258,10 +259,6 @@ class TableType:
         )
 
 
-_PROPOSED = ("exchange", "owners", "hot_set", "transport", "stored_as")
-"""The fields of a `ParameterSharding2D` that a `ProposedType` has."""
-
-
 class ProposedType(str):
     """A sharding type with all else that a proposer chose for its table.
 
@@ -271,32 +268,22 @@ class ProposedType(str):
 
     mesh: Mesh2D
     sync: SyncConfig
-    exchange: Exchange
-    owners: RowOwners
-    hot_set: HotSet | None
-    transport: Transport
-    stored_as: RowStorage
+    additions: Mapping[str, Any]
+    """The fields that a `ParameterSharding2D` has beside TorchRec's, as far as they are chosen."""
 
     @classmethod
     def of(
-        cls,
-        kind: ShardingType,
-        mesh: Mesh2D,
-        sync: SyncConfig,
-        exchange: Exchange = Exchange.POOLED,
-        owners: RowOwners = RowOwners.BLOCK,
-        hot_set: HotSet | None = None,
-        transport: Transport = Transport.FP32,
-        stored_as: RowStorage = RowStorage.PLAIN,
+        cls, kind: ShardingType, mesh: Mesh2D, sync: SyncConfig, **additions: Any
     ) -> "ProposedType":
         """Choose a type inside a mesh's groups, and what goes with it."""
+        table = ParameterSharding2D(kind.value, "", **additions)
         choices = [
             type_2d(kind.value),
-            f"{exchange.value} exchange",
-            "" if owners is RowOwners.BLOCK else f"{owners.value} owners",
-            "" if hot_set is None else f"{len(hot_set.row_ids)} hot rows",
-            "" if transport is Transport.FP32 else transport.value,
-            "" if stored_as is RowStorage.PLAIN else f"stored as {stored_as.value}",
+            f"{table.exchange.value} exchange",
+            "" if table.owners is RowOwners.BLOCK else f"{table.owners.value} owners",
+            "" if table.hot_set is None else f"{len(table.hot_set.row_ids)} hot rows",
+            "" if table.transport is Transport.FP32 else table.transport.value,
+            "" if table.stored_as is RowStorage.PLAIN else f"stored as {table.stored_as.value}",
             f"{mesh.num_groups} groups of {mesh.group_size} {mesh.layout.value}",
         ]
         # TorchRec accepts a dense kernel for its own name of data parallel alone.
@@ -304,9 +291,7 @@ class ProposedType(str):
         proposed = cls(
             kind.value if is_dense else _AND.join(choice for choice in choices if choice)
         )
-        proposed.mesh, proposed.sync = mesh, sync
-        proposed.exchange, proposed.owners, proposed.hot_set = exchange, owners, hot_set
-        proposed.transport, proposed.stored_as = transport, stored_as
+        proposed.mesh, proposed.sync, proposed.additions = mesh, sync, additions
         return proposed
 
 
@@ -353,7 +338,7 @@ class ParameterSharding2D(ParameterSharding):
         }
         kind = sharding.sharding_type
         if isinstance(kind, ProposedType):
-            values |= {name: getattr(kind, name) for name in _PROPOSED}
+            values |= kind.additions
             kind = base_type(kind)
         values["sharding_type"] = type_2d(kind)
         return cls(**values)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -230,13 +230,20 @@ class Candidate:
             self.work.dim // choice.column_shards,
         )
 
-    def hot_set(self, choice: Choice) -> HotSet | None:
-        """Return the hottest rows: without statistics the first, as in tables sorted by use."""
-        if not choice.num_hot:
-            return None
-        access = self.work.access
-        hottest = range(self.work.num_rows) if access is None else access.rows.tolist()
-        return HotSet.of(hottest[: choice.num_hot])
+    def additions(self, choice: Choice, group: Span) -> dict[str, Any]:
+        """Return what a choice means for the table beside TorchRec's fields of a sharding.
+
+        Without statistics the first rows are hot, as in tables sorted by use.
+        """
+        access, num_hot = self.work.access, choice.num_hot
+        hottest = range(num_hot) if access is None else access.rows[:num_hot].tolist()
+        return {
+            "exchange": choice.exchange,
+            "owners": self.owners(choice, group),
+            "hot_set": HotSet.of(hottest) if num_hot else None,
+            "transport": choice.transport,
+            "stored_as": self.stored_as,
+        }
 
     def owners(self, choice: Choice, group: Span) -> RowOwners:
         """Return the row owners: hashed where blocks of rows are used unevenly."""

@@ -456,11 +456,7 @@ class MeshPlacement:
             bounds_check_mode=constraint.bounds_check_mode,
             output_dtype=constraint.output_dtype,
             key_value_params=constraint.key_value_params,
-            exchange=choice.exchange,
-            owners=candidate.owners(choice, group),
-            hot_set=candidate.hot_set(choice),
-            transport=choice.transport,
-            stored_as=candidate.stored_as,
+            **candidate.additions(choice, group),
         )
 
 

@@ -122,14 +122,7 @@ class Draft:
         group = setting.group
         option = copy.copy(stock_options[candidate.name, choice.kind, choice.kernel])
         option.sharding_type = ProposedType.of(
-            choice.kind,
-            setting.mesh,
-            setting.sync,
-            choice.exchange,
-            candidate.owners(choice, group),
-            candidate.hot_set(choice),
-            choice.transport,
-            candidate.stored_as,
+            choice.kind, setting.mesh, setting.sync, **candidate.additions(choice, group)
         )
         option.partition_by = get_partition_by_type(choice.kind.value)
         sizes, offsets = candidate.shapes(choice, group)

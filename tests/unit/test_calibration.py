@@ -21,6 +21,7 @@ from torchrec_2dsp.cost.measuring.calibrate import memory_limits
 from torchrec_2dsp.cost.measuring.fit import (
     CollectiveSample,
     KernelSample,
+    KernelWork,
     Timed,
     fit_collective,
     fit_kernel,
@@ -244,11 +245,10 @@ def test_kernels_are_found() -> None:
     truth = KernelCost(base_s=1e-4, per_item_s=5e-8, per_byte_s=1e-9)
     fitted = fit_kernel(
         [
-            KernelSample(
-                items, items * dim * 4, Timed(1e-4 + truth.seconds(items, items * dim * 4))
-            )
+            KernelSample(work, Timed(1e-4 + truth.seconds(*work[:2])))
             for items in (4_096.0, 16_384.0, 65_536.0)
             for dim in (16, 64, 128)
+            for work in [KernelWork(items, items * dim * 4)]
         ],
     )
     assert fitted.base_s == pytest.approx(1e-4, rel=0.01)
@@ -270,7 +270,7 @@ def test_work_on_bags_is_told_apart() -> None:
         row = dim * 4.0
         bags = {"vector_bytes": ids / bag * row, "row_bytes": distinct * ids * row}
         seconds = truth.base_s + truth.of_bags(ids, ids * row, **bags)
-        samples.append(KernelSample(ids, ids * row, Timed(seconds), **bags))
+        samples.append(KernelSample(KernelWork(ids, ids * row, **bags), Timed(seconds)))
     fitted = fit_kernel(samples)
     assert isinstance(fitted, BagCost)
     for name in ("base_s", "per_item_s", "per_byte_s", "per_vector_byte_s", "per_row_byte_s"):
@@ -280,7 +280,9 @@ def test_work_on_bags_is_told_apart() -> None:
 def test_work_is_never_free_because_times_scatter() -> None:
     """Take the shortest of all times for a call where longer work happened to be quicker."""
     seconds = {4_096.0: 3e-3, 16_384.0: 2e-3, 65_536.0: 2.5e-3}
-    fitted = fit_kernel([KernelSample(n, 256 * n, Timed(took)) for n, took in seconds.items()])
+    fitted = fit_kernel(
+        [KernelSample(KernelWork(n, 256 * n), Timed(took)) for n, took in seconds.items()]
+    )
     assert fitted.base_s == pytest.approx(2e-3)
     assert fitted.seconds(65_536.0, 256 * 65_536.0) > 0
 
@@ -296,7 +298,7 @@ def test_times_that_nothing_explains_are_named() -> None:
     doubtful = with_part(calibration, "collectives", all_reduce=fit_collective(wild))
     assert re.search("^all_reduce: the cost model doesn't fit .* idle", unexplained(doubtful, 1.0))
     assert not unexplained(doubtful, 10.0)
-    find = fit_kernel([KernelSample(1.0, 0.0, sample.timed) for sample in wild])
+    find = fit_kernel([KernelSample(KernelWork(1.0, 0.0), sample.timed) for sample in wild])
     assert unexplained(with_part(calibration, "kernels", find=find), 1.0).startswith("find:")
 
 

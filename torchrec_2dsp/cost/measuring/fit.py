@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,17 +49,24 @@ class CollectiveSample:
     timed: Timed
 
 
+class KernelWork(NamedTuple):
+    """A kernel's work on rows."""
+
+    items: float
+    num_bytes: float
+    vector_bytes: float = 0.0
+    """Bytes in the bags' vectors."""
+
+    row_bytes: float = 0.0
+    """Bytes in the bags' distinct rows."""
+
+
 @dataclass(frozen=True)
 class KernelSample:
     """Timed work on rows."""
 
-    items: float
-    num_bytes: float
+    work: KernelWork
     timed: Timed
-    vector_bytes: float = 0.0
-    """Bytes in the bags' vectors."""
-    row_bytes: float = 0.0
-    """Bytes in the bags' distinct rows."""
 
 
 def fit_collective(samples: Sequence[CollectiveSample]) -> CollectiveCost:
@@ -88,13 +96,10 @@ def fit_collective(samples: Sequence[CollectiveSample]) -> CollectiveCost:
 
 def fit_kernel(samples: Sequence[KernelSample]) -> KernelCost:
     """Fit the coefficients for work on rows, or on bags if the samples have bags."""
-    work = [
-        [1.0, sample.items, sample.num_bytes, sample.vector_bytes, sample.row_bytes]
-        for sample in samples
-    ]
-    constants, errors = _fitted(np.array(work), [sample.timed for sample in samples])
+    work = np.array([[1.0, *sample.work] for sample in samples])
+    constants, errors = _fitted(work, [sample.timed for sample in samples])
     cost = {"base_s": constants[0], "per_item_s": constants[1], "per_byte_s": constants[2]} | errors
-    if not any(sample.vector_bytes for sample in samples):
+    if not any(sample.work.vector_bytes for sample in samples):
         return KernelCost(**cost)
     return BagCost(**cost, per_vector_byte_s=constants[3], per_row_byte_s=constants[4])
 

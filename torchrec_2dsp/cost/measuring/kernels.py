@@ -18,7 +18,7 @@ from torchrec_2dsp._compat.fbgemm import (
 from torchrec_2dsp.codecs.rows import RowCodec, Transport
 from torchrec_2dsp.cost.calibration import encoding
 from torchrec_2dsp.cost.measuring.clock import Clock, Sampling
-from torchrec_2dsp.cost.measuring.fit import KernelSample, Timed
+from torchrec_2dsp.cost.measuring.fit import KernelSample, KernelWork, Timed
 from torchrec_2dsp.rows.gradients import RowSum
 from torchrec_2dsp.rows.update import DirectLookup, rule_for
 
@@ -38,11 +38,8 @@ class _Piece(NamedTuple):
     """Work that can be repeated."""
 
     name: str
-    items: float
-    num_bytes: float
+    work: KernelWork
     run: Callable[[], object]
-    vector_bytes: float = 0.0
-    row_bytes: float = 0.0
 
 
 def measure_kernels(
@@ -67,15 +64,7 @@ def measure_kernels(
         if len(of_kind) >= _FEWEST and clock.is_late(share):
             continue
         progress(f"{piece.name} of rows")
-        of_kind.append(
-            KernelSample(
-                piece.items,
-                piece.num_bytes,
-                Timed.of(clock.repeated_seconds(piece.run)),
-                vector_bytes=piece.vector_bytes,
-                row_bytes=piece.row_bytes,
-            )
-        )
+        of_kind.append(KernelSample(piece.work, Timed.of(clock.repeated_seconds(piece.run))))
     return samples
 
 
@@ -91,13 +80,9 @@ def _bags(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
             distinct = sum(of_table.unique().numel() for of_table in tables)
             ids = tables.view(-1).to(device)
             offsets = torch.arange(0, num_ids + 1, size, device=device)
-            of_bags = {
-                "vector_bytes": float(num_ids // size * dim * _FLOAT_BYTES),
-                "row_bytes": float(distinct * dim * _FLOAT_BYTES),
-            }
-            look_up = partial(tables_of(dim), ids, offsets)
-            for piece in _there_and_back("", dim, num_ids, look_up):
-                yield piece._replace(**of_bags)
+            rows = num_ids, num_ids // size, distinct
+            work = KernelWork(num_ids, *(float(number * dim * _FLOAT_BYTES) for number in rows))
+            yield from _there_and_back("", work, partial(tables_of(dim), ids, offsets))
 
 
 def _owned_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
@@ -109,7 +94,8 @@ def _owned_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
         direct = None if rule is None else DirectLookup(tbe, rule)
         forward = partial(tbe, *_asked_rows(num_ids, device))
         look_up = forward if direct is None else partial(direct.lookup, forward)
-        yield from _there_and_back("row_", dim, num_ids, look_up)
+        work = KernelWork(num_ids, float(num_ids * dim * _FLOAT_BYTES))
+        yield from _there_and_back("row_", work, look_up)
 
 
 def _host_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
@@ -117,7 +103,8 @@ def _host_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
     for dim, num_ids in sampling.rows:
         tbe = _tables(dim, PoolingMode.NONE, device, EmbeddingLocation.MANAGED)
         look_up = partial(tbe, *_asked_rows(num_ids, device))
-        yield _Piece("host_memory", num_ids, float(num_ids * dim * _FLOAT_BYTES), look_up)
+        work = KernelWork(num_ids, float(num_ids * dim * _FLOAT_BYTES))
+        yield _Piece("host_memory", work, look_up)
 
 
 def _asked_rows(num_ids: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,18 +115,13 @@ def _asked_rows(num_ids: int, device: torch.device) -> tuple[torch.Tensor, torch
 
 
 def _there_and_back(
-    prefix: str, dim: int, num_ids: int, look_up: Callable[[], torch.Tensor]
+    prefix: str, work: KernelWork, look_up: Callable[[], torch.Tensor]
 ) -> Iterator[_Piece]:
-    num_bytes = float(num_ids * dim * _FLOAT_BYTES)
-    yield _Piece(f"{prefix}lookup", num_ids, num_bytes, look_up)
+    yield _Piece(f"{prefix}lookup", work, look_up)
     looked_up = look_up()
     gradient = torch.rand_like(looked_up)
-    yield _Piece(
-        f"{prefix}update",
-        num_ids,
-        num_bytes,
-        lambda: looked_up.backward(gradient, retain_graph=True),
-    )
+    update = partial(looked_up.backward, gradient, retain_graph=True)
+    yield _Piece(f"{prefix}update", work, update)
 
 
 def _tables(
@@ -165,7 +147,8 @@ def _needed_rows(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
     """Yield the search for a batch's distinct rows, and for each id's place among them."""
     for num_ids in dict.fromkeys(num_ids for _, num_ids in sampling.rows):
         keys = torch.randint(0, num_ids, (num_ids,), device=device, dtype=torch.int32)
-        yield _Piece("find", num_ids, 0.0, lambda keys=keys: RowSum(keys, finds_places=True))
+        find = partial(RowSum, keys, finds_places=True)
+        yield _Piece("find", KernelWork(num_ids, 0.0), find)
 
 
 def _moves(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
@@ -175,17 +158,18 @@ def _moves(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
         keys = torch.randint(0, num_ids, (num_ids,), device=device, dtype=torch.int32)
         sums = RowSum(keys, finds_places=True)
         places, starts = sums.places, torch.arange(num_ids, device=device)
-        num_bytes = float(rows.nbytes)
+        work = KernelWork(num_ids, float(rows.nbytes))
         pool = partial(F.embedding_bag, places, rows, starts, mode="sum")
-        yield _Piece("pool", num_ids, num_bytes, pool)
-        yield _Piece("add", num_ids, num_bytes, partial(sums.of, rows))
+        yield _Piece("pool", work, pool)
+        yield _Piece("add", work, partial(sums.of, rows))
 
 
 def _passes(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
     """Yield passes over whole tables."""
     for num_bytes in sampling.table_bytes:
         table = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
-        yield _Piece("dense_update", 0.0, num_bytes, partial(table.add_, table, alpha=-0.1))
+        update = partial(table.add_, table, alpha=-0.1)
+        yield _Piece("dense_update", KernelWork(0.0, num_bytes), update)
 
 
 def _matmuls(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
@@ -194,8 +178,8 @@ def _matmuls(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
         rows = torch.rand(num_rows, width, device=device)
         weight = torch.rand(width, width, device=device)
         operations = 2.0 * num_rows * width * width
-        num_bytes = float(2 * rows.nbytes + weight.nbytes)
-        yield _Piece("matmul", operations, num_bytes, partial(torch.matmul, rows, weight))
+        work = KernelWork(operations, float(2 * rows.nbytes + weight.nbytes))
+        yield _Piece("matmul", work, partial(torch.matmul, rows, weight))
 
 
 def _encodings(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
@@ -210,4 +194,5 @@ def _encodings(device: torch.device, sampling: Sampling) -> Iterator[_Piece]:
         ) -> torch.Tensor:
             return codec.decode(codec.encode(rows), rows.shape[1])
 
-        yield _Piece(encoding(transport), num_rows, float(rows.nbytes), there_and_back)
+        work = KernelWork(num_rows, float(rows.nbytes))
+        yield _Piece(encoding(transport), work, there_and_back)

@@ -81,17 +81,11 @@ class Mesh2D:
 
     def group_of(self, rank: int) -> int:
         """Return the index of the rank's sharding group."""
-        self._check_rank(rank)
-        if self.layout is RankLayout.STRIDED:
-            return rank % self.num_groups
-        return rank // self.group_size
+        return self._place_of(rank)[0]
 
     def shard_index(self, rank: int) -> int:
         """Return the rank's position in its sharding group, by which a group's plan names it."""
-        self._check_rank(rank)
-        if self.layout is RankLayout.STRIDED:
-            return rank // self.num_groups
-        return rank % self.group_size
+        return self._place_of(rank)[1]
 
     def rank_at(self, group: int, shard_index: int) -> int:
         """Return the world rank at a position in a group."""
@@ -150,9 +144,12 @@ class Mesh2D:
     def __str__(self) -> str:
         return f"Mesh2D({self.num_groups}x{self.group_size}, {self.layout.value})"
 
-    def _check_rank(self, rank: int) -> None:
+    def _place_of(self, rank: int) -> tuple[int, int]:
         if not 0 <= rank < self.world_size:
             raise MeshError(f"rank={rank} is not in 0..{self.world_size - 1} of {self}")
+        if self.layout is RankLayout.STRIDED:
+            return rank % self.num_groups, rank // self.num_groups
+        return divmod(rank, self.group_size)
 
 
 _LAYOUTS = ", ".join(str(layout) for layout in RankLayout)

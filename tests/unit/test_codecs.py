@@ -349,7 +349,7 @@ def test_residuals_of_ranks_add_up() -> None:
 
 def test_a_loaded_residual_goes_to_the_device_of_its_tensor() -> None:
     feedback = ErrorFeedback()
-    feedback.load_state_dict({"added": torch.ones(2), "drained": torch.ones(2)})
+    feedback.load_sum([{"added": torch.ones(2), "drained": torch.ones(2)}])
     assert feedback.add("added", torch.ones(2, device="meta")).is_meta
     drained = feedback.drain("drained", torch.device("meta"))
     assert drained is not None

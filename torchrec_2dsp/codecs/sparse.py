@@ -234,10 +234,6 @@ class ErrorFeedback:
         """Return the residuals by name."""
         return {name: residual.clone() for name, residual in self._residuals.items()}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore residuals."""
-        self.load_sum([state])
-
     def load_sum(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Restore the sum of several ranks' residuals."""
         self._residuals = {}

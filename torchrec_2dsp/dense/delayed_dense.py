@@ -201,12 +201,7 @@ class DelayedDense(HookedDDP):
         of_ddp: ``bucket_cap_mb``, ``static_graph`` and ``find_unused_parameters``, as in DDP.
     """
 
-    def __init__(
-        self,
-        *,
-        warm_up: int = 1,
-        **of_ddp: Unpack[DDPOptions],
-    ) -> None:
+    def __init__(self, *, warm_up: int = 1, **of_ddp: Unpack[DDPOptions]) -> None:
         check_count("warm_up", warm_up, owner="DelayedDense")
         super().__init__(f"warm_up={warm_up}", **of_ddp)
         self._warm_up = warm_up

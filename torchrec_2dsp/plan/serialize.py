@@ -4,6 +4,7 @@ import enum
 import hashlib
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -151,11 +152,7 @@ def to_json(plan: Plan2D) -> str:
     return json.dumps(
         {
             "schema_version": SCHEMA_VERSION,
-            "mesh": {
-                "num_groups": plan.mesh.num_groups,
-                "group_size": plan.mesh.group_size,
-                "layout": plan.mesh.layout.value,
-            },
+            "mesh": {name: _plain(value) for name, value in vars(plan.mesh).items()},
             "sync": _sync_to_dict(plan.sync),
             "pipeline": plan.pipeline.value,
             "full_duplex": plan.full_duplex,
@@ -260,8 +257,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _plan_of(record: PlanRecord) -> Plan2D:
-    shape = record.mesh
-    mesh = Mesh2D(shape.num_groups, shape.group_size, shape.layout)
+    mesh = Mesh2D(**dict(record.mesh))
     plan = Plan2D({}, mesh, _sync_of(record.sync), record.pipeline, record.full_duplex)
     return plan.with_tables(
         {
@@ -302,10 +298,12 @@ def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:
                 "sharder's fused_params instead"
             )
     spec = table.sharding_spec
-    shards = spec.shards if isinstance(spec, EnumerableShardingSpec) else None
+    shards = None
+    if isinstance(spec, EnumerableShardingSpec):
+        shards = [asdict(shard) | {"placement": str(shard.placement)} for shard in spec.shards]
     return {
         **{name: _plain(getattr(table, name)) for name in _SAME_FIELDS},
-        "shards": None if shards is None else [_shard_to_dict(shard) for shard in shards],
+        "shards": shards,
         "hot_rows": None if table.hot_set is None else list(table.hot_set.row_ids),
     }
 
@@ -324,14 +322,6 @@ def _table_of(where: str, record: TableRecord) -> ParameterSharding2D:
         )
     except _MALFORMED as error:
         raise PlanError(f"{where}: {error}; plan the table again, or mend it there") from error
-
-
-def _shard_to_dict(shard: ShardMetadata) -> dict[str, Any]:
-    return {
-        "shard_offsets": list(shard.shard_offsets),
-        "shard_sizes": list(shard.shard_sizes),
-        "placement": str(shard.placement),
-    }
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 
@@ -77,42 +77,38 @@ def launched_world(
     leave_world()
 
 
-@contextmanager
-def launched_world_or_one() -> Iterator[int]:
+def launched_world_or_one() -> AbstractContextManager[int]:
     """Join the ranks that torchrun started, or run as the only rank; yield this rank.
 
     Collectives:
         Those in `launched_world`, under torchrun.
     """
-    if all(name in os.environ for name in _SET_BY_TORCHRUN):
-        with launched_world("cpu", "") as rank:
-            yield rank
-        return
-    with _world_of_one():
-        yield 0
+    return launched_world("cpu", "") if _is_launched() else _world_of_one()
 
 
-@contextmanager
-def only_rank(command: str) -> Iterator[None]:
+def only_rank(command: str) -> AbstractContextManager[int]:
     """Run a single-rank command.
 
     Raises:
         ConfigError: torchrun started this process, perhaps with others.
     """
-    if all(name in os.environ for name in _SET_BY_TORCHRUN):
+    if _is_launched():
         raise ConfigError(
             f"{command} is for a single process, and torchrun started this one; start it with: "
             f"torchrec-2dsp {command} ..."
         )
-    with _world_of_one():
-        yield
+    return _world_of_one()
+
+
+def _is_launched() -> bool:
+    return all(name in os.environ for name in _SET_BY_TORCHRUN)
 
 
 @contextmanager
-def _world_of_one() -> Iterator[None]:
+def _world_of_one() -> Iterator[int]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        yield 0
     finally:
         leave_world()
 

@@ -192,7 +192,7 @@ class SyntheticConfig(Section):
     kind: Literal["synthetic"] = "synthetic"
     """The kind of data, which defaults to synthetic."""
 
-    features: tuple[SparseFeature, ...]
+    features: tuple[SparseFeature, ...] = Field(min_length=1)
     """The sparse features, in batch order. In a file, a feature with ``count = 20`` stands for
     twenty: ``click`` becomes ``click1`` to ``click20``."""
 
@@ -239,8 +239,6 @@ class SyntheticConfig(Section):
 
     @model_validator(mode="after")
     def _check_names_and_shares(self) -> "SyntheticConfig":
-        if not self.features:
-            raise ValueError("features is empty; describe at least one")
         names = [feature.name for feature in self.features]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:

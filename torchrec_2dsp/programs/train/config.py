@@ -332,7 +332,7 @@ class TrainConfig(Section):
     output: OutputConfig = OutputConfig()
     """Other output."""
 
-    runs: dict[str, RunConfig]
+    runs: dict[str, RunConfig] = Field(min_length=1)
     """The runs by name, in training order."""
 
     @property
@@ -342,8 +342,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_program(self) -> Self:
-        if not self.runs:
-            raise ValueError("runs is empty; describe at least one")
         unusable = [name for name in self.runs if not name or set(name) & set("./\\ ")]
         if unusable:
             raise ValueError(f"runs: the name {unusable[0]!r} has a dot, a slash or a space")

@@ -4,7 +4,7 @@
 checkpoint --source--> unsharded model, float32 --served--> int8 tables --> TorchScript: model.pt
                          |                                                    |
                          +------- the same held-out batches, compared --------+--> export.json
-                                                  quality
+                                                  export
 ```
 
 ``kinds`` serves each kind of model as a `ServedModel`, ``export`` writes the folder, and

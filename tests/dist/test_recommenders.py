@@ -16,7 +16,7 @@ from torchrec_2dsp.parallel.checkpoint.load import load_weights
 from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.models.kinds import build_any_model
-from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
+from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 
 pytestmark = pytest.mark.dealt_file
@@ -104,7 +104,7 @@ def check_runs(pool: RankPool, config: TrainConfig, num_parts: int) -> dict[str,
     start = {name: value.clone() for name, value in plain.model.state_dict().items()}
     losses, metrics, weights = plain.train(), plain.metrics(), plain.model.state_dict()
     assert largest_gap(weights, start) > 1e-2
-    model = build_any_model(shape_of(config.data, config.data.dataset()), config.model)
+    model = build_any_model(config.data.dataset(), config.model)
     runs = pool.run(train_all, config, timeout_s=300)[0]
     for name, (own_losses, own_metrics) in zip(config.runs, runs, strict=True):
         assert own_losses == pytest.approx(losses, abs=1e-5), name

@@ -18,7 +18,6 @@ from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.dense import PowerSGDConfig
 from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.train import sharded
-from torchrec_2dsp.programs.train.config import shape_of
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunResult, TrainWatcher, largest_loss_gap
 
@@ -165,7 +164,7 @@ def ends_of_delayed_runs(rank: int, world_size: int, folder: Path) -> list[tuple
             checkpoint={"folder": str(saved), "every": every},
         )
         (run,) = train(config).runs
-        model = build_any_model(shape_of(config.data, config.data.dataset()), config.model)
+        model = build_any_model(config.data.dataset(), config.model)
         load_weights(saved / "delayed" / "last" / "8", model)
         weights = {name: weight.tolist() for name, weight in model.state_dict().items()}
         ends.append((run.evaluated, weights))

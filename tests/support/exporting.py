@@ -30,7 +30,7 @@ from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, has_clicks
 from torchrec_2dsp.programs.models.model import split_
 from torchrec_2dsp.programs.train import program as trainer
-from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
+from torchrec_2dsp.programs.train.config import TrainConfig
 
 DATA = {
     "num_dense": 2,
@@ -211,7 +211,7 @@ def stock_model(source: ExportSource) -> nn.Module:
     """Return the trained model as TorchRec and torch alone load it."""
     config = source.config
     run = config.runs[source.run]
-    model = build_any_model(shape_of(config.data, config.data.dataset()), config.model)
+    model = build_any_model(config.data.dataset(), config.model)
     split_(model, run.splits, run.split_threshold)
     state = {"model": model.state_dict()}
     with warnings.catch_warnings():

@@ -99,7 +99,7 @@ class Trained:
     def __init__(self, data: SyntheticConfig, variant: Variant, seed: int) -> None:
         self._variant, self._seed, self._step = variant, seed, 0
         model = ModelConfig(dim=32, dense_layers=(32,), over_layers=(64,), seed=seed)
-        self.model = build_model(data, model)
+        self.model = build_model(data.dataset(), model)
         named = dict(self.model.named_parameters())
         self._tables = {
             name.split(".")[-2]: weight

@@ -27,7 +27,7 @@ from torchrec_2dsp.programs.models.kinds import (
 )
 from torchrec_2dsp.programs.models.model import split_
 from torchrec_2dsp.programs.models.ranking import ranking_metrics
-from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
+from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunFolder, TrainResult
 
@@ -111,7 +111,7 @@ class PlainRun:
     ) -> None:
         self.config, self._num_parts = config, num_parts
         self._data = dataset_for(config.model, config.data.dataset())
-        self.model = build_any_model(shape_of(config.data, self._data), config.model)
+        self.model = build_any_model(self._data, config.model)
         split_(self.model, splits or {}, "exact")
         named = dict(self.model.named_parameters())
         is_table = [".embedding_bags." in name or ".embeddings." in name for name in named]

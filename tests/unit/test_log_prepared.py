@@ -1,6 +1,7 @@
 """Prepared vocabularies, scales and counts: used again, or made anew for another layout."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from tests.support.logs import make_rows, table_config, write_log
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.logs.batches import TableData
 from torchrec_2dsp.programs.data.logs.sections import TableConfig
-from torchrec_2dsp.programs.data.logs.table_data import TableData
 
 RIGHT, SWAPPED = ("label", "user", "item", "x", "y"), ("label", "item", "user", "y", "x")
 HASHED = {
@@ -79,7 +80,7 @@ def test_what_an_earlier_version_prepared_is_taken_as_it_is(tmp_path: Path) -> N
 def test_scales_of_other_configs_stay_and_another_log_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fingerprint(column: str) -> dict[str, str]:
+    def fingerprint(column: str) -> Mapping[str, str]:
         keys = {**HASHED, "dense": [{"column": column, "scale": "measured"}]}
         return log_data(tmp_path, "prepared", RIGHT, **keys).fingerprint
 

@@ -48,6 +48,7 @@ DATA = SyntheticConfig(
     num_dense=3,
     features=(SparseFeature(name="user", num_rows=20), SparseFeature(name="item", num_rows=30)),
 )
+CLICKS = DATA.dataset()
 NO_MODEL = "a text"
 
 
@@ -64,10 +65,10 @@ class SharedTable(nn.Module):
 def planned_table(types: list[str], **exchange: Any) -> tdsp.ParameterSharding2D:
     """Plan the shared table with sharding types, pin an exchange, and return its sharding."""
     model, topology = SharedTable(), Topology(world_size=2, compute_device="cpu")
-    arguments = planner_arguments(model, DATA, types, topology, 8)
+    arguments = planner_arguments(model, CLICKS, types, topology, 8)
     mesh, sync = tdsp.Mesh2D(1, 2), tdsp.GradientSync()
     plan = search_as_torchrec(model, SHARDERS, mesh=mesh, sync=sync, **arguments)
-    plan = pinned(model, plan, ExchangeConfig(**exchange), DATA)
+    plan = pinned(model, plan, ExchangeConfig(**exchange), CLICKS)
     ((_, table),) = next(part for _, part in plan.modules()).tables()
     return table
 
@@ -139,12 +140,12 @@ KINDS: dict[str, tuple[ModelSection, type[nn.Module], bool]] = {
 def test_equal_configs_give_equal_weights(name: str) -> None:
     section, kind, has_places = KINDS[name]
     before = torch.random.get_rng_state()
-    first, second = (build_any_model(DATA, section) for _ in range(2))
+    first, second = (build_any_model(CLICKS, section) for _ in range(2))
     assert type(first) is kind
     weights, again = first.state_dict(), second.state_dict()
     assert weights
     assert all(torch.equal(weights[key], again[key]) for key in weights)
-    other = build_any_model(DATA, section.model_copy(update={"seed": 1})).state_dict()
+    other = build_any_model(CLICKS, section.model_copy(update={"seed": 1})).state_dict()
     assert not any(
         torch.equal(weights[key], other[key])
         for key in weights
@@ -158,8 +159,8 @@ def test_equal_configs_give_equal_weights(name: str) -> None:
 @pytest.mark.parametrize("name", ["dcn", "sequence", "two towers"])
 def test_dense_weights_are_equal_wherever_tables_are(name: str) -> None:
     section = KINDS[name][0]
-    weights = build_any_model(DATA, section).state_dict()
-    without = build_any_model(DATA, section, tables_device="meta").state_dict()
+    weights = build_any_model(CLICKS, section).state_dict()
+    without = build_any_model(CLICKS, section, tables_device="meta").state_dict()
     dense = [key for key in weights if "embedding" not in key]
     assert len(dense) > 6
     assert all(torch.equal(weights[key], without[key]) for key in dense)
@@ -189,8 +190,8 @@ def test_places_are_scores_of_a_softmax_in_the_batch() -> None:
 
 def test_splits_are_for_clicks() -> None:
     with pytest.raises(ConfigError, match="are places of a DLRM or a DCN, and the model is a Own"):
-        split_(build_any_model(DATA, OWN), {"over": 0.5}, "exact")
-    split_(build_any_model(DATA, OWN), {}, "exact")
+        split_(build_any_model(CLICKS, OWN), {"over": 0.5}, "exact")
+    split_(build_any_model(CLICKS, OWN), {}, "exact")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_splits_are_for_clicks() -> None:
 )
 def test_factories_that_make_no_model_are_refused(factory: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        build_any_model(DATA, OwnModelConfig(factory=factory))
+        build_any_model(CLICKS, OwnModelConfig(factory=factory))
     assert f"factory={factory!r}" in str(raised.value)
 
 
@@ -217,13 +218,13 @@ def test_a_module_that_fails_while_it_is_imported_is_named(
     (tmp_path / "broken_models.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="'broken_models' can't be imported: No module named 'no"):
-        build_any_model(DATA, OwnModelConfig(factory="broken_models:make"))
+        build_any_model(CLICKS, OwnModelConfig(factory="broken_models:make"))
     assert "broken_models" not in sys.modules
 
 
 def test_the_kind_says_how_features_interact() -> None:
-    assert type(build_model(DATA, ModelConfig()).model) is DLRM
-    model = build_model(DATA, DCN).model
+    assert type(build_model(CLICKS, ModelConfig()).model) is DLRM
+    model = build_model(CLICKS, DCN).model
     assert type(model) is DLRM_DCN
     cross_layers: Any = model.inter_arch.crossnet
     # The dense features' vector and one for each of the two sparse features.
@@ -252,8 +253,8 @@ def test_options_of_cross_layers_need_them(field: str) -> None:
 
 @pytest.mark.parametrize("model", [ModelConfig(dim=8), DCN], ids=["dlrm", "dcn"])
 def test_what_leaves_a_split_is_thresholded(model: ModelConfig) -> None:
-    split: Any = build_model(DATA, model)
-    whole: Any = build_model(DATA, model)
+    split: Any = build_model(CLICKS, model)
+    whole: Any = build_model(CLICKS, model)
     split_(split, {"embeddings": 0.25, "dense": 0.1, "over": 0.2}, "exact")
     batch = make_batch(DATA, step=0, global_batch_size=16)
 
@@ -278,7 +279,7 @@ def test_what_leaves_a_split_is_thresholded(model: ModelConfig) -> None:
 
 
 def test_splits_leave_the_names_of_a_checkpoint_alone() -> None:
-    whole, split, laplace = (build_model(DATA, DCN) for _ in range(3))
+    whole, split, laplace = (build_model(CLICKS, DCN) for _ in range(3))
     split_(split, {"embeddings": 0.25, "dense": 0.1, "over": 0.2}, "exact")
     split_(laplace, {"dense": 0.1}, "laplace")
 

@@ -283,7 +283,7 @@ TOWER_BATCH = make_batch(DATA, step=0, global_batch_size=24)
 
 def towers_of(items: tuple[str, ...], **options: Any) -> TwoTowerModel:
     settings = {"user_features": ["user"], "item_features": items, "dim": 8, "layers": [6]}
-    model = build_any_model(DATA, TwoTowerConfig.model_validate(settings | options))
+    model = build_any_model(DATA.dataset(), TwoTowerConfig.model_validate(settings | options))
     assert isinstance(model, TwoTowerModel)
     return model
 

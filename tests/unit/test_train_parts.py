@@ -249,7 +249,7 @@ def test_the_files_of_a_log_are_named_before_they_are_read() -> None:
 def test_no_rank_holds_the_tables_before_they_are_sharded() -> None:
     config = config_with()
     run = next(iter(config.runs.values()))
-    named = dict(make_model(config, run, click_data(config)).named_parameters())
+    named = dict(make_model(config, run, click_data(config).dataset()).named_parameters())
     tables = {name for name in named if "embedding_bags" in name}
     assert tables
     assert {name for name, weight in named.items() if weight.is_meta} == tables

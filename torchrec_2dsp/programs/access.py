@@ -7,18 +7,18 @@ Ranks read different blocks and sum their counts. Counters and statistics are in
 from collections.abc import Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import ModelConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape, Progress, Split, open_together
+from torchrec_2dsp.programs.data.dataset import Dataset, Progress, Split, open_together
 from torchrec_2dsp.programs.data.logs.ids import MISSING_ROW, collision_rate, values_behind
 from torchrec_2dsp.programs.data.logs.sections import LoggedData
 from torchrec_2dsp.programs.data.negatives import WithNegatives
@@ -32,7 +32,7 @@ from torchrec_2dsp.programs.models.kinds import (
 from torchrec_2dsp.programs.models.model import bags_of, tables_of
 
 
-class AccessConfig(BaseModel):
+class AccessConfig(Section):
     """The sections ``[data]`` and ``[model]`` of a training config; others are ignored.
 
     Example:
@@ -43,9 +43,7 @@ class AccessConfig(BaseModel):
         'criteo'
     """
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        frozen=True, extra="ignore", use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="ignore")
 
     data: LoggedData
     """The log."""
@@ -133,7 +131,7 @@ def count_access(
     )
 
 
-def _tables(model: ModelSection, data: BatchShape) -> list[BaseEmbeddingConfig]:
+def _tables(model: ModelSection, data: Dataset) -> list[BaseEmbeddingConfig]:
     """List a model's tables; those of a DLRM need no model, and so no dense features."""
     if isinstance(model, ModelConfig):
         return [*bags_of(data.features, _COUNTED_DIM, "meta").embedding_bag_configs()]

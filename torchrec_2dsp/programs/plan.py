@@ -37,13 +37,13 @@ from torchrec_2dsp.programs.config.config_file import (
 from torchrec_2dsp.programs.config.machines import MachinesConfig
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape, Progress
+from torchrec_2dsp.programs.data.dataset import Dataset, Progress
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.kinds import dataset_for, transformer_of
 from torchrec_2dsp.programs.models.model import build_model, table_name
 from torchrec_2dsp.programs.models.optimizer import STATE_PER_WEIGHT
 from torchrec_2dsp.programs.models.planned import ReservedShare, StockSequenceSharder, true_access
-from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
+from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
 from torchrec_2dsp.programs.train.sharded import (
     access_of,
     make_model,
@@ -199,8 +199,8 @@ class RunToPlan:
     machines: MachinesConfig
     """The machines."""
 
-    shape: BatchShape
-    """The data's features."""
+    dataset: Dataset
+    """The data, whose features count."""
 
     access: AccessStats
     """Row frequencies in the data."""
@@ -247,9 +247,8 @@ def to_plan(
     config = config.model_copy(update={"runs": {chosen: section}})
     config.check_world(machines.num_ranks)
     dataset = dataset_for(config.model, config.data.dataset(progress))
-    shape = shape_of(config.data, dataset)
-    access = access_of(config, section, make_model(config, section, shape), dataset, progress)
-    return RunToPlan(config=config, machines=machines, shape=shape, access=access, title=title)
+    access = access_of(config, section, make_model(config, section, dataset), dataset, progress)
+    return RunToPlan(config=config, machines=machines, dataset=dataset, access=access, title=title)
 
 
 _MACHINES = "machines."
@@ -314,14 +313,14 @@ def planning(source: PlanConfig | RunToPlan) -> Planning:
 
 
 def _planning_of_run(source: RunToPlan, calibration: Calibration, topology: Topology) -> Planning:
-    config, shape, world_size = source.config, source.shape, topology.world_size
+    config, dataset, world_size = source.config, source.dataset, topology.world_size
     config.check_world(world_size)
     ((name, run),) = config.runs.items()
-    model = make_model(config, run, shape)
+    model = make_model(config, run, dataset)
     planner = planner_by_cost(
         config,
         name,
-        shape,
+        dataset,
         model,
         topology,
         calibration,
@@ -344,7 +343,7 @@ def _planning_of_run(source: RunToPlan, calibration: Calibration, topology: Topo
 def _planning_of_config(
     config: PlanConfig, calibration: Calibration, topology: Topology
 ) -> Planning:
-    model = build_model(config.data, config.model, tables_device="meta")
+    model = build_model(config.data.dataset(), config.model, tables_device="meta")
     constraints = _constraints(config)
     access = AccessStats.load(config.access) if config.access else true_access(config.data)
     workload = replace(

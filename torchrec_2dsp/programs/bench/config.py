@@ -21,7 +21,6 @@ from torchrec_2dsp.programs.config.sections import (
     OptimizerConfig,
     ReplicationConfig,
 )
-from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
@@ -31,11 +30,6 @@ BenchData = Annotated[SyntheticConfig | SyntheticSequencesConfig, Kinds()]
 
 BenchModel = Annotated[ModelConfig | SequenceModelConfig, Kinds()]
 """A click or sequence model."""
-
-
-def shape_of(data: BenchData) -> BatchShape:
-    """Return a benchmark's features; synthetic clicks know their most used rows as well."""
-    return data if isinstance(data, SyntheticConfig) else data.dataset()
 
 
 class ScheduleConfig(Section):

@@ -51,7 +51,6 @@ from torchrec_2dsp.programs.bench.config import (
     PlannedContestant,
     StockContestant,
     TwoDContestant,
-    shape_of,
 )
 from torchrec_2dsp.programs.config.dense import DenseKinds
 from torchrec_2dsp.programs.data.dataset import Split
@@ -84,9 +83,9 @@ from torchrec_2dsp.shard.sharders import (
 
 def tables_work(config: BenchConfig) -> Workload:
     """Return a step's work with the tables, whoever trains them."""
-    shape = shape_of(config.data)
-    model = build_any_model(shape, config.model, tables_device="meta")
-    access = true_access(shape) if isinstance(shape, SyntheticConfig) else None
+    data = config.data
+    model = build_any_model(data.dataset(), config.model, tables_device="meta")
+    access = true_access(data) if isinstance(data, SyntheticConfig) else None
     return Workload.of_model(model, batch_size=config.schedule.batch_size, access=access)
 
 
@@ -119,7 +118,7 @@ def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
     """Time a click model without its tables, on all ranks at once."""
     device = rank_device(config.schedule.device)
     data = cast(SyntheticConfig, config.data)
-    model: Any = build_any_model(data, config.model, tables_device="meta")
+    model: Any = build_any_model(data.dataset(), config.model, tables_device="meta")
     model = model.model
     parts = nn.ModuleList([model.dense_arch, model.inter_arch, model.over_arch]).to(device)
     batch_size, num_tables = config.schedule.batch_size, len(data.features)
@@ -179,7 +178,7 @@ def build_trainer(
         Those of planning and sharding.
     """
     device = rank_device(config.schedule.device)
-    unsharded = build_any_model(shape_of(config.data), config.model, tables_device="meta")
+    unsharded = build_any_model(config.data.dataset(), config.model, tables_device="meta")
     tables = table_configs(unsharded)
     part = dense_part(
         contestant.dense,
@@ -251,16 +250,17 @@ def _planned(
     sharders: list[ModuleSharder[nn.Module]],
 ) -> ShardingPlan:
     """Plan by the contestant's own planner, on all ranks."""
-    shape, topology = shape_of(config.data), planner_topology(config, contestant.bandwidths, speeds)
+    dataset = config.data.dataset()
+    topology = planner_topology(config, contestant.bandwidths, speeds)
     arguments = planner_arguments(
-        model, shape, contestant.sharding_types, topology, config.schedule.batch_size
+        model, dataset, contestant.sharding_types, topology, config.schedule.batch_size
     )
     if isinstance(contestant, StockContestant):
         planner = EmbeddingShardingPlanner(**arguments, stats=NoopEmbeddingStats())
         return planner.collective_plan(model, sharders, world_group())
     sync = contestant.sync_config
     if not contestant.by_cost:
-        plan = pinned_plan(model, sharders, contestant, shape, arguments, mesh=mesh, sync=sync)
+        plan = pinned_plan(model, sharders, contestant, dataset, arguments, mesh=mesh, sync=sync)
         return scheduled(plan, contestant)
     planner = Planner2D(
         **arguments,
@@ -319,7 +319,7 @@ def _optimizer(
 
     Data-parallel tables of TorchRec alone, which have no fused optimizer, get one with its rule.
     """
-    tables = {f"{table_name(feature.name)}.weight" for feature in shape_of(config.data).features}
+    tables = {f"{table_name(feature.name)}.weight" for feature in config.data.dataset().features}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     parts: list[Any] = [model.fused_optimizer]
     whole_tables = {

@@ -15,6 +15,7 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.draws import Zipf
 
 Batches = Generator[Batch, None, None]
 """Batches, which close what they read from when they are closed."""
@@ -30,7 +31,9 @@ class Split(enum.Enum):
     """The batches that are held out."""
 
 
-def check_batch(global_batch_size: int, rank: int, world_size: int, start: int) -> None:
+def check_batch(
+    start: int, *, global_batch_size: int, rank: int, world_size: int, batches_per_step: int = 1
+) -> None:
     """Raise `ConfigError` unless a batch's samples divide equally among ranks."""
     if world_size < 1 or global_batch_size < 1 or global_batch_size % world_size:
         raise ConfigError(
@@ -43,28 +46,9 @@ def check_batch(global_batch_size: int, rank: int, world_size: int, start: int) 
         raise ConfigError(f"start={start} is not the number of a batch")
 
 
-class DatasetFeature(Protocol):
-    """A sparse feature, with its own table."""
-
-    @property
-    def name(self) -> str:
-        """The feature's name in the batch."""
-        ...
-
-    @property
-    def num_rows(self) -> int:
-        """The number of distinct ids."""
-        ...
-
-    @property
-    def mean_ids(self) -> float:
-        """The mean number of ids per sample."""
-        ...
-
-
 @dataclass(frozen=True)
-class Feature:
-    """A `DatasetFeature` of data that was opened."""
+class DatasetFeature:
+    """A sparse feature, with its own table."""
 
     name: str
     """The feature's name in the batch."""
@@ -75,40 +59,34 @@ class Feature:
     mean_ids: float
     """The mean number of ids per sample."""
 
-
-class BatchShape(Protocol):
-    """The features of a batch, which determine a model's tables and dense layers."""
-
-    @property
-    def features(self) -> Sequence[DatasetFeature]:
-        """The sparse features, in batch order."""
-        ...
-
-    @property
-    def num_dense(self) -> int:
-        """The number of dense features."""
-        ...
+    ids: Zipf | None = None
+    """The distribution of a drawn feature's ids; `None` if it isn't known."""
 
 
-class Dataset(BatchShape, Protocol):
+class Dataset(ABC):
     """Batches of samples, equal on all ranks and for every number of ranks.
 
     A sample has dense features, ids of sparse features, and a label. A split's global batch ``n``
     holds the same samples for any number of ranks; each rank reads its own part.
     """
 
-    @property
-    def fingerprint(self) -> Mapping[str, str]:
-        """The signs of other files, or others prepared from them, by name; none of drawn samples.
+    features: Sequence[DatasetFeature]
+    """The sparse features with their own tables, in batch order."""
 
-        They are equal on all hosts, and when a run is resumed.
-        """
-        ...
+    num_dense: int
+    """The number of dense features."""
+
+    fingerprint: Mapping[str, str] = {}
+    """The signs of other files, or others prepared from them, by name; none of drawn samples.
+
+    They are equal on all hosts, and when a run is resumed.
+    """
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
         """Return how many global batches all epochs have; `None` if they never end."""
-        ...
+        return None
 
+    @abstractmethod
     def batches(
         self,
         split: Split,
@@ -131,36 +109,22 @@ class Dataset(BatchShape, Protocol):
             batches_per_step: how many batches a step takes. An epoch has whole steps, with the
                 rows that it would have in batches of a step's size.
         """
-        ...
 
 
-class DrawnDataset(ABC):
+class DrawnDataset(Dataset):
     """Endless samples, each of which any rank draws from its number."""
-
-    fingerprint: Mapping[str, str] = {}
 
     @abstractmethod
     def batch(self, split: Split, samples: NDArray[np.int64]) -> Batch:
         """Return the samples with these numbers."""
 
-    def num_train_batches(self, global_batch_size: int) -> None:  # noqa: B027 - the answer is None
-        """Return `None`: training batches never end."""
-
-    def batches(
-        self,
-        split: Split,
-        *,
-        global_batch_size: int,
-        rank: int,
-        world_size: int,
-        start: int = 0,
-        batches_per_step: int = 1,
-    ) -> Batches:
+    def batches(self, split: Split, *, start: int = 0, **part: int) -> Batches:
         """Draw this rank's part of a split's global batches, endlessly; see `Dataset.batches`."""
-        check_batch(global_batch_size, rank, world_size, start)
-        size = global_batch_size // world_size
+        check_batch(start, **part)
+        size = part["global_batch_size"] // part["world_size"]
         for number in count(start):
-            yield self.batch(split, number * global_batch_size + rank * size + np.arange(size))
+            first = number * part["global_batch_size"] + part["rank"] * size
+            yield self.batch(split, first + np.arange(size))
 
 
 Progress = Callable[[str, int, int], None]

@@ -76,7 +76,7 @@ class NegativeItems:
         return share.log().float()
 
 
-class WithNegatives:
+class WithNegatives(Dataset):
     """A `Dataset` whose batches have one more feature: each sample's negatives.
 
     Example:
@@ -120,7 +120,10 @@ class WithNegatives:
         self.features, self.num_dense = dataset.features, dataset.num_dense
         """The sparse features with their own tables, which exclude the negatives."""
         self.fingerprint = dataset.fingerprint
-        self.num_train_batches = dataset.num_train_batches
+
+    def num_train_batches(self, global_batch_size: int) -> int | None:
+        """Return how many global batches all epochs have; see `Dataset`."""
+        return self._dataset.num_train_batches(global_batch_size)
 
     def batches(self, split: Split, **part: Any) -> Batches:
         """Return this rank's part of the global batches, with negatives; see `Dataset.batches`."""

@@ -19,7 +19,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.programs.config.section import Section
-from torchrec_2dsp.programs.data.dataset import DrawnDataset, Progress, Split
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, DrawnDataset, Progress, Split
 from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
 
 _MAX_HEAD_ROWS = 10_000
@@ -376,8 +376,11 @@ class SyntheticDataset(DrawnDataset):
 
     def __init__(self, config: SyntheticConfig) -> None:
         self._config = config
-        self.features, self.num_dense = config.features, config.num_dense
-        """The sparse features, in batch order, and the number of dense ones."""
+        self.num_dense = config.num_dense
+        self.features = tuple(
+            DatasetFeature(part.name, part.num_rows, part.mean_ids, config.distribution(part))
+            for part in config.features
+        )
 
     def batch(self, split: Split, samples: NDArray[np.int64]) -> Batch:
         """Return the samples with these numbers."""

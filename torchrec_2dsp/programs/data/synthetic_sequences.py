@@ -17,7 +17,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.programs.config.section import Section
-from torchrec_2dsp.programs.data.dataset import DrawnDataset, Feature, Progress, Split
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, DrawnDataset, Progress, Split
 from torchrec_2dsp.programs.data.draws import Zipf, uniforms
 
 _Ids = NDArray[np.int64]
@@ -100,7 +100,7 @@ class SyntheticSequences(DrawnDataset):
 
     def __init__(self, config: SyntheticSequencesConfig) -> None:
         self._config = config
-        self.features = (Feature("item", config.num_items, config.mean_length),)
+        self.features = (DatasetFeature("item", config.num_items, config.mean_length),)
         """The single feature: a sequence's items, in order."""
         self._items = Zipf(config.num_items, config.skew, config.sorted_ids)
         self._in_cluster = Zipf(config.num_items // config.num_clusters, config.skew, True)

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import TwoDError, UnsupportedError
 from torchrec_2dsp.programs.config.sections import ModelConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape
+from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.export.served import (
     Answer,
     CheckedRequests,
@@ -133,7 +133,7 @@ def _logits_and_probabilities(logits: torch.Tensor) -> Answer:
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
-def served_own_model(model: nn.Module, data: BatchShape, factory: str) -> ServedScores:
+def served_own_model(model: nn.Module, data: Dataset, factory: str) -> ServedScores:
     """Serve a factory's model, which returns click logits and probabilities.
 
     A request has all the data's features, as a batch has, since the model may use any of them.
@@ -356,7 +356,7 @@ ServedModel = ServedScores | ServedNextItems
 """A trained model that answers requests."""
 
 
-def served_model(model: nn.Module, section: ModelSection, data: BatchShape) -> ServedModel:
+def served_model(model: nn.Module, section: ModelSection, data: Dataset) -> ServedModel:
     """Serve a trained model by its kind."""
     built: Any = model
     if isinstance(section, OwnModelConfig):

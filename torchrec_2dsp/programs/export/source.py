@@ -18,7 +18,7 @@ from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.models.model import split_
 from torchrec_2dsp.programs.models.planned import table_configs
 from torchrec_2dsp.programs.train.checkpoints import RunSettings
-from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
+from torchrec_2dsp.programs.train.config import TrainConfig
 
 _CONFIG = "config.toml"
 """The file that tells a run's folder from a checkpoint."""
@@ -110,7 +110,7 @@ def trained_model(source: ExportSource, dataset: Dataset) -> nn.Module:
     Splits are part of it: what they leave out in training, they leave out where the model serves.
     """
     config, run = source.config, source.config.runs[source.run]
-    model = build_any_model(shape_of(config.data, dataset), config.model)
+    model = build_any_model(dataset, config.model)
     split_(model, run.splits, run.split_threshold)
     tables = [
         model.get_parameter(name)

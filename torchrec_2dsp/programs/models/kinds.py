@@ -8,7 +8,7 @@ from torch import nn
 from torchrec_2dsp.cost.dense import Transformer
 from torchrec_2dsp.programs.config.section import Kinds
 from torchrec_2dsp.programs.config.sections import ModelConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
+from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.data.negatives import WithNegatives, feature_of
 from torchrec_2dsp.programs.models.dense import Layered
 from torchrec_2dsp.programs.models.model import PlannedSection, build_model
@@ -36,9 +36,7 @@ ModelSection = ModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConf
 """The section ``[model]`` of a config, told apart by its `kind`."""
 
 
-def build_any_model(
-    data: BatchShape, model: ModelSection, *, tables_device: str = "cpu"
-) -> nn.Module:
+def build_any_model(data: Dataset, model: ModelSection, *, tables_device: str = "cpu") -> nn.Module:
     """Build the unsharded model; equal configs give equal weights on every rank.
 
     Tables are drawn as sharders with ``init_seed=model.seed`` draw them; a user's own factory draws

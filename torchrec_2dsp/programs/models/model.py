@@ -17,7 +17,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import type_2d
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import ModelConfig, SplitPlace
-from torchrec_2dsp.programs.data.dataset import BatchShape, DatasetFeature
+from torchrec_2dsp.programs.data.dataset import Dataset, DatasetFeature
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_whole_tables_
 
 
@@ -43,8 +43,7 @@ class PlannedSection(Section):
     data-parallel tables to the dense optimizer."""
 
 
-
-def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "cpu") -> DLRMTrain:
+def build_model(data: Dataset, model: ModelConfig, *, tables_device: str = "cpu") -> DLRMTrain:
     """Build the unsharded model; equal configs give equal weights on every rank.
 
     Tables are drawn as sharders with ``init_seed=model.seed`` draw them.

@@ -42,7 +42,7 @@ from torchrec_2dsp.plan.sync import SyncConfig
 from torchrec_2dsp.planner.planner2d import plan_on_rank_0
 from torchrec_2dsp.planner.torchrec.enumerator import search_as_torchrec
 from torchrec_2dsp.programs.config.sections import ExchangeConfig, OptimizerConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape
+from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
 from torchrec_2dsp.programs.models.model import table_name, tables_of
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_
@@ -78,7 +78,7 @@ class ReservedShare(FixedPercentageStorageReservation):
 
 def planner_arguments(
     model: nn.Module,
-    data: BatchShape,
+    data: Dataset,
     sharding_types: Sequence[str],
     topology: Topology,
     batch_size: int,
@@ -103,7 +103,7 @@ def pinned_plan(
     model: nn.Module,
     sharders: list[ModuleSharder[nn.Module]],
     pins: ExchangeConfig,
-    data: BatchShape,
+    data: Dataset,
     arguments: Mapping[str, Any],
     *,
     mesh: Mesh2D,
@@ -139,7 +139,7 @@ def pinned(
     model: nn.Module,
     plan: Plan2D,
     config: ExchangeConfig,
-    data: BatchShape,
+    data: Dataset,
     access: AccessStats | None = None,
 ) -> Plan2D:
     """Pin a config's exchange and pipeline in a plan, as far as its sharding types allow."""
@@ -185,19 +185,18 @@ def pinned(
 
 
 def _hottest(
-    table: BaseEmbeddingConfig, num_rows: int, data: BatchShape, access: AccessStats | None
+    table: BaseEmbeddingConfig, num_rows: int, data: Dataset, access: AccessStats | None
 ) -> list[int]:
     """Return a table's most used rows."""
     if access is not None:
         return access[table.name].rows[:num_rows].tolist()
     rows, lookups = [], []
-    if isinstance(data, SyntheticConfig):
-        for feature in (part for part in data.features if part.name in table.feature_names):
+    for feature in data.features:
+        if feature.name in table.feature_names and feature.ids is not None:
             # A row that isn't among a feature's hottest has few lookups of it.
-            zipf = data.distribution(feature)
             ranks = np.arange(1, min(num_rows, feature.num_rows) + 1)
-            rows.append(zipf.row_of_rank(ranks))
-            lookups.append(feature.mean_ids * zipf.probability(ranks))
+            rows.append(feature.ids.row_of_rank(ranks))
+            lookups.append(feature.mean_ids * feature.ids.probability(ranks))
     if not rows:
         raise ConfigError(
             f"hot_rows={num_rows} needs to know which rows of table {table.name!r} are used most; "

@@ -17,8 +17,8 @@ from torchrec_2dsp.programs.config.sections import (
     ScheduledOptimizerConfig,
     SplitConfig,
 )
-from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset, Split
-from torchrec_2dsp.programs.data.logs.batches import LogDataset
+from torchrec_2dsp.programs.data.dataset import Dataset, Split
+from torchrec_2dsp.programs.data.logs.batches import LogDataset, TableData
 from torchrec_2dsp.programs.data.logs.sections import (
     AvazuConfig,
     CriteoConfig,
@@ -26,7 +26,6 @@ from torchrec_2dsp.programs.data.logs.sections import (
     TableConfig,
 )
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
-from torchrec_2dsp.programs.data.logs.table_data import TableData
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.kinds import PlannedModelConfig, TrainedModelConfig, metrics_of
@@ -170,14 +169,6 @@ DataConfig = Annotated[
 
 _ENDLESS = ("synthetic", "synthetic_sequences")
 """Data kinds whose batches never end."""
-
-
-def shape_of(config: DataConfig, dataset: Dataset) -> BatchShape:
-    """Return the features that a model is built and planned for.
-
-    Synthetic clicks describe their own features, and the most used rows as well.
-    """
-    return config if isinstance(config, SyntheticConfig) else dataset
 
 
 def splits_of(dataset: Dataset, loop: LoopConfig) -> str:

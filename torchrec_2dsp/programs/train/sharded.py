@@ -44,7 +44,7 @@ from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
 from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D, plan_on_rank_0
 from torchrec_2dsp.programs.config.dense import LocalConfig
 from torchrec_2dsp.programs.config.sections import ModelConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset, Progress, Split
+from torchrec_2dsp.programs.data.dataset import Dataset, Progress, Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.dense import autocast_, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of, transformer_of
@@ -66,7 +66,7 @@ from torchrec_2dsp.programs.models.planned import (
     table_configs,
     true_access,
 )
-from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
+from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
@@ -108,13 +108,12 @@ def sharded_model(
     Collectives:
         Same as planning and sharding.
     """
-    run, shape = config.runs[name], shape_of(config.data, dataset)
-    device = rank_device(config.loop.device)
-    model = make_model(config, run, shape)
+    run, device = config.runs[name], rank_device(config.loop.device)
+    model = make_model(config, run, dataset)
     tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables_of(model)}
     num_steps = _num_steps(config, dataset)
     if run.stock:
-        parallel_model, plan = _stock_run(config, model, shape, device)
+        parallel_model, plan = _stock_run(config, model, dataset, device)
         return parallel_model, PlannedRun(plan, tables, num_steps)
     types = {table.data_type for table in tables_of(model)}
     is_fp32 = types <= {DataType.FP32} and run.stored_as is not RowStorage.INT8
@@ -157,13 +156,13 @@ def sharded_model(
     return parallel_model, PlannedRun(plan, tables, num_steps, explanation, dense)
 
 
-def make_model(config: TrainConfig, run: RunConfig, shape: BatchShape) -> nn.Module:
+def make_model(config: TrainConfig, run: RunConfig, dataset: Dataset) -> nn.Module:
     """Build a run's unsharded model.
 
     Its tables are on the meta device, since a whole table may not fit on any rank; a user's own
     model keeps what its factory built.
     """
-    model = build_any_model(shape, config.model, tables_device="meta")
+    model = build_any_model(dataset, config.model, tables_device="meta")
     split_(model, run.splits, run.split_threshold)
     return model
 
@@ -209,19 +208,19 @@ def _plan_run(
         All ranks agree whether files could be read, and rank 0 broadcasts one pickled object.
     """
     run, world_size = config.runs[name], dist.get_world_size(world_group())
-    shape, is_first = shape_of(config.data, dataset), dist.get_rank(world_group()) == 0
+    is_first = dist.get_rank(world_group()) == 0
     with agreeing(world_group()):
         access = AccessStats.load(run.access) if run.access else None
         calibration = Calibration.load(run.calibration) if run.calibration else None
         if run.plan:
             return _plan_of_file(name, run, world_size), ""
         topology = _topology(config, calibration)
-        arguments = arguments_of(config, run, shape, model, topology)
+        arguments = arguments_of(config, run, dataset, model, topology)
         mesh, sync = config.mesh(name, world_size), run.sync_config
         if calibration is not None:
             # Only rank 0 searches.
             access = access_of(config, run, model, dataset) if is_first else None
-            planner = planner_by_cost(config, name, shape, model, topology, calibration, access)
+            planner = planner_by_cost(config, name, dataset, model, topology, calibration, access)
         elif run.is_planned_by_cost:
             planner = Planner2D(**arguments, mesh=mesh, sync=sync, access=access)
         else:
@@ -229,7 +228,7 @@ def _plan_run(
     if planner is None:
         assert mesh is not None
         pinned = pinned_plan(
-            model, sharders, run, shape, arguments, mesh=mesh, sync=sync, access=access
+            model, sharders, run, dataset, arguments, mesh=mesh, sync=sync, access=access
         )
         return pinned, ""
     plan = planner.collective_plan(model, sharders, world_group())
@@ -259,12 +258,12 @@ def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
 
 
 def arguments_of(
-    config: TrainConfig, run: RunConfig, shape: BatchShape, model: nn.Module, topology: Topology
+    config: TrainConfig, run: RunConfig, dataset: Dataset, model: nn.Module, topology: Topology
 ) -> dict[str, Any]:
     """Return the arguments that TorchRec's planner and this package's share."""
     return planner_arguments(
         model,
-        shape,
+        dataset,
         run.sharding_types or config.model.sharding_types,
         topology,
         batch_size=config.loop.batch_size // topology.world_size,
@@ -274,7 +273,7 @@ def arguments_of(
 def planner_by_cost(
     config: TrainConfig,
     name: str,
-    shape: BatchShape,
+    dataset: Dataset,
     model: nn.Module,
     topology: Topology,
     calibration: Calibration,
@@ -287,7 +286,7 @@ def planner_by_cost(
     Args:
         config: the training program's.
         name: the run's; what it says of mesh, exchange and hot rows is demanded of the plan.
-        shape: the data's features.
+        dataset: the data, whose features count.
         model: the unsharded model.
         topology: the calibration's, for the ranks that train.
         calibration: the machines.
@@ -295,12 +294,12 @@ def planner_by_cost(
         reserved: the share of memory that isn't for tables.
     """
     run = config.runs[name]
-    arguments = arguments_of(config, run, shape, model, topology)
+    arguments = arguments_of(config, run, dataset, model, topology)
     arguments["storage_reservation"] = ReservedShare(reserved)
     batch_size, types = arguments["batch_size"], run.sharding_types or config.model.sharding_types
     # Counts know better how many ids a sample has, and alone if the data lacks a feature.
     is_counted = access is not None and not run.access
-    described = set() if is_counted else {feature.name for feature in shape.features}
+    described = set() if is_counted else {feature.name for feature in dataset.features}
     by_features = arguments["constraints"]
     arguments["constraints"] = constraints = {
         table.name: ParameterConstraints2D(
@@ -372,7 +371,7 @@ def access_of(
 
 
 def _stock_run(
-    config: TrainConfig, model: nn.Module, shape: BatchShape, device: torch.device
+    config: TrainConfig, model: nn.Module, dataset: Dataset, device: torch.device
 ) -> tuple[DistributedModelParallel, Plan2D]:
     """Plan and shard a model by TorchRec alone, with the tables that this package's sharders draw.
 
@@ -382,7 +381,7 @@ def _stock_run(
         Rank 0 broadcasts one pickled object; and the same as `DistributedModelParallel`.
     """
     world, sharders, tables = world_group(), stock_sharders(config.optimizer), table_configs(model)
-    arguments = arguments_of(config, RunConfig(), shape, model, _topology(config))
+    arguments = arguments_of(config, RunConfig(), dataset, model, _topology(config))
     mesh = Mesh2D(1, world.size())
 
     def make_plan() -> Plan2D:

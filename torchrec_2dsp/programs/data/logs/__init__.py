@@ -12,8 +12,8 @@ order in which data flows:
     files, text          file systems and formats; lines, and malformed ones among them
     conversion, source   to Parquet, and from it; the held-out rows
     ids, encoder         strings to ids, rows to samples
-    batches              a rank's rows, in order, as batches
-    table_data, sequence_data    the two kinds of datasets
+    batches              a rank's rows, in order, as batches; the dataset of rows
+    sequence_data        the dataset of users' sequences
 
 Synthetic clicks are in the parent package, training on batches in ``programs.train``.
 """

@@ -1,6 +1,6 @@
 """Turn a log's rows into a rank's batches, which a thread prefetches."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,14 +8,23 @@ from dataclasses import dataclass
 from itertools import cycle, groupby
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Batches, Split, check_batch
+from torchrec_2dsp.programs.data.dataset import Batches, Dataset, Progress, Split, check_batch
 from torchrec_2dsp.programs.data.draws import uniforms
-from torchrec_2dsp.programs.data.logs.config import LogFiles, Rest
-from torchrec_2dsp.programs.data.logs.source import LogPiece, count_rows
+from torchrec_2dsp.programs.data.logs.config import ColumnKind, LogFiles, Rest, TableLayout
+from torchrec_2dsp.programs.data.logs.conversion import cut
+from torchrec_2dsp.programs.data.logs.encoder import Encoder, Prepared
+from torchrec_2dsp.programs.data.logs.files import list_files, real_path
+from torchrec_2dsp.programs.data.logs.source import (
+    LogPiece,
+    LogReader,
+    LogSource,
+    count_rows,
+)
 from torchrec_2dsp.programs.data.logs.text import MalformedLines
 
 
@@ -164,7 +173,7 @@ def prefetched(batches: Iterator[Batch], num_ahead: int) -> Batches:
         executor.shutdown(cancel_futures=True)
 
 
-class LogDataset(ABC):
+class LogDataset(Dataset):
     """A log as a `Dataset`: its rows, cut into batches as its section says.
 
     Training batches end after the section's epochs, held-out ones after one. Held-out rows are
@@ -176,8 +185,6 @@ class LogDataset(ABC):
         self._files, self._row_words = config, row_words
         self.malformed = MalformedLines(config.malformed_limit)
         """The malformed lines that this process read."""
-        self.fingerprint: dict[str, str] = {}
-        """The files' sizes, and digests of what was prepared; see `Dataset.fingerprint`."""
 
     @abstractmethod
     def num_rows(self, split: Split) -> int:
@@ -200,28 +207,13 @@ class LogDataset(ABC):
         plan = self._plan(Split.TRAIN, global_batch_size=global_batch_size)
         return plan.num_epochs * plan.num_batches if plan.num_epochs else None
 
-    def batches(
-        self,
-        split: Split,
-        *,
-        global_batch_size: int,
-        rank: int,
-        world_size: int,
-        start: int = 0,
-        batches_per_step: int = 1,
-    ) -> Batches:
+    def batches(self, split: Split, *, start: int = 0, **part: int) -> Batches:
         """Read this rank's part of a split's global batches; see `Dataset.batches`.
 
         An epoch's batch n is the split's rows n*B to (n+1)*B, in their order of that epoch.
         """
-        check_batch(global_batch_size, rank, world_size, start)
-        plan = self._plan(
-            split,
-            global_batch_size=global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            batches_per_step=batches_per_step,
-        )
+        check_batch(start, **part)
+        plan = self._plan(split, **part)
         plan.check(self._row_words[split])
         return self._stream(self._read(split, plan, start))
 
@@ -244,3 +236,120 @@ class LogDataset(ABC):
 
     def _stream(self, batches: Iterator[Batch]) -> Batches:
         return prefetched(batches, self._files.num_ahead)
+
+
+class TableData(LogDataset):
+    """Serves a log's rows as batches."""
+
+    def __init__(self, config: TableLayout, progress: Progress | None = None) -> None:
+        """Open the log.
+
+        Args:
+            config: the config's section.
+            progress: called during conversion, and while vocabularies and scales are built.
+        """
+        super().__init__(config, {Split.TRAIN: "training", Split.EVAL: "held-out"})
+        prepared = Prepared(config)
+        self._source, self._pieces = _select(config, self.malformed, progress)
+        trained = self._pieces[Split.TRAIN]
+        self._encoder = Encoder(config, *prepared.prepare(self._source, trained, progress))
+        self.fingerprint = {
+            **self._source.fingerprint,
+            "training rows": str(count_rows(trained)),
+            **self._encoder.fingerprint,
+        }
+        self._shuffled_blocks = {Split.TRAIN: config.shuffled_blocks, Split.EVAL: 0}
+        self._seed = config.seed
+        self.features = self._encoder.features
+        self.num_dense = len(config.dense)
+        self.held_out = config.held_out
+        """The rule that selects held-out rows."""
+
+    def num_rows(self, split: Split) -> int:
+        """Return how many rows a split has."""
+        return count_rows(self._pieces[split])
+
+    def _read(self, split: Split, plan: EpochPlan, start: int) -> Iterator[Batch]:
+        # Each stream has its own reader, since several may be read at the same time.
+        reader = LogReader(self._source)
+        for epoch, first_batch in plan.epochs(start):
+            samples = self._epoch(split, plan, reader, epoch, first_batch)
+            for part in cut(samples, plan.batch_size):
+                yield self._encoder.batch(part)
+
+    def _read_once(self, split: Split, rank: int, world_size: int) -> Iterator[Batch]:
+        reader = LogReader(self._source)
+        for piece in self._pieces[split][rank::world_size]:
+            yield self._encoder.batch(self._encoder.encode(reader.read(piece)))
+
+    def _epoch(
+        self, split: Split, plan: EpochPlan, reader: LogReader, epoch: int, first_batch: int
+    ) -> Iterator[pa.Table]:
+        """Read the rank's samples in an epoch, in order, from a batch on."""
+        shuffled_blocks, seed = self._shuffled_blocks[split], self._seed
+        pieces = self._pieces[split]
+        order = windows(pieces, epoch=epoch, shuffled_blocks=shuffled_blocks, seed=seed)
+        for number, start, window in placed(order, plan.num_samples):
+            num_rows = count_rows(window)
+            rows = plan.own(start, start + num_rows, first_batch) - start
+            if not len(rows):
+                continue
+            if not shuffled_blocks:
+                yield self._samples(reader, window, rows)
+                continue
+            rows = row_order(num_rows, epoch=epoch, window=number, seed=seed)[rows]
+            by_row = np.argsort(rows)
+            samples = self._samples(reader, window, rows[by_row])
+            yield samples.take(pa.array(np.argsort(by_row)))
+
+    def _samples(
+        self, reader: LogReader, window: Sequence[LogPiece], rows: NDArray[np.int64]
+    ) -> pa.Table:
+        """Read some of a window's rows, in ascending order."""
+        ends = np.cumsum([piece.num_rows for piece in window])
+        by_piece = np.split(rows, np.searchsorted(rows, ends[:-1]))
+        parts = []
+        for piece, end, chosen in zip(window, ends, by_piece, strict=True):
+            if len(chosen):
+                table = reader.read(piece, chosen - (end - piece.num_rows))
+                parts.append(self._encoder.encode(table))
+        return pa.concat_tables(parts)
+
+
+def _select(
+    config: TableLayout, malformed: MalformedLines, progress: Progress | None
+) -> tuple[LogSource, dict[Split, list[LogPiece]]]:
+    """Open the files, and select each split's rows."""
+    choice = config.held_out
+    files, held_out = list_files(config.files), list_files(choice.files)
+    trained_on = set(map(real_path, files))
+    both = [file for file in held_out if real_path(file) in trained_on]
+    if both:
+        raise ConfigError(
+            f"{both[0]} is among files and among held_out.files; leave it out of one of them"
+        )
+    if choice.by == "hash" and choice.column not in config.read_columns():
+        raise ConfigError(
+            f"held_out.column={choice.column!r} is the column of no feature; name one of "
+            f"{', '.join(feature.source for feature in config.features)}"
+        )
+    source = LogSource(config, malformed, progress)
+    # A column that is also a time is read as integers, and may hold timestamps.
+    others = [feature.source for feature in config.features if not feature.is_time]
+    for column in (*others, *(column.column for column in config.dense)):
+        if source.columns[column].kind is ColumnKind.INTEGER:
+            source.check_single(column, "a feature that is no time")
+    for column in (feature.source for feature in config.features if feature.separator):
+        source.check_single(column, "a separator", "leave separator out")
+    if choice.by == "last":
+        pieces = source.last_rows(choice.share)
+    elif choice.by == "hash":
+        pieces = source.hashed_rows(choice.column, choice.share, config.prepared)
+    else:
+        pieces = {
+            Split.TRAIN: source.rows_of_files(files),
+            Split.EVAL: source.rows_of_files(held_out),
+        }
+    return source, {
+        split: [piece for piece in part if piece.num_rows] for split, part in pieces.items()
+    }

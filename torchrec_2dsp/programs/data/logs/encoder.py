@@ -17,7 +17,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.programs.data.dataset import Feature, Progress
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, Progress
 from torchrec_2dsp.programs.data.logs.config import DenseColumn, SparseColumn, TableLayout
 from torchrec_2dsp.programs.data.logs.files import write_prepared
 from torchrec_2dsp.programs.data.logs.ids import (
@@ -97,7 +97,7 @@ class Encoder:
         self.columns = config.read_columns()
         """The columns to read, with their purposes."""
         self.features = tuple(
-            Feature(feature.name, self._num_rows(feature), feature.mean_ids)
+            DatasetFeature(feature.name, self._num_rows(feature), feature.mean_ids)
             for feature in config.features
         )
         """The samples' features."""

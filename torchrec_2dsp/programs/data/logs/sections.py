@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from torchrec_2dsp.programs.data.dataset import Progress
+from torchrec_2dsp.programs.data.logs.batches import TableData
 from torchrec_2dsp.programs.data.logs.config import (
     DenseColumn,
     InteractionsLayout,
@@ -17,7 +18,6 @@ from torchrec_2dsp.programs.data.logs.config import (
 from torchrec_2dsp.programs.data.logs.conversion import convert
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 from torchrec_2dsp.programs.data.logs.source import converted_files
-from torchrec_2dsp.programs.data.logs.table_data import TableData
 
 _CRITEO_DENSE = tuple(f"I{number}" for number in range(1, 14))
 _CRITEO_SPARSE = tuple(f"C{number}" for number in range(1, 27))

@@ -16,7 +16,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.programs.data.dataset import Feature, Progress, Split
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, Progress, Split
 from torchrec_2dsp.programs.data.logs.batches import EpochPlan, LogDataset, row_order
 from torchrec_2dsp.programs.data.logs.config import InteractionsLayout
 from torchrec_2dsp.programs.data.logs.ids import (
@@ -178,9 +178,10 @@ class SequenceData(LogDataset):
         source = LogSource(config, self.malformed, progress)
         self.log = read_interactions(source, config)
         """The sequences of all users."""
-        self.fingerprint |= {**source.fingerprint, "sequences of users": self.log.digest}
+        self.fingerprint = {**source.fingerprint, "sequences of users": self.log.digest}
         lengths = np.minimum(self.log.lengths - 1, config.max_length)
-        self.features = (Feature(config.feature, len(self.log.item_values), float(lengths.mean())),)
+        num_items = len(self.log.item_values)
+        self.features = (DatasetFeature(config.feature, num_items, float(lengths.mean())),)
         """The single feature: a sequence's items."""
 
     def num_rows(self, split: Split) -> int:

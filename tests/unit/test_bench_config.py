@@ -288,7 +288,7 @@ PLACE = Place(0, 4, 2)
 
 @cache
 def plans() -> dict[str, tdsp.Plan2D]:
-    model = build_model(click_data(CONFIG), click_model(CONFIG), tables_device="meta")
+    model = build_model(click_data(CONFIG).dataset(), click_model(CONFIG), tables_device="meta")
     one_group, two_groups = (
         planner(mesh=tdsp.Mesh2D(num_groups, 4 // num_groups)).plan(model, SHARDERS)
         for num_groups in (1, 2)
@@ -343,7 +343,7 @@ def test_a_search_prices_the_buckets_that_it_is_told() -> None:
         search = tdsp.Planner2D(calibration.topology(4, 2), 1024, calibration=calibration)
         if has_small_buckets:
             search.expect_small_buckets()
-        model = build_model(click_data(CONFIG), click_model(CONFIG), tables_device="meta")
+        model = build_model(click_data(CONFIG).dataset(), click_model(CONFIG), tables_device="meta")
         search.plan(model, SHARDERS)
         hidden_s.append(search.explain().cost.hidden_s)
     assert hidden_s[1] < hidden_s[0] == 0

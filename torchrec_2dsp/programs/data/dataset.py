@@ -31,19 +31,25 @@ class Split(enum.Enum):
     """The batches that are held out."""
 
 
-def check_batch(
-    start: int, *, global_batch_size: int, rank: int, world_size: int, batches_per_step: int = 1
-) -> None:
-    """Raise `ConfigError` unless a batch's samples divide equally among ranks."""
-    if world_size < 1 or global_batch_size < 1 or global_batch_size % world_size:
-        raise ConfigError(
-            f"global_batch_size={global_batch_size} must be a positive multiple of the "
-            f"{world_size} ranks, so that each gets as many samples"
-        )
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank={rank} is not in 0..{world_size - 1}")
-    if start < 0:
-        raise ConfigError(f"start={start} is not the number of a batch")
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of each global batch; see `Dataset.batches`."""
+
+    global_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    batches_per_step: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` unless a batch's samples divide equally among ranks."""
+        size, num_ranks = self.global_batch_size, self.world_size
+        if num_ranks < 1 or size < 1 or size % num_ranks:
+            raise ConfigError(
+                f"global_batch_size={size} must be a positive multiple of the {num_ranks} ranks, "
+                "so that each gets as many samples"
+            )
+        if not 0 <= self.rank < num_ranks:
+            raise ConfigError(f"rank={self.rank} is not in 0..{num_ranks - 1}")
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,6 @@ class Dataset(ABC):
         """Return how many global batches all epochs have; `None` if they never end."""
         return None
 
-    @abstractmethod
     def batches(
         self,
         split: Split,
@@ -109,6 +114,13 @@ class Dataset(ABC):
             batches_per_step: how many batches a step takes. An epoch has whole steps, with the
                 rows that it would have in batches of a step's size.
         """
+        if start < 0:
+            raise ConfigError(f"start={start} is not the number of a batch")
+        return self.read(split, Share(global_batch_size, rank, world_size, batches_per_step), start)
+
+    @abstractmethod
+    def read(self, split: Split, share: Share, start: int) -> Batches:
+        """Read a share of a split's global batches, from number ``start`` on."""
 
 
 class DrawnDataset(Dataset):
@@ -118,12 +130,11 @@ class DrawnDataset(Dataset):
     def batch(self, split: Split, samples: NDArray[np.int64]) -> Batch:
         """Return the samples with these numbers."""
 
-    def batches(self, split: Split, *, start: int = 0, **part: int) -> Batches:
-        """Draw this rank's part of a split's global batches, endlessly; see `Dataset.batches`."""
-        check_batch(start, **part)
-        size = part["global_batch_size"] // part["world_size"]
+    def read(self, split: Split, share: Share, start: int) -> Batches:
+        """Draw a share of a split's global batches, endlessly, from number ``start`` on."""
+        size = share.global_batch_size // share.world_size
         for number in count(start):
-            first = number * part["global_batch_size"] + part["rank"] * size
+            first = number * share.global_batch_size + share.rank * size
             yield self.batch(split, first + np.arange(size))
 
 

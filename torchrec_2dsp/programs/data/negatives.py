@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Batches, Dataset, DatasetFeature, Split
+from torchrec_2dsp.programs.data.dataset import Batches, Dataset, DatasetFeature, Share, Split
 from torchrec_2dsp.programs.data.draws import uniforms
 
 _SEED_OFFSET = 0x4E65_6761
@@ -125,12 +124,12 @@ class WithNegatives(Dataset):
         """Return how many global batches all epochs have; see `Dataset`."""
         return self._dataset.num_train_batches(global_batch_size)
 
-    def batches(self, split: Split, **part: Any) -> Batches:
-        """Return this rank's part of the global batches, with negatives; see `Dataset.batches`."""
-        batches = self._dataset.batches(split, **part)
-        size = part["global_batch_size"]
-        first = part["rank"] * (size // part["world_size"])
-        for number, batch in zip(count(part.get("start", 0)), batches, strict=False):
+    def read(self, split: Split, share: Share, start: int) -> Batches:
+        """Read a share of the global batches, with negatives, from number ``start`` on."""
+        size = share.global_batch_size
+        first = share.rank * (size // share.world_size)
+        batches = self._dataset.read(split, share, start)
+        for number, batch in zip(count(start), batches, strict=False):
             yield self.with_negatives(batch, split, number * size + first)
 
     def with_negatives(self, batch: Batch, split: Split, first_sample: int) -> Batch:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Batches, Dataset, Progress, Split, check_batch
+from torchrec_2dsp.programs.data.dataset import Batches, Dataset, Progress, Share, Split
 from torchrec_2dsp.programs.data.draws import uniforms
 from torchrec_2dsp.programs.data.logs.config import ColumnKind, LogFiles, Rest, TableLayout
 from torchrec_2dsp.programs.data.logs.conversion import cut
@@ -200,38 +200,37 @@ class LogDataset(Dataset):
 
     def num_batches(self, split: Split, global_batch_size: int) -> int:
         """Return how many batches a split's epoch has."""
-        return self._plan(split, global_batch_size=global_batch_size).num_batches
+        return self._plan(split, Share(global_batch_size)).num_batches
 
     def num_train_batches(self, global_batch_size: int) -> int | None:
         """Return how many global batches all epochs have; `None` if they never end."""
-        plan = self._plan(Split.TRAIN, global_batch_size=global_batch_size)
+        plan = self._plan(Split.TRAIN, Share(global_batch_size))
         return plan.num_epochs * plan.num_batches if plan.num_epochs else None
 
-    def batches(self, split: Split, *, start: int = 0, **part: int) -> Batches:
-        """Read this rank's part of a split's global batches; see `Dataset.batches`.
+    def read(self, split: Split, share: Share, start: int) -> Batches:
+        """Read a share of a split's global batches, from number ``start`` on.
 
         An epoch's batch n is the split's rows n*B to (n+1)*B, in their order of that epoch.
         """
-        check_batch(start, **part)
-        plan = self._plan(split, **part)
+        plan = self._plan(split, share)
         plan.check(self._row_words[split])
         return self._stream(self._read(split, plan, start))
 
     def check(self, global_batch_size: int) -> None:
         """Raise `ConfigError` if a split has no batch."""
         for split in Split:
-            self._plan(split, global_batch_size=global_batch_size).check(self._row_words[split])
+            self._plan(split, Share(global_batch_size)).check(self._row_words[split])
 
     def samples_once(self, split: Split, *, rank: int, world_size: int) -> Batches:
         """Read every sample of a split once, dealt to ranks, in batches of any size."""
         return self._stream(self._read_once(split, rank, world_size))
 
-    def _plan(self, split: Split, **part: int) -> EpochPlan:
+    def _plan(self, split: Split, share: Share) -> EpochPlan:
         return EpochPlan(
             num_rows=self.num_rows(split),
             rest=self._files.rest,
             num_epochs=self._files.epochs if split is Split.TRAIN else 1,
-            **part,
+            **vars(share),
         )
 
     def _stream(self, batches: Iterator[Batch]) -> Batches:

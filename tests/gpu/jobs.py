@@ -116,16 +116,10 @@ def _random_cases() -> Iterator[Job]:
         )
 
 
-def _resumes() -> Iterator[Job]:
-    for name in RESUMES:
+def _resumes(title: str, names: Sequence[str], marked: str, **budget: float) -> Iterator[Job]:
+    for name in names:
         file = f"tests/dist/test_{name}.py"
-        yield _tests(f"resumes, {name.replace('_', ' ')}", file, "-m", "not slow")
-
-
-def _slow_resumes() -> Iterator[Job]:
-    for name in RESUMES[:2]:
-        title = f"resumes, every way of {name.replace('_', ' ')}"
-        yield _tests(title, f"tests/dist/test_{name}.py", "-m", "slow", budget_s=600)
+        yield _tests(f"resumes, {title}{name.replace('_', ' ')}", file, "-m", marked, **budget)
 
 
 def _speed() -> Iterator[Job]:
@@ -184,10 +178,10 @@ JOBS: tuple[Job, ...] = (
     _tests("kernels, Triton's", "tests/unit/test_gpu_kernels.py"),
     *_parity(),
     *_random_cases(),
-    *_resumes(),
+    *_resumes("", RESUMES, "not slow"),
     *_speed(),
     *_steps(),
     *_ratios(),
-    *_slow_resumes(),
+    *_resumes("every way of ", RESUMES[:2], "slow", budget_s=600),
 )
 """All jobs: faults, kernels, parity, random cases, resumes, speed, steps, ratios, slow resumes."""

@@ -11,7 +11,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -153,28 +155,17 @@ def time_codecs(speeds: Speeds, options: argparse.Namespace) -> None:
     rows = torch.randn(options.tables * options.samples, options.dim, device=speeds.device)
     target = torch.empty_like(rows)
     speeds.time_moved("copy", 2.0 * rows.nbytes, lambda: target.copy_(rows))
-    for transport in (Transport.FP16, Transport.INT8, Transport.INT4):
-        codec = transport.codec
-        encoded = codec.encode(rows)
+    fbgemm = torch.ops.fbgemm
+    ways: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = [
+        (str(transport), transport.codec.encode, partial(transport.codec.decode, dim=options.dim))
+        for transport in (Transport.FP16, Transport.INT8, Transport.INT4)
+    ]
+    int8 = fbgemm.FloatToFused8BitRowwiseQuantized, fbgemm.Fused8BitRowwiseQuantizedToFloat
+    for name, encode, decode in [*ways, ("FBGEMM int8", *int8)]:
+        encoded = encode(rows)
         num_bytes = float(rows.nbytes + encoded.nbytes)
-        speeds.time_moved(f"{transport} encode", num_bytes, lambda c=codec: c.encode(rows))
-        speeds.time_moved(
-            f"{transport} decode",
-            num_bytes,
-            lambda c=codec, e=encoded: c.decode(e, options.dim),
-        )
-    stock = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
-    num_bytes = float(rows.nbytes + stock.nbytes)
-    speeds.time_moved(
-        "FBGEMM int8 encode",
-        num_bytes,
-        lambda: torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows),
-    )
-    speeds.time_moved(
-        "FBGEMM int8 decode",
-        num_bytes,
-        lambda: torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(stock),
-    )
+        speeds.time_moved(f"{name} encode", num_bytes, lambda e=encode: e(rows))
+        speeds.time_moved(f"{name} decode", num_bytes, lambda d=decode, m=encoded: d(m))
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.access.table_access import TableAccess
@@ -65,6 +65,17 @@ def tables(rows: Sequence[int] = ROWS, dims: int | Sequence[int] = 32) -> Embedd
                 feature_names=[f"f{number}"],
             )
             for number, (num_rows, dim) in enumerate(zip(rows, of_tables, strict=True))
+        ],
+    )
+
+
+def sequences(rows: Sequence[int], dim: int = 32) -> EmbeddingCollection:
+    """Return a collection of tables for sequences, named as those of bags."""
+    return EmbeddingCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingConfig(num_rows, dim, name=f"t{number}", feature_names=[f"f{number}"])
+            for number, num_rows in enumerate(rows)
         ],
     )
 

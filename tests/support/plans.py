@@ -72,6 +72,16 @@ def sharding(
     )
 
 
+def plan_2d(
+    tables: dict[str, ParameterSharding],
+    mesh: Mesh2D,
+    sync: GradientSync | WeightSync | None = None,
+    path: str = "ebc",
+) -> Plan2D:
+    """Return a plan of one module with these tables."""
+    return Plan2D.from_stock(ShardingPlan({path: EmbeddingModuleShardingPlan(tables)}), mesh, sync)
+
+
 @st.composite
 def shardings(draw: st.DrawFn, group_size: int) -> ParameterSharding:
     sharding_type = draw(

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import Partitioner, PlannerError, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
-from tests.support.planning import constrained, tables
+from tests.support.planning import constrained, tables, torchrecs_planner
 from torchrec_2dsp.cost.loads import Floats
 from torchrec_2dsp.planner.search.place import (
     Bins,
@@ -270,12 +269,9 @@ def test_torchrecs_planner_takes_it() -> None:
     sharders: list[Any] = [EmbeddingBagCollectionSharder()]
 
     def ranks(partitioner: Partitioner | None) -> list[list[int]]:
-        planner = EmbeddingShardingPlanner(
-            topology=topology(),
-            storage_reservation=FixedPercentageStorageReservation(0.15),
-            partitioner=partitioner,
-            constraints=constrained("table_wise", num_tables=NUM_TABLES),
-            stats=[],
+        constraints = constrained("table_wise", num_tables=NUM_TABLES)
+        planner = torchrecs_planner(
+            topology(), partitioner=partitioner, constraints=constraints, stats=[]
         )
         plan: Any = planner.plan(model(3), sharders)
         return [table.ranks for module in plan.plan.values() for table in module.values()]

@@ -16,6 +16,7 @@ from tests.support.traces import COMPUTING_US, WAITING_US, step_events
 from tests.support.train_runs import click_data, click_model
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench import contestants
 from torchrec_2dsp.programs.bench.config import BenchConfig, StockContestant, is_reference
 from torchrec_2dsp.programs.bench.contestants import (
@@ -63,12 +64,18 @@ def test_groups_follow_hosts(name: str, mesh: tdsp.Mesh2D) -> None:
     assert config_of(CONTESTANTS).mesh(name, world_size=8, local_world_size=2) == mesh
 
 
-def test_groups_that_do_not_divide_the_world_are_refused() -> None:
-    config = config_of({"plain": {"kind": "stock"}, "odd": {"kind": "two_d", "num_groups": 3}})
+PLAIN = {"plain": {"kind": "stock"}}
 
-    with pytest.raises(
-        tdsp.errors.ConfigError, match=r"contestants\.odd\.num_groups=3 does not divide"
-    ):
+
+def beside(**contestant: Any) -> dict[str, dict[str, Any]]:
+    """Return contestants: TorchRec, and another one."""
+    return PLAIN | {"other": contestant}
+
+
+def test_groups_that_do_not_divide_the_world_are_refused() -> None:
+    config = config_of(beside(kind="two_d", num_groups=3))
+
+    with pytest.raises(ConfigError, match=r"contestants\.other\.num_groups=3 does not divide"):
         config.check_world(8, 2)
 
 
@@ -80,8 +87,8 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
         ({"a b": {"kind": "stock"}}, "'a b' has one of"),
         ({"a|b": {"kind": "stock"}}, r"'a|b' has one of"),
         (
-            {"plain": {"kind": "stock"}, "ceiling": {"kind": "ceiling", "of": "ceiling"}},
-            "contestants.ceiling.of='ceiling' isn't a contestant that trains; use one of plain",
+            beside(kind="ceiling", of="other"),
+            "contestants.other.of='other' isn't a contestant that trains; use one of plain",
         ),
         ({"plain": {"kind": "stock", "sharding_types": ["by_hand"]}}, "'by_hand' has no 2D form"),
         (
@@ -92,38 +99,27 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
             {"plain": {"kind": "magic"}},
             "kind='magic': use one of 'stock', 'two_d', 'parallelized', 'ceiling'",
         ),
+        (beside(kind="two_d", num_groups="any"), 'num_groups = "any" is for by_cost = true'),
         (
-            {"plain": {"kind": "stock"}, "any": {"kind": "two_d", "num_groups": "any"}},
-            'num_groups = "any" is for by_cost = true',
-        ),
-        (
-            {
-                "plain": {"kind": "stock"},
-                "any": {
-                    "kind": "two_d",
-                    "num_groups": "any",
-                    "by_cost": True,
-                    "sync": "WeightSync",
-                },
-            },
+            beside(kind="two_d", num_groups="any", by_cost=True, sync="WeightSync"),
             'for by_cost = true and sync = "GradientSync"',
         ),
         (
-            {"plain": {"kind": "stock"}, "hot": {"kind": "two_d", "by_cost": True, "hot_rows": 3}},
+            beside(kind="two_d", by_cost=True, hot_rows=3),
             "by_cost = true chooses by itself; leave out: 3 hot rows per table",
         ),
         (
-            {"plain": {"kind": "stock"}, "ours": {"kind": "parallelized", "sync": "WeightSync"}},
+            beside(kind="parallelized", sync="WeightSync"),
             """sync='WeightSync' is chosen by kind = "parallelized"; leave it out""",
         ),
         (
-            {"plain": {"kind": "stock"}, "ours": {"kind": "parallelized", "num_groups": 2}},
+            beside(kind="parallelized", num_groups=2),
             'kind = "parallelized" chooses groups by cost; leave num_groups and by_cost out',
         ),
     ],
 )
 def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], message: str) -> None:
-    with pytest.raises(tdsp.errors.ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         config_of(contestants)
 
     assert message in str(caught.value)
@@ -146,21 +142,21 @@ OF_SEQUENCES = {
 def test_dense_parts_that_cant_be_compared_are_refused(
     dense: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match=f"contestants.plain.dense.{message}"):
+    with pytest.raises(ConfigError, match=f"contestants.plain.dense.{message}"):
         config_of({"plain": {"kind": "stock", "dense": dense}}, **sections)
 
 
 def test_tables_that_torchrec_cant_look_up_are_refused() -> None:
     for device in ("cpu", "cuda"):
         overrides = ["model.table_dtype=bf16", f"schedule.device={device}"]
-        with pytest.raises(tdsp.errors.ConfigError, match="can't look up tables in bf16; use"):
+        with pytest.raises(ConfigError, match="can't look up tables in bf16; use"):
             load_config(BenchConfig, "bench", overrides)
     load_config(BenchConfig, "bench", ["model.table_dtype=fp16"])
 
 
 def test_fewer_rounds_than_a_median_needs_are_refused() -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match=r"schedule\.rounds=3"):
-        config_of({"plain": {"kind": "stock"}}, schedule={"rounds": 3})
+    with pytest.raises(ConfigError, match=r"schedule\.rounds=3"):
+        config_of(PLAIN, schedule={"rounds": 3})
 
 
 def test_some_contestants_keep_what_they_are_compared_with() -> None:
@@ -170,7 +166,7 @@ def test_some_contestants_keep_what_they_are_compared_with() -> None:
 
 
 def test_an_unknown_contestant_is_named() -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match=r"no contestant .fast.; the config has fp16"):
+    with pytest.raises(ConfigError, match=r"no contestant .fast.; the config has fp16"):
         config_of(CONTESTANTS).only(["fast"])
 
 
@@ -206,7 +202,7 @@ def test_a_section_gets_the_kind_of_the_included_one_before_its_paths(tmp_path: 
 def test_a_missing_include_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('include = "nowhere.toml"\n')
 
-    with pytest.raises(tdsp.errors.ConfigError, match=r"nowhere\.toml can't be read"):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml can't be read"):
         load_config(BenchConfig, tmp_path / "run.toml")
 
 
@@ -227,18 +223,18 @@ SPEEDS = LinkSpeeds(
 
 def test_a_calibration_of_other_machines_is_named() -> None:
     path = "configs/hardware/emulated_1gbit.toml"
-    config = config_of({"plain": {"kind": "stock"}}, calibration=path)
+    config = config_of(PLAIN, calibration=path)
     assert calibration_warning(config, local_world_size=2) == ""
     assert calibration_warning(config, local_world_size=4) == (
         f"{path} is of other machines: hosts have 4 ranks, and had 2"
     )
-    assert calibration_warning(config_of({"plain": {"kind": "stock"}}), 4) == ""
+    assert calibration_warning(config_of(PLAIN), 4) == ""
 
 
 def test_planners_know_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(contestants, "get_local_size", lambda world_size: 2)
-    config = config_of({"plain": {"kind": "stock"}})
+    config = config_of(PLAIN)
     measured = planner_topology(config, "measured", SPEEDS)
     # TorchRec counts bytes per millisecond.
     assert (measured.intra_host_bw, measured.inter_host_bw) == (3e6, 60e3)
@@ -325,7 +321,7 @@ def test_without_a_calibration_nothing_is_predicted() -> None:
 
 
 def test_one_call_is_priced_with_the_buckets_that_it_makes() -> None:
-    contestants = {"plain": {"kind": "stock"}, "one": {"kind": "parallelized"}}
+    contestants = PLAIN | {"one": {"kind": "parallelized"}}
     config = config_of(contestants, calibration=CONFIG.calibration)
     same = dict.fromkeys(contestants, plans()["plain"])
     dense = replace(DENSE, gradient_bytes=1e6)

@@ -40,7 +40,7 @@ def round_trip(codec: RowCodec, rows: torch.Tensor) -> torch.Tensor:
 
 
 @every_codec
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_rows=st.integers(0, 40),
     dim=st.integers(1, 33),
@@ -175,7 +175,7 @@ def some_entries(num_elements: int, num_entries: int, seed: int) -> Entries:
 
 
 @every_form
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(size=st.integers(0, 700), seed=st.integers(0, 1_000))
 def test_flat_numbers_stay_within_the_bound(name: str, size: int, seed: int) -> None:
     codec, numbers = VALUES[name], some_numbers(size, seed)
@@ -188,7 +188,7 @@ def test_flat_numbers_stay_within_the_bound(name: str, size: int, seed: int) -> 
 
 
 @every_form
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_elements=st.sampled_from([1, 2, 65_535, 65_536, 65_537, 200_000]),
     capacity=st.integers(1, 300),
@@ -237,7 +237,7 @@ def test_an_entry_takes_four_bytes_in_bf16_and_three_in_int8() -> None:
     assert num_bytes["int8"] == pytest.approx(3, abs=0.04)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 3_000),
     capacity=st.integers(1, 50),
@@ -307,7 +307,7 @@ def test_largest_keeps_all_that_fit() -> None:
     assert largest(entries, 2).positions.numel() == 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1_000), form=st.sampled_from(sorted(VALUES)))
 def test_what_was_sent_and_the_residual_are_the_sum(seed: int, form: str) -> None:
     size, capacity = 500, 20

@@ -47,6 +47,7 @@ from torchrec_2dsp.cost.loads import LOADS, Loads, Placed
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload, fitted_skew
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
 
 IN_GROUP = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
@@ -268,7 +269,7 @@ def test_parts_add_up_and_larger_batches_cost_more() -> None:
 
 
 def test_a_table_without_its_workload_is_named() -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match="the workload has no table 'x'; it has none"):
+    with pytest.raises(ConfigError, match="the workload has no table 'x'; it has none"):
         Workload(batch_size=1, tables={}).table("x")
 
 

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
@@ -29,6 +27,7 @@ from tests.support.planning import (
     planner,
     planner_for,
     problem,
+    sequences,
     skewed,
     tables,
     tables_in,
@@ -39,6 +38,7 @@ from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.plan.parameter_sharding import IN_8_BITS
 from torchrec_2dsp.planner.search.best_placements import placements, search
 from torchrec_2dsp.planner.search.candidates import candidates_of
@@ -167,11 +167,9 @@ def test_rows_travel_where_few_are_used_and_vectors_where_all_are() -> None:
 
 def test_hot_rows_that_are_asked_for_are_the_hottest() -> None:
     asked = tdsp.ParameterConstraints2D(hot_rows=3, exchange=["row"])
-    rows = (5_000,)
-    access = tdsp.AccessStats(
-        {"t0": TableAccess.of_counts([1.0] * 4_990 + [9.0] * 10, num_samples=5_000)}
-    )
-    plan = plan_of(tables(rows), constraints={"t0": asked}, access=access)
+    counted = TableAccess.of_counts([1.0] * 4_990 + [9.0] * 10, num_samples=5_000)
+    access = tdsp.AccessStats({"t0": counted})
+    plan = plan_of(tables((5_000,)), constraints={"t0": asked}, access=access)
     assert tables_in(plan)["t0"].hot_set == tdsp.HotSet((4_990, 4_991, 4_992))
 
 
@@ -215,12 +213,7 @@ def test_columns_are_split_only_where_that_is_asked_for() -> None:
 
 
 def test_sequences_have_no_empty_bags_and_are_copied_if_their_optimizer_allows_it() -> None:
-    model = EmbeddingCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingConfig(name="t0", num_embeddings=100, embedding_dim=32, feature_names=["f0"])
-        ],
-    )
+    model = sequences((100,))
     workload = Workload.of_model(model, batch_size=64)
     for optimizer in (tdsp.MomentScaledRowWiseAdaGrad(lr=0.1), EmbOptimType.LARS_SGD):
         sharder: Any = tdsp.EmbeddingCollectionSharder2D(optimizer)
@@ -290,6 +283,12 @@ def on_t0(**fields: Any) -> dict[str, Any]:
         ),
         (on_t0(pooling_factors=[-3.0]), r"table 't0': pooling_factors=\[-3.0\] has a number below"),
         (on_t0(num_poolings=[np.nan]), r"of table 't0': num_poolings=\[nan\] has a number below"),
+        ({"batch_size": 0}, "batch_size=0 is no number of samples; use 1 or more"),
+        (
+            {"precision": ["int3"]},
+            r"precision=\['int3'\]: use 'exact', 'any', or some of 'fp32'",
+        ),
+        ({"precision": []}, r"precision=\[\] allows nothing; use"),
     ],
 )
 def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -> None:
@@ -306,6 +305,9 @@ def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -
         ),
         ({"hot_rows": 5.5}, "hot_rows=5.5 is no number of rows; use 0 or more"),
         ({"num_groups": True}, "num_groups=True is no number of copies; use 1 or more, or 'each'"),
+        ({"num_groups": 0}, "num_groups=0 is no number of copies"),
+        ({"num_groups": "all"}, "num_groups='all' is no number of copies"),
+        ({"transport": "int9"}, "transport='int9' is unknown; use one of"),
         ({"hot_rows": -1}, "hot_rows=-1 is no number of rows; use 0 or more"),
         ({"stored_as": "int4"}, "stored_as='int4' is unknown; use one of 'plain', 'int8'"),
         ({"skew": -0.1}, "skew=-0.1 is no exponent; use 0 or more"),
@@ -313,7 +315,7 @@ def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -
     ],
 )
 def test_constraints_are_checked(values: dict[str, object], text: str) -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         tdsp.ParameterConstraints2D(**values)  # type: ignore[arg-type]
 
 
@@ -339,13 +341,6 @@ def test_bandwidths_that_nobody_measured_are_warned_of(caplog: pytest.LogCapture
     tdsp.Planner2D(topology=world(4, 2)).plan(model, SHARDERS)
     assert caplog.text.count("planning without a calibration: bandwidths are the topology's") == 1
     assert "measure this cluster by the calibrate command" in caplog.text
-
-
-def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="batch_size=0 is no number of samples; use 1 or more"
-    ):
-        planner(batch_size=0)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.6, 0.2])
@@ -417,7 +412,7 @@ def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
 
 def test_what_doesnt_fit_is_named_with_what_is_missing() -> None:
     with pytest.raises(
-        tdsp.errors.PlanError,
+        PlanError,
         match=r"no plan fits a sharding group of Mesh2D\(1x4, strided\): the tables need "
         "5,386,920 bytes on a group, 1,386,920 more than the 4,000,000 there are",
     ):
@@ -426,7 +421,7 @@ def test_what_doesnt_fit_is_named_with_what_is_missing() -> None:
 
 def test_batches_that_dont_fit_beside_their_tables_are_named() -> None:
     with pytest.raises(
-        tdsp.errors.PlanError,
+        PlanError,
         match=r"the tables need 1,320,000 bytes on a group, and a step's batches and vectors "
         r"[\d,]+, [\d,]+ more than the 4,000,000 there are, which a smaller batch_size changes",
     ):

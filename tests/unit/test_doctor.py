@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.support.programs import python
+from tests.support.rank_worker import REPOSITORY
 from tests.support.versions import OLD, UNKNOWN, on_cpu
 from torchrec_2dsp._compat.versions import TRIED, CheckResult, Status, find_versions, nearest_set
 from torchrec_2dsp.programs.cli import doctor as doctor_module
@@ -27,7 +28,6 @@ from torchrec_2dsp.programs.doctor import (
     run_health_checks,
 )
 
-ROOT = Path(__file__).parents[2]
 BROKEN = replace(on_cpu(OLD), fbgemm_gpu_cpu="1.7.0")
 HERE = nearest_set(find_versions())
 OTHER = next(tried for tried in TRIED if tried is not HERE)
@@ -112,16 +112,8 @@ def test_exit_code_is_one_if_any_check_failed(
 
 
 def run_python(*arguments: str, first_on_path: Path) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "COLUMNS": "200", "PYTHONPATH": f"{first_on_path}{os.pathsep}{ROOT}"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environ = {"COLUMNS": "200", "PYTHONPATH": f"{first_on_path}{os.pathsep}{REPOSITORY}"}
+    return python(*arguments, env=environ)
 
 
 def pretend(folder: Path, torchrec: str) -> Path:

@@ -135,9 +135,7 @@ def test_schedules_have_the_loads_that_they_have_alone(pipeline: Pipeline) -> No
 
 
 def test_without_a_plan_there_is_nothing_to_explain() -> None:
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="there is nothing to explain here: make a plan"
-    ):
+    with pytest.raises(ConfigError, match="there is nothing to explain here: make a plan"):
         planner().explain()
 
 
@@ -183,29 +181,14 @@ SMALL = (
 
 
 @pytest.mark.dealt_file
-def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    code, text = run("plan", "--config", CONFIG, *SMALL, "--json", str(path))
+def test_a_plan_is_printed_held_against_torchrecs_and_written(tmp_path: Path) -> None:
+    path, html = tmp_path / "plan.json", tmp_path / "plan.html"
+    code, text = run("plan", "--config", CONFIG, *SMALL, "--json", str(path), "--html", str(html))
     assert code == 0, text
     assert "on emulated_1gbit, GradientSync(), batch 1024 per rank" in text
     plan = load(path)
     assert set(tables_in(plan)) == {"t_a", "t_b"}
     assert str(plan.mesh) in text
-
-
-@pytest.mark.dealt_file
-def test_a_plan_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Path(CONFIG).absolute()
-    monkeypatch.chdir(tmp_path)
-    code, text = run("plan", "--config", str(config), *SMALL)
-    assert code == 0, text
-    assert "on emulated_1gbit" in text
-
-
-@pytest.mark.dealt_file
-def test_a_plan_is_held_against_torchrecs() -> None:
-    code, text = run("plan", "--config", CONFIG, *SMALL)
-    assert code == 0, text
     message = re.search(
         r"TorchRec's planner, given the same bandwidths, makes a plan for one group that is "
         r"predicted to take ([\d.]+) ms per step: this plan is ([\d.]+) times as fast",
@@ -215,6 +198,11 @@ def test_a_plan_is_held_against_torchrecs() -> None:
     assert message is not None
     assert step is not None
     assert float(message[1]) / float(step[1]) == pytest.approx(float(message[2]), abs=0.02)
+    # The page shows all tables and plots without a network.
+    page = re.sub("<script.*?</script>", "", html.read_text(), flags=re.DOTALL)
+    assert all(f'<td class="words">{name}</td>' in page for name in ("t_a", "t_b"))
+    assert page.count('class="plotly-graph-div"') == 5
+    assert "http" not in page
 
 
 def test_what_else_was_found_is_told_apart() -> None:
@@ -243,18 +231,6 @@ def test_plots_fit_narrow_windows_and_name_what_needs_names() -> None:
         assert layout.margin.t >= 50
 
 
-@pytest.mark.dealt_file
-def test_a_page_shows_all_tables_and_plots_without_a_network(tmp_path: Path) -> None:
-    path = tmp_path / "plan.html"
-    code, text = run("plan", "--config", CONFIG, *SMALL, "--html", str(path))
-    assert code == 0, text
-    page = re.sub("<script.*?</script>", "", path.read_text(), flags=re.DOTALL)
-    for name in ("t_a", "t_b"):
-        assert f'<td class="words">{name}</td>' in page
-    assert page.count('class="plotly-graph-div"') == 5
-    assert "http" not in page
-
-
 def test_a_page_plots_the_numbers_of_the_report() -> None:
     result = explained()
     page = result.page("Three <tables>")
@@ -277,7 +253,7 @@ def test_a_page_plots_the_numbers_of_the_report() -> None:
 def test_without_plotly_a_page_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(
-        tdsp.errors.ConfigError,
+        ConfigError,
         match=r"need plotly, which is not installed; pip install 'torchrec-2dsp\[report\]'",
     ):
         explained().write_html("never.html")

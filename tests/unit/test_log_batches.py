@@ -59,7 +59,7 @@ def expected_batches(
     return batches
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     ending=st.sampled_from(ENDINGS),
@@ -95,7 +95,7 @@ def test_batches_are_the_rows_in_order(
             assert contents(data, size, world_size, start=start) == expected[start:]
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     ending=st.sampled_from(ENDINGS),

@@ -169,15 +169,16 @@ def test_batches_come_in_order(num_ahead: int) -> None:
     wait_for_no_thread()
 
 
+def endless(made_batches: list[int]) -> Iterator[Batch]:
+    """Yield batches without an end, and note each."""
+    while True:
+        made_batches.append(0)
+        yield batch(0)
+
+
 def test_only_a_few_batches_are_made_ahead() -> None:
     made_batches: list[int] = []
-
-    def endless() -> Iterator[Batch]:
-        while True:
-            made_batches.append(0)
-            yield batch(0)
-
-    with closing(prefetched(endless(), num_ahead=2)) as stream:
+    with closing(prefetched(endless(made_batches), num_ahead=2)) as stream:
         next(stream)
         deadline = time.monotonic() + patient(10)
         while len(made_batches) < 3:
@@ -204,11 +205,7 @@ def test_an_error_comes_where_its_batch_would(num_ahead: int) -> None:
 
 
 def test_the_thread_ends_when_nobody_has_the_stream() -> None:
-    def endless() -> Iterator[Batch]:
-        while True:
-            yield batch(0)
-
-    stream = prefetched(endless(), num_ahead=1)
+    stream = prefetched(endless([]), num_ahead=1)
     next(stream)
     assert batch_threads()
     del stream

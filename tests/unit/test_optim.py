@@ -1,4 +1,4 @@
-"""`MomentScaledRowWiseAdaGrad`: the rule, its eager twin, and its form as a stock kernel."""
+"""`MomentScaledRowWiseAdaGrad` in all its forms, and rules on tensors without kernels."""
 
 import math
 from typing import Any, cast
@@ -13,14 +13,24 @@ from tests.support.models import ModelSpec, build, tables_of
 from tests.support.oracle import row_wise_adagrad_
 from tests.support.tbe import Case, make_ids, make_tbe, tensors_of, upstream_gradient
 from torchrec_2dsp import MomentScaledRowWiseAdaGrad
-from torchrec_2dsp._compat.fbgemm import EmbOptimType, set_learning_rate
-from torchrec_2dsp._compat.torchrec import InBackwardOptimizers, in_backward_optimizers
-from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.optim import (
-    MomentScaledRowWiseAdaGradOptimizer,
-    to_kernel_units,
+from torchrec_2dsp._compat.fbgemm import (
+    ComputeDevice,
+    EmbeddingLocation,
+    EmbOptimType,
+    SparseType,
+    Tbe,
+    adopt_optimizer,
+    iteration_of,
+    optimizer_states,
+    params_to_build,
+    set_learning_rate,
+    without_update,
 )
+from torchrec_2dsp._compat.torchrec import InBackwardOptimizers, in_backward_optimizers
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer, to_kernel_units
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.rows.update import RULES_WITHOUT_KERNEL, DirectLookup
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
 from torchrec_2dsp.shard.optimizers import (
     check_optimizers,
@@ -64,15 +74,6 @@ def test_the_eager_twin_is_the_reference(scale: float) -> None:
     assert torch.equal(weight, expected)
     assert list(optimizer.state[weight]) == ["sum"]
     assert torch.equal(optimizer.state[weight]["sum"], moment)
-
-
-def test_the_update_by_hand() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2, 2))
-    grad = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    stepped(weight, [grad], scale=2.0)
-    # mean(g^2) = 12.5, and 12.5 / 2 has the root 2.5.
-    expected = [[-0.1 * 3 / 2.501, -0.1 * 4 / 2.501], [0.0, 0.0]]
-    torch.testing.assert_close(weight.detach(), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -181,7 +182,7 @@ KINDS = [tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D
 )
 def test_nothing_is_given_twice(optimizer: Any, fused_params: dict[str, Any], text: str) -> None:
     for kind in KINDS:
-        with pytest.raises(tdsp.errors.ConfigError, match=text):
+        with pytest.raises(ConfigError, match=text):
             kind(optimizer, fused_params=fused_params)
 
 
@@ -196,11 +197,9 @@ def test_arguments_come_in_the_order_of_torchrecs_sharders(kind: Any) -> None:
 
 
 def test_what_is_no_optimizer_is_named() -> None:
-    with pytest.raises(
-        tdsp.errors.ConfigError, match=r"no fused optimizer; .* or fused_params, a dict"
-    ):
+    with pytest.raises(ConfigError, match=r"no fused optimizer; .* or fused_params, a dict"):
         tdsp.EmbeddingBagCollectionSharder2D("sgd")  # type: ignore[arg-type]
-    with pytest.raises(tdsp.errors.ConfigError, match="fused parameters are given twice"):
+    with pytest.raises(ConfigError, match="fused parameters are given twice"):
         tdsp.EmbeddingBagCollectionSharder2D({"eps": 1.0}, fused_params={"eps": 1.0})
 
 
@@ -267,7 +266,7 @@ def test_what_would_be_ignored_is_refused(
     if is_attached:
         attach(torch.optim.SGD, model, **{name: value})
     fused_params = {} if is_attached else {name: value}
-    with pytest.raises(tdsp.errors.UnsupportedError, match=text):
+    with pytest.raises(UnsupportedError, match=text):
         check_optimizers(model, fused_params, AVERAGED, device)
 
 
@@ -275,7 +274,7 @@ def test_what_would_be_ignored_is_refused(
 def test_what_a_rule_on_tensors_lacks_is_refused(name: str) -> None:
     model = build(ModelSpec())
     params = {"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, name: {"momentum1": "fp16"}}
-    with pytest.raises(tdsp.errors.UnsupportedError, match=f"{name}=.* is unknown to .* on a CPU"):
+    with pytest.raises(UnsupportedError, match=f"{name}=.* is unknown to .* on a CPU"):
         check_optimizers(model, params, AVERAGED, "cpu")
     check_optimizers(model, params, AVERAGED, "cuda")
 
@@ -295,7 +294,7 @@ def test_what_no_rule_does_to_tables_in_bf16_is_refused(
 ) -> None:
     model: Any = build(ModelSpec(data_type=DataType.BF16))
     text = f"data_type=.*BF16.* of table 't0' isn't possible with EmbOptimType.{text} because"
-    with pytest.raises(tdsp.errors.UnsupportedError, match=text):
+    with pytest.raises(UnsupportedError, match=text):
         check_optimizers(model.ebc, params, AVERAGED, device)
     check_optimizers(model.ebc, {"optimizer": EmbOptimType.ADAM}, AVERAGED, device)
 
@@ -323,3 +322,121 @@ def test_an_attached_optimizer_keeps_its_classs_rates() -> None:
             assert attached is not None
             assert attached.kwargs[0]["lr"] == lr
             assert attached.kwargs[0]["eps"] == (1e-10 if kind is torch.optim.Adagrad else 1e-8)
+
+
+def plain_updates(
+    optimizer: EmbOptimType, grads: list[list[float]], weights: list[float], *, decay: float
+) -> tuple[list[float], list[float], list[float]]:
+    """FBGEMM's formulas in plain Python: a row's weights and moments after its gradients."""
+    (beta1, beta2, rate, eps), dim = FORMULA, len(weights)
+    is_row_wise = "PARTIAL" in optimizer.name
+    first, second = [0.0] * dim, [0.0] * (1 if is_row_wise else dim)
+    for step, grad in enumerate(grads, 1):
+        squares = [g * g for g in grad]
+        if is_row_wise:
+            squares = [sum(squares) / dim]
+        first = [beta1 * m + (1 - beta1) * g for m, g in zip(first, grad, strict=True)]
+        second = [beta2 * v + (1 - beta2) * q for v, q in zip(second, squares, strict=True)]
+        roots = [math.sqrt(v / (1 - beta2**step)) + eps for v in second]
+        changes = [
+            m / (1 - beta1**step) / roots[0 if is_row_wise else column] + decay * w
+            for column, (m, w) in enumerate(zip(first, weights, strict=True))
+        ]
+        if "LAMB" in optimizer.name:
+            ratio = math.dist(weights, [0.0] * dim) / math.dist(changes, [0.0] * dim)
+            changes = [ratio * change for change in changes]
+        weights = [w - rate * change for w, change in zip(weights, changes, strict=True)]
+    return weights, first, second
+
+
+FORMULA = tuple(torch.tensor([0.9, 0.999, 0.1, 1e-8]).tolist())
+"""FBGEMM's betas, the rate and eps, as its kernels take them: in float32."""
+
+
+def ruled_tbe(optimizer: EmbOptimType, dtype: SparseType = SparseType.FP32, **options: Any) -> Tbe:
+    params = {"optimizer": optimizer, "learning_rate": 0.1, **options}
+    tbe = Tbe(
+        [(5, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        weights_precision=dtype,
+        **params_to_build(params, dtype, torch.device("cpu")),
+    )
+    assert adopt_optimizer(tbe, params)
+    tbe.split_embedding_weights()[0].copy_(torch.arange(20.0).view(5, 4) / 20 + 0.25)
+    return tbe
+
+
+def step_of(tbe: Tbe, ids: list[int], grad: torch.Tensor) -> None:
+    """Look up one bag, whose gradient updates its rows."""
+    updating = DirectLookup(tbe, RULES_WITHOUT_KERNEL[tbe.optimizer])
+    batch = torch.tensor(ids), torch.tensor([0, len(ids)])
+    run = without_update(tbe, lambda: tbe(*batch), is_training=True)
+    updating.lookup(run).backward(grad[None])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.125])
+@pytest.mark.parametrize("optimizer", RULES_WITHOUT_KERNEL, ids=lambda optimizer: optimizer.name)
+def test_a_rule_without_a_kernel_follows_fbgemms_formula(
+    optimizer: EmbOptimType, decay: float
+) -> None:
+    """Also for a row that comes twice in a bag: its gradients are one sum."""
+    tbe = ruled_tbe(optimizer, weight_decay=decay)
+    start = tbe.split_embedding_weights()[0].clone()
+    grads = [upstream_gradient(torch.empty(4), seed) for seed in range(5)]
+    for grad in grads:
+        step_of(tbe, [1, 3, 1], grad)
+    (state,) = optimizer_states(tbe)
+    weights = tbe.split_embedding_weights()[0]
+    assert list(state) == ["exp_avg", "exp_avg_sq"]
+    for row, times in ((1, 2), (3, 1)):
+        summed = [(times * grad).tolist() for grad in grads]
+        plain = plain_updates(optimizer, summed, start[row].tolist(), decay=decay)
+        for own, expected in zip((weights, *state.values()), plain, strict=True):
+            wanted = torch.tensor(expected)
+            torch.testing.assert_close(own[row].view(-1), wanted, rtol=2e-6, atol=1e-7)
+    others = [0, 2, 4]
+    assert torch.equal(weights[others], start[others])
+    assert not any(moment[others].any() for moment in state.values())
+    assert iteration_of(tbe) == 5
+
+
+def test_a_row_that_rests_has_the_iteration_of_all() -> None:
+    """Moments don't decay meanwhile, and their bias is corrected by the world's count."""
+    tbe = ruled_tbe(EmbOptimType.ADAM)
+    start = tbe.split_embedding_weights()[0][2].clone()
+    for ids in ([2], [0], [0], [2]):
+        step_of(tbe, ids, torch.ones(4))
+    beta1, beta2, rate, eps = FORMULA
+    weight = start.clone()
+    first = second = 0.0
+    for step in (1, 4):
+        first, second = beta1 * first + (1 - beta1), beta2 * second + (1 - beta2)
+        root = math.sqrt(second / (1 - beta2**step)) + eps
+        weight -= rate * first / (1 - beta1**step) / root
+    torch.testing.assert_close(tbe.split_embedding_weights()[0][2], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_evaluations_count_no_iteration() -> None:
+    tbe = ruled_tbe(EmbOptimType.ADAM)
+    with torch.no_grad():
+        batch = torch.tensor([1]), torch.tensor([0, 1])
+        without_update(tbe, lambda: tbe(*batch), is_training=False)()
+    assert iteration_of(tbe) == 0
+    assert tbe.optimizer is EmbOptimType.ADAM
+
+
+@pytest.mark.parametrize("row", [0.0, 1.0])
+def test_lamb_stays_finite_without_a_gradient_or_a_weight(row: float) -> None:
+    tbe = ruled_tbe(EmbOptimType.LAMB)
+    tbe.split_embedding_weights()[0].fill_(row)
+    step_of(tbe, [1], torch.full((4,), 1.0 - row))
+    assert torch.equal(tbe.split_embedding_weights()[0], torch.full((5, 4), row))
+
+
+@pytest.mark.parametrize("optimizer", RULES_WITHOUT_KERNEL, ids=lambda optimizer: optimizer.name)
+def test_rules_in_half_precision_round_once(optimizer: EmbOptimType) -> None:
+    half, full = ruled_tbe(optimizer, SparseType.FP16), ruled_tbe(optimizer)
+    for tbe in (half, full):
+        tbe.split_embedding_weights()[0].copy_(torch.arange(20).view(5, 4) / 16 + 0.25)
+        step_of(tbe, [1, 3], torch.tensor([0.5, -1.0, 2.0, 0.25]))
+    rounded = full.split_embedding_weights()[0].half()
+    assert torch.equal(half.split_embedding_weights()[0], rounded)

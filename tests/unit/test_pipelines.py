@@ -238,8 +238,6 @@ LAYERED = Layered(
     tensor_plan={"stack.layers.0": ColwiseParallel()},
     sample=lambda num_samples: (torch.rand(num_samples, 4), [torch.rand(num_samples, 4)]),
 )
-MESH = DenseMesh.for_world(8, tp=2)
-PIPELINES = DenseMesh.for_world(8, pp=2)
 
 
 @pytest.fixture(params=[False, True], ids=["config", "plan"])
@@ -286,24 +284,22 @@ def test_layers_are_measured_on_the_device_of_the_ranks(monkeypatch: pytest.Monk
     assert [layer.parameter_bytes for layer in work.layers] == [80, 80]
 
 
-def test_ddp_of_accumulated_batches_has_no_static_graph(asked: dict[str, Any]) -> None:
-    make(asked, "ddp", DenseMesh.for_world(8), static_graph=False)
-    assert asked["static_graph"] is False
-
-
-def test_copies_are_those_of_the_config(asked: dict[str, Any]) -> None:
-    make(asked, "tensor_parallel", MESH, num_copies=4)
-    assert (asked["tp"], asked["num_copies"]) == (2, 4)
-    make(asked, "fully_sharded", DenseMesh.for_world(8), num_copies=2)
-    assert asked["num_copies"] == 2
-
-
-@pytest.mark.parametrize("fully_shard", [False, True])
-def test_pipelines_share_layers_if_the_config_says_so(
-    asked: dict[str, Any], fully_shard: bool
+@pytest.mark.parametrize(
+    ("kind", "mesh", "options"),
+    [
+        ("ddp", DenseMesh.for_world(8), {"static_graph": False}),  # Of accumulated batches.
+        ("tensor_parallel", DenseMesh.for_world(8, tp=2), {"num_copies": 4}),
+        ("fully_sharded", DenseMesh.for_world(8), {"num_copies": 2}),
+        ("pipelined", DenseMesh.for_world(8, pp=2), {"fully_shard": False}),
+        ("pipelined", DenseMesh.for_world(8, pp=2), {"fully_shard": True}),
+    ],
+)
+def test_wrappers_are_built_as_config_or_plan_say(
+    asked: dict[str, Any], kind: str, mesh: DenseMesh, options: dict[str, Any]
 ) -> None:
-    make(asked, "pipelined", PIPELINES, fully_shard=fully_shard)
-    assert asked["fully_shard"] is fully_shard
+    make(asked, kind, mesh, **options)
+    assert options.items() <= asked.items()
+    assert asked.get("tp", 1) == mesh.tp
 
 
 def test_contestants_say_how_layers_are_shared() -> None:

@@ -30,6 +30,7 @@ from torchrec_2dsp.codecs.rows import transports_of
 from torchrec_2dsp.cost.loads import LOADS
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.planner.search.best_placements import search, search_copies
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Candidate
@@ -177,28 +178,17 @@ def test_demands_are_met_or_refused_by_name() -> None:
     assert num_groups == {"t0": 1, "t1": None, "t2": None}
     free = plan_of(model, constraints=demand("t0", "t1", "t2", num_groups=2))
     assert free.mesh.num_groups == 2
-    with pytest.raises(
-        tdsp.errors.PlanError, match=r"num_groups=3 for 't1'.*there may be 1, 2, 4 here"
-    ):
+    with pytest.raises(PlanError, match=r"num_groups=3 for 't1'.*there may be 1, 2, 4 here"):
         plan_of(model, constraints=demand("t1", num_groups=3))
-    with pytest.raises(
-        tdsp.errors.PlanError, match="'t1' has num_groups=1, and nothing but data_paral"
-    ):
+    with pytest.raises(PlanError, match="'t1' has num_groups=1, and nothing but data_paral"):
         plan_of(
             model,
             mesh=TWO_GROUPS,
             constraints=demand("t1", sharding_types=["data_parallel"]),
         )
-    with pytest.raises(
-        tdsp.errors.PlanError, match=r"all tables have num_groups=1, which is a plan for"
-    ):
+    with pytest.raises(PlanError, match=r"all tables have num_groups=1, which is a plan for"):
         plan_of(model, mesh=TWO_GROUPS, constraints=demand("t0", "t1", "t2"))
     assert plan_of(model, constraints=demand("t0", "t1", "t2")).mesh.num_groups == 1
-    for wrong in (0, "all"):
-        with pytest.raises(
-            tdsp.errors.ConfigError, match=f"num_groups={wrong!r} is no number of copies"
-        ):
-            tdsp.ParameterConstraints2D(num_groups=wrong)  # type: ignore[arg-type]
 
 
 def test_one_in_each_group_is_no_demand_on_the_mesh() -> None:
@@ -456,15 +446,3 @@ def test_a_table_may_be_kept_exact() -> None:
 )
 def test_a_precision_names_transports(precision: Any, transports: list[str]) -> None:
     assert [way.value for way in transports_of(precision)] == transports
-
-
-def test_precisions_are_checked() -> None:
-    with pytest.raises(
-        tdsp.errors.ConfigError,
-        match=r"precision=\['int3'\]: use 'exact', 'any', or some of 'fp32'",
-    ):
-        planner(precision=["int3"])
-    with pytest.raises(tdsp.errors.ConfigError, match=r"precision=\[\] allows nothing; use"):
-        planner(precision=[])
-    with pytest.raises(tdsp.errors.ConfigError, match="transport='int9' is unknown; use one of"):
-        tdsp.ParameterConstraints2D(transport="int9")  # type: ignore[arg-type]

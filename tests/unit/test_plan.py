@@ -1,25 +1,21 @@
-"""`Plan2D`: made from stock plans, pinned, checked, and remapped as TorchRec remaps."""
+"""`Plan2D`: made from stock plans, pinned, checked, remapped as TorchRec remaps; sync policies."""
 
 import copy
 import os
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torchrec.distributed.model_parallel import DMPCollection
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    ModuleShardingPlan,
-    ShardingPlan,
-    ShardingType,
-)
+from torchrec.distributed.types import ModuleShardingPlan, ShardingPlan, ShardingType
 
 import torchrec_2dsp as tdsp
-from tests.support.plans import meshes, plans, sharding, stock_plans
+from tests.support.plans import meshes, plan_2d, plans, policies, sharding, stock_plans
 from torchrec_2dsp import (
     GradientSync,
     HotSet,
@@ -30,7 +26,7 @@ from torchrec_2dsp import (
     WeightSync,
     pin,
 )
-from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import (
     MAX_ROWS,
     RowSpread,
@@ -40,13 +36,13 @@ from torchrec_2dsp.plan.parameter_sharding import (
     type_2d,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank
+from torchrec_2dsp.plan.sync import SyncPolicy, parse_policy
 
 
 def plan_of(
     sharding_type: ShardingType, ranks: list[int], mesh: Mesh2D, num_rows: int = 10
 ) -> Plan2D:
-    table = sharding(sharding_type, ranks, num_rows)
-    return Plan2D.from_stock(ShardingPlan({"ebc": EmbeddingModuleShardingPlan({"t": table})}), mesh)
+    return plan_2d({"t": sharding(sharding_type, ranks, num_rows)}, mesh)
 
 
 def table_of(plan: ShardingPlan, path: str = "ebc", name: str = "t") -> ParameterSharding2D:
@@ -125,11 +121,6 @@ def test_sharding_types_have_one_2d_form(member: ShardingType2D) -> None:
         ShardingType(member.value)
 
 
-def test_unknown_sharding_types_are_refused() -> None:
-    with pytest.raises(PlanError, match="'diagonal' has no 2D form; use one of data_parallel, "):
-        type_2d("diagonal")
-
-
 def test_validate_names_table_rank_and_remedy() -> None:
     with pytest.raises(
         PlanError,
@@ -144,17 +135,15 @@ def test_validate_names_table_rank_and_remedy() -> None:
 def test_validate_wants_shards() -> None:
     table = sharding(ShardingType.TABLE_WISE, [0], 10)
     table.sharding_spec = None
-    stock = ShardingPlan({"": EmbeddingModuleShardingPlan({"t": table})})
     with pytest.raises(PlanError, match=r"^table t \(2d_table_wise\) has no shards; plan it with"):
-        Plan2D.from_stock(stock, Mesh2D(1, 1))
+        plan_2d({"t": table}, Mesh2D(1, 1), path="")
 
 
 def test_validate_looks_at_ranks_beside_shards() -> None:
     table = sharding(ShardingType.TABLE_WISE, [0], 10)
     table.ranks = [7]
-    stock = ShardingPlan({"": EmbeddingModuleShardingPlan({"t": table})})
     with pytest.raises(PlanError, match="a shard on rank 7"):
-        Plan2D.from_stock(stock, Mesh2D(2, 2))
+        plan_2d({"t": table}, Mesh2D(2, 2), path="")
 
 
 @pytest.mark.parametrize("hot_rows", [[7, 3, 7], torch.tensor([3, 7]), HotSet((3, 7)), {3, 7}])
@@ -336,7 +325,107 @@ def test_neighbours_are_shared_evenly(
 
 
 def test_more_rows_are_refused() -> None:
-    with pytest.raises(
-        tdsp.errors.UnsupportedError, match="3,037,000,499 at most; use owners='block'"
-    ):
+    with pytest.raises(UnsupportedError, match="3,037,000,499 at most; use owners='block'"):
         RowSpread(MAX_ROWS + 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps"),
+    [
+        (tdsp.every(1), [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (tdsp.every(4), [4, 8]),
+        (tdsp.after(0, tdsp.every(4)), [4, 8]),
+        (tdsp.after(3, tdsp.every(2)), [5, 7, 9]),
+        (tdsp.after(1, tdsp.after(2, tdsp.every(3))), [6, 9]),
+        (tdsp.after(2, tdsp.never()), []),
+        (tdsp.never(), []),
+    ],
+    ids=str,
+)
+def test_due_steps(policy: SyncPolicy, steps: list[int]) -> None:
+    assert [step for step in range(1, 10) if policy.is_due(step)] == steps
+
+
+@given(policies)
+def test_the_mean_distance_of_syncs(policy: SyncPolicy) -> None:
+    num_steps = 50_000
+    due = sum(policy.is_due(step) for step in range(1, num_steps + 1))
+
+    assert due == pytest.approx(num_steps / policy.steps_per_sync, abs=20)
+
+
+@given(policies)
+def test_a_policy_survives_its_text(policy: SyncPolicy) -> None:
+    assert parse_policy(str(policy)) == policy
+
+
+def test_texts_may_be_written_with_care() -> None:
+    assert parse_policy(" after( 1_000,every(4) ) ") == tdsp.after(1000, tdsp.every(4))
+
+
+@pytest.mark.parametrize("text", ["", "4", "every()", "every(-1)", "after(3)", "never", "every(x)"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no sync policy; use every"):
+        parse_policy(text)
+
+
+@pytest.mark.parametrize("n", [0, -3, 1.5, True, 10**39])
+def test_an_interval_is_a_positive_number(n: int) -> None:
+    with pytest.raises(ConfigError, match=rf"every\({n}\) is no interval; use every\(1\)"):
+        tdsp.every(n)
+
+
+@pytest.mark.parametrize("step", [-1, True, 10**39])
+def test_a_start_is_a_number_and_has_a_policy(step: int) -> None:
+    with pytest.raises(ConfigError, match=rf"after\({step}, ...\) is no number of steps"):
+        tdsp.after(step, tdsp.every(1))
+    with pytest.raises(ConfigError, match=r"after\(5, 3\) needs a policy"):
+        tdsp.after(5, 3)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"policy": 3}, r"policy=3\) is no policy; use every\(4\)"),
+        ({"policy": None}, r"policy=None\) is no policy"),
+        ({"moments_policy": "every(2)"}, r"moments_policy='every\(2\)'\) is no policy"),
+        ({"rows": "most"}, "rows='most'. is unknown; use one of 'touched', 'all'"),
+        (
+            {"transport": "int3"},
+            "transport='int3'. is unknown; use one of 'fp32', 'bf16', 'fp16', 'int8'",
+        ),
+        ({"dense_above": 1.5}, r"dense_above=1.5\) is no share of rows; use 0 to 1"),
+        ({"dense_above": -0.1}, "is no share of rows"),
+        ({"rows": "all", "dense_above": 0.5}, "all rows are averaged anyway"),
+        ({"rows": "all", "transport": "bf16"}, "whole shards are all-reduced as they are"),
+    ],
+)
+def test_a_config_says_what_is_wrong(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tdsp.WeightSync(**fields)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("sync", [tdsp.GradientSync, tdsp.WeightSync])
+@pytest.mark.parametrize("drift_every", [-1, True, 1.5, 10**39])
+def test_a_drift_interval_is_a_number_of_syncs(sync: Any, drift_every: object) -> None:
+    message = rf"Sync\(drift_every={drift_every}\) is no number of syncs"
+    with pytest.raises(ConfigError, match=message):
+        sync(drift_every=drift_every)
+
+
+@pytest.mark.parametrize("fields", [{"transport": "int3"}, {"delay": 2}, {"delay": -1}])
+def test_an_exact_config_says_what_is_wrong(fields: dict[str, object]) -> None:
+    ((name, value),) = fields.items()
+    with pytest.raises(ConfigError, match=rf"^GradientSync\({name}={value!r}\) is (n|unk)"):
+        tdsp.GradientSync(**fields)  # pyright: ignore[reportArgumentType]
+
+
+@given(st.sampled_from(tdsp.SyncedRows))
+def test_rows_may_be_given_as_text(rows: tdsp.SyncedRows) -> None:
+    assert tdsp.WeightSync(rows=rows.value) == tdsp.WeightSync(rows=rows)  # pyright: ignore
+
+
+def test_a_config_in_words_has_what_was_changed() -> None:
+    assert str(tdsp.WeightSync()) == "WeightSync()"
+    changed = tdsp.WeightSync(policy=tdsp.every(4), rows=tdsp.SyncedRows.ALL)
+    assert str(changed) == "WeightSync(policy=every(4), rows=all)"

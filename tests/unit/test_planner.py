@@ -19,12 +19,8 @@ from torchrec.distributed.planner.types import (
     Storage,
 )
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import (
-    DataType,
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-)
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
@@ -37,6 +33,7 @@ from tests.support.planning import (
     plan_of,
     planner,
     planner_for,
+    sequences,
     tables,
     tables_in,
     torchrecs_planner,
@@ -44,7 +41,7 @@ from tests.support.planning import (
     world,
 )
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.errors import PlanError, UnsupportedError
+from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
 from torchrec_2dsp.plan.sync import SyncedRows
 from torchrec_2dsp.planner.planner2d import Planner2D
@@ -66,7 +63,7 @@ def test_parts_of_torchrecs_search_are_refused_by_name(part: str) -> None:
     planner_for(tdsp.Mesh2D(2, 2), **settings)
     settings[part] = False
     with pytest.raises(
-        tdsp.errors.ConfigError,
+        ConfigError,
         match=f"searches by cost, which takes no {part}: leave it out, or use TorchRec's "
         "EmbeddingShardingPlanner, which takes this package's proposers, Enumerator2D, and Balanc",
     ):
@@ -98,10 +95,7 @@ def test_one_argument_constrains_the_exchange_of_all_tables() -> None:
             "no table can have exchange='row', which is for row_wise tables; allow such",
         ),
         (
-            EmbeddingCollection(
-                tables=[EmbeddingConfig(40, 8, name="t0", feature_names=["f0"])],
-                device=torch.device("meta"),
-            ),
+            sequences((40,), dim=8),
             {"exchange": "nonempty"},
             "no table can have exchange='nonempty', which is for table_wise, column_wise",
         ),
@@ -116,7 +110,7 @@ def test_an_exchange_that_no_table_can_have_is_refused(
     module: nn.Module, settings: dict[str, Any], text: str
 ) -> None:
     sharders: Any = [tdsp.EmbeddingBagCollectionSharder2D(), tdsp.EmbeddingCollectionSharder2D()]
-    with pytest.raises(tdsp.errors.ConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         planner(**settings).plan(module, sharders)
 
 
@@ -199,13 +193,7 @@ def test_a_demand_that_no_sharder_meets_is_refused(
     constraint: dict[str, Any], data_type: DataType, features: list[str], message: str
 ) -> None:
     configs = [
-        EmbeddingBagConfig(
-            name=f"t{number}",
-            num_embeddings=1_000,
-            embedding_dim=32,
-            feature_names=[feature],
-            data_type=data_type,
-        )
+        EmbeddingBagConfig(1_000, 32, f"t{number}", data_type, [feature])
         for number, feature in enumerate(features)
     ]
     model = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
@@ -243,13 +231,7 @@ def test_tables_for_other_devices_are_refused(argument: dict[str, Any]) -> None:
 
 def test_sequences_of_a_lookup_are_cut_into_equal_columns() -> None:
     """The fastest number of parts differs from table to table, and TorchRec has one width."""
-    configs = [
-        EmbeddingConfig(
-            name=f"t{n}", num_embeddings=rows, embedding_dim=128, feature_names=[f"f{n}"]
-        )
-        for n, rows in enumerate((200_000, 300))
-    ]
-    model = EmbeddingCollection(device=torch.device("meta"), tables=configs)
+    model = sequences((200_000, 300), dim=128)
     constraints = constrained("column_wise")
     workload = Workload.of_model(model, batch_size=64, constraints=constraints)
     sharder: Any = tdsp.EmbeddingCollectionSharder2D({"learning_rate": 0.1})
@@ -292,9 +274,7 @@ def test_a_constraint_may_name_either_form(mesh: tdsp.Mesh2D, type_2d: str) -> N
 
 
 def test_an_unknown_type_is_refused_with_the_table() -> None:
-    with pytest.raises(
-        tdsp.errors.PlanError, match=r"table 't0'.*'diagonal' has no 2D form; use one of"
-    ):
+    with pytest.raises(PlanError, match=r"table 't0'.*'diagonal' has no 2D form; use one of"):
         planner_for(tdsp.Mesh2D(2, 2), constraints=constrained("diagonal"))
 
 
@@ -315,7 +295,10 @@ def test_nothing_given_is_changed() -> None:
 def test_the_memory_of_a_rank_does_not_depend_on_the_number_of_groups(num_groups: int) -> None:
     mesh = tdsp.Mesh2D(num_groups=num_groups, group_size=2)
     model = bags(num_tables=4, rows=1_000)
-    needed = stock_bytes_per_rank(model)
+    by_torchrec = torchrecs_planner(world(2), constraints=constrained("row_wise", num_tables=4))
+    by_torchrec.plan(model, STOCK_SHARDERS)
+    needed, other = bytes_by_rank(by_torchrec._best_plan or [], 2)
+    assert needed == other > 0
 
     def planned(num_bytes: int) -> tdsp.Plan2D:
         topology = world(2 * num_groups, 2, ddr_cap=num_bytes)
@@ -328,15 +311,6 @@ def test_the_memory_of_a_rank_does_not_depend_on_the_number_of_groups(num_groups
         planned(needed - 1)
 
 
-def stock_bytes_per_rank(model: nn.Module) -> int:
-    """Return the bytes that TorchRec counts on a rank for a row-wise plan on two ranks."""
-    planner = torchrecs_planner(world(2), constraints=constrained("row_wise", num_tables=4))
-    planner.plan(model, STOCK_SHARDERS)
-    first, second = bytes_by_rank(planner._best_plan or [], 2)
-    assert first == second > 0
-    return first
-
-
 def test_a_dense_part_takes_its_share_of_the_memory_as_in_torchrec() -> None:
     model = nn.ModuleDict({"sparse": bags(num_tables=1, rows=1_000), "dense": nn.Linear(512, 512)})
     cap = 3_000_000  # the table alone takes 0.3 MB; six times the dense part 6.3 MB
@@ -344,12 +318,12 @@ def test_a_dense_part_takes_its_share_of_the_memory_as_in_torchrec() -> None:
     planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap)).plan(model, STOCK_SHARDERS)
     with pytest.warns(FutureWarning, match="HeuristicalStorageReservation"):
         reservation = HeuristicalStorageReservation(0.15)
-    with pytest.raises(tdsp.errors.PlanError, match="no plan fits"):
+    with pytest.raises(PlanError, match="no plan fits"):
         planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap), storage_reservation=reservation).plan(
             model, STOCK_SHARDERS
         )
     gpus = Topology(world_size=4, compute_device="cuda", hbm_cap=cap)
-    with pytest.raises(tdsp.errors.PlanError, match="no plan fits") as raised:
+    with pytest.raises(PlanError, match="no plan fits") as raised:
         planner_for(tdsp.Mesh2D(2, 2), gpus, storage_reservation=reservation).plan(
             model, STOCK_SHARDERS
         )
@@ -367,7 +341,7 @@ def test_the_error_names_the_table_that_fits_no_rank() -> None:
         constraints=constrained("table_wise", num_tables=1),
     )
 
-    with pytest.raises(tdsp.errors.PlanError) as raised:
+    with pytest.raises(PlanError) as raised:
         planner.plan(bags(num_tables=1, rows=10_000), STOCK_SHARDERS)
 
     text = str(raised.value)
@@ -472,21 +446,17 @@ def test_a_topology_of_a_group_does_not_tell_where_peers_are() -> None:
     mesh, of_group = tdsp.Mesh2D(2, 2, STRIDED), world(2, 2)
 
     assert group_topology(of_group, mesh) is of_group
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="Pass the topology of the whole world: world_size=4"
-    ):
+    with pytest.raises(ConfigError, match="Pass the topology of the whole world: world_size=4"):
         group_plan_of(bags(), mesh, of_group)
 
 
 def test_a_topology_of_another_size_is_refused() -> None:
-    with pytest.raises(
-        tdsp.errors.MeshError, match=r"Mesh2D\(2x2, strided\) has 4 ranks but the world has 8"
-    ):
+    with pytest.raises(MeshError, match=r"Mesh2D\(2x2, strided\) has 4 ranks but the world has 8"):
         planner_for(tdsp.Mesh2D(2, 2), world(8))
 
 
 def test_pods_are_refused() -> None:
     topology = Topology(world_size=8, local_world_size=2, pod_size=2, compute_device="cpu")
 
-    with pytest.raises(tdsp.errors.UnsupportedError, match="pods of 4 ranks on hosts of 2"):
+    with pytest.raises(UnsupportedError, match="pods of 4 ranks on hosts of 2"):
         planner_for(tdsp.Mesh2D(2, 4), topology)

@@ -22,8 +22,6 @@ from torchrec.distributed.planner.shard_estimators import (
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
@@ -33,6 +31,7 @@ from tests.support.planning import (
     constrained,
     group_plan_of,
     planner_for,
+    sequences,
     torchrecs_planner,
     world,
 )
@@ -392,12 +391,10 @@ def test_sequence_tables_have_a_cost_too() -> None:
         def sharding_types(self, compute_device_type: str) -> list[str]:
             return [member.value for member in ShardingType]
 
-    config = EmbeddingConfig(name="t0", num_embeddings=40, embedding_dim=64, feature_names=["f0"])
-    model = EmbeddingCollection(tables=[config], device=torch.device("meta"))
     extra = sync_ms(
         "table_wise",
         sync=tdsp.GradientSync(),
-        model=model,
+        model=sequences((40,), dim=64),
         sharder=AnySequenceSharder(),  # pyright: ignore[reportArgumentType]
     )
 

@@ -43,6 +43,7 @@ from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.step_cost import StepCost, rated
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import ASSUMED_SKEW, DenseWork, Workload
+from torchrec_2dsp.errors import ConfigError, MeshError, PlanError
 from torchrec_2dsp.plan.parameter_sharding import Pipeline, ProposedType, base_type
 from torchrec_2dsp.plan.plan2d import is_proposed
 from torchrec_2dsp.planner.search.space import Room
@@ -271,26 +272,24 @@ def test_a_plan_that_was_proposed_knows_its_mesh_and_its_sync() -> None:
     stock = stock_planner(proposer).plan(tables(), SHARDERS)
     result = tdsp.Plan2D.from_stock(stock)
     assert (result.mesh, result.sync) == (tdsp.Mesh2D(2, 2), sync)
-    with pytest.raises(tdsp.errors.PlanError, match=r"a plan has one mesh, not Mesh2D\(1x4.*2x2"):
+    with pytest.raises(PlanError, match=r"a plan has one mesh, not Mesh2D\(1x4.*2x2"):
         tdsp.Plan2D.from_stock(stock, tdsp.Mesh2D(1, 4))
     plain = torchrecs_planner(world(2)).plan(tables(), SHARDERS)
-    with pytest.raises(tdsp.errors.PlanError, match="nothing says which ranks repeat the plan"):
+    with pytest.raises(PlanError, match="nothing says which ranks repeat the plan"):
         tdsp.Plan2D.from_stock(plain)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match="nothing says which rows are hot"):
+    with pytest.raises(ConfigError, match="nothing says which rows are hot"):
         tdsp.HotRowProposer(tdsp.ExchangeProposer(world(4, 2)))
-    with pytest.raises(tdsp.errors.MeshError, match="has 8 ranks but the world has 4"):
+    with pytest.raises(MeshError, match="has 8 ranks but the world has 4"):
         tdsp.ExchangeProposer(world(4, 2), mesh=tdsp.Mesh2D(2, 4))
     proposer = tdsp.ExchangeProposer(world(8, 2), calibration())
-    with pytest.raises(tdsp.errors.ConfigError, match="the topology has world_size=4"):
+    with pytest.raises(ConfigError, match="the topology has world_size=4"):
         plan_of(proposer)
     once = {"t1": tdsp.ParameterConstraints2D(num_groups=1)}
     proposer = tdsp.ExchangeProposer(world(4, 2), calibration(), constraints=once)
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="'t1' has num_groups=1, but TorchRec's planner"
-    ):
+    with pytest.raises(ConfigError, match="'t1' has num_groups=1, but TorchRec's planner"):
         plan_of(proposer)
 
 
@@ -396,7 +395,7 @@ def test_a_plan_that_failed_leaves_nothing_of_the_one_before() -> None:
     chosen = planner(mesh=TWO_GROUPS)
     chosen.plan(bags(), STOCK_SHARDERS)
     assert chosen.get_selected_options()
-    with pytest.raises(tdsp.errors.PlanError):
+    with pytest.raises(PlanError):
         chosen.plan(bags(rows=10**12), STOCK_SHARDERS)
     assert chosen.get_selected_options() == []
     assert chosen.get_search_space() is None

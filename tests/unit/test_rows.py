@@ -320,7 +320,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.integers(0, 10**6), st.booleans())
 def test_any_kernel_and_batch(case: Case, seed: int, has_even_bags: bool) -> None:
     has_one_block = len({case.tables[table][1] for table in case.feature_tables}) == 1

@@ -1,14 +1,30 @@
-"""The files that set the project up: exact locks, no registry in them, the promised targets."""
+"""The project itself: exact locks, targets, extras that are optional, and slices of slow tests."""
 
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
+import torchrec_2dsp
+from tests.support.programs import python
+from tests.support.slices import (
+    NUM_HANDS,
+    NUM_LANES,
+    Deal,
+    even_hands,
+    hand_number,
+    hand_of,
+    parse_slice,
+    patient,
+    seed_of_commit,
+    slice_of,
+)
 from torchrec_2dsp._compat.versions import TRIED, VersionSet
 
 ROOT = Path(__file__).parents[2]
@@ -68,11 +84,10 @@ def test_other_locks_add_and_never_repeat(folder: str) -> None:
 
 
 def test_runtime_dependencies_are_locked() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
+    extras = dict(PROJECT["optional-dependencies"])
     together = extras.pop("all")
-    assert together == [f"{project['name']}[{','.join(sorted(extras))}]"]
-    lines = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    assert together == [f"{PROJECT['name']}[{','.join(sorted(extras))}]"]
+    lines = [*PROJECT["dependencies"], *(line for lines in extras.values() for line in lines)]
     wanted = {re.split(r"[<>=]", line)[0] for line in lines}
     assert wanted <= set(names(read_pins("cpu")))
     # Their metadata can't express a CPU installation, so they must stay out.
@@ -141,21 +156,16 @@ def test_ci_runs_what_every_change_has_to_pass() -> None:
     assert len(named) > 5
 
 
-def project_files() -> list[Path]:
-    """Return all files that are, or would be, tracked."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    paths = [ROOT / name for name in listing.split("\0") if name]
-    return [path for path in paths if path.is_file()]
-
-
 def test_no_file_names_a_package_registry() -> None:
     # Which registry to use is the business of the user's pip: an index in a file overrides it.
     registry = re.compile(r"https?://[^\s\"']*/(simple|whl|registry|npm)\b")
     option = re.compile(r"--(extra-)?index-url[ =]+\S*//|--find-links[ =]+\S*/")
-    files = project_files()
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    # All files that are, or would be, tracked.
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [path for name in listing.split("\0") if name and (path := ROOT / name).is_file()]
     assert len(files) > 10
     for path in files:
         text = path.read_text(errors="replace")
@@ -170,3 +180,208 @@ def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     assert {"tests", "unit", "dist"} <= folders
     left_out = pytestconfig.getini("norecursedirs")
     assert not [(name, entry) for name in folders for entry in left_out if fnmatch(name, entry)]
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = ("matplotlib", "plotly", "rich", "tensorboard", "typer")
+ABSENT = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        return None
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run_without(absent: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in an interpreter that lacks some libraries."""
+    return python("-c", ABSENT.format(absent=absent) + code)
+
+
+def test_the_extras_are_these() -> None:
+    extras = PROJECT["optional-dependencies"]
+    named = [line for name, lines in extras.items() if name != "all" for line in lines]
+    assert sorted(line.partition(">=")[0] for line in named) == list(EXTRAS)
+
+
+@pytest.mark.dealt_suite
+def test_every_public_name_loads_without_extras() -> None:
+    done = run_without(
+        EXTRAS,
+        "import torchrec_2dsp as tdsp\n"
+        "for name in tdsp.__all__:\n"
+        "    getattr(tdsp, name)\n"
+        "print(*tdsp.__all__)",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == torchrec_2dsp.__all__
+
+
+@pytest.mark.dealt_file
+def test_a_library_that_is_needed_is_missed() -> None:
+    done = run_without(("pydantic",), "from torchrec_2dsp import Calibration")
+    assert done.returncode == 1
+    assert "No module named 'pydantic'" in done.stderr
+
+
+@pytest.mark.parametrize("absent", ["rich", "typer"])
+def test_without_its_extra_the_command_line_says_what_to_install(absent: str) -> None:
+    done = run_without((absent,), "from torchrec_2dsp.__main__ import main; main()")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"error: the command line needs {absent}, which is not installed; "
+        "pip install 'torchrec-2dsp[cli]'\n"
+    )
+
+
+@pytest.mark.dealt_file
+def test_without_tensorboard_the_training_program_says_what_to_install() -> None:
+    done = run_without(
+        ("tensorboard",),
+        "from torchrec_2dsp.programs.cli.train import _writers\n"
+        "from torchrec_2dsp.programs.config.config_file import load_config\n"
+        "from torchrec_2dsp.programs.train.config import TrainConfig\n"
+        'print(_writers(load_config(TrainConfig, "demo"), None))\n'
+        '_writers(load_config(TrainConfig, "demo", ["loop.tensorboard_dir=logs"]), None)\n',
+    )
+    assert done.stdout == "[]\n"
+    assert done.stderr.splitlines()[-1].endswith(
+        "loop.tensorboard_dir='logs' needs tensorboard, which is not installed; "
+        "pip install 'torchrec-2dsp[tensorboard]', or leave it empty"
+    )
+
+
+def test_what_else_is_missing_is_named_as_it_is() -> None:
+    module = "torchrec_2dsp.programs.cli.bench"
+    done = run_without(
+        (), f"sys.modules[{module!r}] = None; import torchrec_2dsp.__main__ as m; m.main()"
+    )
+    assert "pip install" not in done.stderr
+    assert f"ModuleNotFoundError: import of {module} halted" in done.stderr
+
+
+def test_the_console_script_is_the_module() -> None:
+    assert PROJECT["scripts"] == {PROJECT["name"]: "torchrec_2dsp.__main__:main"}
+
+
+PROGRAM = """
+import os
+import sys
+
+import torchrec
+
+import torchrec_2dsp
+
+for name in sys.argv[1:]:
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        getattr(torchrec_2dsp, name)
+        print(name, "is there", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_every_public_name_can_be_used_first(dealt: Deal) -> None:
+    names = dealt(torchrec_2dsp.__all__)
+    done = python("-c", PROGRAM, *names)
+    assert done.stdout.splitlines() == [f"{name} is there" for name in names], done.stderr
+
+
+@pytest.mark.parametrize("count", [1, 3, 24, 100])
+def test_each_test_is_in_one_slice(count: int) -> None:
+    names = [f"test_{number}" for number in range(47)]
+    slices = [slice_of(names, number, count) for number in range(count)]
+    assert sorted(name for part in slices for name in part) == sorted(names)
+    assert max(map(len, slices)) - min(map(len, slices)) <= 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 36])
+def test_each_cell_is_in_a_hand(count: int) -> None:
+    cells = list(range(count))
+    hands = [hand_of(cells, number) for number in range(NUM_HANDS)]
+    assert all(hands), "no test runs without a cell"
+    assert {cell for hand in hands for cell in hand} == set(cells)
+    if count >= NUM_HANDS:
+        assert sorted(cell for hand in hands for cell in hand) == cells
+        assert hand_of(cells, NUM_HANDS) == hands[0], "the seventh slice has the first hand again"
+    hands = [hand_of(cells, number, 12) for number in range(12)]
+    assert all(hands)
+    assert {cell for hand in hands for cell in hand} == set(cells)
+
+
+def test_a_hand_has_some_of_every_factor() -> None:
+    """Each sixth of the parity matrix has every mesh, kind of bag, and method."""
+    cells = [(mesh, bags, method) for mesh in range(4) for bags in range(3) for method in range(3)]
+    for number in range(NUM_HANDS):
+        assert [len({cell[place] for cell in hand_of(cells, number)}) for place in range(3)] == [
+            4,
+            3,
+            3,
+        ]
+
+
+@given(st.dictionaries(st.text(), st.floats(1, 100)), st.integers(1, 6))
+def test_hands_take_about_as_long(seconds: dict[str, float], num_hands: int) -> None:
+    hands = even_hands(seconds, num_hands)
+    assert sorted(name for hand in hands for name in hand) == sorted(seconds)
+    totals = [sum(seconds[name] for name in hand) for hand in hands]
+    assert max(totals) - min(totals) <= max(seconds.values(), default=0) + 1e-6
+
+
+def test_the_commit_chooses_a_slice() -> None:
+    assert parse_slice("3/24") == (3, 24)
+    assert parse_slice("commit/24") == (seed_of_commit() % 24, 24)
+    assert (hand_number("3/24"), hand_number("commit/24")) == (3, seed_of_commit() // 24)
+
+
+@pytest.mark.parametrize("text", ["3", "24/24", "-1/24", "x/24", "1/0", "1/x"])
+def test_what_is_no_slice_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match=f"--slow-slice={text}"):
+        parse_slice(text)
+
+
+def test_only_long_deadlines_grow_with_the_lanes() -> None:
+    assert patient(3) == 3
+    assert patient(60) == 60 * NUM_LANES
+
+
+_STEPS = """
+import resource, sys
+import torch
+
+def step():
+    return [torch.ones(2**21) for _ in range(6)]
+
+if sys.argv[1] == "keep":
+    from torchrec_2dsp.programs.launch import keep_freed_memory
+
+    keep_freed_memory()
+for _ in range(5):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+"""
+
+
+@pytest.mark.dealt_suite
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
+    # As small as they are before glibc has seen larger ones.
+    thresholds = {f"MALLOC_{name}_THRESHOLD_": str(2**17) for name in ("MMAP", "TRIM")}
+    faults = {
+        what: int(python("-c", _STEPS, what, env=thresholds).stdout) for what in ("leave", "keep")
+    }
+
+    # 48 MiB have 12,288 pages.
+    assert faults["leave"] > 1_000
+    assert faults["keep"] < 100

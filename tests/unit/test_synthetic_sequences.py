@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.dataset import Dataset, Split
 from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
 from torchrec_2dsp.programs.data.negatives import NegativeItems, NegativeKind, WithNegatives
 from torchrec_2dsp.programs.data.synthetic_sequences import (
@@ -117,9 +117,9 @@ def read(
     split: Split = Split.TRAIN,
     start: int = 0,
     num_batches: int = 1,
-    config: SyntheticSequencesConfig = SEQUENCE_CONFIG,
+    data: Dataset | None = None,
 ) -> list[Batch]:
-    batches = config.dataset().batches(
+    batches = (data or SEQUENCE_CONFIG.dataset()).batches(
         split, global_batch_size=size, rank=rank, world_size=world_size, start=start
     )
     return [next(batches) for _ in range(num_batches)]
@@ -183,7 +183,7 @@ def test_the_next_cluster_follows_from_the_last_two() -> None:
 
 def test_without_order_items_have_their_popularity() -> None:
     config = SEQUENCE_CONFIG.model_copy(update={"order": 0.0, "sorted_ids": True})
-    items = torch.tensor(list(chain(*sequences(read(size=3_000, config=config)))))
+    items = torch.tensor(list(chain(*sequences(read(size=3_000, data=config.dataset())))))
     share = torch.bincount(items, minlength=90)[:10].double() / items.numel()
     expected = config.dataset()._items.probability(np.arange(1, 11))
     assert np.abs(share.numpy() - expected).max() < 5 * (0.25 / items.numel()) ** 0.5
@@ -212,19 +212,10 @@ NEGATIVES_DATA = SyntheticSequencesConfig(num_items=40, max_length=6, num_cluste
 
 
 def read_with_negatives(
-    rank: int,
-    world_size: int,
-    *,
-    start: int = 0,
-    split: Split = Split.TRAIN,
-    seed: int = 0,
-    num_batches: int = 3,
+    rank: int, world_size: int, *, seed: int = 0, num_batches: int = 3, **place: Any
 ) -> list[Batch]:
     data = WithNegatives(NEGATIVES_DATA.dataset(), "item", num_negatives=5, seed=seed)
-    batches = data.batches(
-        split, global_batch_size=8, rank=rank, world_size=world_size, start=start
-    )
-    return [next(batches) for _ in range(num_batches)]
+    return read(rank, world_size, num_batches=num_batches, data=data, **place)
 
 
 def negatives(batches: list[Batch]) -> torch.Tensor:
@@ -253,9 +244,7 @@ def test_samples_seeds_splits_and_batches_draw_others() -> None:
 
 
 def test_the_batch_is_otherwise_the_dataset_s() -> None:
-    plain = next(
-        NEGATIVES_DATA.dataset().batches(Split.TRAIN, global_batch_size=8, rank=0, world_size=1)
-    )
+    (plain,) = read(data=NEGATIVES_DATA.dataset())
     (batch,) = read_with_negatives(0, 1, num_batches=1)
     assert batch.sparse_features.keys() == ["item", "item_negatives"]
     for name in ("values", "lengths"):

@@ -11,14 +11,13 @@ import torch
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.access import AccessConfig
 from torchrec_2dsp.programs.config.config_file import load_config, make_config, overridden
 from torchrec_2dsp.programs.train.checkpoints import RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import normalized_entropy
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "configs" / "runs" / "demo.toml"
 MINIMAL: Mapping[str, Any] = {
     "data": {"features": [{"name": "user", "num_rows": 10}]},
     "runs": {"one": {}, "two": {"num_groups": 2, "sync": "WeightSync"}},
@@ -30,7 +29,7 @@ def changed(*overrides: str) -> TrainConfig:
 
 
 def test_the_demo_trains_one_group_exact_and_averaged() -> None:
-    config = load_config(TrainConfig, DEMO)
+    config = load_config(TrainConfig, "demo")
 
     config.check_world(4)
     assert {name: (run.num_groups, run.sync) for name, run in config.runs.items()} == {
@@ -62,7 +61,7 @@ def test_only_keeps_the_configs_order() -> None:
     assert list(config.only(["two"]).runs) == ["two"]
     assert list(config.only(["two", "one"]).runs) == ["one", "two"]
     assert config.only([]) == config
-    with pytest.raises(tdsp.errors.ConfigError, match="no run 'three'; the config has one, two"):
+    with pytest.raises(ConfigError, match="no run 'three'; the config has one, two"):
         config.only(["three"])
 
 
@@ -105,13 +104,15 @@ def test_overrides_reach_their_key(override: str, path: tuple[Any, ...], value: 
     ],
 )
 def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) -> None:
-    with pytest.raises(tdsp.errors.ConfigError) as raised:
+    with pytest.raises(ConfigError) as raised:
         overridden(MINIMAL, override)
     assert message in str(raised.value)
 
 
 ROWS = "sharding_types=['row_wise'], exchange='row'"
 SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequence")
+LOG = "kind='criteo', files=['day_0.gz']"
+RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
 
 
 @pytest.mark.parametrize(
@@ -196,22 +197,7 @@ SEQUENCES = ("data={kind='synthetic_sequences', num_items=50}", "model.kind=sequ
             ("model={kind='module:factory', factory='mine:make'}", "runs.one.stock=true"),
             "runs.one is TorchRec alone, which draws tables anew, and those of model.kind='module:",
         ),
-    ],
-)
-def test_errors_name_key_value_and_rule(overrides: str | tuple[str, ...], message: str) -> None:
-    with pytest.raises(tdsp.errors.ConfigError) as raised:
-        changed(*([overrides] if isinstance(overrides, str) else overrides))
-    assert str(raised.value).startswith("config: ")
-    assert message in str(raised.value)
-
-
-LOG = "kind='criteo', files=['day_0.gz']"
-RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+        # Keys that nothing reads.
         ("runs.one.dense.density=0.1", "dense: density=0.1 is for kind='thresholded', and"),
         ("runs.one.dense={kind='fp16', rank=4}", "rank=4 is for kind='powersgd', and kind is"),
         ("runs.one.dense={kind='delayed', tp=2}", "'tensor_parallel' or 'pipelined', and kind"),
@@ -256,9 +242,10 @@ RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
         ),
     ],
 )
-def test_a_key_that_nothing_reads_is_refused(override: str, message: str) -> None:
-    with pytest.raises(tdsp.errors.ConfigError) as raised:
-        changed(override)
+def test_errors_name_key_value_and_rule(overrides: str | tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        changed(*([overrides] if isinstance(overrides, str) else overrides))
+    assert str(raised.value).startswith("config: ")
     assert message in str(raised.value)
 
 
@@ -266,7 +253,7 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[loop]\nsteps = 0\n[data]\nfeatures = [{ name = 'f' }]\n")
 
-    with pytest.raises(tdsp.errors.ConfigError) as raised:
+    with pytest.raises(ConfigError) as raised:
         load_config(TrainConfig, path)
 
     assert str(raised.value).splitlines() == [
@@ -285,9 +272,7 @@ def test_a_run_folder_of_an_earlier_version_is_read(caplog: pytest.LogCaptureFix
 
 
 def test_a_section_that_does_not_name_its_kind_is_told_the_kinds() -> None:
-    with pytest.raises(
-        tdsp.errors.ConfigError, match=r"data\.kind is missing; use one of avazu, criteo"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.kind is missing; use one of avazu, criteo"):
         make_config(AccessConfig, {"data": {"files": "log.csv"}})
 
 
@@ -309,7 +294,7 @@ def test_a_section_that_does_not_name_its_kind_is_told_the_kinds() -> None:
 def test_what_does_not_fit_the_world_is_refused(
     world_size: int, override: str, message: str
 ) -> None:
-    with pytest.raises(tdsp.errors.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         changed(override).check_world(world_size)
 
 
@@ -321,7 +306,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, text: str | None, message:
     path = tmp_path / "run.toml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(tdsp.errors.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_config(TrainConfig, path)
 
 
@@ -346,7 +331,7 @@ def test_normalized_entropy_is_torchrecs() -> None:
 def test_updates_are_for_sgd_without_clipping(override: str) -> None:
     updates = "runs.one.dense={kind='thresholded', preconditioner='adam'}"
     assert changed(updates).optimizer.dense_optimizer == "sgd"
-    with pytest.raises(tdsp.errors.ConfigError, match="gives updates instead of gradients"):
+    with pytest.raises(ConfigError, match="gives updates instead of gradients"):
         changed(updates, f"optimizer.{override}")
 
 
@@ -369,7 +354,7 @@ def test_a_feature_whose_table_cannot_be_named_is_refused(
     if not is_refused:
         assert make_config(TrainConfig, tree).data.kind == kind
         return
-    with pytest.raises(tdsp.errors.ConfigError, match=r"feature 'a\.b' has a dot, which no table"):
+    with pytest.raises(ConfigError, match=r"feature 'a\.b' has a dot, which no table"):
         make_config(TrainConfig, tree)
 
 
@@ -393,20 +378,20 @@ def test_torchrec_alone_does_not_round_alike() -> None:
     tree = {**MINIMAL, "model": model, "optimizer": optimizer}
     assert make_config(TrainConfig, tree).model.kind == "dlrm"
     stock = {"runs": {"two": {"stock": True}}}
-    with pytest.raises(tdsp.errors.ConfigError, match="TorchRec alone, which doesn't round"):
+    with pytest.raises(ConfigError, match="TorchRec alone, which doesn't round"):
         make_config(TrainConfig, {**tree, **stock})
     in_bf16 = {**MINIMAL, "model": {"table_dtype": "bf16"}, **stock}
     for device in ("cpu", "cuda"):
-        with pytest.raises(tdsp.errors.ConfigError, match="TorchRec alone, which can't look up"):
+        with pytest.raises(ConfigError, match="TorchRec alone, which can't look up"):
             make_config(TrainConfig, in_bf16 | {"loop": {"device": device}})
 
 
 def test_a_list_with_a_wrong_item_is_not_too_short() -> None:
     features = [{"name": "user", "num_rows": 1}]
     log = {"kind": "table", "files": ["log.csv"], "label": "label", "features": features}
-    with pytest.raises(tdsp.errors.ConfigError) as raised:
+    with pytest.raises(ConfigError) as raised:
         make_config(TrainConfig, {**MINIMAL, "data": log})
     assert "num_rows=1 leaves no row for hashed values" in str(raised.value)
     assert "at least 1 item" not in str(raised.value)
-    with pytest.raises(tdsp.errors.ConfigError, match=r"data\.features=.*at least 1 item"):
+    with pytest.raises(ConfigError, match=r"data\.features=.*at least 1 item"):
         make_config(TrainConfig, {**MINIMAL, "data": {**log, "features": []}})

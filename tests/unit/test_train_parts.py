@@ -315,7 +315,7 @@ def test_what_was_stored_is_a_copy() -> None:
     ],
 )
 def test_other_values_are_refused_by_name(value: object, text: str) -> None:
-    with pytest.raises(tdsp.errors.CheckpointError, match=text):
+    with pytest.raises(CheckpointError, match=text):
         to_plain(value, "")
 
 
@@ -323,9 +323,9 @@ def test_other_values_are_refused_by_name(value: object, text: str) -> None:
     "content", [b"[", b'{"$tensor": "x"}', b'{"$unknown": 1}', b'{"$array": 1}', b"\xff"]
 )
 def test_damaged_values_are_refused(content: bytes) -> None:
-    with pytest.raises(tdsp.errors.CheckpointError, match=r"'header' is damaged .*; load another"):
+    with pytest.raises(CheckpointError, match=r"'header' is damaged .*; load another"):
         from_plain({"header": torch.frombuffer(bytearray(content), dtype=torch.uint8)}, "")
-    with pytest.raises(tdsp.errors.CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match="damaged"):
         from_plain({}, "")
 
 
@@ -396,9 +396,7 @@ def test_a_counter_takes_over_several_ranks() -> None:
 
 
 def test_a_counter_of_other_tables_is_refused() -> None:
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="'large' was counted as 5000 rows, by a sketch of"
-    ):
+    with pytest.raises(ConfigError, match="'large' was counted as 5000 rows, by a sketch of"):
         counter(sketch_rows=128).load_state_dict(counter().state_dict())
 
 
@@ -434,7 +432,7 @@ def test_old_checkpoints_are_dropped_and_nothing_else(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5", "6", "best"]
     tdsp.drop_old_checkpoints(tmp_path, keep=7)
     assert len(list(tmp_path.iterdir())) == 4
-    with pytest.raises(tdsp.errors.ConfigError, match="keep=0 would leave no checkpoint"):
+    with pytest.raises(ConfigError, match="keep=0 would leave no checkpoint"):
         tdsp.drop_old_checkpoints(tmp_path, keep=0)
 
 

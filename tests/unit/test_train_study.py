@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def record(seed: int, **changes: object) -> TrainRecord:
 
 
 RECORDS = [record(seed) for seed in range(3)]
+
+
+def with_runs(whole: TrainRecord, change: Callable[[RunRecord], dict[str, object]]) -> TrainRecord:
+    """Return a record with other fields in each of its runs."""
+    runs = tuple(run.model_copy(update=change(run)) for run in whole.runs)
+    return whole.model_copy(update={"runs": runs})
 
 
 def test_earlier_records_say_how_evenly_samples_were_dealt(tmp_path: Path) -> None:
@@ -131,9 +138,9 @@ def test_the_page_says_how_runs_were_updated_and_how_much_of_a_gap_is_closed() -
 
 
 def test_runs_may_end_at_different_steps(tmp_path: Path) -> None:
-    runs = list(RECORDS[1].runs)
-    runs[1] = runs[1].model_copy(update={"curve": runs[1].curve[:1]})
-    records = [RECORDS[0], RECORDS[1].model_copy(update={"runs": tuple(runs)})]
+    last = {"averaged": 1}
+    shorter = with_runs(RECORDS[1], lambda run: {"curve": run.curve[: last.get(run.name)]})
+    records = [RECORDS[0], shorter]
     page = study_report(records, reference="one_group")
     assert "5,120 to 10,240 samples in 10 to 20 steps, 4 ranks" in page
     study_plot(records, tmp_path / "gaps.svg", reference="one_group")
@@ -144,10 +151,9 @@ def test_runs_may_end_at_different_steps(tmp_path: Path) -> None:
 
 
 def test_runs_without_a_normalized_entropy_are_refused() -> None:
-    runs = [run.model_copy(update={"eval_ne": math.nan}) for run in RECORDS[0].runs]
-    record = RECORDS[0].model_copy(update={"runs": tuple(runs)})
+    diverged = with_runs(RECORDS[0], lambda run: {"eval_ne": math.nan})
     with pytest.raises(ConfigError, match=r"^the run 'one_group' with the seeds \(0, 0\) has the"):
-        study_report([record], reference="one_group")
+        study_report([diverged], reference="one_group")
     fewer = RECORDS[1].model_copy(update={"runs": RECORDS[1].runs[:2]})
     for records in ([RECORDS[0], fewer], [fewer, RECORDS[0]]):
         with pytest.raises(ConfigError, match=r"the seeds \(1, 1\) has no run 'scaled'; train it"):
@@ -155,38 +161,27 @@ def test_runs_without_a_normalized_entropy_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "optimizer"),
+    ("run", "sync", "optimizer"),
     [
-        ({"moment_scale": "expected"}, "row-wise AdaGrad, moment / expected inflation"),
-        ({"num_groups": 4}, "row-wise AdaGrad"),
-        ({"sync": "WeightSync", "moment_scale": 2.5}, "row-wise AdaGrad, moment / 2.5"),
-        ({"sync": "WeightSync", "delayed_moment": True}, "row-wise AdaGrad, delayed moment"),
+        ({"moment_scale": "expected"}, "", "row-wise AdaGrad, moment / expected inflation"),
+        ({"num_groups": 4}, "", "row-wise AdaGrad"),
+        ({"sync": "WeightSync", "moment_scale": 2.5}, "", "row-wise AdaGrad, moment / 2.5"),
+        ({"sync": "WeightSync", "delayed_moment": True}, "", "row-wise AdaGrad, delayed moment"),
+        # A saved plan's section says nothing, and the record says what the run trained by.
+        ({"plan": "plan.json"}, "WeightSync(every(4))", "row-wise AdaGrad, moment / 4"),
     ],
 )
-def test_the_page_names_every_optimizer(run: dict[str, object], optimizer: str) -> None:
+def test_the_page_names_every_optimizer(run: dict[str, object], sync: str, optimizer: str) -> None:
     records = [record(seed, runs={**RUNS, "scaled": run}) for seed in range(2)]
+    records = [with_runs(entry, lambda run: {"sync": sync or run.sync}) for entry in records]
     page = study_report(records, reference="one_group")
     (row,) = [line for line in page.splitlines() if line.startswith("| scaled ")]
     assert row.split(" | ")[2] == optimizer
 
 
-def test_the_sync_of_a_saved_plan_decides_on_the_optimizer() -> None:
-    """Its section says nothing, and the record says what the run trained by."""
-    planned = record(0, runs={**RUNS, "scaled": {"plan": "plan.json"}})
-    runs = [run.model_copy(update={"sync": "WeightSync(every(4))"}) for run in planned.runs]
-    page = study_report([planned.model_copy(update={"runs": tuple(runs)})], reference="one_group")
-    (row,) = [line for line in page.splitlines() if line.startswith("| scaled ")]
-    assert row.split(" | ")[2] == "row-wise AdaGrad, moment / 4"
-
-
 def test_a_gap_of_zero_has_no_sign() -> None:
-    runs = [
-        run.model_copy(update={"eval_ne": 0.8 - 1e-9 * number})
-        for number, run in enumerate(RECORDS[0].runs)
-    ]
-    page = study_report(
-        [RECORDS[0].model_copy(update={"runs": tuple(runs)})], reference="one_group"
-    )
+    nearly_equal = with_runs(RECORDS[0], lambda run: {"eval_ne": 0.8 + 1e-9 * len(run.name)})
+    page = study_report([nearly_equal], reference="one_group")
     assert page.count(" 0.0 to 0.0 |") == 3
     assert "-0.0" not in page
 
@@ -210,31 +205,29 @@ def test_a_study_that_compares_nothing_is_refused(
 
 
 def test_curves_without_a_common_step_are_refused(tmp_path: Path) -> None:
-    runs = [
-        run.model_copy(update={"curve": tuple(StepsTrained(step=7, ne=0.8) for _ in run.curve)})
-        for run in RECORDS[1].runs
-    ]
-    records = [RECORDS[0], RECORDS[1].model_copy(update={"runs": tuple(runs)})]
+    other_steps = with_runs(RECORDS[1], lambda run: {"curve": (StepsTrained(step=7, ne=0.8),) * 2})
     message = "the curves of 'averaged' and 'one_group' share no step over all seeds; train"
     with pytest.raises(ConfigError, match=message):
-        study_plot(records, tmp_path / "gaps.svg", reference="one_group")
+        study_plot([RECORDS[0], other_steps], tmp_path / "gaps.svg", reference="one_group")
 
 
 def study(folder: Path, records: list[TrainRecord], *options: str) -> Any:
     """Write a study of records that lie in a folder as ``seed_<n>.json``."""
     sources = [folder / f"seed_{number}.json" for number in range(1, len(records) + 1)]
     for source, entry in zip(sources, records, strict=True):
-        entry.save(source)
+        entry.save(source.expanduser())
     arguments = ["train-study", *map(str, sources), "--reference", "one_group", *options]
     return CliRunner().invoke(app, arguments)
 
 
-def test_a_page_with_blanks_in_its_name_links_to_its_files(tmp_path: Path) -> None:
+def test_the_command_writes_page_plot_and_data(tmp_path: Path) -> None:
     done = study(tmp_path, RECORDS, "--output", str(tmp_path / "my (first) page.md"))
     assert done.exit_code == 0, done.output
     page = (tmp_path / "my (first) page.md").read_text()
     assert "(my%20%28first%29%20page.svg)" in page
     assert "[my (first) page_3.json](my%20%28first%29%20page_3.json)" in page
+    assert "<svg" in (tmp_path / "my (first) page.svg").read_text()
+    assert TrainRecord.load(tmp_path / "my (first) page_3.json") == RECORDS[2]
 
 
 def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,10 +235,7 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path))
-    for entry in RECORDS:
-        entry.save(tmp_path / f"seed_{entry.seeds[0]}.json")
-    arguments = ["train-study", "~/seed_0.json", "~/seed_1.json", "--reference=one_group"]
-    done = CliRunner().invoke(app, [*arguments, "--output=~/page.md"])
+    done = study(Path("~"), RECORDS, "--output=~/page.md")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "page.md").exists()
     assert not list(Path().iterdir())
@@ -275,19 +265,6 @@ def test_the_command_refuses_before_it_writes(
     assert message in done.stderr
     assert len(list(tmp_path.iterdir())) == 3
     assert [TrainRecord.load(f"seed_{n}.json") for n in (1, 2, 3)] == records
-
-
-def test_the_command_writes_page_plot_and_data(tmp_path: Path) -> None:
-    sources = [tmp_path / f"seed_{seed}.json" for seed in range(3)]
-    for source, entry in zip(sources, RECORDS, strict=True):
-        entry.save(source)
-    page = tmp_path / "quality.md"
-    arguments = ["train-study", *map(str, sources), "--reference", "one_group"]
-    done = CliRunner().invoke(app, [*arguments, "--output", str(page)])
-    assert done.exit_code == 0, done.output
-    assert "(quality.svg)" in page.read_text()
-    assert "<svg" in (tmp_path / "quality.svg").read_text()
-    assert TrainRecord.load(tmp_path / "quality_3.json") == RECORDS[2]
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
@@ -327,15 +304,13 @@ def test_runs_that_do_not_join(other: TrainRecord, message: str) -> None:
 
 
 def test_a_study_may_leave_runs_out(tmp_path: Path) -> None:
-    sources = [tmp_path / f"seed_{seed}.json" for seed in range(2)]
-    part(0, *NE).save(sources[0])
-    part(1, "one_group", "scaled").save(sources[1])
     page = tmp_path / "quality.md"
-    arguments = ["train-study", *map(str, sources), "--reference", "one_group"]
-    arguments += ["--output", str(page)]
+    records = [part(0, *NE), part(1, "one_group", "scaled")]
 
-    whole = CliRunner().invoke(app, arguments)
-    chosen = CliRunner().invoke(app, [*arguments, "--only", "one_group", "--only", "scaled"])
+    whole, chosen = (
+        study(tmp_path, records, "--output", str(page), *options)
+        for options in ((), ("--only", "one_group", "--only", "scaled"))
+    )
 
     assert whole.exit_code == 2
     assert "differ in more than their seeds" in whole.stderr

@@ -11,10 +11,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import logged
-from tests.support.models import HOT_ROWS, SEQUENCES, build, tables_of
+from tests.support.models import HOT_ROWS, build
 from tests.support.oracle import batch_of, local_loss, trained_oracle
 from tests.support.parity import (
-    FOUR,
     ONE,
     TOLERANCE,
     TWO,
@@ -37,20 +36,10 @@ from torchrec_2dsp.shard.parted import sharded_tables
 STEPS = 5
 CELLS = [
     Cell(ONE, "table_wise"),
-    Cell(ONE, "row_wise", optimizer="adagrad"),
-    Cell(ONE, "column_wise"),
-    Cell(ONE, "row_wise", exchange="row"),
     Cell(ONE, "row_wise", exchange="row", owners="hash", hot_rows=HOT_ROWS),
-    Cell(ONE, "table_wise", exchange="nonempty", hot_rows=HOT_ROWS),
-    Cell(ONE, "row_wise", SEQUENCES, exchange="row"),
     Cell(ONE, "row_wise", variable=True),
     Cell(ONE, "data_parallel"),
-    Cell(TWO, "table_wise"),
-    Cell(TWO, "row_wise", exchange="row"),
     Cell(TWO, "row_wise", stock_wrapper=True),
-    Cell(TWO, "table_wise", optimizer="sgd", sync=tdsp.WeightSync()),
-    Cell(TWO, "table_wise", hot_rows=HOT_ROWS, exchange="nonempty"),
-    Cell(FOUR, "table_wise", SEQUENCES),
 ]
 
 
@@ -104,31 +93,6 @@ def test_the_weights_are_those_of_one_large_batch(
             # Signals have 8 bytes: of each batch's lookup, and at the beginning.
             assert summed.count(8) <= num_batches + 1
             assert len(summed) - summed.count(8) < 2 * dense
-
-
-def gap_beside_frozen(rank: int, world_size: int) -> Gap:
-    """Accumulate two batches while a table is frozen; return the gap to the oracle."""
-    cell = Cell(ONE, optimizer="sgd")
-    model: Any = build(cell.spec, seed=0)
-    tables_of(model)["t1"].requires_grad_(False)
-    parallel, oracle = make_model(cell, model), make_oracle(cell)
-    optimizer, sizes = make_optimizer(parallel), (6,) * world_size
-    batches = [
-        [batch_of(cell.spec, 0, sizes, 4, step, rank=place) for step in range(2)]
-        for place in range(world_size)
-    ]
-    for batch in tdsp.accumulate(parallel, batches[rank]):
-        (local_loss(parallel(batch)) / 2).backward()
-    optimizer.step()
-    oracle.frozen = {"t1"}
-    oracle.step([batch for pair in batches for batch in pair])
-    return compare(parallel, oracle)
-
-
-def test_batches_accumulate_beside_frozen_tables(ranks4: RankPool) -> None:
-    for gap in ranks4.run(gap_beside_frozen):
-        assert gap.num_values > 0
-        assert gap.worst < TOLERANCE
 
 
 def without_last(rank: int, world_size: int, cell: Cell, leaves_by: str) -> tuple[Gap, str]:

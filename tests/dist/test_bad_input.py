@@ -13,9 +13,8 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import plan_as_torchrec
 from tests.support.models import SEQUENCES, BagModel, ModelSpec, TableSpec, build, tables_of
-from tests.support.parity import TWO, Cell, group_plan, make_sharder
+from tests.support.parity import TWO, Cell, group_plan, make_sharder, plan_as_torchrec
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.mesh import RankLayout

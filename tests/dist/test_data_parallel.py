@@ -12,11 +12,11 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import EPS
 from tests.support.loops import plain_loop, shard
 from tests.support.models import ModelSpec, TableSpec, build, make_batch, tables_of
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import (
+    EPS,
     LR,
     TOLERANCE,
     Cell,

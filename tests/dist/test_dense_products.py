@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.support.dense_products import FORMS, ProductCell, run_product
-from tests.support.pipelining import TABLES
+from tests.support.pipelining import FORMS, TABLES, ProductCell, run_product
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 

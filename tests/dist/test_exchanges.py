@@ -22,7 +22,6 @@ from tests.support.loops import (
     train,
 )
 from tests.support.models import (
-    ALL_ROWS,
     HOT_ROWS,
     MIXED,
     ONE_TABLE,
@@ -37,7 +36,6 @@ from tests.support.parity import (
     TOLERANCE,
     TWO,
     Cell,
-    check_cells,
     group_plan,
     make_optimizer,
     make_sharder,
@@ -48,9 +46,6 @@ from tests.support.slices import Deal
 from tests.support.trips import Trip, check_arrivals, stock
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.shard.row_exchange import lookup
-
-LONG_BAGS_TOLERANCE = {"row": 4e-6, "nonempty": 1e-5}
-"""Sums of many rows round more often, in parts even more."""
 
 ROWS = Cell(ONE, exchange="row")
 NONEMPTY = Cell(ONE, exchange="nonempty")
@@ -68,38 +63,6 @@ def gap_of_even_bags(rank: int, world_size: int, cell: Cell) -> float:
 @pytest.mark.parametrize("spec", [MIXED, ONE_TABLE, SEQUENCES])
 def test_rows_in_even_bags_train_as_the_unsharded_model(ranks4: RankPool, spec: ModelSpec) -> None:
     assert max(ranks4.run(gap_of_even_bags, replace(ROWS, spec=spec))) <= TOLERANCE
-
-
-def test_groups_over_many_hosts_equal_the_unsharded_model(ranks8: RankPool, dealt: Deal) -> None:
-    """Four hosts with two ranks each as one group, then as two groups over two hosts each.
-
-    There a table may have one copy on all hosts.
-    """
-    one, two = tdsp.Mesh2D(1, 8), tdsp.Mesh2D(2, 4, tdsp.RankLayout.CONTIGUOUS)
-    averaged = replace(PER_HOST, mesh=two, optimizer="sgd", sync=tdsp.WeightSync(dense_above=1.0))
-    cells = [replace(ROWS, mesh=mesh) for mesh in (one, tdsp.Mesh2D(2, 4))]
-    cells += [
-        replace(PER_HOST, mesh=mesh, spec=spec)
-        for mesh, spec in product((one, two), (ModelSpec(), SEQUENCES))
-    ]
-    once = Cell(tdsp.Mesh2D(2, 4), in_world=("t1",))
-    cells += [averaged, once, replace(once, exchange="row_per_host")]
-    check_cells(dealt(cells), ranks8, must_sync=True)
-
-
-@pytest.mark.parametrize("exchange", LONG_BAGS_TOLERANCE)
-def test_long_bags_equal_the_unsharded_model(ranks4: RankPool, exchange: str, dealt: Deal) -> None:
-    """Ids many times in a bag."""
-    sizes = (2, 2, 2, 2)
-    cells = [
-        Cell(mesh, kind, exchange=exchange, hot_rows=hot, batch_sizes=sizes, max_length=60)
-        for mesh, kind, hot in product(
-            (ONE, TWO),
-            ("row_wise",) if exchange == "row" else ("table_wise", "row_wise"),
-            ((), ALL_ROWS, *([(("t0", (3,)),)] if exchange == "row" else [])),
-        )
-    ]
-    check_cells(dealt(cells), ranks4, 3, long_bags=LONG_BAGS_TOLERANCE[exchange])
 
 
 HOT = replace(ROWS, mesh=TWO, hot_rows=HOT_ROWS)

@@ -9,10 +9,9 @@ import torch
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
-from tests.support.dense_products import split, tensor_parallel
 from tests.support.dense_training import batch_of, cell_of, dense_of, whole
 from tests.support.loops import shard
-from tests.support.pipelining import close_groups, stack_model
+from tests.support.pipelining import close_groups, split, stack_model, tensor_parallel
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
 

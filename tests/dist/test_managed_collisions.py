@@ -25,7 +25,6 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import Cell
 from tests.support.drifting_ids import Stream, compare
 from tests.support.hash_zch import OneThreadHashZch, at_hour, hash_of
 from tests.support.loops import OTHER_BATCH, drain
@@ -41,7 +40,6 @@ from tests.support.managed_collisions import (
     ManagedModel,
     Twin,
     batch_of,
-    largest_gap,
     plan_of,
     replicas_of,
     set_clock_by_batches,
@@ -54,7 +52,7 @@ from tests.support.managed_collisions import (
 from tests.support.oracle import local_loss
 from tests.support.parity import (
     TWO,
-    local_shards,
+    Cell,
     make_optimizer,
     make_sharder,
     relative_gap,
@@ -64,36 +62,16 @@ from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
 from torchrec_2dsp.shard.parted import sharded_tables
 
+BEHIND_LFU = Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS), "lfu")
 CASES = [
-    Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS), "lfu"),
-    Case(Cell(TWO, spec=BAGS), "lru"),
     Case(Cell(TWO, "table_wise", BAGS, "sgd"), "lfu", hashed=True),
-    Case(Cell(TWO, spec=BAGS, exchange="row", owners="hash"), "lru", loop="sparse dist"),
-    Case(Cell(tdsp.Mesh2D(4, 1), spec=BAGS), "distance", interval=2),
-    Case(Cell(TWO, spec=SEQUENCES), "lfu", loop="sparse dist"),
-    Case(Cell(TWO, "table_wise", SEQUENCES), "lru", interval=3),
-    Case(Cell(TWO, spec=SEQUENCES, exchange="row"), "lru", loop="prefetch"),
     Case(Cell(tdsp.Mesh2D(1, 4), spec=SEQUENCES, exchange="row"), loop="prefetch", hashed=True),
-    Case(Cell(TWO, "data_parallel", BAGS), "lru"),
-    Case(Cell(TWO, spec=BAGS, in_world=("t1",)), "lru", loop="sparse dist"),
     Case(Cell(TWO, "column_wise", BAGS, "sgd"), "lru", resets=False),
-    Case(Cell(TWO, spec=BAGS), "lru", empty_on=(1, 2)),
-    Case(Cell(TWO, spec=BAGS, exchange="nonempty", stock_wrapper=True), "lru"),
-    Case(Cell(TWO, "table_row_wise", BAGS, stock_wrapper=True), "lfu", loop="sparse dist"),
-    Case(Cell(tdsp.Mesh2D(1, 4), "grid_shard", BAGS, "sgd"), "lru", loop="prefetch"),
-    Case(Cell(TWO, spec=BAGS, optimizer="sgd", sync=tdsp.WeightSync()), "lru", loop="sparse dist"),
-    Case(Cell(TWO, spec=BAGS), "hash"),
-    Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS), "hash ttl"),
-    Case(Cell(TWO, spec=BAGS, exchange="row"), "hash ttls", loop="sparse dist"),
-    Case(Cell(TWO, spec=SEQUENCES, exchange="row"), "hash lru", loop="prefetch"),
     Case(Cell(tdsp.Mesh2D(4, 1), "table_wise", SEQUENCES, "sgd"), "hash reserved", resets=False),
-    Case(Cell(TWO, "data_parallel", BAGS), "hash ttl", empty_on=(1, 2)),
-    Case(Cell(TWO, "table_row_wise", BAGS, stock_wrapper=True), "hash lru", loop="sparse dist"),
-    Case(Cell(TWO, spec=BAGS, optimizer="adam"), "lru"),
-    Case(Cell(TWO, "column_wise", SEQUENCES, "partial_adam"), "lru", loop="sparse dist"),
     Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS, optimizer="lamb"), "lru"),
     Case(Cell(TWO, spec=BAGS, exchange="row", optimizer="partial_lamb"), "lru"),
 ]
+"""What random cases lack."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -404,29 +382,10 @@ def by_one_call(rank: int, world_size: int, case: Case) -> tuple[float, str]:
 
 @pytest.mark.parametrize("policy", ["lfu", "hash ttls"])
 def test_parallelize_shards_behind_id_maps(ranks4: RankPool, policy: str) -> None:
-    case = replace(CASES[0], policy=policy)
+    case = replace(BEHIND_LFU, policy=policy)
     for gap, text in ranks4.run(by_one_call, case, timeout_s=60):
         assert gap < TOLERANCE
         assert "managed collisions" in text
-
-
-def touched_against_all(rank: int, world_size: int) -> float:
-    """Return the gap between averages of touched rows and of whole shards, every third step."""
-    states = []
-    for rows in (tdsp.SyncedRows.TOUCHED, tdsp.SyncedRows.ALL):
-        share: dict[str, Any] = {"dense_above": 1.0} if rows is tdsp.SyncedRows.TOUCHED else {}
-        sync = tdsp.WeightSync(policy=tdsp.every(3), rows=rows, **share)
-        case = Case(Cell(TWO, spec=BAGS, optimizer="sgd", sync=sync), "lru")
-        parallel = sharded(case)
-        train(case, parallel, rank, range(6))
-        tables = [value for name, value in parallel.state_dict().items() if "t0.w" in name]
-        states.append([part for value in tables for part, _ in local_shards(value)])
-    (touched,), (whole,) = states
-    return largest_gap(touched, whole)
-
-
-def test_averages_know_rows_that_were_reset(ranks4: RankPool) -> None:
-    assert max(ranks4.run(touched_against_all)) < TOLERANCE
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`parallelize`: whatever it chooses trains as the unsharded model, and it says what it chose."""
+"""`parallelize` says what it chose, and takes what fits; random cases train what it chooses."""
 
 import re
 from functools import partial
@@ -19,11 +19,11 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.devices import are_equal, cpu_only, rank_device, rounded
+from tests.support.devices import are_equal, cpu_only, on_rank_device, rank_device, rounded
 from tests.support.loops import LossModel, drain, plain_loop
 from tests.support.models import SEQUENCES, ModelSpec, TableSpec, build, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import FOUR, ONE, TOLERANCE, TWO, Cell, check_cells, parallelized
+from tests.support.parity import ONE, TOLERANCE
 from tests.support.ranks import RankPool, error_text
 from torchrec_2dsp._compat.ddp import data_parallel_module
 from torchrec_2dsp.plan.parameter_sharding import Pipeline
@@ -37,19 +37,16 @@ OTHERS = (TableSpec("other", 9, 4, ("other",)),)
 ADAGRAD = tdsp.MomentScaledRowWiseAdaGrad(lr=0.05)
 
 
-@pytest.mark.parametrize("mesh", [ONE, TWO, FOUR], ids=str)
-@pytest.mark.dealt
-def test_whatever_is_chosen_trains_as_the_unsharded_model(
-    two_hosts: RankPool, mesh: tdsp.Mesh2D
-) -> None:
-    specs = ModelSpec(), ModelSpec(weighted=True), SEQUENCES, LARGE
-    exchanges = "pooled", "row"
-    cells = [
-        Cell(mesh, spec=spec, exchange=exchange, parallelized=True)
-        for spec in specs
-        for exchange in exchanges
-    ]
-    check_cells([*cells, Cell(mesh, optimizer="sgd", parallelized=True)], two_hosts)
+def parallelized(model: nn.Module, **known: Any) -> tdsp.ModelParallel2D:
+    """Make a plan as a user would, on two emulated hosts, and run it."""
+    return tdsp.parallelize(
+        on_rank_device(model),
+        device=rank_device(),
+        batch_size=256,
+        calibration="emulated_200mbit",
+        mesh=ONE,
+        **known,
+    )
 
 
 def train_by_pipeline_and_by_hand(rank: int, world_size: int) -> tuple[list[str], list[float], str]:
@@ -59,7 +56,7 @@ def train_by_pipeline_and_by_hand(rank: int, world_size: int) -> tuple[list[str]
     reasons = ""
     for by_hand in (True, False):
         torch.manual_seed(0)
-        model = parallelized(Cell(ONE), LossModel(LARGE), optimizer=ADAGRAD)
+        model = parallelized(LossModel(LARGE), optimizer=ADAGRAD)
         plan = cast(tdsp.Plan2D, model.plan)
         chosen = [plan.pipeline.value, str(plan.full_duplex)]
         chosen += [table.exchange.value for _, part in plan.modules() for _, table in part.tables()]
@@ -107,9 +104,7 @@ def count_buckets(rank: int, world_size: int) -> tuple[list[int], list[list[floa
     numbers, losses, spec = [], [], ModelSpec()
     for wrapper in (None, DefaultDataParallelWrapper()):
         torch.manual_seed(0)
-        model = parallelized(
-            Cell(ONE), DeepModel(spec), optimizer=ADAGRAD, data_parallel_wrapper=wrapper
-        )
+        model = parallelized(DeepModel(spec), optimizer=ADAGRAD, data_parallel_wrapper=wrapper)
         optimizer = torch.optim.SGD(model.dense_parameters(), lr=0.01)
         batches = [make_batch(spec, seed=10 * step + rank) for step in range(5)]
         losses.append(plain_loop(model, optimizer, batches))
@@ -135,7 +130,7 @@ def keep_weights_and_take_plans(
     """Return whether weights were kept, and the errors of what contradicts itself."""
     model = build(spec, seed=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    first = parallelized(Cell(ONE), model, optimizer=ADAGRAD)
+    first = parallelized(model, optimizer=ADAGRAD)
     path = str(Path(folder) / "plan.json")
     if rank == 0:
         save(cast(tdsp.Plan2D, first.plan), path)
@@ -250,15 +245,14 @@ def learn_from_a_sample(rank: int, world_size: int) -> tuple[Any, list[str]]:
         ),
         "lacking": list(tdsp.sampled_constraints(module, lacking)),
     }
-    cell = Cell(ONE)
-    shown = parallelized(cell, LossModel(LARGE), optimizer=ADAGRAD, sample=batches)
+    shown = parallelized(LossModel(LARGE), optimizer=ADAGRAD, sample=batches)
     reasons = "\n".join(shown.explain().summary()) if rank == 0 else ""
     on_some = None if rank else batches
     calls: list[Any] = [
         partial(tdsp.sampled_constraints, module, []),
         partial(tdsp.sampled_constraints, module, cast(Any, make_batch)),
         partial(tdsp.sampled_constraints, module, make_batch(ModelSpec(OTHERS), seed=0)),
-        partial(parallelized, cell, module, optimizer=ADAGRAD, sample=on_some),
+        partial(parallelized, module, optimizer=ADAGRAD, sample=on_some),
     ]
     return told, [reasons, *(error_text(call, tdsp.TwoDError) for call in calls)]
 
@@ -347,7 +341,7 @@ def train_by_stock_sharders(rank: int, world_size: int, spec: ModelSpec) -> list
     stock = bags, EmbeddingCollectionSharder(params), behind_weights
     sums: list[list[float]] = []
     for known in ({"optimizer": ADAGRAD}, {"sharders": stock}):
-        model = parallelized(Cell(ONE, exchange="row"), build(spec, seed=3), **known)
+        model = parallelized(build(spec, seed=3), exchange="row", **known)
         plan = cast(tdsp.Plan2D, model.plan)
         tables = [table for _, part in plan.modules() for _, table in part.tables()]
         assert {table.exchange.value for table in tables} <= {"row", "row_per_host"}

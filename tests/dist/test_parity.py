@@ -140,38 +140,6 @@ def test_adam_and_lamb_are_exact_too(ranks4: RankPool, optimizer: str, dealt: De
     check_cells(dealt(cells), ranks4, STEPS, tolerance=10 * TOLERANCE, must_sync=True)
 
 
-def test_ids_of_one_two_and_three_bytes(two_hosts: RankPool) -> None:
-    tables = (
-        TableSpec("t0", 255, 4, ("f0",)),
-        TableSpec("t1", 256, 4, ("f1",)),
-        TableSpec("t2", 70_000, 4, ("f2", "f3")),
-    )
-    bags, sequences = ModelSpec(tables), ModelSpec(tables, sequence=True)
-    kinds = product(MESHES[:2], ("table_wise", "row_wise"), (bags, sequences))
-    cells = [Cell(mesh, sharding, spec) for mesh, sharding, spec in kinds]
-    one = Mesh2D(1, 4)
-    cells += [
-        Cell(one, "table_row_wise", ModelSpec(tables, weighted=True)),
-        Cell(one, "column_wise", ModelSpec(tables[:1])),
-        Cell(one, "row_wise", bags, exchange="nonempty"),
-        Cell(one, "row_wise", bags, exchange="row"),
-        Cell(one, "row_wise", sequences, exchange="row_per_host"),
-    ]
-    check_cells(cells, two_hosts)
-
-
-def test_two_ranks_per_host_in_groups_over_hosts(ranks8: RankPool, dealt: Deal) -> None:
-    """Node-wise types are only themselves where a group spans hosts."""
-    cells = [
-        Cell(MESHES_8[0], sharding, optimizer="rowwise_adagrad", hot_rows=hot_rows)
-        for sharding in ("table_row_wise", "grid_shard")
-        for hot_rows in ((), HOT_ROWS)
-    ]
-    cells += [Cell(MESHES_8[1], sharding) for sharding in ("table_row_wise", "grid_shard")]
-    cells = dealt(cells)
-    check_cells(cells, ranks8, STEPS, tolerance=TOLERANCE, must_sync=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES_8, ids=str)
 @pytest.mark.parametrize("sharding", BAG_TYPES)

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.dense_products import FORMS
 from tests.support.parity import Gap, compare, relative_gap
 from tests.support.pipelining import (
+    FORMS,
     TABLES,
     TWO_RANKS,
     WIDTH,

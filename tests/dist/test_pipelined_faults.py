@@ -12,10 +12,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import Cell
 from tests.support.dense_training import cell_of, model_of
 from tests.support.loops import shard
 from tests.support.models import ModelSpec, make_batch
+from tests.support.parity import Cell
 from tests.support.pipelining import (
     TABLES,
     TWO_RANKS,

@@ -18,7 +18,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.batches import make_variable_batch
-from tests.support.cells import Cell
 from tests.support.loops import gap_to_unsharded, shard_tables
 from tests.support.models import (
     NUM_POSITIONS,
@@ -27,7 +26,7 @@ from tests.support.models import (
     make_batch,
     tables_of,
 )
-from tests.support.parity import FOUR, LR, ONE, TOLERANCE, TWO
+from tests.support.parity import FOUR, LR, ONE, TOLERANCE, TWO, Cell
 from tests.support.planning import group_plan_of
 from tests.support.ranks import RankPool, error_of
 from tests.support.trips import HOT, Trip, check_arrivals, stock

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
-from tests.support.dense_products import FORMS
 from tests.support.dense_training import TowerModel, cell_of, model_of
 from tests.support.loops import shard
 from tests.support.models import BagModel, build, make_batch
 from tests.support.pipelining import (
+    FORMS,
     TABLES,
     PipelineCell,
     dense_sgd,

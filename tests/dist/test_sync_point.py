@@ -1,7 +1,6 @@
 """One sync per training backward, whoever asks for it first, and replicas that are equal."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -247,38 +246,7 @@ def twice_refused(rank: int, world_size: int, cell: Cell) -> str:
     return error_text(loss.backward, UnsupportedError)
 
 
-def twice(rank: int, world_size: int, cell: Cell) -> float:
-    torch.manual_seed(0)
-    model = TwiceModel(cell.spec)
-    rule: dict[str, Any] = {"optimizer": cell.optimizer, "lr": LR, "eps": cell.eps}
-    oracle, parallel = (
-        LoopOracle(cell.spec, **rule, model=deepcopy(model)),
-        shard(cell, model=model),
-    )
-    stream = make_stream(cell, 3)
-    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
-    for batches in stream:
-        oracle.step(batches)
-    return compare(parallel, oracle).worst
-
-
 ONE_GROUP = Cell(tdsp.Mesh2D(1, 4))
-ADDED_UP = replace(ONE_GROUP, accumulates=True)
-LOOKED_UP_TWICE = (
-    EXACT,
-    HOT,
-    replace(EXACT, exchange="row", owners="hash"),
-    replace(ONE_GROUP, sharding="data_parallel"),
-    replace(ONE_GROUP, optimizer="sgd"),
-    ADDED_UP,
-    replace(ADDED_UP, exchange="nonempty", hot_rows=HOT_ROWS),
-    replace(ADDED_UP, exchange="row", optimizer="adam"),
-)
-
-
-def test_two_lookups_in_one_forward_are_one_update(ranks4: RankPool) -> None:
-    for cell in LOOKED_UP_TWICE:
-        assert max(ranks4.run(twice, cell)) < ROUNDING, str(cell)
 
 
 def test_two_lookups_in_one_forward_are_refused_where_each_would_update(ranks4: RankPool) -> None:

@@ -12,12 +12,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 import torchrec_2dsp as tdsp
-from tests.support.dense_products import FORMS
 from tests.support.dense_training import cell_of, whole
 from tests.support.loops import shard
 from tests.support.models import BagModel, make_batch
 from tests.support.parity import Gap, compare
 from tests.support.pipelining import (
+    FORMS,
     TABLES,
     TWO_RANKS,
     WIDTH,

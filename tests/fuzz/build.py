@@ -30,7 +30,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import Case, DenseCase, SearchCase, TableCase, table_name
 from tests.fuzz.model import FuzzModel, initial_state, tables_path
-from tests.fuzz.refusals import REFUSALS
 from tests.fuzz.search import access_of, calibration_of, constraints_of
 from tests.fuzz.state import (
     EPS,
@@ -92,7 +91,9 @@ def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
             values=dense.values,
             dense_below=0,
             route=dense.route,
-            **in_ddp,
+            refresh=dense.refresh,
+            exact_thresholds=dense.exact_thresholds,
+            **(small_buckets if dense.small_buckets else in_ddp),
         ),
         "fully_sharded": lambda: tdsp.FullyShardedDense(num_copies=dense.num_copies),
         "tensor_parallel": lambda: tdsp.TensorParallelDense(
@@ -147,7 +148,7 @@ _OURS = {"moment_scaled": tdsp.MomentScaledRowWiseAdaGrad}
 def make_plan(case: Case) -> tdsp.Plan2D:
     node_size = case.mesh.node_group_size(case.local_world_size)
     modules = {
-        (_first_path(case) if number == 0 else f"m{number}"): EmbeddingModuleShardingPlan(
+        f"m{number}": EmbeddingModuleShardingPlan(
             {
                 table_name(number, index): _sharding(table, case.size, node_size)
                 for index, table in enumerate(module.tables)
@@ -172,10 +173,6 @@ def make_plan(case: Case) -> tdsp.Plan2D:
     return plan
 
 
-def _first_path(case: Case) -> str:
-    return REFUSALS[case.refused].path if case.refused else "m0"
-
-
 def make_sharders(case: Case) -> list[Any]:
     known: dict[str, Any] = {"bad_ids": case.bad_ids, "accumulates": case.accumulated > 1}
     keeps_weights = case.search is not None and case.search.keeps_weights
@@ -189,10 +186,8 @@ def make_sharders(case: Case) -> list[Any]:
     else:
         known["optimizer"] = FUSED[case.optimizer]
         known["fused_params"] = {"learning_rate": LR, "eps": EPS}
-    more = dict(REFUSALS[case.refused].fused_params) if case.refused else {}
     if case.at_random:
-        more |= {"stochastic_rounding": True, "rounding_seed": case.seed}
-    if more:
+        more = {"stochastic_rounding": True, "rounding_seed": case.seed}
         known["fused_params"] = known.get("fused_params", {}) | more
     bags = tdsp.EmbeddingBagCollectionSharder2D(**known, keep_weights=keeps_weights)
     sequences = tdsp.EmbeddingCollectionSharder2D(**known)
@@ -214,8 +209,6 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
     # Once the model is wrapped, a rank may have parts of them.
     model.over.load_state_dict(initial_layers(case))
     model.over.to(rank_device())
-    if case.refused:
-        REFUSALS[case.refused].change(model)
     if case.search is not None:
         return _parallelized(case, case.search, model, dense)
     wrapper = DistributedModelParallel if case.wrapper == "stock" else tdsp.ModelParallel2D

@@ -37,6 +37,12 @@ class DenseCase(Strict):
     """How these travel."""
     route: str = "auto"
     """On which way."""
+    refresh: int = 1
+    """After how many steps ``"thresholded"`` looks for other thresholds."""
+    exact_thresholds: bool = False
+    """Whether it finds them by all elements, and not by a sample."""
+    small_buckets: bool = False
+    """Whether each parameter has a bucket of its own there."""
     num_copies: int = 1
     """How many times ranks hold the layers, if they have parts or shares of them."""
     tp: int = 1
@@ -253,9 +259,8 @@ class Case(Strict):
     dense: DenseCase = DenseCase()
     wrapper: str = "2d"
     """`ModelParallel2D`, or ``"stock"`` for TorchRec's `DistributedModelParallel`."""
-    refused: str = ""
-    """What is wrong with the case, one of `tests.fuzz.refusals.REFUSALS`: all ranks must refuse it
-    by one error."""
+    has_nan: bool = False
+    """True if the last rank's last loss isn't a number: all ranks must raise one error for it."""
     form: str = "plain"
     """How the batch's tensors lie in memory, one of `tests.fuzz.model.FORMS`."""
     built_anew: bool = False

@@ -20,7 +20,6 @@ from tests.fuzz.case import (
     SyncCase,
     TableCase,
 )
-from tests.fuzz.refusals import REFUSALS
 from tests.fuzz.state import ADAMS
 from tests.support.devices import on_gpus
 
@@ -33,7 +32,7 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer": ("sgd", "adagrad", "rowwise_adagrad", "moment_scaled", "adam", "partial_adam"),
     "at_random": (False, True),
     "wrapper": ("2d", "2d", "2d", "stock"),
-    "refused": ("",) * (12 * len(REFUSALS)) + tuple(REFUSALS),
+    "has_nan": (False,) * 24 + (True,),
     "form": ("plain",) * 5 + ("column", "cut", "offsets", "expanded", "int32", "rotated"),
     "built_anew": (False, False, False, True),
     "stray_weights": (False, False, False, False, True),
@@ -86,8 +85,11 @@ DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
     "clip": (0.0, 0.0, 0.3),
     "warm_up": (0, 1, 1, 2, 3),
     "density": (1.0, 0.05, 0.3),
-    "values": ("fp32", "bf16", "int8"),
+    "values": ("fp32", "bf16", "int8", "int4"),
     "route": ("auto", "gather", "owners"),
+    "refresh": (1, 1, 2, 3),
+    "exact_thresholds": (False, True),
+    "small_buckets": (False, True),
     "num_copies": (1, 1, 2),
     "schedule": ("1F1B", "GPipe"),
     "num_micro_batches": (1, 2, 3),
@@ -171,8 +173,7 @@ def draw_case(seed: int) -> Case:
     if rng.random() < EXACT_SHARE:
         case = _exact(case)
     settled_case = settled(case)
-    # A model that has to be refused must be one that can be changed to that.
-    if case.search is not None or case.refused or rng.random() >= UNSETTLED_SHARE:
+    if case.search is not None or case.has_nan or rng.random() >= UNSETTLED_SHARE:
         return settled_case
     # TorchRec itself fails without samples, and names nothing; an idle shortcut isn't refused, and
     # what comes between steps may be possible after one more.
@@ -212,16 +213,12 @@ _MANY_ROWS = 16
 
 def settled(case: Case) -> Case:
     """Return the case with nothing in it that the documents exclude."""
-    if case.refused:
-        plain = tuple(replace(module, evicts="") for module in case.modules)
-        case = replace(case, search=None, modules=plain)
+    if case.has_nan:
+        case = _settled_nan(case)
     if case.has_maps:
         # Rows that begin anew take no late updates; a refused batch is seen by some maps only.
         sync, bad_ids = replace(case.sync, delay=0), case.bad_ids.replace("raise", "drop")
         case = replace(case, sync=sync, bad_ids=bad_ids, accumulated=1)
-    if case.refused in ("no_weights", "nan"):
-        # Few cases are as plain as these have to be.
-        case = replace(case, loop="plain", events=(), dense=Case().dense, joined=False)
     if case.search is not None:
         # Only sharders know these.
         by_sharders = case.bad_ids != "raise" or case.accumulated > 1 or case.at_random
@@ -233,10 +230,6 @@ def settled(case: Case) -> Case:
         case = replace(case, search=search, wrapper="2d", qcomms="none")
     has_sequences = any(module.kind == "sequences" for module in case.modules)
     sizes = tuple(max(1, size) for size in case.sizes) if has_sequences else case.sizes
-    if case.refused and not REFUSALS[case.refused].applies(case):
-        # The last that applies, if any but the first: those at the end apply to the fewest cases.
-        others = [name for name in list(REFUSALS)[1:] if REFUSALS[name].applies(case)]
-        case = replace(case, refused=others[-1])
     has_bad_ids = case.has_bad_ids and not (case.bad_ids == "raise" and case.sync.delay)
     transports = {case.sync.transport, *(table.transport for table in case.tables.values())}
     rounds = case.search is not None and case.search.precision != ("exact",)
@@ -261,6 +254,26 @@ def settled(case: Case) -> Case:
         evaluates_in_pipeline=case.evaluates_in_pipeline
         and not any(module.again for module in case.modules),
         events=tuple(event for event in case.events if _may_happen(case, event[1])),
+    )
+
+
+def _settled_nan(case: Case) -> Case:
+    """Return a case in which row gradients of every rank reach a replica peer in their step."""
+    first, *others = case.modules
+    tables = [replace(table, once=False, frozen=False) for table in first.tables]
+    are_sent = all(table.sharding != "data_parallel" for table in tables)
+    if case.groups == 1 or case.sync.kind != "gradient" or not are_sent:
+        return replace(case, has_nan=False)
+    modules = (replace(first, tables=tuple(tables)), *others)
+    return replace(
+        case,
+        search=None,
+        modules=tuple(replace(module, evicts="") for module in modules),
+        sync=replace(case.sync, delay=0),
+        dense=Case().dense,
+        loop="plain",
+        events=(),
+        has_bad_ids=False,
     )
 
 
@@ -358,7 +371,7 @@ def _may_look_up_again(case: Case, module: ModuleCase) -> bool:
     is_copied = case.groups > 1 and not any(table.once for table in module.tables)
     is_captured = is_copied and case.sync.kind == "gradient" and case.search is None
     adds_up = case.accumulated > 1 or case.optimizer == "sgd" or is_captured
-    counts = module.evicts or case.has_bad_ids or case.refused
+    counts = module.evicts or case.has_bad_ids
     return adds_up and not counts and case.loop == "plain"
 
 

@@ -130,8 +130,6 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
         is_weighted = case.stray_weights or any(
             case.modules[module].kind == "weighted" for module, _ in features
         )
-        if case.refused == "no_weights" and name == "m0":
-            is_weighted = False
         weights = torch.cat([part.weights for part in lookups]) if is_weighted else None
         if weights is not None:
             # A copy of one number, with nothing of ours behind it in memory.

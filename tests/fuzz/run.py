@@ -214,7 +214,7 @@ class _Run:
     def _is_poisoned(self, action: Action) -> bool:
         """Tell whether this rank's loss becomes NaN: the last rank's in the last step."""
         is_last = action.batch == self._case.steps - 1
-        return self._case.refused == "nan" and is_last and self._rank == self._case.world_size - 1
+        return self._case.has_nan and is_last and self._rank == self._case.world_size - 1
 
     def _batch(self, action: Action, number: int | None = None) -> Batch:
         is_refused = action.kind == "refuse"

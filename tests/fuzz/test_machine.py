@@ -97,7 +97,7 @@ def test_what_one_rank_does_is_found(plant: Plant, kind: str, text: str) -> None
         (
             plants.a_rank_that_keeps_its_own_numbers,
             replace(REPLICAS, sync=SyncCase(transport="int8")),
-            "copies differ",
+            "wrong numbers",
         ),
         (
             plants.a_rank_with_coarser_scales,

@@ -14,7 +14,7 @@ from tests.support.ranks import RankPool
 
 PINNED = Path(__file__).with_name("pinned.jsonl").read_text().splitlines()
 """A line for each case."""
-POOLS = {(2, 2): "ranks2", (4, 4): "ranks4", (4, 2): "two_hosts"}
+POOLS = {(2, 2): "ranks2", (4, 4): "ranks4", (4, 2): "two_hosts", (8, 2): "ranks8"}
 """The ranks by their number, and by that on a host."""
 
 

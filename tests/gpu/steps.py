@@ -35,10 +35,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.gpu.results import NUMBERS_FILE, ROOT
-from tests.support.cells import Cell, group_plan
 from tests.support.devices import join_world, on_gpus, rank_device, ranks_per_host
 from tests.support.models import BagModel, ModelSpec, TableSpec
-from tests.support.parity import make_optimizer, make_sharder
+from tests.support.parity import Cell, group_plan, make_optimizer, make_sharder
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
 FUSED = EmbeddingComputeKernel.FUSED.value

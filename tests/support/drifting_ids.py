@@ -22,10 +22,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import Cell
 from tests.support.managed_collisions import FAR, Case, Twin, sharded
 from tests.support.models import ModelSpec, TableSpec
-from tests.support.parity import ONE, TWO, make_optimizer, relative_gap, shards_of
+from tests.support.parity import ONE, TWO, Cell, make_optimizer, relative_gap, shards_of
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.parallel.checkpoint.load import load_weights
 

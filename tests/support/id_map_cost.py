@@ -20,11 +20,10 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import Cell, group_plan
 from tests.support.drifting_ids import Stream
 from tests.support.managed_collisions import FAR, Head, behind_maps, sorting_map
 from tests.support.models import BagModel, ModelSpec, TableSpec
-from tests.support.parity import make_optimizer, make_sharder
+from tests.support.parity import Cell, group_plan, make_optimizer, make_sharder
 from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
 NUM_FEATURES, NUM_ROWS, DIM, SIZE, INTERVAL = 8, 50_000, 64, 512, 10

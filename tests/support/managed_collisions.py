@@ -29,15 +29,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.batches import first_bags, written_out
-from tests.support.cells import Cell, group_plan
 from tests.support.hash_zch import OneThreadHashZch, at_hour, set_clock
 from tests.support.loops import drain, plain_loop
 from tests.support.models import BagModel, ModelSpec, SequenceModel, TableSpec, summed
 from tests.support.oracle import Oracle, local_loss
 from tests.support.parity import (
     LR,
+    Cell,
     column_blocks,
     expected_moment,
+    group_plan,
     local_shards,
     make_optimizer,
     make_sharder,

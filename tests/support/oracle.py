@@ -125,14 +125,6 @@ class Oracle:
         self.moments = {name: self._moment(name) for name in self.weights}
         self.averages = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
         self._num_steps = 0
-        self.frozen: set[str] = set()
-        """The tables that aren't trained now."""
-        self._joined: dict[str, int] = {}
-
-    def unfreeze(self, *names: str) -> None:
-        """Train tables from now on, whose steps count from here."""
-        self.frozen -= set(names)
-        self._joined |= dict.fromkeys(names, self._num_steps)
 
     def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
         """Update once on all ranks' batches; return each rank's loss before it."""
@@ -155,8 +147,6 @@ class Oracle:
             if name.startswith("over.") or "position_weight" in name:
                 param -= self.lr * param.grad  # type: ignore[operator]
         for name, table in tables_of(self.model).items():
-            if name in self.frozen:
-                continue
             grad = cast(torch.Tensor, cast(torch.Tensor, table.weight).grad)
             if self.optimizer in WITH_AVERAGE:
                 self._move_rows_(name, grad, self._looked_up(name, batches))
@@ -205,7 +195,7 @@ class Oracle:
                 average,
                 moment,
                 optimizer=self.optimizer,
-                step=self._num_steps - self._joined.get(name, 0),
+                step=self._num_steps,
                 lr=self.lr,
                 eps=self.eps,
             )

@@ -18,7 +18,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import types_of
 from tests.support.devices import copied, on_rank_device, rank_device
 from tests.support.models import build, make_batch
 from tests.support.oracle import Oracle, local_loss, trained_oracle
@@ -31,6 +30,7 @@ from tests.support.parity import (
     make_optimizer,
     oracle_of,
     shard,
+    types_of,
 )
 from tests.support.planning import AnyTypeSharder, torchrecs_planner
 from tests.support.ranks import RankPool

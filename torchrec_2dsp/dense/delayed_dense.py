@@ -6,7 +6,7 @@ step t + 1      own gradients  --all-reduce-->  in flight     step t's mean  -->
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from torchrec_2dsp._compat.ddp import ddp_params, robust_hook
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.groups import own_group
-from torchrec_2dsp.dense.dense_parts import DDPOptions, HookedDDP, at_backwards, have_gradients
+from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, have_gradients
 from torchrec_2dsp.dense.gradient_sums import (
     GradientReport,
     TensorFuture,
@@ -198,12 +198,26 @@ class DelayedDense(HookedDDP):
     Args:
         warm_up: first steps that use their own gradients, at least one, in which DDP
             learns the graph.
-        of_ddp: ``bucket_cap_mb``, ``static_graph`` and ``find_unused_parameters``, as in DDP.
+        bucket_cap_mb: DDP's bucket size.
+        static_graph: as in DDP.
+        find_unused_parameters: as in DDP.
     """
 
-    def __init__(self, *, warm_up: int = 1, **of_ddp: Unpack[DDPOptions]) -> None:
+    def __init__(
+        self,
+        *,
+        warm_up: int = 1,
+        bucket_cap_mb: float = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
+    ) -> None:
         check_count("warm_up", warm_up, owner="DelayedDense")
-        super().__init__(f"warm_up={warm_up}", **of_ddp)
+        super().__init__(
+            f"warm_up={warm_up}",
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
+        )
         self._warm_up = warm_up
         self._gradients: LateGradients | None = None
         self._params: dict[str, nn.Parameter] = {}

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -165,24 +165,15 @@ def check_called_alike(
             )
 
 
-class DDPOptions(TypedDict, total=False):
-    """Options of DDP that TorchRec's wrapper takes, with its defaults."""
-
-    bucket_cap_mb: float
-    static_graph: bool
-    find_unused_parameters: bool
-
-
 class HookedDDP(DataParallelWrapper):
     """Runs one model's dense part in DDP, with a hook that sends its gradients in another way.
 
     Subclasses add `hook_into`, and describe the ``settings`` that all ranks must have alike.
     """
 
-    def __init__(self, settings: str, **of_ddp: Unpack[DDPOptions]) -> None:
+    def __init__(self, settings: str, **of_ddp: Any) -> None:
         self._settings = settings
-        # DDP takes parts of a MiB, too.
-        self._wrapper = DefaultDataParallelWrapper(**cast(Any, of_ddp))
+        self._wrapper = DefaultDataParallelWrapper(**of_ddp)
         self._has_model = False
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from torchrec_2dsp._compat.ddp import robust_hook
-from torchrec_2dsp.dense.dense_parts import DDPOptions, HookedDDP
+from torchrec_2dsp.dense.dense_parts import HookedDDP
 from torchrec_2dsp.errors import ConfigError, check_choice
 
 _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -40,7 +40,9 @@ class HookedDataParallel(HookedDDP):
         rank: the rank of PowerSGD's matrices.
         warm_up: first steps that PowerSGD leaves dense, at least 2, after which DDP's
             buckets don't change.
-        of_ddp: ``bucket_cap_mb``, ``static_graph`` and ``find_unused_parameters``, as in DDP.
+        bucket_cap_mb: DDP's bucket size.
+        static_graph: as in DDP.
+        find_unused_parameters: as in DDP.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class HookedDataParallel(HookedDDP):
         *,
         rank: int = 2,
         warm_up: int = 10,
-        **of_ddp: Unpack[DDPOptions],
+        bucket_cap_mb: float = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
     ) -> None:
         check_choice("hook", hook, GradientHook, owner="HookedDataParallel")
         if rank < 1 or warm_up < 2:
@@ -58,7 +62,12 @@ class HookedDataParallel(HookedDDP):
                 "more and a warm_up of 2 or more"
             )
         self._hook, self._rank, self._warm_up = GradientHook(hook), rank, warm_up
-        super().__init__(f"{hook}, rank {rank}, warm_up {warm_up}", **of_ddp)
+        super().__init__(
+            f"{hook}, rank {rank}, warm_up {warm_up}",
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
+        )
         self._power_sgd: PowerSGDState | None = None
         self._names: dict[int, str] = {}
         self._names_in: dict[int, tuple[str, ...]] = {}

@@ -1,7 +1,7 @@
 """`ThresholdedDataParallel`: DDP that sends only the largest gradient elements."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec_2dsp._compat.ddp import ddp_params, robust_hook
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import ThresholdRule
-from torchrec_2dsp.dense.dense_parts import DDPOptions, HookedDDP, at_backwards, have_gradients
+from torchrec_2dsp.dense.dense_parts import HookedDDP, at_backwards, have_gradients
 from torchrec_2dsp.dense.gradient_sums import GradientReport, GradientRoute
 from torchrec_2dsp.dense.preconditioner import Preconditioning
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
@@ -39,7 +39,9 @@ class ThresholdedDataParallel(HookedDDP):
             are what is sent and left; let `torch.optim.SGD` apply them. "none" sends gradients.
         dense_below: parameters with fewer elements are sent whole.
         route: "gather", "owners", "dense", or "auto" for the one that sends least.
-        of_ddp: ``bucket_cap_mb``, ``static_graph`` and ``find_unused_parameters``, as in DDP.
+        bucket_cap_mb: DDP's bucket size.
+        static_graph: as in DDP.
+        find_unused_parameters: as in DDP.
 
     Reference: V. Gupta et al., Training recommender systems at scale: communication-efficient
     model and data parallelism, KDD 2021.
@@ -56,7 +58,9 @@ class ThresholdedDataParallel(HookedDDP):
         preconditioner: Preconditioning | str = Preconditioning.NONE,
         dense_below: int = 1_024,
         route: GradientRoute | str = _AUTO,
-        **of_ddp: Unpack[DDPOptions],
+        bucket_cap_mb: float = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
     ) -> None:
         owner = "ThresholdedDataParallel"
         if not 0 < density <= 1:
@@ -81,7 +85,12 @@ class ThresholdedDataParallel(HookedDDP):
             route=None if route == _AUTO else GradientRoute(route),
             preconditioner=Preconditioning(preconditioner),
         )
-        super().__init__(str(self.settings), **of_ddp)
+        super().__init__(
+            str(self.settings),
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
+        )
         self._gradients: ThresholdedGradients | None = None
         self._params: list[nn.Parameter] = []
 

@@ -297,8 +297,8 @@ def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_FILES = 267
-MAX_LINES = {"the library": 42_298, "the programs": 22_563, "tests": 60_764}
+MAX_FILES = 265
+MAX_LINES = {"the library": 42_240, "the programs": 22_424, "tests": 59_653}
 """A little above what there is: a feature pays for its lines by what it replaces."""
 
 

@@ -23,6 +23,7 @@ EVENTS = (
     "peek",
     "abandon",
     "unfreeze",
+    "unfreeze_all",
 )
 """What a case may have between two steps:
 
@@ -38,7 +39,8 @@ EVENTS = (
 - ``flush``: the call of wrappers whose dense gradients come late, if there is such a one;
 - ``peek``: a batch is looked up in training mode without gradients;
 - ``abandon``: a batch is looked up with gradients, but no backward follows;
-- ``unfreeze``: the first table that is still frozen is trained from now on, if there is one.
+- ``unfreeze``: the first table that is still frozen is trained from now on, if there is one;
+- ``unfreeze_all``: one call trains all of them, named from the last to the first.
 """
 
 _NUM_AHEAD = {"plain": 0, "base": 0, "sparse_dist": 1, "row_prefetch": 2}

@@ -288,10 +288,10 @@ def _may_happen(case: Case, event: str) -> bool:
         # Under `no_sync`, torch's DDP goes on with the unused parameters of an abandoned forward.
         is_stale = event == "abandon" and case.dense.shortcut and case.accumulated > 1
         return takes and not is_stale
-    if event == "unfreeze":
+    if event.startswith("unfreeze"):
         # Pipelines and their optimizers would have to be made anew.
         return case.loop == "plain" and case.wrapper == "2d" and bool(case.unfreezable)
-    if event == "load" and any(kind == "unfreeze" for _, kind in case.events):
+    if event == "load" and any("unfreeze" in kind for _, kind in case.events):
         # What was saved before has another optimizer state.
         return False
     if case.has_maps and case.loop != "plain" and "load" in event:

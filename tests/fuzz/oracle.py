@@ -259,8 +259,8 @@ class _Simulation:
             elif action.kind == "lr":
                 self._lr /= 2
                 self._dense.halve_learning_rate()
-            elif action.kind == "unfreeze":
-                self._unfreeze()
+            elif action.kind in ("unfreeze", "unfreeze_all"):
+                self._unfreeze(1 if action.kind == "unfreeze" else None)
             elif action.kind == "flush":
                 self._dense.flush(self._lr)
             elif action.kind not in ("refuse", "refresh_hot", "sync_now") or (
@@ -296,11 +296,11 @@ class _Simulation:
         if action.kind in ("load_state_dict", "save_load"):
             self._id_maps.load(self._id_maps.state())
 
-    def _unfreeze(self) -> None:
-        """Train the first frozen table from now on, by policies that count like the others."""
+    def _unfreeze(self, most: int | None) -> None:
+        """Train the first frozen tables from now on, by policies that count like the others."""
         num_steps = max(part.num_steps for part in self._parts)
         frozen = {name: part for part in self._parts for name in part.frozen}
-        for name in [name for name in self._case.unfreezable if name in frozen][:1]:
+        for name in [name for name in self._case.unfreezable if name in frozen][:most]:
             frozen[name].unfreeze(self._case.optimizer, num_steps)
 
     def _read_all(self) -> None:

@@ -135,7 +135,8 @@ class _Run:
             "save_load": lambda: (self._save(index), self._load()),
             "load": self._load,
             "lr": self._halve_learning_rates,
-            "unfreeze": self._unfreeze,
+            "unfreeze": lambda: self._unfreeze(1),
+            "unfreeze_all": lambda: self._unfreeze(None),
             "flush": self._flush,
         }
         if action.kind in simple:
@@ -303,11 +304,13 @@ class _Run:
         halve_learning_rates(self._optimizer)
         self._lr /= 2
 
-    def _unfreeze(self) -> None:
-        """Train one more table, beside a dense part whose optimizer goes on."""
-        if not self._frozen:
+    def _unfreeze(self, most: int | None) -> None:
+        """Train more tables by one call, beside a dense part whose optimizer goes on."""
+        names = self._frozen[:most]
+        if not names:
             return
-        self._parallel.unfreeze(self._frozen.pop(0))
+        del self._frozen[:most]
+        self._parallel.unfreeze(*reversed(names))
         fused: Any = self._parallel.fused_optimizer
         for group in fused.param_groups:
             # Those of frozen tables are zero.

@@ -104,8 +104,14 @@ def one_is_silent(rank: int, board: NoticeBoard, aborted: threading.Event) -> No
     board._is_closing.set()
 
 
-def test_a_silent_rank_is_noticed_and_named() -> None:
-    first, _, third = answers_of(one_is_silent)
+def one_is_silent_after_the_loop(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
+    board.leave_loop()
+    one_is_silent(rank, board, aborted)
+
+
+@pytest.mark.parametrize("work", [one_is_silent, one_is_silent_after_the_loop])
+def test_a_silent_rank_is_noticed_and_named(work: Callable[..., None]) -> None:
+    first, _, third = answers_of(work)
     for message, ranks, has_aborted in (first, third):
         assert message.startswith("RankError: rank 1 did not answer: killed, stopped, or cut off")
         assert ranks == (1,)
@@ -174,7 +180,17 @@ def one_leaves(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
     board.wait_for_others(1)
 
 
-@pytest.mark.parametrize("work", [all_compute, one_leaves], ids=lambda work: work.__name__)
+def all_have_left(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
+    """Ranks that answer are well, though one is missed."""
+    board.leave_loop()
+    dist.barrier()
+    cast(Any, board._watch).misses_a_rank = lambda: True
+    assert not aborted.wait(4.0)
+
+
+@pytest.mark.parametrize(
+    "work", [all_compute, one_leaves, all_have_left], ids=lambda work: work.__name__
+)
 def test_nothing_is_aborted_without_a_reason(work: Callable[..., None]) -> None:
     assert answers_of(work, silent_s=1.5) == [("NoneType: None", (), False)] * 3
 

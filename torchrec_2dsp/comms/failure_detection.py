@@ -437,7 +437,8 @@ class NoticeBoard:
     def _keep(self, watch: Watch) -> None:
         """Look for a missing rank, and end this rank's collectives once a rank is to blame."""
         is_missing = watch.misses_a_rank() and self._heard is None
-        if is_missing and any(notice.standing is not Standing.HERE for notice in self._ask()):
+        well = Standing.HERE, self._standing  # All may have left, or raised what all raise.
+        if is_missing and any(notice.standing not in well for notice in self._ask()):
             self._heard = self._judge("")
         self.failure = self.failure or self._heard
         if self.failure is None:

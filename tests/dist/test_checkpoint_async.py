@@ -72,7 +72,7 @@ class Run:
 
     losses: list[float]
     num_unfinished: int
-    """How many saves were still writing when some steps more had been trained."""
+    """The number of saves still being written when some more steps had been trained."""
 
 
 def run(cell: Cell, folder: Path, way: str) -> Run:

@@ -93,7 +93,7 @@ def output_names(parallel: Any, cell: Cell, rank: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model keeps and sends beside its forward."""
+    """A model's state, and its communication beside its forward."""
 
     states: list[str]
     """The entries of its optimizer state."""

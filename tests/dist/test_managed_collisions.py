@@ -71,7 +71,7 @@ CASES = [
     Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS, optimizer="lamb"), "lru"),
     Case(Cell(TWO, spec=BAGS, exchange="row", optimizer="partial_lamb"), "lru"),
 ]
-"""What random cases lack."""
+"""Cases that random ones lack."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

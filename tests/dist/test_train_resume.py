@@ -371,7 +371,7 @@ CHECKPOINTS = {
     "a rank's share, beside training": (True, "__1_0.distcp"),
     "the last file": (False, ".metadata.tmp"),
 }
-"""Whether a save is asynchronous, and the file that doesn't fit."""
+"""True for an asynchronous save, and the file that doesn't fit."""
 
 
 def saving(folder: Path, *, asynchronous: bool) -> TrainConfig:

@@ -378,7 +378,7 @@ def travel(rank: int, world_size: int, folder: Path, cells: tuple[Cell, Cell]) -
 
 
 def test_tables_may_have_another_class_of_fused_optimizer(ranks2: RankPool, tmp_path: Path) -> None:
-    """As data-parallel tables have."""
+    """Use data-parallel tables, which have one."""
     mesh = tdsp.Mesh2D(1, 2)
     cells = (Cell(mesh, "row_wise"), Cell(mesh, "data_parallel"))
     for rates in ranks2.run(travel, tmp_path, cells):

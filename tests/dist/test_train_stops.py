@@ -20,7 +20,7 @@ CELLS = {
     "save": ("0", r"in save_checkpoint\(\)", {}),
     "save, beside training": ("1", "", {"asynchronous": True}),
 }
-"""Which rank stops, where the others notice it, and keys of the checkpoints; the name of a cell
+"""The rank that stops, the place where the others notice it, and checkpoint keys; a cell's name
 begins with the moment. Beside training, they do so wherever they meet that rank next."""
 
 

@@ -25,7 +25,7 @@ EVENTS = (
     "unfreeze",
     "unfreeze_all",
 )
-"""What a case may have between two steps:
+"""The events that a case may have between two steps:
 
 - ``state_dict``, ``fused_state``: the state is read; ``load_state_dict``: and loaded again;
 - ``evaluate``: a batch is looked up in evaluation mode, by the loop or pipeline that trains;
@@ -58,7 +58,7 @@ class Action:
     batch: int = -1
     """The number of the batch that it looks up."""
     hot: int = 0
-    """How often the hot sets had been refreshed when that batch was distributed."""
+    """The number of hot-set refreshes before that batch was distributed."""
     distributed_again: int = -1
     """The action in which a pipeline that is attached again distributes it for a second time."""
 

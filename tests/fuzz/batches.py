@@ -14,7 +14,7 @@ class Lookups:
 
     ids: torch.Tensor
     lengths: torch.Tensor
-    """How many ids each bag has; each sample has a bag."""
+    """The number of ids in each bag; each sample has a bag."""
     weights: torch.Tensor
     """The weight of each id, which only weighted modules use."""
 
@@ -59,11 +59,11 @@ class LocalBatch:
     features: dict[tuple[int, int], Lookups]
     """The ids of each feature, by the numbers of its module and of the feature."""
     targets: torch.Tensor
-    """What the scores should be."""
+    """The wanted scores."""
     shared: dict[tuple[int, int], SharedBags] = field(default_factory=dict)
     """The distinct bags of each feature; empty where each sample has bags of its own."""
     uses_shortcut: bool = True
-    """Whether the dense part's shortcut counts, if it has one."""
+    """True if the dense part's shortcut counts, if it has one."""
 
     @property
     def sent(self) -> dict[tuple[int, int], Lookups]:

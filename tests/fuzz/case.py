@@ -25,40 +25,40 @@ class DenseCase(Strict):
     hidden: tuple[int, ...] = ()
     """The widths of its hidden layers."""
     shortcut: bool = False
-    """Whether a layer goes beside them, which some batches don't use."""
+    """True if a layer goes beside them, which some batches don't use."""
     optimizer: str = "sgd"
     clip: float = 0.0
     """The largest norm of its gradients; 0 for any."""
     warm_up: int = 1
-    """How many first steps of ``"delayed"`` and ``"thresholded"`` are as in DDP."""
+    """The number of first steps that ``"delayed"`` and ``"thresholded"`` train as in DDP."""
     density: float = 1.0
     """The share of elements that ``"thresholded"`` sends, or ``"local"`` when ranks meet."""
     values: str = "fp32"
-    """How these travel."""
+    """The format in which these travel."""
     route: str = "auto"
-    """On which way."""
+    """The route they take."""
     refresh: int = 1
     """After how many steps ``"thresholded"`` looks for other thresholds."""
     exact_thresholds: bool = False
-    """Whether it finds them by all elements, and not by a sample."""
+    """True if it finds them by all elements, and not by a sample."""
     small_buckets: bool = False
-    """Whether each parameter has a bucket of its own there."""
+    """True if each parameter has a bucket of its own there."""
     num_copies: int = 1
-    """How many times ranks hold the layers, if they have parts or shares of them."""
+    """The number of copies that ranks hold, if they have parts or shares of the layers."""
     tp: int = 1
-    """How many ranks compute the layers together, if they are ``"tensor_parallel"``."""
+    """The number of ranks that compute the layers together, if they are ``"tensor_parallel"``."""
     schedule: str = "1F1B"
     """The order in which the two stages of ``"pipelined"`` work."""
     num_micro_batches: int = 1
     """Into how many parts it cuts the batches of a pipeline."""
     layout: str = "contiguous"
-    """How the ranks of a pipeline lie."""
+    """The layout of a pipeline's ranks."""
     fully_shard: bool = False
-    """Whether its pipelines have shares of layers."""
+    """True if its pipelines have shares of layers."""
     local_steps: int = 1
     """After how many steps ``"local"`` ranks meet."""
     residual_decay: float = 1.0
-    """What is left until the next meeting of what wasn't sent."""
+    """The share of the unsent rest that is kept until the next meeting."""
 
     @property
     def has_shortcut(self) -> bool:
@@ -93,20 +93,20 @@ class TableCase(Strict):
     features: tuple[int, ...] = (0,)
     """Numbers of the module's features that look it up; tables with a number in common share it."""
     pooling: str = "sum"
-    """What is made of a bag's rows: their ``"sum"`` or ``"mean"``."""
+    """The pooling of a bag's rows: their ``"sum"`` or ``"mean"``."""
     dtype: str = "fp32"
     sharding: str = "row_wise"
     """TorchRec's name of a sharding type."""
     place: int = 0
-    """Where a table that not all ranks hold begins: counts ranks, or hosts."""
+    """The start of a table that not all ranks hold: counts ranks, or hosts."""
     exchange: str = "pooled"
     transport: str = "fp32"
-    """How rows or bags, and their gradients, travel."""
+    """The format in which rows or bags, and their gradients, travel."""
     owners: str = "block"
     hot: str = "none"
-    """How many rows are hot: ``"none"``, ``"some"`` or ``"all"``."""
+    """The share of hot rows: ``"none"``, ``"some"`` or ``"all"``."""
     once: bool = False
-    """Whether there is one copy in the world."""
+    """True if there is one copy in the world."""
     frozen: bool = False
     """True if it isn't trained."""
     demand: str = "none"
@@ -248,7 +248,7 @@ class Case(Strict):
     """Ranks per host; 0 for all on one."""
     modules: tuple[ModuleCase, ...] = (ModuleCase(),)
     joined: bool = False
-    """Whether modules look up one batch of all features, and not each one its own."""
+    """True if modules look up one batch of all features, and not each one its own."""
     optimizer: str = "sgd"
     at_random: bool = False
     """True if updates of fp16 tables are rounded stochastically instead of to the nearest."""
@@ -262,11 +262,11 @@ class Case(Strict):
     has_nan: bool = False
     """True if the last rank's last loss isn't a number: all ranks must raise one error for it."""
     form: str = "plain"
-    """How the batch's tensors lie in memory, one of `tests.fuzz.model.FORMS`."""
+    """The form of the batch's tensors in memory, one of `tests.fuzz.model.FORMS`."""
     built_anew: bool = False
     """True if a batch builds its features anew at each access."""
     stray_weights: bool = False
-    """Whether batches carry weights for modules that aren't weighted, which must ignore them."""
+    """True if batches carry weights for modules that aren't weighted, which must ignore them."""
     zero_grad: str = "before"
     """The place of a plain loop's `zero_grad`: ``"before"`` the forward, ``"after"`` the step,
     ``"between"`` forward and backward, or before the forward to ``"zeros"`` instead of `None`."""
@@ -276,32 +276,32 @@ class Case(Strict):
     evaluates_in_pipeline: bool = False
     """True if TorchRec's pipeline for it evaluates, where no train pipeline is attached."""
     sync_call: str = "before"
-    """Where a plain loop calls ``model.sync()``: ``"before"`` the optimizer's step, ``"after"`` it,
-    or ``"none"``."""
+    """The place of a plain loop's ``model.sync()``: ``"before"`` the optimizer's step, ``"after"``
+    it, or ``"none"``."""
     accumulated: int = 1
-    """How many batches of a plain loop make one update."""
+    """The number of a plain loop's batches that make one update."""
     steps: int = 2
     sizes: tuple[int, ...] = (3, 3)
     """Samples of each rank."""
     rotated: bool = False
-    """Whether sizes move on by a rank with each batch."""
+    """True if sizes move on by a rank with each batch."""
     variable: bool = False
-    """Whether samples share bags: most batches have a batch size for each feature."""
+    """True if samples share bags: most batches have a batch size for each feature."""
     max_length: int = 2
     """The most ids of a bag."""
     skew: float = 1.0
     """The exponent of the frequencies of ids; 0 for equal ones."""
     bad_ids: str = "raise"
     has_bad_ids: bool = False
-    """Whether some batches have ids that no row has."""
+    """True if some batches have ids that no row has."""
     full_duplex: bool = False
     """True for a plan whose all-to-alls are full duplex."""
     qcomms: str = "none"
     """The type of TorchRec's quantised communication."""
     events: tuple[tuple[int, str], ...] = ()
-    """What happens after which step, as `tests.fuzz.actions` lists it."""
+    """Steps, each with an event that follows it, as `tests.fuzz.actions` lists them."""
     seed: int = 0
-    """What weights and batches are drawn by."""
+    """The seed by which weights and batches are drawn."""
     bound: float = 0.0
     """The largest gap to the oracle: of scores relative to 1 plus theirs, of moments to a shard's
     largest one; 0 for as much as rounding explains."""

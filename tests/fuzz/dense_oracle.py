@@ -24,7 +24,7 @@ class NetPass:
     """A forward's inputs and outputs."""
 
     inputs: list[torch.Tensor]
-    """What each layer was given; the first is what was looked up."""
+    """Each layer's input; the first is what was looked up."""
     scores: torch.Tensor
     uses_shortcut: bool
 
@@ -128,9 +128,9 @@ class DenseState:
         self._num_steps = 0
         self._sends_all = False
         self.sent_whole = True
-        """Whether the last step left nothing out that was to be sent, whatever the density."""
+        """True if the last step left nothing out that was to be sent, whatever the density."""
         self.left_out = torch.zeros_like(values)
-        """What hasn't been sent of the mean gradients so far."""
+        """The part of the mean gradients that hasn't been sent so far."""
         self._in_flight: torch.Tensor | None = None
         """The mean gradient of a step that the next one applies."""
         self._outer_lr = OUTER_LR

@@ -133,15 +133,15 @@ NUM_MODULES = (1, 1, 2, 3)
 NUM_TABLES = (1, 2, 2, 3)
 NUM_EVENTS = (0, 1, 1, 2, 3)
 ALIKE = ("sharding", "exchange", "transport", "owners", "dtype", "pooling", "once")
-"""What tables of one kernel have in common."""
+"""The fields that tables of one kernel share."""
 ALIKE_SHARE = 0.5
-"""How many modules have tables that share a kernel."""
+"""The share of modules whose tables have one kernel."""
 SEARCHED_SHARE = 0.15
 """The share of cases with a plan that `parallelize` makes."""
 EXACT_SHARE = 0.5
 """The share of cases that round nothing: the ranks' numbers are known but for float32."""
 UNSETTLED_SHARE = 0.03
-"""How many cases keep combinations that are likely to be refused."""
+"""The share of cases that keep combinations likely to be refused."""
 
 
 def draw_case(seed: int) -> Case:

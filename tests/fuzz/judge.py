@@ -150,7 +150,7 @@ class Verdict:
     outcome: str
     """``"ok"``, ``"refused"`` or ``"finding"``."""
     kind: str = ""
-    """Which refusal or finding, in a few words without numbers."""
+    """The kind of refusal or finding, in a few words without numbers."""
     text: str = ""
     """All that is known of it."""
     counts: Counts = field(default_factory=Counts)

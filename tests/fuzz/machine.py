@@ -14,7 +14,7 @@ from tests.fuzz.worker import Worker
 
 DEADLINE_S = 60.0
 SHRINK_S = 120.0
-"""How long a finding may be made smaller."""
+"""The time limit for making a finding smaller."""
 MAX_REFUSED_SHARE, MAX_BLURRED_SHARE = 0.25, 0.15
 ENOUGH_CASES = 150
 """So many cases are enough to judge the machine itself by."""
@@ -27,7 +27,7 @@ class Finding:
     case: Case
     """The smallest one that fails in the same way."""
     drawn: Case
-    """As it was drawn."""
+    """The case as it was drawn."""
     verdict: Verdict
     """On the smallest one."""
 

@@ -93,7 +93,7 @@ def input_of(case: Case, module: int) -> str:
 
 
 FORMS = ("plain", "column", "cut", "offsets", "expanded", "int32", "rotated")
-"""How a batch's tensors lie in memory: whole, a column of a matrix, a part of a longer tensor, with
+"""The forms of a batch's tensors in memory: whole, a matrix column, a part of a longer tensor, with
 offsets in place of lengths, with weights expanded from one number, with int32 lengths, or with the
 last feature first."""
 

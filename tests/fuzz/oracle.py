@@ -43,7 +43,7 @@ class TableWire:
     is_bags: bool
     transport: tdsp.Transport
     width: int
-    """How many numbers have a scale in common."""
+    """The count of numbers that share a scale."""
     num_ranks: int
     """Among how many ranks numbers travel."""
     num_owners: int
@@ -164,7 +164,7 @@ def _message(table: TableCase) -> tuple[Any, ...]:
 
 _LOOKED_UP = 1e-30
 POSITION_WEIGHT = 0.25
-"""What each further place in a sequence adds to the weight of its row."""
+"""The amount that each further place in a sequence adds to its row's weight."""
 
 
 @dataclass
@@ -182,7 +182,7 @@ class Expected:
     dense: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Each rank's parameters of the dense part, flat, after each action that reads the state."""
     left_out: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """What all ranks together haven't sent of dense gradients, after the same actions."""
+    """The dense gradients that all ranks together haven't sent, after the same actions."""
     sent_whole: set[int] = field(default_factory=set)
     """The actions whose dense gradients all ranks send as a whole, whatever their density."""
     id_maps: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)

@@ -44,9 +44,9 @@ class Seen:
     applied: dict[int, torch.Tensor] = field(default_factory=dict)
     """The mean dense gradients of updates, where ranks choose what they send."""
     sent: dict[int, GradientReport] = field(default_factory=dict)
-    """What this rank says that it sent of dense gradients, by update."""
+    """This rank's reports on the dense gradients that it sent, by update."""
     left_out: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What this rank hasn't sent yet at a read of the state, in the form of a mean's share."""
+    """The rest that this rank hasn't sent yet when the state is read, as its share in a mean."""
     num_synced_rows: int = 0
     chosen: Case | None = None
     """The case with the plan that was searched for it."""
@@ -62,8 +62,8 @@ class RankReport:
     error: str = ""
     """The type of what it raised."""
     is_ours: bool = False
-    """Whether that is a `TwoDError`."""
+    """True if that is a `TwoDError`."""
     message: str = ""
-    """What the error says, or how the process ended."""
+    """The error's message, or the way the process ended."""
     trace: str = ""
     """A traceback, or the end of what the process wrote."""

@@ -87,10 +87,10 @@ class Noise:
     dtype: torch.dtype = torch.float64
     """The type of all arithmetic."""
     signs: tuple[int, int] | None = None
-    """How rounded numbers are off: the signs of neighbouring rows (of ranks, or samples) and of
-    neighbouring columns. Each choice is the worst one somewhere, where others cancel."""
+    """The signs of rounding errors in neighbouring rows (of ranks, or samples) and in neighbouring
+    columns. Each choice is the worst one somewhere, where others cancel."""
     rounds: bool = False
-    """Whether numbers that travel are really rounded, as the ranks do it."""
+    """True if numbers that travel are really rounded, as the ranks do it."""
     nudge: float = 0.0
     """The share of its row's largest number by which a number is larger before it is rounded."""
 
@@ -189,7 +189,7 @@ class TableState:
         self._is_sent_hot = case.world_size > 1
         self._groups = [case.mesh.group_of(rank) for rank in range(case.world_size)]
         self.is_copied = is_copied
-        """Whether each group has a copy that it trains by itself."""
+        """True if each group has a copy that it trains by itself."""
         self._is_hot = torch.zeros(table.rows, 1, dtype=torch.bool)
         if not is_mapped:
             self._is_hot[list(table.hot_rows)] = True

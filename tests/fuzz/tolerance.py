@@ -17,12 +17,12 @@ from tests.fuzz.oracle import BY_OWNER, Expected, expect
 from tests.fuzz.state import SIGNS, Noise, peers_of_first_rank, sends_by_host
 
 BASE = 4e-6
-"""What may differ anyway, relative to numbers of about 1: TorchRec averages row-wise bags by their
-length + 1e-6, and four ranks add float32 numbers in another order than the oracle."""
+"""The gap allowed in any case, relative to numbers of about 1: TorchRec averages row-wise bags by
+their length + 1e-6, and four ranks add float32 numbers in another order than the oracle."""
 NOISE_FACTOR = {"fp32": 8.0, "half": 8.0, "integers": 4.0}
-"""How many times the oracle's own rounding error the ranks' may be: they round in other places,
-and the largest of many errors is compared. Integers are as far off as their codec says at worst,
-everywhere, which no run is."""
+"""Limits on ranks' rounding errors, as multiples of the oracle's own: they round in other
+places, and the largest of many errors is compared. Integers are as far off as their codec says at
+worst, everywhere, which no run is."""
 BLURRED = {"fp32": 2e-4, "half": 0.02, "integers": 0.2}
 """Tolerances from which on a case says little: its rounding errors grow too fast."""
 _NUDGE = 1e-6
@@ -84,11 +84,11 @@ class RoundedExactly:
         transports = {table.transport for table in case.tables.values()} | {case.sync.transport}
         is_in_8_bits = any(table.dtype == "int8" for table in case.tables.values())
         self.is_known = (transports != {"fp32"} or is_in_8_bits) and _knows_bags(case)
-        """Whether something is rounded, and it is known where."""
+        """True if something is rounded, and it is known where."""
         if not self.is_known:
             return
         self.expected = expect(case, Noise(rounds=True), applied)
-        """What must come out."""
+        """The results that must come out."""
         self._others = [
             expect(case, Noise(torch.float32, rounds=True, nudge=nudge), applied)
             for nudge in (-_NUDGE, _NUDGE)

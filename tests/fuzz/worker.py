@@ -40,7 +40,7 @@ from tests.support.rank_worker import leave_out_watchers
 from tests.support.ranks import PRELOADED
 
 GRACE_S = 15.0
-"""How long the other ranks may go on after one has failed."""
+"""The time that the other ranks may go on after one has failed."""
 _STACKS_S, _LAST_S = 2.0, 1.0
 _DIE_WITH_PARENT = 1
 """Linux's ``PR_SET_PDEATHSIG``."""
@@ -184,7 +184,7 @@ class Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.connection, remote = context.Pipe()
-        """Where verdicts come."""
+        """The connection that verdicts come through."""
         self.plant = plant
         """The fault that its cases have."""
         self._process = context.Process(target=serve, args=(remote, plant))

@@ -27,7 +27,7 @@ GROUPS_FILE = "comms/groups.py"
 GROUP_CREATORS = ("comms.groups", "cost.measuring.collectives", "programs.cluster.self_check")
 """The modules that may create groups: the library's one place, and programs that destroy theirs."""
 BROAD = ("Exception", "BaseException")
-"""What a handler catches that catches everything."""
+"""The exceptions by which a handler catches everything."""
 
 
 def private_violations(package: Path) -> list[str]:

@@ -264,4 +264,4 @@ _KINDS: dict[str, tuple[_Damager, int]] = {
     "without checksums": (_without_checksums, 3),
     "stray files": (_stray_files, 1),
 }
-"""What is done to a checkpoint, and how often in relation to the others."""
+"""Damages to a checkpoint, and how often each is done in relation to the others."""

@@ -10,9 +10,9 @@ from random import Random
 from typing import NamedTuple
 
 MAX_GARBAGE_BYTES = 200
-"""How much is written, added or taken away at once, where that isn't the rest of the file."""
+"""The most bytes written, added or taken away at once, where that isn't the rest of the file."""
 MAX_ATTEMPTS = 20
-"""How often a damage is drawn that changes nothing, until a bit is flipped instead."""
+"""The number of draws that may change nothing until a bit is flipped instead."""
 
 
 def _flip(data: bytes, random: Random) -> bytes:
@@ -73,7 +73,7 @@ BYTE_DAMAGES: dict[str, Callable[[bytes, Random], bytes]] = {
     "empty": lambda data, random: b"",
     "garble": lambda data, random: random.randbytes(len(data)),
 }
-"""What can happen to the bytes of one file."""
+"""Damages to one file's bytes."""
 FILE_DAMAGES = ("delete", "swap")
 """Damages to the files of a folder."""
 

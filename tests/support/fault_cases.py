@@ -8,7 +8,7 @@ from tests.support.models import HOT_ROWS
 from tests.support.parity import FOUR, ONE, TWO, Cell
 
 FAULTY_RANK, FAULTY_STEP, NUM_STEPS = 1, 3, 5
-"""Who fails, and when; steps count from 1."""
+"""The failing rank, the step at which it fails, and the number of steps; steps count from 1."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Fault:
     moment: str
     """When, or what the rank does alone, or next: out of batches, or without a backward."""
     in_context: bool = True
-    """Whether the loop stands in `failing_together`."""
+    """True if the loop stands in `failing_together`."""
 
     def __str__(self) -> str:
         texts = {

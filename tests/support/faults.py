@@ -40,7 +40,7 @@ NUM_RANKS = 4
 DEADLINE_S = 10.0
 """From the fault to the end of the last other rank."""
 _LIMIT_S = 120.0 if on_gpus() else 45.0
-"""What is left after that is killed; a case takes some seconds before its fault."""
+"""Ranks left after that are killed; a case takes some seconds before its fault."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ RUNNING: dict[str, Gadget] = {
         + b"e\x85\x81."
     ),
 }
-"""What runs code, in many ways."""
+"""Pickles that run code, in many ways."""
 
 MISLEADING: dict[str, Gadget] = {
     "deep": lambda marker: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
@@ -131,4 +131,4 @@ MISLEADING: dict[str, Gadget] = {
         + b"K\x01s\x86b."
     ),
 }
-"""What doesn't run code, and is no metadata either."""
+"""Pickles that don't run code, and aren't metadata either."""

@@ -22,7 +22,7 @@ from torchrec_2dsp.programs.data.logs.sections import TableConfig
 
 _MASK = (1 << 64) - 1
 NUM_USERS, NUM_TAGS = 50, 30
-"""How many rows the tables of the features have."""
+"""The numbers of rows in the features' tables."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class LoopOracle(Oracle):
     max_norm: float | None = None
     """Clip the dense gradient to this norm."""
     table_factor: float = 1.0
-    """What embedding gradients are multiplied by; the world size where they are summed."""
+    """The factor of embedding gradients; the world size where they are summed."""
     moment_scale: float = 1.0
     """That of `MomentScaledRowWiseAdaGrad`."""
 

@@ -73,11 +73,11 @@ class Cell:
     seed: int = 0
     max_length: int = 4
     variable: bool = False
-    """Whether batches have a batch size for each feature, see `make_variable_batch`."""
+    """True if batches have a batch size for each feature, see `make_variable_batch`."""
     exchange: str = "pooled"
     owners: str = "block"
     transport: str = "fp32"
-    """How rows or bags travel."""
+    """The format in which rows or bags travel."""
     compute_kernel: str = "fused"
     """In which memory tables lie."""
     stored_as: str = "plain"
@@ -85,7 +85,7 @@ class Cell:
     output: DataType = DataType.FP32
     """The type of rows and bags that are looked up."""
     demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
-    """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
+    """Tables' constraints; predicted cost replaces ``sharding``, ``exchange`` and ``hot_rows``."""
     in_world: tuple[str, ...] = ()
     """Tables with one copy, on the ranks of all groups."""
     pipeline: Pipeline = Pipeline.SPARSE_DIST
@@ -93,7 +93,7 @@ class Cell:
     full_duplex: bool = False
     """True for a plan whose all-to-alls are full duplex."""
     proposed: bool = False
-    """Whether TorchRec's planner makes the plan, of this package's proposals."""
+    """True if TorchRec's planner makes the plan from this package's proposals."""
     rounding_seed: int | None = None
     """The seed with which 16-bit tables are rounded at random; `None` for to the nearest."""
 
@@ -138,7 +138,7 @@ class Gap:
     moment: float
     """Largest difference of a moment, relative to the table's largest one."""
     num_values: int
-    """How many weights this rank compared."""
+    """The number of weights that this rank compared."""
     synced_rows: int
     """Rows that all syncs of this rank wrote."""
 

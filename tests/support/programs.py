@@ -23,7 +23,7 @@ from tests.support.ranks import PRELOADED
 from tests.support.slices import patient
 
 _GRACE_S = 10.0
-"""How long the other ranks may go on after one failed: torchrun stops them as well."""
+"""The time that the other ranks may go on after one failed: torchrun stops them as well."""
 
 
 def python(

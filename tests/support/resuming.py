@@ -31,7 +31,7 @@ class Variant:
     pipeline: str = ""
     """"sparse" for TorchRec's pipeline, "rows" for `TrainPipelineRowPrefetch`."""
     draws: bool = True
-    """Whether the model draws random numbers."""
+    """True if the model draws random numbers."""
     dense: Callable[[], Any] | None = None
     """Makes the data-parallel wrapper, if it isn't TorchRec's."""
 

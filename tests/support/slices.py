@@ -27,11 +27,11 @@ def seed_of_commit() -> int:
 
 Item = TypeVar("Item")
 NUM_HANDS = 6
-"""How many commits it takes at the least until every cell of a dealt matrix has run."""
+"""The fewest commits until every cell of a dealt matrix has run."""
 NUM_FILE_HANDS = 12
-"""How many commits it takes until every test marked `dealt_file` has run."""
+"""The number of commits until every test marked `dealt_file` has run."""
 NUM_SUITE_HANDS = 5
-"""How many commits it takes at the least until every test marked `dealt_suite` has run."""
+"""The fewest commits until every test marked `dealt_suite` has run."""
 USUAL_SECONDS = 10
 """The time of a test marked `dealt_suite` whose mark doesn't say ``seconds=``."""
 

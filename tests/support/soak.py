@@ -61,8 +61,8 @@ NUM_PARTS = 5
 SAMPLES_PER_PART = 25
 SAVES_PER_RUN = 20
 MAX_GROWTH_BYTES = 8 * 2**20
-"""How much the median of a fifth may be above an earlier one: what an allocator keeps, and the
-history of the run, which is 300 bytes a step."""
+"""The most by which a fifth's median may exceed an earlier one: what an allocator keeps, and the
+run's history, which is 300 bytes a step."""
 
 
 class Usage(NamedTuple):

@@ -77,6 +77,6 @@ COMPUTING_US = {
     StepPhase.OPTIMIZER: 6,
     StepPhase.OTHER: 2,
 }
-"""What a rank computes in each phase of `step_events`."""
+"""A rank's computing time in each phase of `step_events`."""
 WAITING_US = {StepPhase.ROWS: 11, StepPhase.ROW_GRADIENTS: 5, StepPhase.DENSE_GRADIENTS: 11}
-"""How long it waits."""
+"""Its waiting time."""

@@ -23,7 +23,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "evaluation": (trainer, "evaluated"),
     "save": (ChecksumWriter, "write_data"),
 }
-"""What a rank calls at each moment: the owner of the function, and its name."""
+"""The function that a rank calls at each moment: its owner and its name."""
 AT_CALL = 2
 """The call at which the rank stops: at the first, nothing was done before."""
 

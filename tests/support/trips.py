@@ -79,7 +79,7 @@ class Arrival:
     target_gap: float
     """The same of the loading side."""
     extra: object
-    """What came back."""
+    """The object that came back."""
 
 
 def make(cell: Cell) -> tuple[DistributedModelParallel, CombinedOptimizer]:

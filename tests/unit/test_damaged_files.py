@@ -59,7 +59,7 @@ class Reader:
     write: Callable[[Path], object]
     read: Callable[[Path], Any]
     is_intact: Callable[[Any, Any], bool]
-    """Whether what was read after the damage, given first, is as good as what was written."""
+    """True if what was read after the damage, given first, is as good as what was written."""
 
 
 def _plan() -> tdsp.Plan2D:

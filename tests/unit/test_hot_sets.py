@@ -195,7 +195,7 @@ def test_weights_do_not_need_a_gradient() -> None:
 
 
 NUM_ROWS = {"a": 5, "b": 3}
-"""By feature; others look nothing up."""
+"""The row counts by feature; others look nothing up."""
 CONFIGS = [
     SimpleNamespace(name="first", num_embeddings=5, feature_names=["a", "b"]),
     SimpleNamespace(name="second", num_embeddings=3, feature_names=["b"]),

@@ -294,7 +294,7 @@ def test_the_oracle_can_tell() -> None:
 _NUM_ROWS = 120_000
 _REPEATS = 10
 _SLACK_BYTES = 32e6
-"""What the larger log may take more: the index of its blocks, and what the allocator makes of it.
+"""The extra memory that the larger log may take: its blocks' index, and the allocator's overhead.
 The larger log has 300 MB, and its arrays would take 400 MB."""
 _PROGRAM = """
 import sys

@@ -136,7 +136,7 @@ def test_numbers_of_the_type_stay_and_the_ends_are_as_torchs(dtype: torch.dtype)
 def test_rows_in_bf16_are_summed_in_float32(
     pooling: PoolingMode, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As FBGEMM looks up float32 tables with the same numbers, in another order of additions."""
+    """Match FBGEMM's lookup of equal float32 tables, but for the order of additions."""
     tables = ((11, 8), (7, 8), (5, 8))
     case = Case(tables, (0, 0, 1, 2), pooling, weighted=weighted, max_length=9)
     plain, in_bf16 = make_tbe(case), make_tbe(replace(case, precision=SparseType.BF16))

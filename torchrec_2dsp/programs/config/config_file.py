@@ -309,6 +309,8 @@ def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
         return f"{key} is unknown; use one of {', '.join(allowed_keys)}{hint}"
     if details["type"] == "missing":
         return f"{key} is missing; write it into the config, or use --set {key}=..."
+    if details["type"] == "too_short":
+        return f"{key} is too short; name at least {details['ctx']['min_length']}"
     if details["type"] == "union_tag_invalid":
         kind_key, tag = details["ctx"]["discriminator"].strip("'"), details["ctx"]["tag"]
         return f"{key}.{kind_key}={tag!r}: use one of {details['ctx']['expected_tags']}"

@@ -155,6 +155,7 @@ def chosen_cases() -> list[Case]:
         ("2x2 averaged", Fault(SKIPS, "takes the next batch")),
         ("1x4 prefetch", Fault(SKIPS, "steps")),
         ("2x2 accumulated", Fault(SKIPS, "leaves a batch out")),
+        ("2x2 accumulated", Fault(ENDS, "waits at a barrier")),
         ("1x4 prefetch", Fault(ALONE, READS)),
         ("1x4 hash", Fault(ALONE, READS_EARLY)),
         ("2x2 exact", Fault(ALONE, EVALUATES)),

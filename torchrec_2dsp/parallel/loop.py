@@ -57,7 +57,8 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     tables = sharded_tables(model)
     if tables:
         # A rank that has left the loop isn't in the agreement.
-        tables[0].groups.alarm.check().wait()
+        with naming_faults(tables[0].groups.board, "the start of accumulate()"):
+            tables[0].groups.alarm.check().wait()
     with agreeing(world_group()) as facts:
         refuse_updates_at_once(model)
         if not batches:

@@ -337,17 +337,18 @@ class NoticeBoard:
         self._within_time(self._post)
 
     def _notice(self) -> Notice:
+        activity = self.activity  # Another thread may begin a new one meanwhile.
         return Notice(
             rank=self._rank,
             standing=self._standing,
-            step=self.activity.step,
-            phase=self.activity.phase,
+            step=activity.step,
+            phase=activity.phase,
             error=self._error,
             loop=self.num_loops,
             alarm=self._last_alarm,
-            backward_of=self.activity.backward_of,
-            num_forwards=self.activity.num_forwards,
-            num_models=self.activity.num_models,
+            backward_of=activity.backward_of,
+            num_forwards=activity.num_forwards,
+            num_models=activity.num_models,
         )
 
     def _post(self) -> bool:

@@ -136,14 +136,6 @@ def test_evaluation_in_inference_mode(ranks2: RankPool, cell: Cell) -> None:
     ranks2.run(evaluate, cell)
 
 
-def compiled(model: tdsp.ModelParallel2D, batch: Any) -> None:
-    torch.compile(model)(batch)
-
-
-def compiled_in_place(model: tdsp.ModelParallel2D, batch: Any) -> None:
-    model.compile()
-
-
 def copied(model: tdsp.ModelParallel2D, batch: Any) -> None:
     copy.deepcopy(model)
 
@@ -224,8 +216,6 @@ REFUSED = {
     memory_as_it_is: "'attention.in_proj_weight' is on the meta device, and its module (Multihead",
     zeros_for_statistics: "'norm.running_mean' is on the meta device, and its module (BatchNorm1d)",
     untied_by_meta: "'first.weight' and 'second.weight' are one parameter on the meta device, of",
-    compiled: "torch.compile can't trace sharded tables; compile dense modules before you shard",
-    compiled_in_place: "torch.compile can't trace sharded tables; compile dense modules before",
     copied: "a sharded model can't be copied, because it holds process groups; copy it before you",
     trained_on_an_output_that_ddp_cannot_see: "DDP didn't see where the loss comes from, so",
     trained_in_eval_mode: "Adam and LAMB don't count a lookup in eval mode as a step, so",

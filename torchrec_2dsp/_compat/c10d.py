@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
-from torch._dynamo.exc import TorchDynamoException
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
@@ -31,8 +30,6 @@ from torch.utils._python_dispatch import (
 
 _ABORT_S = 3.0
 """The time in which all groups' aborts should be over."""
-DynamoError = TorchDynamoException
-"""The base of all errors of `torch.compile`."""
 IncompatibleKeys = _IncompatibleKeys
 """What ``load_state_dict`` returns."""
 

@@ -17,7 +17,6 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_2dsp._compat.c10d import DynamoError
 from torchrec_2dsp._compat.ddp import refuse_unreduced
 from torchrec_2dsp._compat.shardings import renew_optimizer
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from torchrec_2dsp.planner.explanation import Explanation
 
 logger = logging.getLogger(__name__)
-_NO_COMPILE = "torch.compile can't trace sharded tables; compile dense modules before you shard"
 
 
 @contextmanager
@@ -188,14 +186,7 @@ class ModelParallel2D(DMPCollection):
             board.activity.num_forwards += 1
             phase = "the forward"
         with naming_faults(board, phase):
-            try:
-                return super().forward(*args, **kwargs)
-            except DynamoError as error:
-                raise UnsupportedError(_NO_COMPILE) from error
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise an error: only dense modules can be compiled, before they are sharded."""
-        raise UnsupportedError(_NO_COMPILE)
+            return super().forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelParallel2D":
         """Raise an error: process groups can't be copied."""

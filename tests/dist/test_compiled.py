@@ -1,0 +1,100 @@
+"""Compiled models train as others do; their tables stay outside the graphs."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torchrec.distributed.train_pipeline import TrainPipelinePT2, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TorchCompileConfig
+
+import torchrec_2dsp as tdsp
+from tests.support.devices import rank_device
+from tests.support.loops import largest_gap, shard_loss_model, snapshot
+from tests.support.models import HOT_ROWS, make_batch
+from tests.support.parity import TOLERANCE, TWO, Cell, make_optimizer
+from tests.support.ranks import RankPool
+
+STEPS = 4
+ROWS = Cell(TWO, exchange="row")
+BACKEND = "aot_eager"
+SET_BY_PT2 = (
+    "capture_scalar_outputs",
+    "capture_dynamic_output_shape_ops",
+    "force_unspec_int_unbacked_size_like_on_torchrec_kjt",
+    "skip_torchrec",
+)
+"""The compiler's settings for the whole process that this pipeline changes."""
+
+
+class PlainLoop:
+    """A loop with an evaluation of each batch, in a pipeline's form."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def progress(self, source: Any) -> torch.Tensor:
+        batch = next(source)
+        self._optimizer.zero_grad()
+        loss, scores = self._model(batch)
+        loss.backward()
+        self._optimizer.step()
+        with torch.no_grad():
+            self._model.eval()(batch)
+        self._model.train()
+        return scores
+
+
+PIPELINES: dict[str, tuple[Cell, Callable[..., Any]]] = {
+    "plain loop": (replace(ROWS, hot_rows=HOT_ROWS), PlainLoop),
+    "stock wrapper": (replace(ROWS, stock_wrapper=True), PlainLoop),
+    "sparse dist": (ROWS, TrainPipelineSparseDist),
+    "row prefetch": (replace(ROWS, in_world=("t0",)), tdsp.TrainPipelineRowPrefetch),
+    # It compiles the model itself.
+    "PT2": (
+        ROWS,
+        partial(TrainPipelinePT2, compile_configs=TorchCompileConfig(backend=BACKEND)),
+    ),
+}
+
+
+def train(rank: int, cell: Cell, kind: Callable[..., Any], compiles: bool) -> tuple[Any, Any]:
+    """Return each step's scores, and all that is trained."""
+    model = shard_loss_model(cell)
+    if compiles:
+        model.compile(backend=BACKEND)
+    pipeline = kind(model, make_optimizer(model), rank_device())
+    source = (make_batch(cell.spec, 10 * step + rank) for step in range(STEPS))
+    scores = [pipeline.progress(source) for _ in range(STEPS)]
+    return torch.stack(scores), snapshot(model)
+
+
+def train_both(rank: int, world_size: int, name: str) -> tuple[float, float, int]:
+    """Return how far scores and weights are from those of a plain loop, and count the graphs."""
+    cell, kind = PIPELINES[name]
+    torch._dynamo.reset()
+    counters.clear()
+    settings = {key: getattr(torch._dynamo.config, key) for key in SET_BY_PT2}
+    with warnings.catch_warnings(), torch._dynamo.config.patch(settings):
+        # The compiler's own.
+        warnings.simplefilter("ignore")
+        scores, weights = train(rank, cell, kind, compiles=name != "PT2")
+    num_graphs = counters["stats"]["unique_graphs"]
+    expected, expected_weights = train(rank, cell, PlainLoop, compiles=False)
+    return (
+        (scores - expected).abs().max().item(),
+        largest_gap(weights, expected_weights),
+        num_graphs,
+    )
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_compiled_model_trains_as_others_do(ranks4: RankPool, name: str) -> None:
+    for score_gap, weight_gap, num_graphs in ranks4.run(train_both, name):
+        assert score_gap <= TOLERANCE
+        assert weight_gap <= TOLERANCE
+        assert num_graphs > 0

@@ -5,11 +5,15 @@ Ten steps, or four; the loss of every step, every weight and every moment at the
 
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import torchrec_2dsp as tdsp
-from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, ModelSpec, TableSpec, make_batch
+from tests.support.loops import largest_gap, snapshot
+from tests.support.models import BAGS, HOT_ROWS, SEQUENCES, ModelSpec, TableSpec, build, make_batch
 from tests.support.oracle import WITH_AVERAGE, local_loss
 from tests.support.parity import (
     MESHES,
@@ -162,6 +166,33 @@ def modes_of(rank: int, world_size: int, cell: Cell) -> list[bool]:
 @pytest.mark.dealt_file
 def test_all_parts_are_told_of_evaluation(ranks4: RankPool) -> None:
     assert ranks4.run(modes_of, Cell(Mesh2D(2, 2), in_world=("t1",))) == [[False, False]] * 4
+
+
+IN_PARTS = (
+    Cell(Mesh2D(2, 2), in_world=("t1",), hot_rows=HOT_ROWS),
+    Cell(Mesh2D(2, 2), spec=SEQUENCES, in_world=("t0",)),
+    Cell(Mesh2D(2, 2), spec=ModelSpec(positions="collection", weighted=True), in_world=("t2",)),
+)
+
+
+def load_by_torch(rank: int, world_size: int, cell: Cell) -> None:
+    """Compare what the wrapper knows of a model's tables with what torch finds in its module."""
+    parallel, other = shard(cell), shard(cell)
+    names = [name for name, _ in parallel.named_parameters()]
+    assert [name for name, _ in parallel.module.named_parameters()] == names
+    assert all(parallel.module.get_parameter(name) is not None for name in names)
+    assert get_model_state_dict(parallel.module).keys() == parallel.state_dict().keys()
+    weights: dict[str, Any] = build(cell.spec, seed=1).state_dict()
+    parallel.load_state_dict({**weights})
+    other.module.load_state_dict({**weights})
+    assert largest_gap(snapshot(parallel), snapshot(other)) == 0
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        other.module.load_state_dict({**weights, f"{names[0]}s": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("cell", IN_PARTS, ids=str)
+def test_torch_sees_the_tables_of_all_parts(ranks4: RankPool, cell: Cell) -> None:
+    ranks4.run(load_by_torch, cell)
 
 
 def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:

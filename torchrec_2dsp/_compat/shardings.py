@@ -196,6 +196,23 @@ def renew_optimizer(model: DistributedModelParallel) -> None:
     model._optim = model._init_optim(model.module)
 
 
+def load_as(module: nn.Module, parts: Callable[[], Iterable[nn.Module]]) -> None:
+    """Let what loads a module's state dict call the hooks for it that other modules have."""
+
+    def before(_: nn.Module, *load: Any) -> None:
+        for part in parts():
+            for hook in part._load_state_dict_pre_hooks.values():
+                hook(*load)
+
+    def after(_: nn.Module, keys: Any) -> None:
+        for part in parts():
+            for hook in part._load_state_dict_post_hooks.values():
+                hook(part, keys)
+
+    module.register_load_state_dict_pre_hook(before)
+    module.register_load_state_dict_post_hook(after)
+
+
 def is_in_pipeline(module: nn.Module) -> bool:
     """Return whether a train pipeline runs a sharded module's lookups."""
     return isinstance(module.forward, BaseForward)

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
-from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.fused import FusedOptimizerModule
@@ -22,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.c10d import IncompatibleKeys
-from torchrec_2dsp._compat.shardings import is_in_pipeline, shardings_of
+from torchrec_2dsp._compat.shardings import is_in_pipeline, load_as, shardings_of
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
 from torchrec_2dsp.comms.groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
@@ -34,7 +33,7 @@ from torchrec_2dsp.shard.sharded_modules import (
     ShardedEmbeddingCollection2D,
 )
 from torchrec_2dsp.shard.stages import BatchNotes, Output, watch_calls
-from torchrec_2dsp.shard.tables import Tables2D
+from torchrec_2dsp.shard.tables import Tables2D, table_modules
 
 ShardedModule2D = ShardedEmbeddingBagCollection2D | ShardedEmbeddingCollection2D
 Reshard = Callable[[Tables2D, Collection[str]], Sequence[Callable[[], ShardedModule2D]]]
@@ -63,7 +62,8 @@ class PartedModule(
 ):
     """Shows several sharded modules as one: those of several meshes, and of frozen tables.
 
-    Parts aren't submodules, like TorchRec's lookups: names and pipelines see one module.
+    Parts aren't submodules, like TorchRec's lookups, but their tables are: names and pipelines see
+    one module.
     """
 
     def __init__(
@@ -77,10 +77,17 @@ class PartedModule(
         self._configs, self._reshard = configs, reshard
         self._order: list[str] | None = None
         self._take(parts)
+        load_as(self, lambda: self._parts)
 
     def _take(self, parts: Sequence[ShardedModule2D]) -> None:
         self._parts: list[Any] = list(parts)
         self._names = [_names_in(self._configs, part) for part in self._parts]
+        tables = {
+            name: table for part in self._parts for name, table in table_modules(part).items()
+        }
+        ordered = nn.ModuleDict({config.name: tables[config.name] for config in self._configs})
+        is_bags = isinstance(parts[0], ShardedEmbeddingBagCollection2D)
+        setattr(self, "embedding_bags" if is_bags else "embeddings", ordered)
 
     @property
     def parts(self) -> list[ShardedModule2D]:
@@ -161,20 +168,6 @@ class PartedModule(
             outputs.append((part, rows))
         return _Joined(outputs, self._names, self._order)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parts' parameters."""
-        for part in self._parts:
-            yield from part.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all parts' buffers."""
-        for part in self._parts:
-            yield from part.named_buffers(prefix, recurse, remove_duplicate)
-
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Yield all sharded parameters' names."""
         for part in self._parts:
@@ -190,31 +183,9 @@ class PartedModule(
             )
         return destination
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Let each part take its own tables."""
-        missing: list[str] = []
-        taken_keys: set[str] = set()
-        for part in self._parts:
-            own = {
-                key: value
-                for key, value in state_dict.items()
-                if table_of(key) in part.tables.table_names
-            }
-            taken_keys |= own.keys()
-            missing += part.load_state_dict(own, strict=strict, assign=assign).missing_keys
-        unexpected = sorted(state_dict.keys() - taken_keys)
-        if strict and unexpected:
-            raise RuntimeError(f"no table of the module has {', '.join(unexpected)}")
-        return IncompatibleKeys(missing, unexpected)
-
 
 class TablesAndMore(LooksUpAtOnce, ShardedModule[Any, Any, Any, Any]):
-    """A sharded module that holds others under TorchRec's names: tables, and what is beside them.
-
-    PyTorch wouldn't find the names in a `PartedModule`, whose parts aren't submodules.
-    """
+    """A sharded module that holds tables, and what is beside them, under TorchRec's names."""
 
     may_be_missing = False
     """True if a loaded state may lack a held module, which then stays as it is."""
@@ -228,21 +199,6 @@ class TablesAndMore(LooksUpAtOnce, ShardedModule[Any, Any, Any, Any]):
     def unsharded_module_type(self) -> type[nn.Module]:
         """The unsharded module's type."""
         return self._unsharded_type
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all held modules' parameters."""
-        for name, part in self.named_children():
-            path = append_prefix(prefix, name)
-            yield from part.named_parameters(path, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all held modules' buffers."""
-        for name, part in self.named_children():
-            yield from part.named_buffers(append_prefix(prefix, name), recurse, remove_duplicate)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

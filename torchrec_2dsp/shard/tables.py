@@ -121,7 +121,7 @@ class Tables2D:
         arrangement = arrangement_of(plan, self._kernels, self.groups)
         self.stages: list[Stage] = [
             OneBatchSize(all_configs, _pack_size(module, plan)),
-            *([] if self.are_frozen else [StrayGradients(_table_modules(module), self.tbes())]),
+            *([] if self.are_frozen else [StrayGradients(table_modules(module), self.tbes())]),
             self.in_step,
             self._batch_check,
             self._clipping(configs, plan),
@@ -438,7 +438,8 @@ class SyncedOptimizer(CombinedOptimizer):
             tbe.update_hyper_parameters(params_dict)
 
 
-def _table_modules(module: Module) -> nn.ModuleDict:
+def table_modules(module: Module) -> nn.ModuleDict:
+    """Return a sharded module's tables by name, as PyTorch sees them."""
     bags = isinstance(module, ShardedEmbeddingBagCollection)
     return module.embedding_bags if bags else module.embeddings
 

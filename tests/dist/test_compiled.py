@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torchrec.distributed.train_pipeline import TrainPipelinePT2, TrainPipelineSparseDist
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+from torchrec.distributed.train_pipeline import TrainPipelinePT2
 from torchrec.distributed.train_pipeline.train_pipelines import TorchCompileConfig
 
 import torchrec_2dsp as tdsp
 from tests.support.devices import rank_device
-from tests.support.loops import largest_gap, shard_loss_model, snapshot
+from tests.support.loops import LossModel, largest_gap, snapshot
 from tests.support.models import HOT_ROWS, make_batch
-from tests.support.parity import TOLERANCE, TWO, Cell, make_optimizer
+from tests.support.parity import TOLERANCE, TWO, Cell, make_optimizer, shard
 from tests.support.ranks import RankPool
 
 STEPS = 4
@@ -52,7 +53,6 @@ class PlainLoop:
 PIPELINES: dict[str, tuple[Cell, Callable[..., Any]]] = {
     "plain loop": (replace(ROWS, hot_rows=HOT_ROWS), PlainLoop),
     "stock wrapper": (replace(ROWS, stock_wrapper=True), PlainLoop),
-    "sparse dist": (ROWS, TrainPipelineSparseDist),
     "row prefetch": (replace(ROWS, in_world=("t0",)), tdsp.TrainPipelineRowPrefetch),
     # It compiles the model itself.
     "PT2": (
@@ -64,7 +64,10 @@ PIPELINES: dict[str, tuple[Cell, Callable[..., Any]]] = {
 
 def train(rank: int, cell: Cell, kind: Callable[..., Any], compiles: bool) -> tuple[Any, Any]:
     """Return each step's scores, and all that is trained."""
-    model = shard_loss_model(cell)
+    # Below the first bucket's usual size, as `parallelize` makes them for a small dense part.
+    wrapper = None if cell.stock_wrapper else DefaultDataParallelWrapper(bucket_cap_mb=2**-14)
+    torch.manual_seed(0)
+    model = shard(cell, model=LossModel(cell.spec), data_parallel_wrapper=wrapper)
     if compiles:
         model.compile(backend=BACKEND)
     pipeline = kind(model, make_optimizer(model), rank_device())

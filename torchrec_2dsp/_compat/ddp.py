@@ -227,6 +227,17 @@ def refuse_unreduced(model: DistributedModelParallel) -> None:
         _refuse_another_graph(ddp)
 
 
+def let_compile(model: DistributedModelParallel) -> None:
+    """Let `torch.compile` take a model whose DDP has small buckets.
+
+    The compiler cuts graphs at DDP's buckets, and refuses any limit below that of DDP's first one.
+    Buckets lie as they are.
+    """
+    ddp = data_parallel_module(model)
+    if ddp is not None:
+        ddp.bucket_bytes_cap = max(ddp.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+
+
 def check_embeddings(model: nn.Module, wrapper: str) -> None:
     """Refuse embeddings in dense parts with sparse gradients, or with rows that a forward scales.
 

@@ -17,7 +17,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_2dsp._compat.ddp import refuse_unreduced
+from torchrec_2dsp._compat.ddp import let_compile, refuse_unreduced
 from torchrec_2dsp._compat.shardings import renew_optimizer
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
@@ -172,6 +172,7 @@ class ModelParallel2D(DMPCollection):
         """Wrap what isn't sharded, as TorchRec does, and watch that DDP adds up all gradients."""
         super().init_data_parallel()
         refuse_unreduced(self)
+        let_compile(self)
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,18 +3,20 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, ModelTrackerConfigs
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.models import SEQUENCES, BagModel, ModelSpec, TableSpec, build, tables_of
-from tests.support.parity import TWO, Cell, group_plan, make_sharder, plan_as_torchrec
+from tests.support.parity import ONE, TWO, Cell, group_plan, make_sharder, plan_as_torchrec, shard
 from tests.support.ranks import RankPool, error_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.mesh import RankLayout
@@ -121,6 +123,11 @@ def by_torchrec_alone(rank: int) -> None:
     DistributedModelParallel(build(CELL.spec), plan=planned(), sharders=sharders)
 
 
+def tracked(cell: Cell) -> None:
+    """Start TorchRec's tracker of looked up ids."""
+    shard(cell).init_torchrec_delta_tracker(DeltaTrackerConfig())
+
+
 def without_rows(rank: int) -> None:
     model: Any = build(CELL.spec)
     model.ebc.embedding_bag_configs()[0].num_embeddings = 0
@@ -132,6 +139,7 @@ MOMENTS_POLICY = tdsp.WeightSync(moments_policy=tdsp.every(4))
 SHORT = tdsp.WeightSync(transport=tdsp.Transport.BF16)
 FP16 = ModelSpec(data_type=DataType.FP16)
 AT_RANDOM = {"stochastic_rounding": True}
+WITH_HOT_ROWS = Cell(ONE, hot_rows=(("t0", (0, 1)),))
 Case = tuple[str, Callable[[int], object]]
 """A part of the error's text, and what a rank does."""
 
@@ -218,6 +226,18 @@ CONFIG_ERRORS |= {
             sharder=sharder_of(fused_params=AT_RANDOM | {"rounding_seed": rank // 2})
         ),
     ),
+    "arguments in the order of another wrapper": (
+        "by keyword: only module, device, plan and sharders have a place, in this order, and",
+        lambda rank: cast(Any, tdsp.ModelParallel2D)(
+            build(CELL.spec), None, torch.device("cpu"), planned()
+        ),
+    ),
+    "an environment in the device's place": (
+        "DistributedModelParallel's env isn't among them",
+        lambda rank: tdsp.ModelParallel2D(
+            build(CELL.spec), cast(Any, ShardingEnv.from_local(4, rank)), plan=planned()
+        ),
+    ),
 }
 PLAN_ERRORS: dict[str, Case] = {
     "a plan of another model": (
@@ -262,6 +282,26 @@ UNSUPPORTED: dict[str, Case] = {
     "sharding_strategy": (
         "doesn't take sharding_strategy",
         lambda rank: construct(sharding_strategy="fully_sharded"),
+    ),
+    "a tracker of raw ids": (
+        "doesn't take model_tracker_configs: they track raw ids in TorchRec's own managed",
+        lambda rank: construct(model_tracker_configs=ModelTrackerConfigs()),
+    ),
+    "a tracker beside hot rows": (
+        "would miss ids of table 't0', because it has hot rows",
+        lambda rank: tracked(WITH_HOT_ROWS),
+    ),
+    "a tracker beside hot rows, in TorchRec's wrapper": (
+        "would miss ids of table 't0', because it has hot rows",
+        lambda rank: tracked(replace(WITH_HOT_ROWS, stock_wrapper=True)),
+    ),
+    "a tracker of row exchange": (
+        "would miss ids of table 't0', because it has exchange='row'",
+        lambda rank: tracked(Cell(ONE, exchange="row")),
+    ),
+    "a tracker of tables in parts": (
+        "would miss ids of module 'ebc', because its tables differ in copies, or some are frozen",
+        lambda rank: tracked(Cell(TWO, in_world=("t0",))),
     ),
     "hot rows of a shared feature": (
         "looks up several tables",

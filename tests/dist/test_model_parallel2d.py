@@ -11,8 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -22,8 +25,18 @@ from tests.support.devices import rank_device
 from tests.support.loops import logged, plain_loop
 from tests.support.models import SEQUENCES, BagModel, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
-from tests.support.parity import TOLERANCE, TWO, Cell, shard
+from tests.support.parity import (
+    TOLERANCE,
+    TWO,
+    Cell,
+    group_plan,
+    make_sharder,
+    shard,
+    shards_of,
+)
+from tests.support.planning import planner_for
 from tests.support.ranks import RankPool, error_text
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.parallel import planning
 
 STEPS = 3
@@ -347,3 +360,66 @@ def test_the_first_group_wins(ranks4: RankPool, sharding: str, equal: bool) -> N
         assert all(weight[0, 0] == 0 for weight in shards)
         differed = bool(shards) and not equal
         assert bool(messages) == differed, messages
+
+
+def refused_subgroups(rank: int, world_size: int) -> list[str]:
+    """Return the errors of half of the ranks; the others make no such calls."""
+    half: Any = dist.new_subgroups(2)[0]
+    envs = [ShardingEnv.from_process_group(group) for group in (half, world_group())]
+    model, sharder = build(ModelSpec()), make_sharder(ROWS)
+    shared: dict[str, Any] = {"plan": group_plan(ROWS, model, sharder), "sharders": [sharder]}
+    calls: list[Any] = [
+        lambda: planner_for(ROWS.mesh).collective_plan(model, [sharder], half),
+        lambda: tdsp.ModelParallel2D(model, env=envs[0], **shared),
+        lambda: DistributedModelParallel(model, env=envs[0], **shared),
+    ]
+    errors = [error_text(call, tdsp.errors.UnsupportedError) for call in calls if rank < 2]
+    plan = group_plan(Cell(TWO), model, sharder)
+    tdsp.ModelParallel2D(model, env=envs[1], plan=plan, sharders=[sharder])
+    return errors
+
+
+def test_subgroups_are_refused_and_the_group_of_all_ranks_is_not(ranks4: RankPool) -> None:
+    first, second, *others = ranks4.run(refused_subgroups, timeout_s=30)
+    assert first == second == 3 * first[:1]
+    assert first[0].startswith("a process group has ranks 0, 1 of 4 alone, but tables are sharded")
+    assert others == [[], []]
+
+
+Rows = set[tuple[str, int]]
+
+
+def tracked_rows(rank: int, world_size: int, cell: Cell) -> tuple[Rows, Rows]:
+    """Return the rows that TorchRec's tracker saw on this rank, and those of its batch."""
+    model = shard(cell)
+    tracker = model.init_torchrec_delta_tracker(DeltaTrackerConfig())
+    batch = make_batch(cell.spec, seed=rank)
+    local_loss(model(batch)).backward()
+    first_rows = {table_shard.table: table_shard.row for table_shard in shards_of(model)}
+    seen = {
+        (table, first_rows[table] + row)
+        for path, rows in tracker.get_unique_ids().items()
+        for table in [path.rpartition(".")[2]]
+        for row in rows.tolist()
+    }
+    given = {
+        (table.name, row)
+        for feature, table in cell.spec.features
+        for row in batch[feature].values().tolist()
+    }
+    return seen, given
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(tdsp.Mesh2D(1, 2)),
+        Cell(tdsp.Mesh2D(1, 2), exchange="nonempty", stock_wrapper=True),
+        Cell(tdsp.Mesh2D(1, 2), spec=SEQUENCES),
+        Cell(tdsp.Mesh2D(2, 1)),
+    ],
+    ids=str,
+)
+def test_torchrecs_tracker_sees_all_rows(ranks2: RankPool, cell: Cell) -> None:
+    seen, given = zip(*ranks2.run(tracked_rows, cell), strict=True)
+    assert set.union(*seen) == set.union(*given)

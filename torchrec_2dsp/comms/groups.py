@@ -25,9 +25,9 @@ from torchrec_2dsp._compat.torchrec import (
     swap_node_groups,
 )
 from torchrec_2dsp.comms.alarm import Alarm
-from torchrec_2dsp.comms.failure_detection import NoticeBoard
+from torchrec_2dsp.comms.failure_detection import NoticeBoard, name_of
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend, wait_for_exchanges
-from torchrec_2dsp.errors import MeshError
+from torchrec_2dsp.errors import MeshError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 
 
@@ -41,6 +41,20 @@ def world_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def check_whole(group: dist.ProcessGroup | None) -> None:
+    """Refuse a process group that lacks some of the world's ranks.
+
+    Ranks beside it may make no such call, so this waits for nobody.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) < world_group().size():
+        raise UnsupportedError(
+            f"a process group has {name_of(*ranks)} of {world_group().size()} alone, but tables "
+            "are sharded over all ranks of the world, not over subgroups; give the group of all "
+            "ranks, or start a job for each group"
+        )
 
 
 class WorldGroups:

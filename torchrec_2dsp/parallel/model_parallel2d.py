@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
     DistributedModelParallel,
     DMPCollection,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -23,16 +23,24 @@ from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.failure_detection import NoticeBoard, naming_faults
-from torchrec_2dsp.comms.groups import MeshGroups, world_group
+from torchrec_2dsp.comms.groups import MeshGroups, check_whole, world_group
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.parallel.pipelines import PIPELINES, AnyPipeline
-from torchrec_2dsp.plan.fits_module import check_model
-from torchrec_2dsp.plan.plan2d import Plan2D, as_plan_2d
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_action import SyncReason, SyncReport
-from torchrec_2dsp.shard.default_sharders import described, get_default_sharders
-from torchrec_2dsp.shard.parted import check_can_start, prepared_unfreeze, sharded_tables
+from torchrec_2dsp.shard.default_sharders import (
+    checked_model_plan,
+    described,
+    get_default_sharders,
+)
+from torchrec_2dsp.shard.parted import (
+    check_can_start,
+    check_tracked,
+    prepared_unfreeze,
+    sharded_tables,
+)
 from torchrec_2dsp.shard.tables import Tables2D
 
 if TYPE_CHECKING:
@@ -84,6 +92,7 @@ class ModelParallel2D(DMPCollection):
         plan: ShardingPlan | None = None,
         sharders: Sequence[ModuleSharder[Any]] | None = None,
         *,
+        env: ShardingEnv | None = None,
         init_data_parallel: bool = True,
         init_parameters: bool = True,
         data_parallel_wrapper: DataParallelWrapper | None = None,
@@ -97,6 +106,7 @@ class ModelParallel2D(DMPCollection):
             plan: from `Planner2D`, from TorchRec's planner with this package's proposers, or from
                 `Plan2D.from_stock`. Without one it is searched as in `parallelize`.
             sharders: this package's sharders, by default `get_default_sharders()`.
+            env: as in `DistributedModelParallel`, with all ranks.
             init_data_parallel: as in `DistributedModelParallel`.
             init_parameters: as in `DistributedModelParallel`.
             data_parallel_wrapper: as in `DistributedModelParallel`.
@@ -105,10 +115,13 @@ class ModelParallel2D(DMPCollection):
             An agreement of all ranks on the arguments, then process groups and broadcasts; without
             a plan, one broadcast of it before.
         """
-        sharders = get_default_sharders() if sharders is None else list(sharders)
+        if env is not None:
+            check_whole(env.process_group)
         # Ranks that have agreed count alike.
         NoticeBoard.start_anew(world_group())
         with agreeing(world_group()) as facts:
+            _check_arguments(device, plan, unsupported)
+            sharders = get_default_sharders() if sharders is None else list(sharders)
             device = torch.device(device or "cpu")
             check_can_start(module)
             facts["whether there is a plan"] = str(plan is not None)
@@ -119,21 +132,14 @@ class ModelParallel2D(DMPCollection):
 
             plan, explanation = find_plan(module, sharders, device)
         with agreeing(world_group()) as facts:
-            plan = _checked_plan(module, plan, sharders, unsupported)
+            plan = checked_model_plan(module, plan, sharders)
             facts["the plan"] = to_json(plan)
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(get_local_size(world_group().size()))
             facts["the sharders"] = repr([described(sharder) for sharder in sharders])
         groups = MeshGroups.for_mesh(plan.mesh, device.type, full_duplex=plan.full_duplex)
         self._device = device
-        self._pg, self._global_rank = groups.world, groups.rank
-        self._custom_all_reduce = self._sharded_relay_state = None
-        self._use_sharded_relay = False
-        self._default_ctx = _context(plan, groups)
-        self._submodule_ctxs: list[Any] = []
-        self._ctxs = [self._default_ctx]
-        # DMPCollection's own constructor refuses CPU and edits the plan in place; what it adds
-        # to DistributedModelParallel beside the sync is set above.
+        self._stand_in(plan, groups)
         DistributedModelParallel.__init__(
             self,
             module,
@@ -153,6 +159,24 @@ class ModelParallel2D(DMPCollection):
         self._num_steps = 0
         self.explanation = explanation
         """The reasons for a plan that was searched by this call, on rank 0."""
+
+    def _stand_in(self, plan: Plan2D, groups: MeshGroups) -> None:
+        """Set what `DMPCollection`'s methods read; its constructor needs GPUs and edits plans."""
+        self._pg, self._global_rank = groups.world, groups.rank
+        self._custom_all_reduce = self._sharded_relay_state = None
+        self._use_sharded_relay = False
+        self._submodule_ctxs: list[Any] = []
+        self._default_ctx = DMPCollectionContext(
+            module=None,  # type: ignore[arg-type]
+            plan=plan,
+            sharding_group_size=plan.mesh.group_size,
+            node_group_size=plan.mesh.node_group_size(groups.local_world_size),
+            use_inter_host_allreduce=plan.mesh.layout is RankLayout.CONTIGUOUS,
+            device_mesh=groups.device_mesh,
+            sharding_pg=groups.sharding_group,
+            replica_pg=groups.replica_peers,
+        )
+        self._ctxs = [self._default_ctx]
 
     def explain(self) -> "Explanation":
         """Return the reasons for the plan, on rank 0: ``print(model.explain())``."""
@@ -429,6 +453,11 @@ class ModelParallel2D(DMPCollection):
             for tables in self.sharded_tables():
                 tables.broadcast_replicas()
 
+    def init_torchrec_delta_tracker(self, delta_tracker_config: DeltaTrackerConfig) -> Any:
+        """Start TorchRec's tracker of looked up ids, if it would see all of them."""
+        check_tracked(self.module, delta_tracker_config.fqns_to_skip)
+        return super().init_torchrec_delta_tracker(delta_tracker_config)
+
     def set_all_reduce_hook(self, reduce_hook: Any) -> None:
         """Raise an error: the plan's sync config decides what replicas send each other."""
         raise UnsupportedError(
@@ -437,51 +466,20 @@ class ModelParallel2D(DMPCollection):
         )
 
 
-def _checked_plan(
-    module: nn.Module,
-    plan: ShardingPlan | None,
-    sharders: Sequence[ModuleSharder[Any]],
-    unsupported: dict[str, Any],
-) -> Plan2D:
-    """Return the plan if it fits module, world and sharders."""
+def _check_arguments(device: object, plan: object, unsupported: Mapping[str, Any]) -> None:
+    """Refuse arguments of TorchRec's wrappers that this one doesn't take, or in their order."""
+    if isinstance(device, ShardingEnv) or isinstance(plan, torch.device):
+        raise ConfigError(
+            "give ModelParallel2D its arguments by keyword: only module, device, plan and sharders "
+            "have a place, in this order, and DistributedModelParallel's env isn't among them"
+        )
+    if "model_tracker_configs" in unsupported:
+        raise UnsupportedError(
+            "ModelParallel2D doesn't take model_tracker_configs: they track raw ids in TorchRec's "
+            "own managed collisions; for looked up ids call init_torchrec_delta_tracker()"
+        )
     if unsupported:
         raise UnsupportedError(
             f"ModelParallel2D doesn't take {', '.join(sorted(unsupported))}: mesh and sync come "
             "from the plan, submodule configs and FULLY_SHARDED aren't supported"
         )
-    plan = as_plan_2d(plan)
-    plan.mesh.check_world(dist.get_world_size())
-    plan.validate()
-    by_type = {sharder.module_type: sharder for sharder in sharders}
-    own_kinds = tuple(type(sharder) for sharder in get_default_sharders())
-    for path, _ in plan.modules():
-        try:
-            part = module.get_submodule(path)
-        except AttributeError:
-            raise PlanError(
-                f"the plan names module {path!r}, which the model doesn't have; make the plan "
-                "for this model"
-            ) from None
-        sharder = by_type.get(type(part))
-        if not isinstance(sharder, own_kinds):
-            raise ConfigError(
-                f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "
-                f"{type(sharder).__name__}; pass one of "
-                + ", ".join(kind.__name__ for kind in own_kinds)
-            )
-    check_model(module, [path for path, _ in plan.modules()])
-    return plan
-
-
-def _context(plan: Plan2D, groups: MeshGroups) -> DMPCollectionContext:
-    """Build the context that `DMPCollection`'s own methods read."""
-    return DMPCollectionContext(
-        module=None,  # type: ignore[arg-type]
-        plan=plan,
-        sharding_group_size=plan.mesh.group_size,
-        node_group_size=plan.mesh.node_group_size(groups.local_world_size),
-        use_inter_host_allreduce=plan.mesh.layout is RankLayout.CONTIGUOUS,
-        device_mesh=groups.device_mesh,
-        sharding_pg=groups.sharding_group,
-        replica_pg=groups.replica_peers,
-    )

@@ -31,6 +31,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlanner
 from torchrec_2dsp._compat.wrapped_collections import collection_inside
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport, transports_of
+from torchrec_2dsp.comms.groups import check_whole
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import (
@@ -359,6 +360,7 @@ class Planner2D(ShardingPlanner):
                 "torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group(...) first, or use plan(...)"
             )
+        check_whole(pg)
         if self.mesh is not None:
             self.mesh.check_world(dist.get_world_size(pg))
         known_sharders = get_default_sharders() if sharders is None else sharders

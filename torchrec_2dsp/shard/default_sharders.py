@@ -1,16 +1,19 @@
 """Sharders of collections behind id maps or feature processors, and one for each kind of module."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollectionSharder,
 )
 from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
-from torchrec.distributed.types import ModuleSharder, ParameterSharding
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
@@ -27,8 +30,9 @@ from torchrec_2dsp._compat.wrapped_collections import (
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.plan.fits_module import check_managed, check_processed
-from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.errors import ConfigError, PlanError
+from torchrec_2dsp.plan.fits_module import check_managed, check_model, check_processed
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, as_plan_2d
 from torchrec_2dsp.shard.managed_collisions import ShardedManagedCollisions2D
 from torchrec_2dsp.shard.position_weights import ShardedFeatureProcessors2D
 from torchrec_2dsp.shard.sharders import (
@@ -225,3 +229,33 @@ def described(sharder: ModuleSharder[Any]) -> str:
     params = getattr(sharder, "fused_params", None) or {}
     optimizer = getattr(sharder, "optimizer", None)
     return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"
+
+
+def checked_model_plan(
+    module: nn.Module,
+    plan: ShardingPlan | None,
+    sharders: Sequence[ModuleSharder[Any]],
+) -> Plan2D:
+    """Return the plan if it fits module, world and sharders."""
+    plan = as_plan_2d(plan)
+    plan.mesh.check_world(dist.get_world_size())
+    plan.validate()
+    by_type = {sharder.module_type: sharder for sharder in sharders}
+    own_kinds = tuple(type(sharder) for sharder in get_default_sharders())
+    for path, _ in plan.modules():
+        try:
+            part = module.get_submodule(path)
+        except AttributeError:
+            raise PlanError(
+                f"the plan names module {path!r}, which the model doesn't have; make the plan "
+                "for this model"
+            ) from None
+        sharder = by_type.get(type(part))
+        if not isinstance(sharder, own_kinds):
+            raise ConfigError(
+                f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "
+                f"{type(sharder).__name__}; pass one of "
+                + ", ".join(kind.__name__ for kind in own_kinds)
+            )
+    check_model(module, [path for path, _ in plan.modules()])
+    return plan

@@ -31,6 +31,7 @@ from torchrec_2dsp.shard.sharded_modules import (
     LooksUpAtOnce,
     ShardedEmbeddingBagCollection2D,
     ShardedEmbeddingCollection2D,
+    missed_ids,
 )
 from torchrec_2dsp.shard.stages import BatchNotes, Output, watch_calls
 from torchrec_2dsp.shard.tables import Tables2D, table_modules
@@ -281,6 +282,17 @@ def _check_meta(module: nn.Module, path: str, owners: dict[nn.Parameter, str]) -
                 "which TorchRec would make two; build their modules on a device"
             )
         owners[param] = prefix + name
+
+
+def check_tracked(model: nn.Module, skipped: Iterable[str]) -> None:
+    """Refuse TorchRec's trackers of a model if they would miss ids of a module not ``skipped``."""
+    for path, module in model.named_modules():
+        if not set(path.split(".")).isdisjoint(skipped):
+            continue
+        if isinstance(module, PartedModule):
+            raise missed_ids(f"module {path!r}", "its tables differ in copies, or some are frozen")
+        for part in parts_of(module):
+            part.check_tracked()
 
 
 def frozen_names(model: nn.Module) -> list[str]:

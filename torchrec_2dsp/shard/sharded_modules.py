@@ -24,6 +24,7 @@ from torchrec_2dsp._compat.torchrec import ColumnWiseSequences, CwPooledEmbeddin
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import (
+    ROW_EXCHANGES,
     Exchange,
     ParameterSharding2D,
     RowStorage,
@@ -71,6 +72,14 @@ class LooksUpAtOnce:
         return self.compute(ctx, output)
 
 
+def missed_ids(tables: str, reason: str) -> UnsupportedError:
+    """Return the error for a tracker that wouldn't see all ids of some tables."""
+    return UnsupportedError(
+        f"TorchRec's tracker would miss ids of {tables}, because {reason}; plan without that, or "
+        "name the module in fqns_to_skip and count its ids by RowCounter"
+    )
+
+
 class RunsPlan2D(LooksUpAtOnce):
     """A sharded module with this package's sharding types and stages."""
 
@@ -90,6 +99,19 @@ class RunsPlan2D(LooksUpAtOnce):
 
     def init_data_parallel(self) -> None:
         """Do nothing: data-parallel tables have their own optimizer, and need no DDP."""
+
+    def check_tracked(self) -> None:
+        """Refuse TorchRec's trackers if ids are looked up where they see none."""
+        for name, table in self.module_sharding_plan.items():
+            if table.hot_set is not None or table.exchange in ROW_EXCHANGES:
+                has = f"exchange={table.exchange.value!r}" if table.hot_set is None else "hot rows"
+                raise missed_ids(f"table {name!r}", f"it has {has}")
+
+    def register_post_lookup_tracker_fn(self, record_fn: Any) -> None:
+        """Let a tracker see the ids that arrive, if these are all."""
+        self.check_tracked()
+        stock: Any = super()
+        stock.register_post_lookup_tracker_fn(record_fn)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Let the stages see the batch, then distribute its ids."""

@@ -22,7 +22,7 @@ from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp._compat.torchrec import get_local_size, without_weights
 from torchrec_2dsp._compat.triton import runs_triton
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.comms.groups import MeshGroups, world_group
+from torchrec_2dsp.comms.groups import MeshGroups, check_whole, world_group
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.fits_module import (
     check_alone,
@@ -101,6 +101,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         Collectives:
             All ranks agree on the arguments, then come process groups and broadcasts.
         """
+        check_whole(env.process_group)
         device = torch.device("cpu") if device is None else device
         configs = configs_of(module)
         local_world_size = get_local_size(dist.get_world_size())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.runtime_forwards import (
     EmbeddingPipelinedForward,
     InSyncEmbeddingPipelinedForward,
@@ -245,6 +245,68 @@ def test_what_came_between_two_pipelines_is_not_undone(ranks2: RankPool, meanwhi
     for kind, frees_on in product(PIPELINES, [(), (1,), (0, 1)]):
         anew = Anew(kind, frees_on=frees_on, meanwhile=meanwhile)
         assert max(ranks2.run(gap_anew, IN_PART, anew)) < 1e-5, anew
+
+
+def even_batch(case: Case, step: int, rank: int, kind: type[Any]) -> Any:
+    """Draw a batch of as many ids as all others, in bags of other sizes."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    keys = [feature for feature, _ in case.cell.spec.features]
+    lengths = torch.randperm(4 * len(keys), generator=generator) % 3
+    ids = torch.randint(6 * step, 6 * step + 12, (int(lengths.sum()),), generator=generator)
+    return kind(keys, ids, lengths=lengths)
+
+
+def train_two_epochs(
+    rank: int, world_size: int, case: Case, kinds: tuple[Any, ...], steps: range, reuses: bool
+) -> list[float]:
+    """Train in a pipeline that is dropped, then other batches in another; return the losses.
+
+    The second loader may fill the first one's batches again, each one with another step.
+    """
+    kind, batch_kind = kinds
+    parallel = sharded_behind_maps(case)
+    optimizer = make_optimizer(parallel)
+    first = [even_batch(case, step, rank, batch_kind) for step in range(3)]
+    pipeline = kind(parallel, optimizer, torch.device("cpu"))
+    losses = [local_loss(pipeline.progress(iter(first))).item()]
+    pipeline.detach()
+    del pipeline
+    others = [even_batch(case, step, rank, batch_kind) for step in steps]
+    for step, batch in zip(steps, others, strict=True) if reuses else ():
+        memory = first[(step + 1) % 3]
+        memory.values().copy_(batch.values())
+        memory.lengths().copy_(batch.lengths())
+    if reuses:
+        others = [first[(step + 1) % 3] for step in steps]
+    pipeline = kind(parallel, optimizer, torch.device("cpu"))
+    return losses + [local_loss(scores).item() for scores in drain(pipeline, others)]
+
+
+@pytest.mark.parametrize("steps", [range(3, 6), range(1, 4)], ids=["others", "again"])
+def test_a_loader_fills_the_memory_of_a_dropped_pipeline(ranks2: RankPool, steps: range) -> None:
+    case = replace(IN_PART, empty_on=())
+    for kinds in product(PIPELINES, (KeyedJaggedTensor, StayingBatch)):
+        fresh = ranks2.run(train_two_epochs, case, kinds, steps, False)
+        assert ranks2.run(train_two_epochs, case, kinds, steps, True) == fresh, kinds
+
+
+def train_what_was_evaluated(rank: int, world_size: int, case: Case, kind: type[Any]) -> float:
+    """Evaluate in a pipeline that is dropped, and train the batches that it had mapped."""
+    twin, parallel = Twin(case), sharded_behind_maps(case)
+    optimizer = make_optimizer(parallel)
+    batches = [batch_of(case, step, rank) for step in range(STEPS)]
+    evaluating = EvalPipelineSparseDist(parallel.eval(), optimizer, torch.device("cpu"))
+    evaluating.progress(iter(batches))
+    evaluating.detach()
+    pipeline = kind(parallel.train(), optimizer, torch.device("cpu"))
+    losses = [local_loss(scores).item() for scores in drain(pipeline, batches[1:])]
+    expected = [twin.step(step)[rank] for step in range(1, STEPS)]
+    return max(relative_gap(losses, expected), state_gap(parallel, twin))
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_maps_see_batches_that_were_evaluated(ranks2: RankPool, kind: type[Any]) -> None:
+    assert max(ranks2.run(train_what_was_evaluated, IN_PART, kind)) < 1e-5
 
 
 def pause_at_equal_batches(rank: int, world_size: int, case: Case, kind: type[Any]) -> float:

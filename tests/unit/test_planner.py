@@ -187,14 +187,15 @@ def test_the_sharders_run_whatever_is_planned(
     [
         ({"stored_as": "int8"}, DataType.FP16, ["a", "b"], "isn't possible with data_type"),
         ({"hot_rows": 2}, DataType.FP32, ["a", "a"], "feature 'a' looks up several tables"),
+        ({"hot_rows": 2}, DataType.FP32, ["a a"], "feature 'a' looks up one table twice"),
     ],
 )
 def test_a_demand_that_no_sharder_meets_is_refused(
     constraint: dict[str, Any], data_type: DataType, features: list[str], message: str
 ) -> None:
     configs = [
-        EmbeddingBagConfig(1_000, 32, f"t{number}", data_type, [feature])
-        for number, feature in enumerate(features)
+        EmbeddingBagConfig(1_000, 32, f"t{number}", data_type, names.split())
+        for number, names in enumerate(features)
     ]
     model = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
 

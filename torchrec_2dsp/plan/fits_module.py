@@ -207,8 +207,9 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
     shared = [feature for feature, count in users.items() if count > 1]
     if shared:
         raise UnsupportedError(
-            f"feature {shared[0]!r} looks up several tables of module {path!r}, which TorchRec's "
-            "managed collisions don't map apart; give each table a feature of its own"
+            f"feature {shared[0]!r} looks up several tables of module {path!r}, or one twice, "
+            "which TorchRec's managed collisions don't map apart; give each lookup a feature of "
+            "its own"
         )
     sync = getattr(plan, "sync", None)
     if isinstance(sync, GradientSync) and sync.delay:
@@ -481,9 +482,11 @@ def _check_hot_sets(path: str, plan: ModulePlan2D, configs: list[Any]) -> None:
         hot_set.check_fits(where, config.num_embeddings)
         shared = [feature for feature in config.feature_names if users[feature] > 1]
         if shared:
+            is_twice = config.feature_names.count(shared[0]) > 1
+            tables = "one table twice, and it" if is_twice else "several tables, one of which"
             raise UnsupportedError(
-                f"feature {shared[0]!r} looks up several tables, one of which ({config.name!r}) "
-                "has hot rows; remove its hot set or give each table a feature of its own"
+                f"feature {shared[0]!r} looks up {tables} ({config.name!r}) has hot rows; remove "
+                "its hot set or give each lookup a feature of its own"
             )
 
 

@@ -18,8 +18,8 @@ from torchrec_2dsp.errors import ConfigError, InputError, SyncError, TwoDError
 
 MAX_IN_FLIGHT = 62
 """The number of batches in flight that ranks can name, each by a bit of an int64."""
-Mark = tuple[bool, bool, bool]
-"""A rank's facts on a batch in flight: a new one is the same object, or equal; and it is gone."""
+Mark = tuple[bool, bool]
+"""A rank's facts on a batch in flight: a new one is equal to it; and it is gone."""
 
 
 class Gathered(NamedTuple):
@@ -72,21 +72,21 @@ class IdsOfWorld:
             SyncError: the maps differ.
 
         Collectives:
-            An all-gather of 8 bytes per feature and 80 more, waited for; in training an all-to-all
+            An all-gather of 8 bytes per feature and 72 more, waited for; in training an all-to-all
             of ids, in as few bytes as the largest one needs, waited for.
         """
         ids = torch.cat(list(own.values()))
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
         numbered = enumerate(own.items())
         refused = next((n for n, (name, of) in numbered if not maps[name].takes(of)), -1)
-        marks = (sum(mark[n] << k for k, mark in enumerate(in_flight)) for n in range(3))
+        marks = (sum(mark[n] << k for k, mark in enumerate(in_flight)) for n in range(2))
         facts = [is_training, is_right, *marks, fingerprint, hour_now(), refused]
         counts = (feature.numel() for feature in own.values())
         own_facts = ids.new_tensor([*map(int, facts), low, high, *counts])
         by_rank = [torch.empty_like(own_facts) for _ in range(dist.get_world_size(self.group))]
         with naming_faults(self._board):
             dist.all_gather(by_rank, own_facts, group=self.group)
-            modes, are_right, same, equal, gone, *others = torch.stack(by_rank, 1).tolist()
+            modes, are_right, equal, gone, *others = torch.stack(by_rank, 1).tolist()
             fingerprints, hours, refusals, lows, highs, *counts_there = others
             _check_alike(modes, fingerprints)
             if max(refusals) >= 0:
@@ -99,7 +99,7 @@ class IdsOfWorld:
                         "map; correct the id or the size"
                     )
                 )
-            candidates = reduce(and_, same) or reduce(and_, equal)
+            candidates = reduce(and_, equal)
             again = (candidates & -candidates).bit_length() - 1 if candidates else None
             if candidates or not (is_training and all(are_right)):
                 return Gathered(hours[0], {}, again, reduce(or_, gone))

@@ -39,14 +39,12 @@ from torchrec_2dsp._compat.wrapped_collections import (
     table_configs,
 )
 from torchrec_2dsp.access.table_access import HotSet
-from torchrec_2dsp.errors import (
-    UnsupportedError,
-)
+from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.fits_module import has_weights
 from torchrec_2dsp.shard.batch import BatchForm, distinct_bags, with_parts
 from torchrec_2dsp.shard.ids_of_world import MAX_IN_FLIGHT, IdsOfWorld, Mark
 from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, TablesAndMore, parts_of
-from torchrec_2dsp.shard.stages import BatchNotes, Eviction
+from torchrec_2dsp.shard.stages import BatchNotes, Eviction, ids_per_feature
 
 _LABEL = "## map ids ##"
 
@@ -71,12 +69,12 @@ class MappedBatch:
 
     features: KeyedJaggedTensor
     """The batch, with row ids."""
-    source: Any
-    """The batch with its own ids, as the module got it."""
     context: "weakref.ref[MappedContext]"
     """The context that it was mapped for."""
     forward: "weakref.ref[Any]"
     """The forward that an attached pipeline had given the module: one object for its batches."""
+    contents: "_Contents | None"
+    """What the batch held, if the maps have seen it for a pipeline: then it may come again."""
     eviction: Eviction | None = None
     """The rows that the maps have given to other ids."""
     before: "Mapping[str, _MapState]" = field(default_factory=dict)
@@ -212,27 +210,34 @@ class ShardedManagedCollisions2D(TablesAndMore):
         # A batch that can't be right is refused by the tables, on all ranks.
         is_right = bags.error is None and self._form.error_in(bags.features) is None
         no_ids = features.lengths().new_empty(0, dtype=torch.int64)
-        own, places = dict.fromkeys(self._features, no_ids), {}
+        own, places, contents = dict.fromkeys(self._features, no_ids), {}, None
+        is_training = self._managed_collision_collection.training
         if is_right:
-            bounds = bags.features.offset_per_key()
+            # Not the bounds that the batch remembers, whose memory may have been filled again.
+            bounds = [0, *ids_per_feature(bags.features).cumsum(0).tolist()]
             places = {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
             own = self._hashed(features, places)
-        is_training = self._managed_collision_collection.training
+            if is_training and not ctx.is_at_once:
+                contents = _Contents.of(features)
         gathered = self._world.gathered(
             own,
             self._map_of,
             is_training=is_training,
             is_right=is_right,
-            in_flight=self._marks(ctx, given, features),
+            in_flight=self._marks(contents),
             fingerprint=self._fingerprint,
         )
         if gathered.again is not None:
-            return self._again(ctx, self._in_flight[gathered.again])
+            batch = self._again(ctx, self._in_flight[gathered.again])
+            # Its lengths may be gone from the memory in which it came first.
+            batch.features = _with_values(features, batch.features.values())
+            return batch
         for n, batch in enumerate(self._in_flight):
             batch.is_over |= bool(gathered.gone >> n & 1)
         self._in_flight = [batch for batch in self._in_flight if not batch.is_over]
         self._forget()
-        mapped = MappedBatch(features, given, weakref.ref(ctx), self._attached)
+        seen = contents if gathered.ids else None
+        mapped = MappedBatch(features, weakref.ref(ctx), self._attached, seen)
         if not ctx.is_at_once:
             self._in_flight = [*self._in_flight, mapped][-MAX_IN_FLIGHT:]
             self._has_gone_on |= bool(gathered.ids)
@@ -256,24 +261,19 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._attached, self._has_gone_on = now, False
         self._free_pipelines()
 
-    def _marks(self, ctx: MappedContext, given: Any, features: KeyedJaggedTensor) -> list[Mark]:
+    def _marks(self, contents: "_Contents | None") -> list[Mark]:
         """Return what this rank knows of the batches in flight, beside a new one.
 
-        Those of a detached, dropped or reset pipeline may come again before others do. A loop may
-        give one object for several; another builds the features anew at each access. What is
+        Those of a detached, dropped or reset pipeline may come again before others do, in other
+        objects: a loop may build the features anew at each access, or fill memory again. What is
         evaluated changes no map, and is mapped anew.
         """
-        may_come = not ctx.is_at_once and self._managed_collision_collection.training
         marks = []
         for batch in self._in_flight:
             is_attached = batch.forward is self._attached
             has_passed = batch.is_in_flight if is_attached else self._has_gone_on
-            may_be = may_come and not (has_passed or batch.is_over)
-            is_same = may_be and batch.source is given
-            is_equal = is_same or (
-                may_be and _are_equal(jagged_features(batch.source, self._features), features)
-            )
-            marks.append((is_same, is_equal, not batch.is_in_flight))
+            seen = None if has_passed or batch.is_over else batch.contents
+            marks.append((seen is not None and seen.equals(contents), not batch.is_in_flight))
         return marks
 
     def _again(self, ctx: MappedContext, batch: MappedBatch) -> MappedBatch:
@@ -330,12 +330,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
             buffers = maps[table].buffers if maps else {}
             rows = self._maps[table].rows_of(ids[feature], buffers)
             values[places[feature]] = rows.to(values.dtype)
-        sizes: dict[str, Any] = {}
-        if features.variable_stride_per_key():
-            by_rank = features.stride_per_key_per_rank()
-            sizes = {"stride": None, "stride_per_key_per_rank": by_rank}
-        inverse_indices = features.inverse_indices_or_none()
-        return with_parts(features, values=values, inverse_indices=inverse_indices, **sizes)
+        return _with_values(features, values)
 
     def _features_of(self, ctx: MappedContext) -> KeyedJaggedTensor | None:
         """Return the mapped features in the tables' order, as the unsharded module does."""
@@ -459,21 +454,37 @@ def managed_collisions(model: nn.Module) -> list[ShardedManagedCollisions2D]:
     return [part for part in model.modules() if isinstance(part, ShardedManagedCollisions2D)]
 
 
-def _are_equal(features: KeyedJaggedTensor, others: KeyedJaggedTensor) -> bool:
-    """Tell whether two batches are equal, as those that are built anew at each access."""
-    pairs = zip(_contents(features), _contents(others), strict=True)
-    return all(
-        torch.equal(part, other)
-        if isinstance(part, torch.Tensor) and isinstance(other, torch.Tensor)
-        else part == other
-        for part, other in pairs
-    )
+class _Contents(NamedTuple):
+    """A copy of a batch; of bytes, as a weight that isn't a number is unequal to itself."""
+
+    form: tuple[Any, ...]
+    as_bytes: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, features: KeyedJaggedTensor) -> "_Contents":
+        """Copy a batch."""
+        names, indices = features.inverse_indices_or_none() or (None, None)
+        optional = features.values(), features.lengths(), features.weights_or_none(), indices
+        parts = [part.detach() for part in optional if part is not None]
+        kinds = [(part.dtype, part.shape) for part in parts]
+        form = features.keys(), features.stride_per_key_per_rank(), names, kinds
+        copies = [part.flatten().clone(memory_format=torch.contiguous_format) for part in parts]
+        return cls(form, [part.view(torch.uint8) for part in copies])
+
+    def equals(self, other: "_Contents | None") -> bool:
+        """Tell whether another batch holds the same."""
+        others = other.as_bytes if other and other.form == self.form else []
+        return bool(others) and all(map(torch.equal, self.as_bytes, others))
 
 
-def _contents(features: KeyedJaggedTensor) -> tuple[Any, ...]:
-    _, inverse = features.inverse_indices_or_none() or (None, None)
-    tensors = features.values(), features.lengths(), features.weights_or_none(), inverse
-    return features.keys(), features.stride_per_key_per_rank(), *tensors
+def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
+    """Return a batch with other ids, in the form that it has."""
+    sizes: dict[str, Any] = {}
+    if features.variable_stride_per_key():
+        by_rank = features.stride_per_key_per_rank()
+        sizes = {"stride": None, "stride_per_key_per_rank": by_rank}
+    inverse_indices = features.inverse_indices_or_none()
+    return with_parts(features, values=values, inverse_indices=inverse_indices, **sizes)
 
 
 _TABLES, _MAPS = "_embedding_module", "_managed_collision_collection"

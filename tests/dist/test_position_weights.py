@@ -215,7 +215,7 @@ def test_refusals(ranks4: RankPool) -> None:
         "this rank's batch, but position weights for 6; cut the bag, or give the processor a",
         "requires_grad of a feature processor has changed since the model was sharded; change it",
         "feature processors that aren't position weights know no variable batch sizes; give a",
-        'Missing key(s) in state_dict: "position_weights.f0"',
+        'Missing key(s) in state_dict: "_feature_processors.position_weights.f0"',
     )
     for answers in ranks4.run(refusals):
         for text, answer in zip(texts, answers, strict=True):

@@ -21,7 +21,6 @@ from torch.distributed.tensor._redistribute import (
     clear_redistribute_planner_cache,
 )
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
@@ -30,8 +29,6 @@ from torch.utils._python_dispatch import (
 
 _ABORT_S = 3.0
 """The time in which all groups' aborts should be over."""
-IncompatibleKeys = _IncompatibleKeys
-"""What ``load_state_dict`` returns."""
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:

@@ -114,8 +114,6 @@ class MappedContext(Multistreamable):
 class ShardedManagedCollisions2D(TablesAndMore):
     """A sharded collection behind id maps that are equal on all ranks."""
 
-    may_be_missing = True
-
     def __init__(
         self,
         module: Any,
@@ -160,6 +158,8 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._evicted_rows = [part.tables.reset_evicted_rows(init_seed) for part in self._parts]
         self.register_state_dict_pre_hook(lambda *_: self._reset_dropped())
         self.register_state_dict_post_hook(_show_trained_maps)
+        self.register_load_state_dict_pre_hook(lambda _, *load: self._before_load(*load[:2]))
+        self.register_load_state_dict_post_hook(lambda *_: self._after_load())
 
     def create_context(self) -> MappedContext:
         """Make a batch's context."""
@@ -396,22 +396,22 @@ class ShardedManagedCollisions2D(TablesAndMore):
         maps = self._managed_collision_collection.named_buffers(append_prefix(prefix, _MAPS))
         yield from (name for name, _ in maps)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load tables and maps; a map goes on as TorchRec's does after a load."""
+    def _before_load(self, state: dict[str, Any], prefix: str) -> None:
+        """Refuse other maps under mapped batches; keep the maps if a state has none."""
         self._free_dropped()
         if any(batch.is_in_flight for batch in self._in_flight):
             raise UnsupportedError(
                 "a pipeline has batches whose ids were mapped already; train them, or drop the "
                 "pipeline, before you load other id maps"
             )
-        keys = super().load_state_dict(state_dict, strict, assign)
+        if not any(name.startswith(f"{prefix}{_MAPS}.") for name in state):
+            state |= self._managed_collision_collection.state_dict(prefix=f"{prefix}{_MAPS}.")
+
+    def _after_load(self) -> None:
+        """Let loaded maps go on as TorchRec's do after a load."""
         self._waiting, self._in_flight = [], []
-        for id_map in self._maps.values():
-            id_map.set_history(NO_HISTORY)
+        self.set_histories(dict.fromkeys(self._maps, NO_HISTORY))
         self._note_new_rows()
-        return keys
 
     def histories(self) -> dict[str, History]:
         """Return what maps remember beside their buffers, by table, as far as was trained."""

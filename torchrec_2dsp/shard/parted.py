@@ -20,7 +20,6 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from torchrec_2dsp._compat.c10d import IncompatibleKeys
 from torchrec_2dsp._compat.shardings import is_in_pipeline, load_as, shardings_of
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
 from torchrec_2dsp.comms.groups import MeshGroups
@@ -188,9 +187,6 @@ class PartedModule(
 class TablesAndMore(LooksUpAtOnce, ShardedModule[Any, Any, Any, Any]):
     """A sharded module that holds tables, and what is beside them, under TorchRec's names."""
 
-    may_be_missing = False
-    """True if a loaded state may lack a held module, which then stays as it is."""
-
     def __init__(self, unsharded: nn.Module, sharded: ShardedModule2D | PartedModule) -> None:
         super().__init__(sharded.qcomm_codecs_registry)
         watch_calls(self)
@@ -200,23 +196,6 @@ class TablesAndMore(LooksUpAtOnce, ShardedModule[Any, Any, Any, Any]):
     def unsharded_module_type(self) -> type[nn.Module]:
         """The unsharded module's type."""
         return self._unsharded_type
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Let each held module take what is under its name, if anything."""
-        keys = IncompatibleKeys([], [])
-        for name, part in self.named_children():
-            own = {
-                key.removeprefix(f"{name}."): value
-                for key, value in state_dict.items()
-                if key.startswith(f"{name}.")
-            }
-            is_strict = strict and (bool(own) or not self.may_be_missing)
-            missing, unexpected = part.load_state_dict(own, strict=is_strict, assign=assign)
-            keys.missing_keys.extend(f"{name}.{key}" for key in missing)
-            keys.unexpected_keys.extend(f"{name}.{key}" for key in unexpected)
-        return keys
 
 
 def sharded_tables(model: nn.Module) -> list[Tables2D]:

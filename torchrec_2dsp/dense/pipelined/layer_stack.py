@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class LayerStack(nn.Module):
                 self.layers[number] = LayerElsewhere()
         if not keeps_loss:
             self.loss = LayerElsewhere()
-        self._run = torch.compiler.disable(run, reason="other ranks run the layers as well")
+        self._run = cast(Any, torch.compiler.disable)(run, reason="other ranks run layers as well")
 
 
 class LayerElsewhere(nn.Module):

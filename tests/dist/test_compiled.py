@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ PIPELINES: dict[str, tuple[Cell, Callable[..., Any]]] = {
 def train(rank: int, cell: Cell, kind: Callable[..., Any], compiles: bool) -> tuple[Any, Any]:
     """Return each step's scores, and all that is trained."""
     # Below the first bucket's usual size, as `parallelize` makes them for a small dense part.
-    wrapper = None if cell.stock_wrapper else DefaultDataParallelWrapper(bucket_cap_mb=2**-14)
+    wrapper = None if cell.stock_wrapper else DefaultDataParallelWrapper(cast(Any, 2**-14))
     torch.manual_seed(0)
     model = shard(cell, model=LossModel(cell.spec), data_parallel_wrapper=wrapper)
     if compiles:

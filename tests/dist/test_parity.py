@@ -5,7 +5,7 @@ Ten steps, or four; the loss of every step, every weight and every moment at the
 
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -183,7 +183,7 @@ def load_by_torch(rank: int, world_size: int, cell: Cell) -> None:
     assert all(parallel.module.get_parameter(name) is not None for name in names)
     assert get_model_state_dict(parallel.module).keys() == parallel.state_dict().keys()
     weights: dict[str, Any] = build(cell.spec, seed=1).state_dict()
-    parallel.load_state_dict({**weights})
+    parallel.load_state_dict(cast(Any, {**weights}))
     other.module.load_state_dict({**weights})
     assert largest_gap(snapshot(parallel), snapshot(other)) == 0
     with pytest.raises(RuntimeError, match="Unexpected key"):

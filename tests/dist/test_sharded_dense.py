@@ -99,6 +99,8 @@ def tower(change: str, width: int) -> Any:
         up.bfloat16()
     elif change == "tied layers":
         layers[2].weight = down.weight
+    elif change == "a parametrized layer":
+        nn.utils.parametrizations.weight_norm(up)
     elif change == "no forward":
         layers = nn.ParameterList([torch.ones(2)])
     elif change == "split layers in a list":
@@ -140,6 +142,11 @@ CHANGES = {
         "'tower.1.weight' and 'tower.2.weight' are one parameter, which {} would split as two; "
     ),
     ("PipelinedDense", "tied layers"): "",
+    ("FullyShardedDense", "a parametrized layer"): "",
+    ("TensorParallelDense", "a parametrized layer"): (
+        "'tower.0' has a parametrized weight (weight_norm, spectral_norm, orthogonal), which {} "
+        "can't split; leave it out of the plan"
+    ),
     ("FullyShardedDense", "no forward"): (
         "'tower' is a ParameterList without a forward, at which {} would run it; put its"
     ),

@@ -1,18 +1,21 @@
 """Dense layers that are thawed, frozen or left out after some steps, checkpointed, or sparse."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 import torchrec_2dsp as tdsp
-from tests.support.dense_training import cell_of, whole
+from tests.support.dense_training import cell_of, dense_of, whole
 from tests.support.loops import shard
 from tests.support.models import BagModel, make_batch
 from tests.support.parity import Gap, compare
@@ -30,7 +33,7 @@ from tests.support.pipelining import (
     stack_model,
     step_of,
 )
-from tests.support.ranks import RankPool, error_text
+from tests.support.ranks import RankPool, error_of, error_text
 from torchrec_2dsp.errors import UnsupportedError
 
 ROUNDING = 1e-6
@@ -97,6 +100,89 @@ def thaw_in_ddp(rank: int, world_size: int, form: str) -> str:
 def test_ddp_refuses_them(ranks4: RankPool, form: str) -> None:
     for text in ranks4.run(thaw_in_ddp, form):
         assert text.startswith("'bottom.weight' was frozen when the model was sharded, so DDP")
+
+
+def replace_layer(model: Any, bottom: Any) -> None:
+    model.module.bottom = nn.Linear(bottom.in_features, bottom.out_features)
+
+
+def replace_weight(model: Any, bottom: Any) -> None:
+    bottom.weight = nn.Parameter(torch.zeros(bottom.out_features, bottom.in_features))
+
+
+def replace_by_frozen(model: Any, bottom: Any) -> None:
+    replace_weight(model, bottom)
+    bottom.weight.requires_grad_(False)
+
+
+def normalise(model: Any, bottom: Any) -> None:
+    nn.utils.parametrizations.weight_norm(bottom)
+
+
+def hook(model: Any, bottom: Any) -> None:
+    bottom.weight.register_hook(lambda gradient: gradient / 2)
+
+
+CHANGES = (replace_layer, replace_weight, normalise)
+SHARED = {form: FORMS[form] for form in ("FSDP", "TP", "TP, FSDP", "PP 1F1B")}
+ANY_GRAPH = partial(DefaultDataParallelWrapper, static_graph=False, find_unused_parameters=True)
+LATER: dict[str, Callable[[], Any]] = {**DATA_PARALLEL, "any graph": ANY_GRAPH, **SHARED}
+
+
+def change_later(rank: int, world_size: int, form: str, stock: bool) -> dict[str, str]:
+    """Train, then change a layer of the sharded model, and train again, for each change."""
+    texts, cell = dict[str, str](), replace(CELL.cell, stock_wrapper=stock)
+    for change in (*CHANGES, replace_by_frozen, hook) if form in SHARED else CHANGES:
+        with pipelined(cell, LATER[form]()) as (model, params):
+            optimizer = dense_sgd(params.values())
+            step_of(model, optimizer, CELL, 0, rank)
+            (bottom,) = (part for name, part in model.named_modules() if name.endswith("bottom"))
+            change(model, bottom)
+            texts[change.__name__] = error_of(partial(step_of, model, optimizer, CELL, 1, rank))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("form", "stock"),
+    [*((form, False) for form in LATER), *((form, True) for form in ("delayed", "FSDP"))],
+)
+def test_what_is_put_into_a_sharded_model_is_refused(
+    ranks4: RankPool, form: str, stock: bool
+) -> None:
+    for texts in ranks4.run(change_later, form, stock):
+        for change, text in texts.items():
+            if change == "hook":
+                assert text.startswith("ConfigError: 'bottom.weight' has a hook on its gradient")
+            else:
+                assert text.startswith("UnsupportedError: 'bottom."), (change, text)
+                assert "was put into the model after it was sharded, so " in text, (change, text)
+
+
+def train_on(rank: int, world_size: int, form: str) -> Gap:
+    """Train past an evaluation, an assignment of new shares, and weights gathered by hand."""
+    oracle = StackOracle(CELL.cell)
+    loss_gap = 0.0
+    with pipelined(CELL.cell, FORMS[form]()) as (model, params):
+        for step in range(NUM_STEPS):
+            if step == 2:
+                dense = {name: value.detach().clone() for name, value in params.items()}
+                model.module.load_state_dict(dense, strict=False, assign=True)
+            optimizer = dense_sgd(dense_of(model).values())
+            if step == 1:
+                with torch.no_grad():
+                    model(batches_for(CELL, 0)[rank][0])
+            elif step in (0, 3):
+                next(unit for unit in model.modules() if isinstance(unit, FSDPModule)).unshard()
+            expected = oracle.step_on(batches_for(CELL, step))[rank]
+            loss_gap = max(loss_gap, abs(step_of(model, optimizer, CELL, step, rank) - expected))
+        return compare(model, oracle, loss_gap)
+
+
+@pytest.mark.parametrize("form", ["FSDP", "FSDP at once", "FSDP, gathered once", "TP, FSDP"])
+def test_what_fsdp2_puts_in_itself_is_trained(ranks4: RankPool, form: str) -> None:
+    for gap in ranks4.run(train_on, form):
+        assert gap.num_values > 0
+        assert gap.worst < ROUNDING, gap
 
 
 def freeze(model: torch.nn.Module, rank: int) -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torchrec.optim import SemisyncOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -266,6 +268,8 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     refuse("other model", lambda: load(tdsp.TrainState(other)))
     save = tdsp.save_checkpoint
     refuse("not plain", lambda: tdsp.TrainState(model, things={"a": {1, 2}}).state_dict())
+    share = DTensor.from_local(torch.ones(1), init_device_mesh("cpu", (world_size,)))
+    refuse("a share", lambda: tdsp.TrainState(model, ema={"a": share}).state_dict())
     refuse("no member", lambda: tdsp.TrainState(model, things=[1]))  # type: ignore[arg-type]
     state.step = 3 + (rank == 1)
     refuse("other step", lambda: save(folder / "x", model, optimizer, train_state=state))
@@ -301,6 +305,8 @@ TEXTS = {
     "other model": "CheckpointError: the train state is that of another model; make it by",
     "not plain": "CheckpointError: things can't be stored: a is a set, which a train state can't "
     "hold without a pickle; use dicts",
+    "a share": "CheckpointError: ema can't be stored: a is a DTensor, of which each rank has a "
+    "part; let state_dict() give the whole, a DTensor's full_tensor() on all ranks",
     "no member": "ConfigError: things=[1] has no state_dict() and load_state_dict()",
     "other step": "ConfigError: the number of steps done differs between ranks: rank 0 has 3, rank "
     "1 has 4",

@@ -1,11 +1,11 @@
-"""Adapters to torch's DDP: its first step, and the order of parameters in its buckets.
+"""Adapters to torch's DDP, its first step and its buckets' order, and to FSDP2's parameters.
 
 DDP puts gradients into buckets, and where a number stands in its bucket decides in which order the
 ranks' numbers are added. A run's first steps use the order of the parameters, later ones the order
 in which gradients arrived. A resumed run has to start with the latter to compute the same bits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -34,10 +37,16 @@ _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDi
 _FAILED: "WeakSet[nn.Module]" = WeakSet()
 """The DDP modules whose last backward ended in a hook's error."""
 
+_WATCHED: "WeakSet[nn.Module]" = WeakSet()
+"""The DDP modules that `refuse_unreduced` has seen."""
+
 _UNNAMED: "WeakKeyDictionary[DistributedDataParallel, list[tuple[int, list[torch.Tensor]]]]" = (
     WeakKeyDictionary()
 )
 """The buckets, with their parameters, that the first step after `start_in_order` is to reduce."""
+
+Place = tuple[nn.Module, str, nn.Parameter]
+"""A module, and one of its parameters by name."""
 
 _BUILTIN_HOOK = "BuiltinCommHookType."
 
@@ -219,10 +228,11 @@ def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
 def refuse_unreduced(model: DistributedModelParallel) -> None:
     """Raise where a model's DDP, if it has one, would let ranks go apart without a word."""
     ddp = data_parallel_module(model)
-    if ddp is not None:
+    if ddp is not None and ddp not in _WATCHED:
+        _WATCHED.add(ddp)
         if dist.get_world_size(ddp.process_group) > 1:
             check_embeddings(ddp.module, "DDP")
-        _refuse_thawed(ddp)
+        _refuse_later_params(ddp)
         _refuse_unseen_loss(ddp)
         _refuse_another_graph(ddp)
 
@@ -266,25 +276,87 @@ def check_embeddings(model: nn.Module, wrapper: str) -> None:
             )
 
 
-def _refuse_thawed(ddp: DistributedDataParallel) -> None:
-    """Raise before a forward that trains what was frozen when DDP filled its buckets."""
+def _refuse_later_params(ddp: DistributedDataParallel) -> None:
+    """Raise before a forward that trains what was frozen or missing when DDP made its buckets."""
     frozen = [
         (name, param)
         for name, param in ddp.module.named_parameters()
         if not param.requires_grad and name not in ddp.parameters_to_ignore
     ]
+    places = {id(place[-1]): place for place in unknown_params(ddp.module, {})}
 
     def check(*_: object) -> None:
-        for name, param in frozen if torch.is_grad_enabled() else ():
+        if not torch.is_grad_enabled():
+            return
+        for name, param in frozen:
             if param.requires_grad:
                 raise UnsupportedError(
                     f"{name!r} was frozen when the model was sharded, so DDP doesn't add up its "
                     "gradients; shard the model anew to train it, or shard it with "
                     "requires_grad=True and give it to the optimizer when it is to be trained"
                 )
+        for place in unknown_params(ddp.module, places):
+            if place[-1].requires_grad:
+                raise put_in_later(place, ddp.module, "DDP doesn't add up its gradients")
 
-    if frozen:
-        ddp.register_forward_pre_hook(check)
+    ddp.register_forward_pre_hook(check)
+
+
+def unknown_params(
+    model: nn.Module, known_ids: Container[int], apart: Iterable[nn.Module] = ()
+) -> list[Place]:
+    """Find parameters whose `id` isn't known, in the microseconds that a step has for it.
+
+    Those of sharded tables, and of the modules ``apart``, are left out.
+    """
+    unknown, modules = list[Place](), [model]
+    visited: set[nn.Module | None] = {None, *apart}
+    for module in modules:
+        if module in visited or isinstance(module, ShardedModule):
+            continue
+        visited.add(module)
+        params, children = _contents_of(module)
+        modules += children
+        for name, param in params:
+            if id(param) not in known_ids and param is not None:
+                unknown.append((module, name, param))
+    return unknown
+
+
+def _contents_of(module: nn.Module) -> tuple[Iterable[Any], Iterable[Any]]:
+    return module._parameters.items(), module._modules.values()
+
+
+def full_name(place: Place, model: nn.Module) -> str:
+    """Return a parameter's name in the model."""
+    path = next((path for path, module in model.named_modules() if module is place[0]), "")
+    return f"{path}.{place[1]}" if path else place[1]
+
+
+def put_in_later(place: Place, model: nn.Module, result: str) -> UnsupportedError:
+    """Return the error about a parameter that was put into a sharded model."""
+    return UnsupportedError(
+        f"{full_name(place, model)!r} was put into the model after it was sharded, so {result}; "
+        "change layers before, write into weights in place (copy_ under no_grad()), or freeze what "
+        "isn't trained"
+    )
+
+
+def own_params(unit: FSDPModule) -> Iterator[Place]:
+    """Yield the parameters that FSDP2 has for a unit: each one's share, and its gathered weight."""
+    state: FSDPState = unit._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        for param in group.fsdp_params:
+            yield from _forms(param)
+
+
+def _forms(param: FSDPParam) -> Iterator[Place]:
+    module, name = param._module_info.module, param._module_info.param_name
+    # The last two come and go.
+    for form in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
+        own: nn.Parameter | None = getattr(param, form, None)
+        if own is not None:
+            yield module, name, own
 
 
 def _refuse_unseen_loss(ddp: DistributedDataParallel) -> None:

@@ -88,9 +88,9 @@ class _Alias(torch.autograd.Function):
         return grads[0]
 
 
-def has_gradient_hooks(leaf: Tensor) -> bool:
+def has_gradient_hooks(leaf: Tensor, *, or_after: bool = True) -> bool:
     """Return whether code of someone else runs on a leaf's gradient, or after it is added."""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    return bool(leaf._backward_hooks or (or_after and leaf._post_accumulate_grad_hooks))
 
 
 def is_checkpointed() -> bool:

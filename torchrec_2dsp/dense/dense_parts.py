@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv
@@ -20,12 +21,18 @@ from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
+    Place,
     check_embeddings,
     data_parallel_module,
     ddp_params,
+    full_name,
+    own_params,
+    put_in_later,
+    refuse_unreduced,
+    unknown_params,
     wrapped_module,
 )
-from torchrec_2dsp._compat.tensors import held_weakly
+from torchrec_2dsp._compat.tensors import has_gradient_hooks, held_weakly
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import own_mesh
@@ -100,6 +107,45 @@ def check_untied(parts: Mapping[str, nn.Module], wrapper: str) -> None:
                     f"{owners[param]!r} and {name!r} share a parameter, which {wrapper} would "
                     "shard as two; put them into one module that holds no tables, or untie them"
                 )
+
+
+def check_unhooked(params: Iterable[tuple[str, nn.Parameter]], wrapper: str) -> None:
+    """Refuse named parameters with hooks on their gradients, which a share wouldn't run."""
+    for name, param in params:
+        if has_gradient_hooks(param):
+            raise ConfigError(
+                f"{name!r} has a hook on its gradient, which {wrapper} doesn't run on the batch's "
+                "whole gradient; change it after the backward, before the optimizer's step"
+            )
+
+
+def refuse_later_changes(model: nn.Module, wrapper: str, apart: Iterable[nn.Module] = ()) -> None:
+    """Raise before a forward with weights that FSDP2 doesn't have, or with hooks it doesn't run.
+
+    Someone has put them into the sharded model. All but the modules ``apart`` is FSDP2's; hooks
+    after a gradient is added see the whole one.
+    """
+    apart, places = list(apart), dict[int, Place]()
+
+    def check(*_: object) -> None:
+        trains = torch.is_grad_enabled()
+        if unknown_params(model, places, apart):
+            # FSDP2 gathers a weight for the first time, or a checkpoint has assigned new shares.
+            units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+            places.clear()
+            places.update((id(place[-1]), place) for unit in units for place in own_params(unit))
+            holders = {module for module, _, _ in places.values()}
+            for place in unknown_params(model, places, apart):
+                # In FSDP2's modules its own weights replace others, frozen ones as well.
+                if place[0] in holders or (trains and place[-1].requires_grad):
+                    result = f"{wrapper} neither gathers it nor adds its gradients up"
+                    raise put_in_later(place, model, result)
+        for place in places.values() if trains else ():
+            if has_gradient_hooks(place[-1], or_after=False):
+                check_unhooked([(full_name(place, model), place[-1])], wrapper)
+
+    # Before FSDP2's own, where the whole model is a unit.
+    model.register_forward_pre_hook(check, prepend=True)
 
 
 def group_of(env: ShardingEnv) -> dist.ProcessGroup:
@@ -193,6 +239,8 @@ class HookedDDP(DataParallelWrapper):
         ddp = data_parallel_module(dmp)
         if ddp is not None:
             self.hook_into(ddp, group, device)
+        # For models of TorchRec's own class; this package's would do so anyway.
+        refuse_unreduced(dmp)
 
     @abstractmethod
     def hook_into(

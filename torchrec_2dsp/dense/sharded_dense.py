@@ -25,6 +25,7 @@ from torchrec_2dsp.dense.dense_parts import (
     copies_mesh,
     dense_parts,
     group_of,
+    refuse_later_changes,
     styles_by_part,
 )
 from torchrec_2dsp.dense.sharded_parts import (
@@ -32,7 +33,7 @@ from torchrec_2dsp.dense.sharded_parts import (
     OwnCalls,
     Unit,
     check_callable,
-    check_split_untied,
+    check_splittable,
     check_units,
     reduce_unused,
     shard_units,
@@ -106,6 +107,7 @@ class FullyShardedDense(DataParallelWrapper):
             reshard_after_forward=self._reshards,
             mp_policy=self._precision,
         )
+        refuse_later_changes(model, "FullyShardedDense")
 
     def _check_kinds(self, parts: Mapping[str, nn.Module]) -> None:
         modules = [module for part in parts.values() for module in part.modules()]
@@ -190,6 +192,8 @@ class TensorParallelDense(DataParallelWrapper):
             JointBatch(name, part, grid["tp"].get_group())
             (unit,) = units[name]
             OwnCalls(unit, "TensorParallelDense joins the ranks' batches")
+        without_shares = [parts[name] for name in plans] if mesh.dp == 1 else []
+        refuse_later_changes(model, "TensorParallelDense", without_shares)
 
     def _check_parts(
         self,
@@ -200,7 +204,7 @@ class TensorParallelDense(DataParallelWrapper):
         for name, of_part in units.items():
             (unit,) = of_part
             if name in plans:
-                check_split_untied(name, unit.module, plans[name], "TensorParallelDense")
+                check_splittable(name, unit.module, plans[name], "TensorParallelDense")
             if name in plans and mesh.dp == 1:
                 check_callable(of_part, "TensorParallelDense")
             else:

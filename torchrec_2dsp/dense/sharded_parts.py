@@ -38,9 +38,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_2dsp._compat.tensors import has_gradient_hooks, running_backward
+from torchrec_2dsp._compat.tensors import running_backward
 from torchrec_2dsp.dense.dense_parts import (
     check_called_alike,
+    check_unhooked,
     differentiable_once,
     draw_seed,
     drawing_from,
@@ -108,18 +109,7 @@ def check_callable(units: Iterable[Unit], wrapper: str) -> None:
                 f"{unit.name!r} is a {type(unit.module).__name__} without a forward, at which "
                 f"{wrapper} would run it; put its parameters into a module that the model calls"
             )
-        check_unhooked(unit.name, unit.module.named_parameters(), wrapper)
-
-
-def check_unhooked(part: str, params: Iterable[tuple[str, nn.Parameter]], wrapper: str) -> None:
-    """Refuse a part's parameters with hooks on their gradients, which a share wouldn't run."""
-    for name, param in params:
-        if has_gradient_hooks(param):
-            raise ConfigError(
-                f"{f'{part}.{name}'!r} has a hook on its gradient, which {wrapper} doesn't run on "
-                "the batch's whole gradient; change it after the backward, before the optimizer's "
-                "step"
-            )
+        check_unhooked(unit.module.named_parameters(unit.name), wrapper)
 
 
 def check_shareable(name: str, params: Iterable[nn.Parameter], wrapper: str, separate: str) -> None:
@@ -139,17 +129,24 @@ def check_shareable(name: str, params: Iterable[nn.Parameter], wrapper: str, sep
         )
 
 
-def check_split_untied(
+def check_splittable(
     name: str, part: nn.Module, styles: Mapping[str, ParallelStyle], wrapper: str
 ) -> None:
-    """Refuse a tied parameter in a layer that is to be split, which would be untied."""
+    """Refuse a parametrization, or a tied parameter, in a layer that is to be split."""
     hooks_only = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
-    split = {
-        param
+    layers = {
+        path: part.get_submodule(path)
         for path, style in styles.items()
         if not isinstance(style, hooks_only)
-        for param in part.get_submodule(path).parameters()
     }
+    for path, layer in layers.items():
+        if any(isinstance(module, ParametrizationList) for module in layer.modules()):
+            raise ConfigError(
+                f"{f'{name}.{path}'!r} has a parametrized weight (weight_norm, spectral_norm, "
+                f"orthogonal), which {wrapper} can't split; leave it out of the plan, or remove "
+                "the parametrization"
+            )
+    split = {param for layer in layers.values() for param in layer.parameters()}
     places: dict[nn.Parameter, str] = {}
     for path, module in part.named_modules():
         for param_name, param in module.named_parameters(recurse=False, remove_duplicate=False):

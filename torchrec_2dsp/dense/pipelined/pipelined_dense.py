@@ -20,9 +20,11 @@ from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.dense.dense_parts import (
     broadcast_weights,
+    check_unhooked,
     check_untied,
     dense_parts,
     group_of,
+    refuse_later_changes,
     styles_by_part,
 )
 from torchrec_2dsp.dense.pipelined.cut_stack import CutStack, PipelineTimes, gather_times
@@ -43,8 +45,7 @@ from torchrec_2dsp.dense.pipelined.pipeline import Reduction
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
 from torchrec_2dsp.dense.sharded_parts import (
     Unit,
-    check_split_untied,
-    check_unhooked,
+    check_splittable,
     check_units,
     shard_units,
     units_of,
@@ -176,7 +177,7 @@ class PipelinedDense(DataParallelWrapper):
                 inside=True,
             )
             for name, stack in stacks.items() if mesh.tp > 1 else ():
-                check_split_untied(name, stack, styles.get(name, {}), "PipelinedDense")
+                check_splittable(name, stack, styles.get(name, {}), "PipelinedDense")
             facts["the settings of PipelinedDense"] = self._settings()
         for part in (*stacks.values(), *(unit.module for unit in others)):
             broadcast_weights(part, group)
@@ -209,6 +210,7 @@ class PipelinedDense(DataParallelWrapper):
         everyone = own_mesh(ranks, device.type, ("dp_pp_tp",))
         self._others = [unit.module for unit in others]
         shard_units(others, everyone, "PipelinedDense")
+        refuse_later_changes(model, "PipelinedDense", stacks.values())
 
     def _checked_parts(self, model: nn.Module) -> tuple[dict[str, LayerStack], list[Unit]]:
         """Return the stacks, and what else is dense, unless it can't be run so."""
@@ -230,7 +232,7 @@ class PipelinedDense(DataParallelWrapper):
         others = {name: part for name, part in parts.items() if name not in stacks}
         check_untied(others, "PipelinedDense")
         for name, part in parts.items():
-            check_unhooked(name, part.named_parameters(), "PipelinedDense")
+            check_unhooked(part.named_parameters(name), "PipelinedDense")
         units = [unit for name, part in others.items() for unit in units_of(name, part)]
         check_units(units, "PipelinedDense", "modules of their own")
         return stacks, units

@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 
@@ -91,6 +93,11 @@ def _encode_block(
         place = _encode_block(value.tobytes(), name, prefix, tensors)["$bytes"]
         return {"$array": [place, value.dtype.str, list(value.shape)]}
     tensor = value.detach()
+    if isinstance(tensor, DTensor | ShardedTensor):
+        raise CheckpointError(
+            f"{name} is a {type(tensor).__name__}, of which each rank has a part; let state_dict() "
+            "give the whole, a DTensor's full_tensor() on all ranks"
+        )
     if tensor.layout is not torch.strided:
         raise CheckpointError(
             f"{name} is a tensor of layout {tensor.layout}, which a train state can't hold; store "

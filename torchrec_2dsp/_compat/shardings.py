@@ -201,16 +201,24 @@ def load_as(module: nn.Module, parts: Callable[[], Iterable[nn.Module]]) -> None
 
     def before(_: nn.Module, *load: Any) -> None:
         for part in parts():
-            for hook in part._load_state_dict_pre_hooks.values():
-                hook(*load)
+            _before_load(part, load)
 
     def after(_: nn.Module, keys: Any) -> None:
         for part in parts():
-            for hook in part._load_state_dict_post_hooks.values():
-                hook(part, keys)
+            _after_load(part, keys)
 
     module.register_load_state_dict_pre_hook(before)
     module.register_load_state_dict_post_hook(after)
+
+
+def _before_load(module: nn.Module, load: tuple[Any, ...]) -> None:
+    for hook in module._load_state_dict_pre_hooks.values():
+        hook(*load)
+
+
+def _after_load(module: nn.Module, keys: Any) -> None:
+    for hook in module._load_state_dict_post_hooks.values():
+        hook(module, keys)
 
 
 def is_in_pipeline(module: nn.Module) -> bool:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from pydantic import BaseModel
 from rich.console import Console
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.errors import RankError
+from torchrec_2dsp.errors import ConfigError, RankError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.cli.console import show_written, shown_errors
 from torchrec_2dsp.programs.cli.train import saying_how_to_go_on
@@ -26,6 +27,7 @@ from torchrec_2dsp.programs.config.config_file import (
     load_config,
     with_absolute_paths,
 )
+from torchrec_2dsp.programs.launch import take_gpu
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "runs" / "demo.toml"
@@ -88,6 +90,12 @@ def test_the_command_asks_for_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 2
     assert "RANK is not set, so torchrun didn't start this process" in result.stderr
     assert "torchrun --standalone" in result.stderr
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="device='cuda' needs a GPU for each of a host's ranks"):
+        take_gpu(1)
 
 
 @pytest.mark.parametrize("seconds", ["-5", "0", "nan"])

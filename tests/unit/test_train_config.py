@@ -119,6 +119,8 @@ RECUT = "runs.one.dense={kind='pipelined', recut_every=5"
     ("overrides", "message"),
     [
         ("loop.steps=0", "loop.steps=0: input should be greater than or equal to 1"),
+        ("loop.steps=true", "loop: steps=true is no number"),
+        ("model.seed=9223372036854775808", "input should be less than 9223372036854775808"),
         ("loop.stepps=3", "loop.stepps is unknown; use one of steps, global_batch_size, "),
         ("loop.stepps=3", "tensorboard_dir (the nearest is 'steps')"),
         ("lop.steps=3", "lop is unknown; use one of data, model, optimizer, loop, checkpoint, "),

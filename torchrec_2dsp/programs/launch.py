@@ -68,13 +68,24 @@ def launched_world(
     check_launched(command)
     keep_freed_memory()
     if device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+        take_gpu(dist.get_node_local_rank(fallback_rank=0))
         # A rank whose peer is gone can say so only if NCCL's watchdog doesn't end the process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     yield dist.get_rank()
     leave_world()
+
+
+def take_gpu(local_rank: int) -> None:
+    """Let a rank of this host compute on a GPU of its own."""
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device='cuda' needs a GPU for each of a host's ranks, and torch sees "
+            f"{torch.cuda.device_count()}; use device='cpu' or fewer ranks, or install the CUDA "
+            "build"
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def launched_world_or_one() -> AbstractContextManager[int]:

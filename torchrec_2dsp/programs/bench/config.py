@@ -14,7 +14,7 @@ from torchrec_2dsp.programs.config.dense import (
     PipelinedConfig,
     check_dense,
 )
-from torchrec_2dsp.programs.config.section import Kinds, Section
+from torchrec_2dsp.programs.config.section import Kinds, Section, Seed
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
@@ -56,7 +56,7 @@ class ScheduleConfig(Section):
     deadline_s: float = Field(default=180.0, gt=0, le=1e9)
     """Seconds without an answer to "build", "trace" or a block after which a contestant is out."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """The seed for the bootstrap and the contestants' order."""
 
     device: Literal["cpu", "cuda"] = "cpu"

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from torchrec_2dsp.programs.bench.config import ScheduleConfig
+from torchrec_2dsp.programs.launch import take_gpu
 
 Value = TypeVar("Value")
 
@@ -84,7 +85,7 @@ def join_contestant(
     """
     torch.set_num_threads(1)
     if schedule.device == "cuda":
-        torch.cuda.set_device(place.rank % place.local_world_size)
+        take_gpu(place.rank % place.local_world_size)
         backend = "nccl"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],

@@ -10,16 +10,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import core_schema
 
 from torchrec_2dsp.errors import ConfigError, OutputError, TwoDError
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""A seed that torch and NumPy take."""
 
 
 class Section(BaseModel):
     """A part of a config file: values for a fixed set of keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_numbers(cls, tree: Any) -> Any:
+        """Refuse booleans where numbers belong, which pydantic would take for 0 and 1."""
+        for name, value in tree.items() if isinstance(tree, Mapping) else ():
+            kind = cls.model_fields[name].annotation if name in cls.model_fields else None
+            if (
+                isinstance(value, bool)
+                and {int, float} & {kind, *get_args(kind)}
+                and kind is not bool
+            ):
+                raise ValueError(f"{name}={str(value).lower()} is no number")
+        return tree
 
     def refuse_unread(self, names: Sequence[str], why: str, *, key: str = "") -> None:
         """Raise `ValueError` at the first key that differs from its default but is never read.

@@ -22,7 +22,7 @@ from torchrec_2dsp.plan.sync import (
     WeightSync,
     parse_policy,
 )
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.section import Section, Seed
 
 SplitPlace = Literal["embeddings", "dense", "over"]
 """The places where a model may be split: after the lookup, and after the first layer and ReLU in
@@ -64,7 +64,7 @@ class ModelConfig(TablesSection):
     dcn_low_rank: int = Field(default=32, ge=1)
     """The rank of the cross layers in a "dcn"."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """The seed for the initial weights."""
 
     @model_validator(mode="after")
@@ -193,7 +193,7 @@ class ScheduledOptimizerConfig(OptimizerConfig):
     """True if updates of tables in 16 bits are rounded at random, alike on all copies; else they
     are rounded to the nearest."""
 
-    rounding_seed: int = Field(default=0, ge=0)
+    rounding_seed: Seed = 0
     """The seed for stochastic rounding."""
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.section import Section, Seed
 from torchrec_2dsp.programs.data.dataset import DatasetFeature, DrawnDataset, Progress, Split
 from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
 
@@ -203,7 +203,7 @@ class SyntheticConfig(Section):
     """Number ids by frequency, as vocabularies often do: the most frequent is 0. Otherwise frequent
     ids are spread over the table."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """The seed of the stream and of its planted model."""
 
     base_rate: float = Field(default=0.25, gt=0, lt=1)

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.section import Section, Seed
 from torchrec_2dsp.programs.data.dataset import DatasetFeature, DrawnDataset, Progress, Split
 from torchrec_2dsp.programs.data.draws import Zipf, uniforms
 
@@ -54,7 +54,7 @@ class SyntheticSequencesConfig(Section):
     order: float = Field(default=0.8, ge=0, le=1)
     """The share of items that follow from the last two; 0 leaves only popularity to learn."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """The seed of the stream and of its planted rule."""
 
     @model_validator(mode="after")

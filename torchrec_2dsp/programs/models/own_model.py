@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import nn
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.section import named_in_config
+from torchrec_2dsp.programs.config.section import Seed, named_in_config
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.models.model import PlannedSection
 
@@ -26,7 +26,7 @@ class OwnModelConfig(PlannedSection):
     options: dict[str, Any] = Field(default={})
     """The function's third argument: any values that a config file can hold."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """The seed of torch's random numbers when the function is called."""
 
 

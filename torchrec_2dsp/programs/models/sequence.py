@@ -21,6 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_2dsp.errors import InputError
+from torchrec_2dsp.programs.config.section import Seed
 from torchrec_2dsp.programs.config.sections import TablesSection
 from torchrec_2dsp.programs.data.negatives import NegativeItems, NegativeKind, negatives_name
 from torchrec_2dsp.programs.models.model import Output, PlannedSection, table_name
@@ -84,7 +85,7 @@ class SequenceModelConfig(PlannedSection, TablesSection):
     ranking: RankingConfig = RankingConfig()
     """The ranking of held-out next items."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """The seed of the initial weights and of the negatives."""
 
     @model_validator(mode="after")

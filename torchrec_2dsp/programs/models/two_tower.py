@@ -12,6 +12,7 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.programs.config.section import Seed
 from torchrec_2dsp.programs.config.sections import TablesSection
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.data.negatives import feature_of
@@ -53,7 +54,7 @@ class TwoTowerConfig(PlannedSection, TablesSection):
     ranking: RankingConfig = RankingConfig(among="none")
     """The ranking of held-out clicks' items."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """The seed of the initial weights."""
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import PathBesideConfig, PathsBesideConfig
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.section import Section, Seed
 from torchrec_2dsp.programs.data.logs.files import list_files
 from torchrec_2dsp.programs.data.logs.ids import NUM_RESERVED
 
@@ -250,7 +250,7 @@ class LogFiles(Section):
     """The treatment of an epoch's last, incomplete batch: drop it, or pad it from the beginning of
     the epoch."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """The seed for shuffling."""
 
     malformed_limit: int = Field(default=0, ge=0)

@@ -14,8 +14,9 @@ from torchrec.distributed.train_pipeline import TrainPipelinePT2
 from torchrec.distributed.train_pipeline.train_pipelines import TorchCompileConfig
 
 import torchrec_2dsp as tdsp
+from tests.support.dense_training import whole
 from tests.support.devices import rank_device
-from tests.support.loops import LossModel, largest_gap, snapshot
+from tests.support.loops import LossModel, largest_gap
 from tests.support.models import HOT_ROWS, make_batch
 from tests.support.parity import TOLERANCE, TWO, Cell, make_optimizer, shard
 from tests.support.ranks import RankPool
@@ -53,6 +54,7 @@ class PlainLoop:
 PIPELINES: dict[str, tuple[Cell, Callable[..., Any]]] = {
     "plain loop": (replace(ROWS, hot_rows=HOT_ROWS), PlainLoop),
     "stock wrapper": (replace(ROWS, stock_wrapper=True), PlainLoop),
+    "fully sharded": (ROWS, PlainLoop),
     "row prefetch": (replace(ROWS, in_world=("t0",)), tdsp.TrainPipelineRowPrefetch),
     # It compiles the model itself.
     "PT2": (
@@ -62,10 +64,17 @@ PIPELINES: dict[str, tuple[Cell, Callable[..., Any]]] = {
 }
 
 
-def train(rank: int, cell: Cell, kind: Callable[..., Any], compiles: bool) -> tuple[Any, Any]:
-    """Return each step's scores, and all that is trained."""
+def dense_wrapper(name: str) -> Any:
+    if name == "fully sharded":
+        return tdsp.FullyShardedDense()
     # Below the first bucket's usual size, as `parallelize` makes them for a small dense part.
-    wrapper = None if cell.stock_wrapper else DefaultDataParallelWrapper(cast(Any, 2**-14))
+    return None if name == "stock wrapper" else DefaultDataParallelWrapper(cast(Any, 2**-14))
+
+
+def train(
+    rank: int, cell: Cell, kind: Callable[..., Any], wrapper: Any, compiles: bool
+) -> tuple[Any, Any]:
+    """Return each step's scores, and all weights."""
     torch.manual_seed(0)
     model = shard(cell, model=LossModel(cell.spec), data_parallel_wrapper=wrapper)
     if compiles:
@@ -73,7 +82,10 @@ def train(rank: int, cell: Cell, kind: Callable[..., Any], compiles: bool) -> tu
     pipeline = kind(model, make_optimizer(model), rank_device())
     source = (make_batch(cell.spec, 10 * step + rank) for step in range(STEPS))
     scores = [pipeline.progress(source) for _ in range(STEPS)]
-    return torch.stack(scores), snapshot(model)
+    # Replicas change each other's rows until the state is read.
+    model.state_dict()
+    weights = {name: whole(value) for name, value in model.named_parameters()}
+    return torch.stack(scores), weights
 
 
 def train_both(rank: int, world_size: int, name: str) -> tuple[float, float, int]:
@@ -85,9 +97,9 @@ def train_both(rank: int, world_size: int, name: str) -> tuple[float, float, int
     with warnings.catch_warnings(), torch._dynamo.config.patch(settings):
         # The compiler's own.
         warnings.simplefilter("ignore")
-        scores, weights = train(rank, cell, kind, compiles=name != "PT2")
+        scores, weights = train(rank, cell, kind, dense_wrapper(name), compiles=name != "PT2")
     num_graphs = counters["stats"]["unique_graphs"]
-    expected, expected_weights = train(rank, cell, PlainLoop, compiles=False)
+    expected, expected_weights = train(rank, cell, PlainLoop, dense_wrapper(name), compiles=False)
     return (
         (scores - expected).abs().max().item(),
         largest_gap(weights, expected_weights),

@@ -285,6 +285,7 @@ def _refuse_later_params(ddp: DistributedDataParallel) -> None:
     ]
     places = {id(place[-1]): place for place in unknown_params(ddp.module, {})}
 
+    @torch.compiler.disable
     def check(*_: object) -> None:
         if not torch.is_grad_enabled():
             return

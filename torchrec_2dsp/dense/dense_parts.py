@@ -127,6 +127,7 @@ def refuse_later_changes(model: nn.Module, wrapper: str, apart: Iterable[nn.Modu
     """
     apart, places = list(apart), dict[int, Place]()
 
+    @torch.compiler.disable
     def check(*_: object) -> None:
         trains = torch.is_grad_enabled()
         if unknown_params(model, places, apart):

@@ -221,8 +221,7 @@ def test_other_meshes_and_worlds_go_on_within_rounding(
 
 def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     """Return what is said of runs that can't go on from a folder."""
-    runs = {"plain": {}}
-    older = folder / "plain/last/4"
+    runs, older = {"plain": {}}, folder / "plain/last/4"
     cases: dict[str, tuple[TrainConfig, Resume]] = {
         "never": (config_in(folder, runs=runs), None),
         "older": (config_in(folder, runs=runs), older),
@@ -233,6 +232,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "two runs": (config_in(folder, runs=runs | {"other": {}}), older),
         "no folder": (config_with(WITHOUT_FOLDER, runs=runs), "auto"),
         "no checkpoint": (config_in(folder, runs=runs), folder / "plain/last"),
+        "a file": (config_in(older / ".metadata", runs=runs), None),
     }
     return {
         name: refusal(rank, world_size, config, resume=resume)
@@ -252,10 +252,10 @@ def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: 
         "two runs": "is a checkpoint of one run, and the config has plain, other; choose a run",
         "no folder": "--resume auto needs a folder of checkpoints; set checkpoint.folder",
         "no checkpoint": "plain/last is no finished checkpoint; give the folder of one, such as",
+        "a file": ".metadata' can't be written to: Not a directory; use another",
     }
     first, *others = ranks2.run(refusals, tmp_path)
-    assert others == [first]
-    assert first.keys() == texts.keys()
+    assert [first.keys(), *others] == [texts.keys(), first]
     for name, text in texts.items():
         assert text in first[name], name
 

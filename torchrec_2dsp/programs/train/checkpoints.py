@@ -58,8 +58,8 @@ class Checkpoints:
         """Load the checkpoint that the run resumes from, and return its path, if there is one.
 
         Raises:
-            ConfigError: the run would write over newer checkpoints, no folder is given, or the path
-                is no checkpoint.
+            ConfigError: the run would write over newer checkpoints, no folder is given or it can't
+                be written to, or the path is no checkpoint.
 
         Collectives:
             Same as `latest_checkpoint` and `load_checkpoint`, and an agreement of all ranks.
@@ -78,6 +78,8 @@ class Checkpoints:
                     "--resume the path of a checkpoint"
                 )
             return resume
+        with agreeing(world_group()):
+            self._make_folder(self._folder)
         newest = max(
             filter(None, (latest_checkpoint(self._folder / kind) for kind in (_LAST, _BEST))),
             key=_step_of,
@@ -100,6 +102,17 @@ class Checkpoints:
                     "checkpoint.folder"
                 )
         return resume
+
+    def _make_folder(self, folder: Place) -> None:
+        """Make the run's folder, rather than learn after the first steps that it can't be made."""
+        try:
+            if self.every and isinstance(folder, Path):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.folder={self._config.folder!r} can't be written to: {error.strerror}; "
+                "use another"
+            ) from error
 
     def save(self) -> None:
         """Save the newest checkpoint and drop the oldest; do nothing without a folder.

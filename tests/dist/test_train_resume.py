@@ -149,7 +149,7 @@ def test_a_finished_run_that_is_started_again_keeps_its_figures(
 ) -> None:
     rows = {"sharding_types": ["row_wise"], "exchange": "row", "row_transport": "bf16"}
     runs = {"averaged": RUNS["averaged"], "late": RUNS["late"], "rows": rows}
-    loop, checkpoint = {"steps": 4, "eval_every": eval_every}, {"keep_best": bool(eval_every)}
+    loop, checkpoint = {"steps": 4, "eval_every": eval_every}, {"keep_best": int(bool(eval_every))}
     config = config_in(tmp_path, runs=runs, loop=loop, checkpoint=checkpoint)
     first = ranks2.run(through, config)[0]
     again, resumed = ranks2.run(on_from, config)[0]

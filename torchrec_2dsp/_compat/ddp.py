@@ -94,7 +94,10 @@ def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> boo
     hook_name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     # DDP builds its reducer in this way when it is unpickled.
     debug_names = ddp._build_debug_param_to_name_mapping(params)
+    # Not by the limit that `let_compile` shows.
+    shown, ddp.bucket_bytes_cap = ddp.bucket_bytes_cap, ddp._bucket_config.bucket_bytes_cap
     ddp._ddp_init_helper(params, is_sparse, debug_names, ddp.static_graph)
+    ddp.bucket_bytes_cap = shown
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False
         assert ddp.logger is not None
@@ -241,7 +244,7 @@ def let_compile(model: DistributedModelParallel) -> None:
     """Let `torch.compile` take a model whose DDP has small buckets.
 
     The compiler cuts graphs at DDP's buckets, and refuses any limit below that of DDP's first one.
-    Buckets lie as they are.
+    It is shown a higher one; buckets lie as they are.
     """
     ddp = data_parallel_module(model)
     if ddp is not None:

@@ -74,7 +74,7 @@ class MappedBatch:
     forward: "weakref.ref[Any]"
     """The forward that an attached pipeline had given the module: one object for its batches."""
     contents: "_Contents | None"
-    """What the batch held, if the maps have seen it for a pipeline: then it may come again."""
+    """What the batch held, if it's a pipeline's: then it may come again."""
     eviction: Eviction | None = None
     """The rows that the maps have given to other ids."""
     before: "Mapping[str, _MapState]" = field(default_factory=dict)
@@ -217,27 +217,22 @@ class ShardedManagedCollisions2D(TablesAndMore):
             bounds = [0, *ids_per_feature(bags.features).cumsum(0).tolist()]
             places = {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
             own = self._hashed(features, places)
-            if is_training and not ctx.is_at_once:
-                contents = _Contents.of(features)
+            contents = None if ctx.is_at_once else _Contents.of(features)
         gathered = self._world.gathered(
             own,
             self._map_of,
             is_training=is_training,
             is_right=is_right,
-            in_flight=self._marks(contents),
+            in_flight=self._marks(ctx, contents if is_training else None),
             fingerprint=self._fingerprint,
         )
         if gathered.again is not None:
-            batch = self._again(ctx, self._in_flight[gathered.again])
-            # Its lengths may be gone from the memory in which it came first.
-            batch.features = _with_values(features, batch.features.values())
-            return batch
+            return self._again(ctx, self._in_flight[gathered.again], features)
         for n, batch in enumerate(self._in_flight):
             batch.is_over |= bool(gathered.gone >> n & 1)
         self._in_flight = [batch for batch in self._in_flight if not batch.is_over]
         self._forget()
-        seen = contents if gathered.ids else None
-        mapped = MappedBatch(features, weakref.ref(ctx), self._attached, seen)
+        mapped = MappedBatch(features, weakref.ref(ctx), self._attached, contents)
         if not ctx.is_at_once:
             self._in_flight = [*self._in_flight, mapped][-MAX_IN_FLIGHT:]
             self._has_gone_on |= bool(gathered.ids)
@@ -261,22 +256,25 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._attached, self._has_gone_on = now, False
         self._free_pipelines()
 
-    def _marks(self, contents: "_Contents | None") -> list[Mark]:
+    def _marks(self, ctx: MappedContext, contents: "_Contents | None") -> list[Mark]:
         """Return what this rank knows of the batches in flight, beside a new one.
 
         Those of a detached, dropped or reset pipeline may come again before others do, in other
         objects: a loop may build the features anew at each access, or fill memory again. What is
-        evaluated changes no map, and is mapped anew.
+        evaluated changes no map, and is mapped anew, but by a pipeline that has distributed it.
         """
-        marks = []
+        marks, is_attached_again = [], distributed_again(self, ctx)
         for batch in self._in_flight:
             is_attached = batch.forward is self._attached
             has_passed = batch.is_in_flight if is_attached else self._has_gone_on
-            seen = None if has_passed or batch.is_over else batch.contents
-            marks.append((seen is not None and seen.equals(contents), not batch.is_in_flight))
+            # The maps have seen it, or its own pipeline distributes it again.
+            is_known = bool(batch.before) or is_attached_again
+            may_be = is_known and not (has_passed or batch.is_over)
+            is_equal = may_be and contents is not None and contents.equals(batch.contents)
+            marks.append((is_equal, not batch.is_in_flight))
         return marks
 
-    def _again(self, ctx: MappedContext, batch: MappedBatch) -> MappedBatch:
+    def _again(self, ctx: MappedContext, batch: MappedBatch, given: Any) -> MappedBatch:
         """Return a batch that was mapped, for this context; its pipeline left out older ones."""
         for older in takewhile(lambda older: older is not batch, self._in_flight):
             older.is_over |= older.forward is batch.forward
@@ -288,6 +286,8 @@ class ShardedManagedCollisions2D(TablesAndMore):
             if other.forward is forward:
                 other.forward = self._attached
         batch.context = weakref.ref(ctx)
+        # Its lengths may be gone from the memory in which it came first.
+        batch.features = _with_values(given, batch.features.values())
         return batch
 
     def _forward_now(self) -> "weakref.ref[Any]":

@@ -288,7 +288,6 @@ def _refuse_later_params(ddp: DistributedDataParallel) -> None:
     ]
     places = {id(place[-1]): place for place in unknown_params(ddp.module, {})}
 
-    @torch.compiler.disable
     def check(*_: object) -> None:
         if not torch.is_grad_enabled():
             return
@@ -303,7 +302,8 @@ def _refuse_later_params(ddp: DistributedDataParallel) -> None:
             if place[-1].requires_grad:
                 raise put_in_later(place, ddp.module, "DDP doesn't add up its gradients")
 
-    ddp.register_forward_pre_hook(check)
+    # Each step would compile it anew.
+    ddp.register_forward_pre_hook(cast(Any, torch.compiler.disable)(check))
 
 
 def unknown_params(

@@ -127,7 +127,6 @@ def refuse_later_changes(model: nn.Module, wrapper: str, apart: Iterable[nn.Modu
     """
     apart, places = list(apart), dict[int, Place]()
 
-    @torch.compiler.disable
     def check(*_: object) -> None:
         trains = torch.is_grad_enabled()
         if unknown_params(model, places, apart):
@@ -146,7 +145,7 @@ def refuse_later_changes(model: nn.Module, wrapper: str, apart: Iterable[nn.Modu
                 check_unhooked([(full_name(place, model), place[-1])], wrapper)
 
     # Before FSDP2's own, where the whole model is a unit.
-    model.register_forward_pre_hook(check, prepend=True)
+    model.register_forward_pre_hook(cast(Any, torch.compiler.disable)(check), prepend=True)
 
 
 def group_of(env: ShardingEnv) -> dist.ProcessGroup:

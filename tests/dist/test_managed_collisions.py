@@ -280,7 +280,8 @@ def drop_a_batch(
     rows = weights[f"mc._managed_collision_collection._managed_collision_modules.t0.{name}"]
     if rank == 1:
         rows[:2] = rows[:2].flip(0)
-    parallel.module.load_state_dict(weights)
+    loading: Any = parallel.module if reads_state else parallel
+    loading.load_state_dict(weights)
     return gap, error_of(lambda: parallel(batches[0]))
 
 

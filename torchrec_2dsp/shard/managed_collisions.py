@@ -74,7 +74,7 @@ class MappedBatch:
     forward: "weakref.ref[Any]"
     """The forward that an attached pipeline had given the module: one object for its batches."""
     contents: "_Contents | None"
-    """What the batch held, if it's a pipeline's: then it may come again."""
+    """A copy of what the batch held, if it's a pipeline's: then it may come again."""
     eviction: Eviction | None = None
     """The rows that the maps have given to other ids."""
     before: "Mapping[str, _MapState]" = field(default_factory=dict)

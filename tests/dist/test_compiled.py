@@ -108,13 +108,8 @@ def train_both(rank: int, world_size: int, name: str) -> tuple[float, float, int
 
 
 # A case takes some seconds of compiling on each rank.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "row prefetch" else pytest.mark.slow)
-        for name in PIPELINES
-    ],
-)
+@pytest.mark.dealt
+@pytest.mark.parametrize("name", PIPELINES)
 def test_a_compiled_model_trains_as_others_do(ranks4: RankPool, name: str) -> None:
     for score_gap, weight_gap, num_graphs in ranks4.run(train_both, name):
         assert score_gap <= TOLERANCE

@@ -231,18 +231,19 @@ IN_PART = Case(Cell(tdsp.Mesh2D(1, 2), spec=MAPPED_BAGS, optimizer="sgd"), "lru"
 @pytest.mark.parametrize("steps", [(1, 2, 3, 4), (2, 3, 4), (2, 1, 3, 4), (3, 1, 2, 4)], ids=str)
 @pytest.mark.parametrize("given", ["same", "built", "moved"])
 def test_a_new_pipeline_goes_on_with_batches_of_a_dropped_one(
-    ranks2: RankPool, given: str, steps: tuple[int, ...]
+    ranks2: RankPool, dealt: Deal, given: str, steps: tuple[int, ...]
 ) -> None:
-    for kind, (frees_on, is_kept) in product(
-        PIPELINES, [((), False), ((1,), False), ((0, 1), False), ((), True)]
-    ):
+    drops = [((), False), ((1,), False), ((0, 1), False), ((), True)]
+    for kind, (frees_on, is_kept) in dealt(list(product(PIPELINES, drops))):
         anew = Anew(kind, given, steps, frees_on, is_kept)
         assert max(ranks2.run(gap_anew, IN_PART, anew)) < 1e-5, anew
 
 
 @pytest.mark.parametrize("meanwhile", ["reads", "loads", "evaluates"])
-def test_what_came_between_two_pipelines_is_not_undone(ranks2: RankPool, meanwhile: str) -> None:
-    for kind, frees_on in product(PIPELINES, [(), (1,), (0, 1)]):
+def test_what_came_between_two_pipelines_is_not_undone(
+    ranks2: RankPool, dealt: Deal, meanwhile: str
+) -> None:
+    for kind, frees_on in dealt(list(product(PIPELINES, [(), (1,), (0, 1)]))):
         anew = Anew(kind, frees_on=frees_on, meanwhile=meanwhile)
         assert max(ranks2.run(gap_anew, IN_PART, anew)) < 1e-5, anew
 

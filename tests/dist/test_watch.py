@@ -188,6 +188,7 @@ def all_have_left(rank: int, board: NoticeBoard, aborted: threading.Event) -> No
     assert not aborted.wait(4.0)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     "work", [all_compute, one_leaves, all_have_left], ids=lambda work: work.__name__
 )
@@ -268,6 +269,7 @@ time.sleep(60)
 }
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_ends_with_broken_collectives_whatever_hangs(end: str) -> None:
     script = [sys.executable, "-c", WITH_NCCL + ENDS[end]]

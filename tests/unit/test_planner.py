@@ -148,6 +148,7 @@ _OPTIMIZERS = [
 _SYNCS = [tdsp.GradientSync(), tdsp.WeightSync(), tdsp.WeightSync(rows=SyncedRows.ALL)]
 
 
+@pytest.mark.dealt_suite
 @hypothesis_settings(max_examples=60)
 @given(
     st.sampled_from(_OPTIMIZERS),

@@ -270,7 +270,7 @@ def _gather(
 ) -> tuple[Sequence[torch.Tensor], torch.futures.Future[object]]:
     """Return each rank's message, and the future of their arrival."""
     messages = message.new_empty(message.numel() * dist.get_world_size(group))
-    work = dist.all_gather_into_tensor(messages, message, group=group, async_op=True)
+    work = dist.all_gather_single(messages, message, group=group, async_op=True)
     assert work is not None
     return messages.split(message.numel()), work.get_future()
 

@@ -295,7 +295,7 @@ class JointBatch:
             return []
         own = torch.tensor(numbers, device=device)
         of_ranks = own.new_empty(self._num_ranks * own.numel())
-        dist.all_gather_into_tensor(of_ranks, own, group=self._group)
+        dist.all_gather_single(of_ranks, own, group=self._group)
         return of_ranks.view(self._num_ranks, -1).t().tolist()
 
     def _after(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
@@ -365,7 +365,7 @@ def _gather(rows: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) 
         padding = own.new_zeros(largest - own.shape[0], *own.shape[1:])
         own = torch.cat([own, padding])
     gathered = own.new_empty(len(sizes) * largest, *own.shape[1:])
-    dist.all_gather_into_tensor(gathered, own, group=group)
+    dist.all_gather_single(gathered, own, group=group)
     if min(sizes) == largest:
         return gathered
     parts = gathered.split(largest)

@@ -349,7 +349,7 @@ class GradientExchange:
         header = torch.cat([*(self._first_hop.part_sizes(of_block) for of_block in keys), rate])
         headers = header.new_empty(self.num_ranks * header.numel())
         group = self._peers.everyone
-        work = dist.all_gather_into_tensor(headers, header, group=group, async_op=True)
+        work = dist.all_gather_single(headers, header, group=group, async_op=True)
         return Announcement(headers.view(self.num_ranks, -1), len(keys), work)
 
     def send(self, pending: "PendingGradients") -> None:
@@ -473,7 +473,7 @@ class PendingGradients:
         hop = self._route.hops[self._num_done]
         own_sizes = torch.stack([hop.part_sizes(block.keys) for block in self.blocks])
         sizes = own_sizes.new_empty((hop.num_ranks * len(own_sizes), own_sizes.shape[1]))
-        dist.all_gather_into_tensor(sizes, own_sizes, group=hop.group)
+        dist.all_gather_single(sizes, own_sizes, group=hop.group)
         self.num_bytes += own_sizes.nbytes * (hop.num_ranks - 1)
         return sizes.view(hop.num_ranks, *own_sizes.shape).tolist()
 

@@ -272,7 +272,7 @@ class ShardedLayers(HeldLayers):
         use = is_used.to(columns[0]).expand(num_shares, -1)
         flat = torch.cat([*columns, use], 1)
         own = flat.new_empty(flat.shape[1])
-        dist.reduce_scatter_tensor(own, flat.view(-1), group=self._groups.copies)
+        dist.reduce_scatter_single(own, flat.view(-1), group=self._groups.copies)
         own /= num_shares
         shapes = [(-(-part.shape[0] // num_shares), *part.shape[1:]) for part in gradients]
         sizes = [torch.Size(shape).numel() for shape in shapes]

@@ -111,7 +111,7 @@ def common_factors(
         own[:] = torch.stack((torch.ones_like(factors[0]), *factors.aminmax()))
     num_ranks = dist.get_world_size(groups.everyone)
     gathered = own.new_empty(num_ranks * 3)
-    dist.all_gather_into_tensor(gathered, own, group=groups.everyone)
+    dist.all_gather_single(gathered, own, group=groups.everyone)
     of_rank = gathered.view(num_ranks, 3).tolist()
     pipeline_factors = {}
     for ranks in groups.mesh.pipelines():

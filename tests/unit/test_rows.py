@@ -44,7 +44,7 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.replicas.capture import RowCapture
-from torchrec_2dsp.rows.gradients import RowSum
+from torchrec_2dsp.rows.gradients import RowSum, stable_sort
 from torchrec_2dsp.rows.update import (
     RULES,
     DirectLookup,
@@ -271,6 +271,13 @@ def test_rows_are_distinct_and_ascending() -> None:
         assert torch.equal(block.keys, rows)
         # A gradient of ones reaches a row as often as it was looked up.
         assert torch.equal(block.grads, counts[:, None].expand_as(block.grads).float())
+
+
+@given(st.lists(st.sampled_from([0, 1, 7, 2**40, 2**62]), max_size=9))
+def test_equal_numbers_are_sorted_in_their_order(numbers: list[int]) -> None:
+    given_numbers = torch.tensor(numbers, dtype=torch.int64)
+    expected = given_numbers.sort(stable=True)
+    assert all(map(torch.equal, stable_sort(given_numbers), expected))
 
 
 def test_weighted_means_have_the_gradient_of_their_forward() -> None:

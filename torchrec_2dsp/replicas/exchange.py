@@ -22,7 +22,14 @@ from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.collectives import Arriving, beside_kernels, start_all_to_all_ragged
 from torchrec_2dsp.comms.groups import Peers
 from torchrec_2dsp.errors import SyncError
-from torchrec_2dsp.rows.gradients import Block, BlockGradients, LookupRows, RowGradients, RowSum
+from torchrec_2dsp.rows.gradients import (
+    Block,
+    BlockGradients,
+    LookupRows,
+    RowGradients,
+    RowSum,
+    stable_sort,
+)
 
 Sizes = list[list[list[int]]]
 """Row counts by sending rank, by block, and by receiving rank."""
@@ -71,7 +78,7 @@ class Hop:
             sent = [[values] * self.num_ranks for values in (keys, grads)]
         else:
             counts = [part_sizes[rank] for part_sizes in sizes]
-            order = self._owners(rows.keys).sort(stable=True).indices
+            _, order = stable_sort(self._owners(rows.keys))
             sent = [values[order].split(list(sizes[rank])) for values in (keys, grads)]
         coming_keys, coming_grads = (
             start_all_to_all_ragged(parts, counts, self.group) for parts in sent

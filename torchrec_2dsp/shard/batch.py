@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_2dsp.comms.alarm import Alarm, Signal
 from torchrec_2dsp.comms.collectives import constant
 from torchrec_2dsp.errors import InputError, TwoDError, check_choice
+from torchrec_2dsp.rows.gradients import repeated
 from torchrec_2dsp.shard.stages import (
     BagsOfSamples,
     BatchNotes,
@@ -86,10 +87,11 @@ class IdCheck:
         """Tell which ids are bad, and each table's rows; the features' sizes may be wrong."""
         tables = map(self._tables.get, keys)
         by_key = tuple(_NO_LIMIT if table is None else table[1] for table in tables)
-        # Whatever the sizes are, this finds a feature, or that ids are left after the last.
-        numbers = torch.arange(values.numel(), device=values.device)
-        features = torch.searchsorted(sizes.cumsum(0), numbers, right=True)
-        limits = constant((*by_key, _NO_LIMIT), values.device).index_select(0, features)
+        # Whatever the sizes are, all ids belong to a feature, or are left after the last.
+        num_ids = values.numel()
+        ends = sizes.clamp(min=0).cumsum(0).clamp(max=num_ids)
+        repeats = ends.diff(prepend=ends.new_zeros(1), append=ends.new_full((1,), num_ids))
+        limits = repeated(constant((*by_key, _NO_LIMIT), values.device), repeats, num_ids)
         is_negative = values < 0
         if _NO_LIMIT in by_key:
             is_negative &= limits < _NO_LIMIT
@@ -234,8 +236,7 @@ class BatchForm:
 
     def error_in(self, batch: KeyedJaggedTensor) -> InputError | None:
         """Return the error in a batch's form, if any."""
-        error = self._shape_error(batch)
-        if error is not None:
+        if (error := self._shape_error(batch)) is not None:
             return error
         tally = _Tally.of(batch, ids_per_feature(batch), batch.values()[:0])
         return self._tally_error(batch, tally)

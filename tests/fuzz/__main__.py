@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz``: run random cases, or one that is given."""
+"""``python -m tests.fuzz``: run random cases, or one given case."""
 
 import argparse
 import random
@@ -11,7 +11,7 @@ from tests.fuzz.worker import Worker
 
 
 def main() -> int:
-    """1 if there was a finding, or if the machine compared too little."""
+    """Run the cases; return 1 for a finding, or if the machine compared too little."""
     arguments = _parsed()
     if arguments.case:
         with Worker() as worker:

@@ -51,7 +51,7 @@ _EXTRA, _REFUSED, _ACCUMULATED = 100, 200, 300
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that all ranks do."""
+    """A step or an event that all ranks run."""
 
     kind: str
     """``"train"``, ``"refuse"`` (a batch with ids that raise), ``"final"`` or one of `EVENTS`."""
@@ -69,7 +69,7 @@ class Action:
 
 
 def batches_of(case: Case, action: Action) -> list[int]:
-    """Return the numbers of all batches that an action accumulates into one update."""
+    """Return all batch numbers that an action accumulates into one update."""
     is_accumulated = action.kind == "train" and case.loop == "plain"
     return [
         action.batch + _ACCUMULATED * number
@@ -103,7 +103,7 @@ def actions_of(case: Case) -> list[Action]:
 
 
 def distributions(case: Case, actions: list[Action]) -> dict[int, list[int]]:
-    """Return by action which actions' batches are distributed in it, in their order."""
+    """Map each action to the actions whose batches are distributed in it, in order."""
     stream = [index for index, action in enumerate(actions) if action.in_stream]
     first = {
         index: stream[max(0, place - _NUM_AHEAD[case.loop])] for place, index in enumerate(stream)
@@ -116,21 +116,21 @@ def distributions(case: Case, actions: list[Action]) -> dict[int, list[int]]:
 
 
 def has_refusals(case: Case) -> bool:
-    """Tell whether some batches are refused; in a pipeline those under way would be lost."""
+    """Tell whether some batches are refused; a pipeline would lose its batches in flight."""
     return case.has_bad_ids and case.bad_ids == "raise" and case.loop == "plain"
 
 
 def _distributed_ahead(actions: list[Action], loop: str) -> list[Action]:
-    """Return the actions of a pipeline, whose next batches were distributed before a refresh."""
+    """Return a pipeline's actions; its next batches were distributed before a refresh."""
     num_ahead = _NUM_AHEAD[loop]
     stream = [index for index, action in enumerate(actions) if action.in_stream]
     now = {index: actions[index].hot for index in range(len(actions))}
     hot_of, again = {}, {}
     for place, index in enumerate(stream):
-        # Before the first step there is nobody to refresh; later batches are distributed in the
-        # step of a batch before them.
+        # Nothing is refreshed before the first step; later batches are distributed in an
+        # earlier batch's step.
         hot_of[index] = now[stream[max(0, place - num_ahead)]]
-        # Attached again, it distributes its batch anew: at once after an evaluation, else then.
+        # Reattached, it distributes its batch again: at once after an evaluation, else in the step.
         for other in range(stream[place - 1] + 1, index) if place else ():
             if actions[other].kind in ("detach", "detach_eval"):
                 again[index] = index if actions[other].kind == "detach" else other

@@ -1,4 +1,4 @@
-"""The batches of a case, as plain tensors: for the oracle, and for TorchRec's jagged tensors."""
+"""A case's batches as plain tensors: for the oracle, and for TorchRec's jagged tensors."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,12 +20,12 @@ class Lookups:
 
     @cached_property
     def samples(self) -> torch.Tensor:
-        """The sample of each id."""
+        """Each id's sample."""
         return torch.arange(self.lengths.numel()).repeat_interleave(self.lengths)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """The place of each id in its bag."""
+        """Each id's position in its bag."""
         starts = (self.lengths.cumsum(0) - self.lengths).repeat_interleave(self.lengths)
         return torch.arange(self.ids.numel()) - starts
 
@@ -67,12 +67,12 @@ class LocalBatch:
 
     @property
     def sent(self) -> dict[tuple[int, int], Lookups]:
-        """Return what ranks get, also bags that no sample has."""
+        """Return the ids that ranks get, including bags that no sample uses."""
         return self.features | {key: bags.lookups for key, bags in self.shared.items()}
 
 
 def sizes_of(case: Case, number: int) -> tuple[int, ...]:
-    """Return the samples of each rank in a batch."""
+    """Return each rank's number of samples in a batch."""
     if not case.rotated:
         return case.sizes
     first = number % len(case.sizes)
@@ -115,18 +115,18 @@ def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False)
 
 
 def num_rows(module: ModuleCase, feature: int) -> int:
-    """Return how many ids a feature may have: the rows of its smallest table, or more with maps."""
+    """Return a feature's number of valid ids: its smallest table's rows, or more with id maps."""
     rows = min(table.rows for table in module.tables if feature in table.features)
     return 2 * rows + 2 if module.evicts else rows
 
 
 def has_bad_ids(case: Case, number: int) -> bool:
-    """Tell whether the bad ids of a batch leave it trainable, and it has some."""
+    """Tell whether a batch has bad ids that are dropped or clamped rather than refused."""
     return case.has_bad_ids and case.bad_ids != "raise" and number % 2 == 0
 
 
 def is_refused(case: Case, number: int) -> bool:
-    """Tell whether a batch that is to be refused has a bad id on some rank."""
+    """Tell whether a batch to be refused has a bad id on any rank."""
     batches = [local_batch(case, number, rank, is_refused=True) for rank in range(case.world_size)]
     return any(
         bool(((lookups.ids < 0) | (lookups.ids >= num_rows(case.modules[place], feature))).any())
@@ -136,9 +136,9 @@ def is_refused(case: Case, number: int) -> bool:
 
 
 def corrected(case: Case, batch: LocalBatch) -> LocalBatch:
-    """Return what is left of a batch by the case's ``bad_ids``.
+    """Return a batch with its bad ids dropped or clamped, by the case's ``bad_ids``.
 
-    Where positions have weights, the ids' positions in the batch come in place of weights.
+    Where positions have weights, the ids' positions in the batch replace the weights.
     """
 
     def of(key: tuple[int, int], lookups: Lookups) -> Lookups:

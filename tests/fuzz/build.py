@@ -1,4 +1,4 @@
-"""Build the sharded model of a case: plan, sharders, wrapper, dense part, optimizers."""
+"""Build a case's sharded model: plan, sharders, wrapper, dense part, optimizers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -61,7 +61,7 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class NotedLocalDense(tdsp.LocalDense):
-    """Notes what ranks sent when they met."""
+    """Records the mean that ranks exchanged when they met."""
 
     met: torch.Tensor | None = None
     """The mean of all changes at the last meeting, flat; ``None`` when it was read."""
@@ -75,8 +75,8 @@ class NotedLocalDense(tdsp.LocalDense):
 
 
 def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
-    """Return the wrapper; `None` for the one that TorchRec takes by itself."""
-    # DDP has to be told of parameters without a gradient.
+    """Return the wrapper; `None` stands for TorchRec's default."""
+    # DDP has to know about parameters without a gradient.
     in_ddp: dict[str, Any] = (
         {"static_graph": False, "find_unused_parameters": True} if dense.has_shortcut else {}
     )
@@ -116,7 +116,7 @@ def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
 
 
 def _splits(dense: DenseCase) -> dict[str, ParallelStyle]:
-    """Layers split by outputs and by inputs in turns; a last one without a next is whole."""
+    """Split layers by outputs and inputs alternately; an unpaired last layer stays whole."""
     num_split = (len(dense.hidden) + 1) // 2 * 2
     return {
         f"over.layers.{2 * number}": RowwiseParallel() if number % 2 else ColwiseParallel()
@@ -125,7 +125,7 @@ def _splits(dense: DenseCase) -> dict[str, ParallelStyle]:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """Return a flat copy of a parameter or a gradient, on all ranks if each has a share."""
+    """Return a full flat copy of a parameter or gradient; if it is sharded, on all ranks."""
     full = value.full_tensor() if isinstance(value, DTensor) else value
     return copied(full).flatten()
 
@@ -201,12 +201,12 @@ def make_sharders(case: Case) -> list[Any]:
 
 
 def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> DistributedModelParallel:
-    """Return the sharded model, with the case's weights; ``dense`` runs what isn't in tables."""
+    """Return the sharded model with the case's weights; ``dense`` wraps the dense part."""
     model = FuzzModel(case)
     if case.has_maps:
         # An hour passes after each batch of a map.
         HashedIdMap.see = _see_by_batches
-    # Once the model is wrapped, a rank may have parts of them.
+    # Once the model is wrapped, a rank may hold only parts.
     model.over.load_state_dict(initial_layers(case))
     model.over.to(rank_device())
     if case.search is not None:
@@ -240,7 +240,7 @@ _BESIDE_TABLES: dict[str, type[torch.optim.Optimizer]] = {
 def _parallelized(
     case: Case, search: SearchCase, model: FuzzModel, dense: DataParallelWrapper | None
 ) -> DistributedModelParallel:
-    """Shard the model by the plan that one call makes."""
+    """Plan and shard the model by one call to `parallelize`."""
     if search.keeps_weights:
         for number in range(len(case.modules)):
             model.get_submodule(f"m{number}").to_empty(device=rank_device())
@@ -280,7 +280,7 @@ def dense_params(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
 
 
 def named_dense(case: Case, parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """Return what this rank trains beside tables, by names in a model without a wrapper."""
+    """Return this rank's dense parameters by their names in an unwrapped model."""
     params = {name.removeprefix("module."): param for name, param in dense_params(parallel).items()}
     return {name: params[name] for name in initial_dense(case) if name in params}
 

@@ -10,14 +10,14 @@ from torchrec_2dsp.plan.sync import parse_policy
 
 
 class Strict:
-    """Options that are read from JSON, where other names than fields are errors."""
+    """Options read from JSON; unknown names are errors."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseCase(Strict):
-    """The dense part; fields that a kind of training doesn't have are ignored."""
+    """The dense part; fields that its kind doesn't have are ignored."""
 
     kind: str = "ddp"
     """TorchRec's own ``"ddp"``, its ``"fp16"`` hook, ``"thresholded"``, ``"fully_sharded"``,
@@ -62,12 +62,12 @@ class DenseCase(Strict):
 
     @property
     def has_shortcut(self) -> bool:
-        """Tell whether there is one: stages have none, split layers run several ranks' batches."""
+        """Tell whether there is a shortcut; pipeline stages and split layers have none."""
         return self.shortcut and self.kind not in ("tensor_parallel", "pipelined")
 
     @property
     def max_norm(self) -> float:
-        """Return ``clip``, or 0 for split layers.
+        """Return ``clip``, or 0 for split layers, which can't be clipped.
 
         torch computes the norm on one mesh, and split layers are on another than whole ones.
         """
@@ -75,18 +75,18 @@ class DenseCase(Strict):
 
     @property
     def leaves_out(self) -> bool:
-        """Tell whether ranks choose what they send, which the oracle then takes from them."""
+        """Tell whether ranks choose what they send; the oracle then uses their choice."""
         return self.kind in ("thresholded", "local") and self.density < 1
 
     @property
     def is_apart(self) -> bool:
-        """Tell whether ranks have different weights, or moments, of which a checkpoint has one."""
+        """Tell whether ranks' weights or moments differ, while a checkpoint saves only one copy."""
         return self.kind == "local" and (self.local_steps > 1 or self.optimizer != "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableCase(Strict):
-    """A table, and how the plan shards it."""
+    """A table and its sharding in the plan."""
 
     rows: int = 16
     dim: int = 4
@@ -128,12 +128,12 @@ class TableCase(Strict):
 
     @property
     def refreshed_hot_rows(self) -> tuple[int, ...]:
-        """The rows that are hot after a refresh."""
+        """The hot rows after a refresh."""
         return tuple(row + 1 for row in self.hot_rows if row + 1 < self.rows) or self.hot_rows
 
     @property
     def num_blocks(self) -> int:
-        """Return how many column shards the table has, each with row-wise moments of its own."""
+        """Return the table's number of column shards; each has its own row-wise moments."""
         if self.chosen_blocks:
             return self.chosen_blocks
         if self.sharding in ("column_wise", "table_column_wise", "grid_shard"):
@@ -147,7 +147,7 @@ HASHED_POLICIES = ("hash", "hash ttl", "hash ttls", "hash lru")
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCase(Strict):
-    """An embedding module of the model."""
+    """One of the model's embedding modules."""
 
     kind: str = "bags"
     """``"bags"``, ``"weighted"`` bags, bags weighted by ``"positions"``, or ``"sequences"``."""
@@ -177,7 +177,7 @@ class ModuleCase(Strict):
 
     @property
     def features(self) -> list[int]:
-        """The numbers of its features, in the order in which tables name them."""
+        """Its feature numbers, in the order in which tables name them."""
         return list(dict.fromkeys(number for table in self.tables for number in table.features))
 
 
@@ -197,7 +197,7 @@ class SyncCase(Strict):
 
     @property
     def config(self) -> tdsp.GradientSync | tdsp.WeightSync:
-        """Return what the plan carries."""
+        """Return the sync settings that the plan carries."""
         transport, drift_every = tdsp.Transport(self.transport), self.drift_every
         if self.kind == "gradient":
             return tdsp.GradientSync(transport=transport, delay=self.delay, drift_every=drift_every)
@@ -213,7 +213,7 @@ class SyncCase(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchCase(Strict):
-    """The arguments of `parallelize`, where it makes the plan."""
+    """Arguments of `parallelize`, for cases whose plan it searches."""
 
     calibration: str = "emulated_200mbit"
     link_factor: float = 1.0
@@ -238,7 +238,7 @@ class SearchCase(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Strict):
-    """One run. The default of each field is its plainest value, which shrinking goes back to."""
+    """One run. Each field's default is its plainest value, to which shrinking returns."""
 
     groups: int = 1
     size: int = 2
@@ -308,7 +308,7 @@ class Case(Strict):
 
     @property
     def has_maps(self) -> bool:
-        """Tell whether ids of some module are mapped to rows."""
+        """Tell whether any module maps ids to rows."""
         return any(module.evicts for module in self.modules)
 
     @property
@@ -323,17 +323,17 @@ class Case(Strict):
 
     @property
     def local_world_size(self) -> int:
-        """Ranks of a host."""
+        """Ranks per host."""
         return self.local or self.world_size
 
     @property
     def mesh(self) -> tdsp.Mesh2D:
-        """The plan's."""
+        """The plan's mesh."""
         return tdsp.Mesh2D(self.groups, self.size, tdsp.RankLayout(self.layout))
 
     @property
     def tables_by_module(self) -> list[dict[str, TableCase]]:
-        """The tables of each module by their names."""
+        """Each module's tables by name."""
         return [
             {table_name(number, index): table for index, table in enumerate(module.tables)}
             for number, module in enumerate(self.modules)
@@ -341,7 +341,7 @@ class Case(Strict):
 
     @property
     def unfreezable(self) -> list[str]:
-        """The names of frozen tables that may be trained later: not those behind processors."""
+        """Names of frozen tables that may be trained later: those without feature processors."""
         return [
             name
             for module, tables in zip(self.modules, self.tables_by_module, strict=True)
@@ -351,16 +351,16 @@ class Case(Strict):
 
     @property
     def tables(self) -> dict[str, TableCase]:
-        """All tables of the model by their names."""
+        """All the model's tables by name."""
         return {name: table for tables in self.tables_by_module for name, table in tables.items()}
 
     def hot_ids(self, table: str, num_refreshes: int = 0) -> tuple[int, ...]:
-        """Return a table's hot rows after so many refreshes, behind an id map their ids."""
+        """Return a table's hot rows after ``num_refreshes``; behind an id map, their ids."""
         of_table, module = self.tables[table], self.modules[self.module_of(table)]
         rows = of_table.refreshed_hot_rows if num_refreshes % 2 else of_table.hot_rows
         if not module.evicts or of_table.chosen_hot:
             return rows
-        # As numbers of 64 bits, which wrap around.
+        # As 64-bit numbers, which wrap around.
         return tuple(sorted((torch.tensor(rows) * module.id_step).tolist()))
 
     def module_of(self, table: str) -> int:
@@ -368,12 +368,12 @@ class Case(Strict):
         return next(n for n, tables in enumerate(self.tables_by_module) if table in tables)
 
     def to_json(self) -> str:
-        """Return one line, without default values."""
+        """Return the case as one line, without default values."""
         return _JSON.dump_json(self, exclude_defaults=True).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "Case":
-        """Return the case of such a line."""
+        """Return the case that a line from `to_json` describes."""
         return _JSON.validate_json(text)
 
 

@@ -1,4 +1,4 @@
-"""The dense part in the oracle: scores and hand-written gradients, and its values on each rank."""
+"""The oracle's dense part: scores, hand-written gradients, and each rank's values."""
 
 import copy
 import itertools
@@ -30,7 +30,7 @@ class NetPass:
 
 
 class PositionWeights:
-    """Position weights: the trained ones come first among all dense parameters."""
+    """Position weights; trained ones come first among all dense parameters."""
 
     def __init__(self, case: Case) -> None:
         self._initial = initial_positions(case)
@@ -41,7 +41,7 @@ class PositionWeights:
         """The number of them that are trained."""
 
     def of(self, values: torch.Tensor, key: tuple[int, int], lookups: Lookups) -> torch.Tensor:
-        """Return what each id's row is multiplied by; lookups have positions for weights."""
+        """Return each id's position weight, its row's factor; lookups hold positions as weights."""
         if key not in self._initial:
             return values.new_ones(lookups.ids.numel())
         weights = self._initial[key].to(values)
@@ -52,13 +52,13 @@ class PositionWeights:
     def add_gradients_(
         self, totals: torch.Tensor, key: tuple[int, int], lookups: Lookups, grads: torch.Tensor
     ) -> None:
-        """Add each id's gradient in place to the total of its weight, if that is trained."""
+        """Add each id's gradient in place to its weight's total, if that weight is trained."""
         if (start := self._starts.get(key)) is not None:
             totals.index_add_(0, start + lookups.weights.long(), grads)
 
 
 class DenseNet:
-    """Layers with a tanh between any two, and maybe a shortcut beside all of them."""
+    """Layers with a tanh between any two, and an optional shortcut from input to score."""
 
     def __init__(self, case: Case) -> None:
         self._shapes = [param.shape for param in initial_layers(case).values()]
@@ -66,7 +66,7 @@ class DenseNet:
         self._has_shortcut = case.dense.has_shortcut
 
     def forward(self, values: torch.Tensor, inputs: torch.Tensor, uses_shortcut: bool) -> NetPass:
-        """Return a batch's scores, by the flat parameters of all layers."""
+        """Return a batch's scores, given all layers' parameters as one flat tensor."""
         layers, shortcut = self._split(values)
         of_layers = [inputs]
         for weight, bias in layers[:-1]:
@@ -116,7 +116,7 @@ _BETAS = (0.9, 0.999)
 
 
 class DenseState:
-    """The dense part's state in training: its parameters, one after the other."""
+    """The dense part's training state: its parameters, concatenated."""
 
     def __init__(self, case: Case, noise: Noise) -> None:
         self._case, self._dense, self._noise = case, case.dense, noise
@@ -145,7 +145,7 @@ class DenseState:
             self._is_apart = True
 
     def train(self, grads: torch.Tensor, lr: float, applied: torch.Tensor | None = None) -> None:
-        """Make a step by all ranks' gradients, or by what ranks chose to send and ``applied``."""
+        """Step by all ranks' gradients, or by the mean that they chose to send and ``applied``."""
         kind, num_ranks = self._dense.kind, self._case.world_size
         if kind == "fp16":
             grads = self._noise.rounded(grads, torch.float16)
@@ -165,14 +165,14 @@ class DenseState:
                 self._meet(applied)
 
     def flush(self, lr: float) -> None:
-        """Apply the gradient that is in flight by one more step, or let the next step send all."""
+        """Apply the gradient in flight by one more step, or let the next step send everything."""
         self._sends_all = True
         if self._in_flight is not None:
             self._update(self._in_flight.expand_as(self.values), lr)
             self._in_flight = None
 
     def halve_learning_rate(self) -> None:
-        """Halve the outer learning rate; the ranks' own one is an argument to `train`."""
+        """Halve the outer learning rate; ranks' own rate is an argument to `train`."""
         self._outer_lr /= 2
 
     def copy(self) -> "DenseState":
@@ -183,13 +183,13 @@ class DenseState:
         return other
 
     def restore(self, other: "DenseState") -> None:
-        """Take over what a checkpoint holds; what is in flight stays, and so do learning rates."""
+        """Load a checkpoint's state; gradients in flight and learning rates stay."""
         saved = other.copy()
         self.values, self._optimizer = saved.values, saved._optimizer
         self._outer_momentum = saved._outer_momentum
 
     def _sent(self, mean: torch.Tensor, applied: torch.Tensor | None) -> torch.Tensor:
-        """Return the mean of what ranks have sent: all that there is, or what they have chosen."""
+        """Return the mean gradient that ranks sent: all due elements, or the ones they chose."""
         due = self.left_out + mean
         # A rank that is alone sends nothing, so it leaves nothing out.
         self.sent_whole = (
@@ -206,7 +206,7 @@ class DenseState:
         self.values = self.values - lr * self._optimizer.direction(grads)
 
     def _meet(self, applied: torch.Tensor | None) -> None:
-        """Move the values that ranks had when they parted by the mean of their changes."""
+        """Move the last shared values by the ranks' mean change."""
         due = self._dense.residual_decay * self.left_out + (self._shared - self.values).mean(dim=0)
         change = due if applied is None else applied.to(due)
         self.left_out = due - change
@@ -228,7 +228,7 @@ class _Optimizer:
         return copy.copy(self)
 
     def direction(self, grads: torch.Tensor) -> torch.Tensor:
-        """Return what is taken off for a learning rate of 1."""
+        """Return the decrease of the values for a learning rate of 1."""
         self._num_updates += 1
         if self._kind == "sgd":
             return grads

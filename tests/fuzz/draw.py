@@ -1,4 +1,4 @@
-"""From a seed to a case.
+"""Draw a case from a seed.
 
 To add something that a user can vary: give it a field in `tests.fuzz.case` whose default is the
 plainest value, and a line in one of the tables below. Where values don't go together by the
@@ -145,7 +145,7 @@ UNSETTLED_SHARE = 0.03
 
 
 def draw_case(seed: int) -> Case:
-    """Return the case of a seed: the same wherever and whenever it is drawn, for a device."""
+    """Draw a seed's case: always the same one on the same kind of device."""
     rng = random.Random(f"case {seed}")
     groups, size = rng.choice(MESHES)
     world = groups * size
@@ -183,7 +183,7 @@ def draw_case(seed: int) -> Case:
 
 
 def _exact(case: Case) -> Case:
-    """Return the case with all numbers in float32, where they lie and where they travel."""
+    """Return the case with all numbers in float32, both stored and sent."""
     modules = tuple(
         replace(
             module,
@@ -212,7 +212,7 @@ _MANY_ROWS = 16
 
 
 def settled(case: Case) -> Case:
-    """Return the case with nothing in it that the documents exclude."""
+    """Return the case without combinations that the documents exclude."""
     if case.has_nan:
         case = _settled_nan(case)
     if case.has_maps:
@@ -258,7 +258,7 @@ def settled(case: Case) -> Case:
 
 
 def _settled_nan(case: Case) -> Case:
-    """Return a case in which row gradients of every rank reach a replica peer in their step."""
+    """Return a case in which each rank's row gradients reach a replica peer in the same step."""
     first, *others = case.modules
     tables = [replace(table, once=False, frozen=False) for table in first.tables]
     are_sent = all(table.sharding != "data_parallel" for table in tables)
@@ -278,9 +278,9 @@ def _settled_nan(case: Case) -> Case:
 
 
 def _may_happen(case: Case, event: str) -> bool:
-    """Tell whether the documents allow what happens between two steps.
+    """Tell whether the documents allow this event between two steps.
 
-    Ranks that haven't met have different weights, of which a checkpoint would keep some.
+    Ranks that haven't met have different weights, and a checkpoint would keep only some.
     """
     if event in ("peek", "abandon"):
         # A pipeline's forward adds to gradients already.
@@ -289,10 +289,10 @@ def _may_happen(case: Case, event: str) -> bool:
         is_stale = event == "abandon" and case.dense.shortcut and case.accumulated > 1
         return takes and not is_stale
     if event.startswith("unfreeze"):
-        # Pipelines and their optimizers would have to be made anew.
+        # Pipelines and their optimizers would have to be rebuilt.
         return case.loop == "plain" and case.wrapper == "2d" and bool(case.unfreezable)
     if event == "load" and any("unfreeze" in kind for _, kind in case.events):
-        # What was saved before has another optimizer state.
+        # The earlier checkpoint has another optimizer state.
         return False
     if case.has_maps and case.loop != "plain" and "load" in event:
         # Maps that have seen a pipeline's next batch can't be replaced.
@@ -301,7 +301,7 @@ def _may_happen(case: Case, event: str) -> bool:
 
 
 def _settled_zero_grad(case: Case) -> str:
-    """Return "before" where gradients that stay, or zeros, would be another training."""
+    """Return "before" where keeping or zeroing gradients would change the training."""
     is_other = case.loop != "plain" or (case.dense.shortcut and case.zero_grad == "zeros")
     return "before" if is_other else case.zero_grad
 
@@ -333,7 +333,7 @@ def _settled_dense(dense: DenseCase, case: Case) -> DenseCase:
         )
     if dense.kind == "pipelined":
         dense = replace(dense, hidden=dense.hidden or (4,))
-    # FSDP2 needs the gradients of all ranks; Adam moves on without any, or not, as there are zeros.
+    # FSDP2 needs all ranks' gradients; Adam's step depends on whether a gradient is zero or absent.
     may_skip = dense.kind != "fully_sharded" and dense.optimizer != "adam"
     return replace(
         dense,
@@ -367,7 +367,7 @@ def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:
 
 
 def _may_look_up_again(case: Case, module: ModuleCase) -> bool:
-    """Tell whether both lookups make one update, and nothing counts them."""
+    """Tell whether a second lookup is allowed: both make one update, and nothing counts them."""
     is_copied = case.groups > 1 and not any(table.once for table in module.tables)
     is_captured = is_copied and case.sync.kind == "gradient" and case.search is None
     adds_up = case.accumulated > 1 or case.optimizer == "sgd" or is_captured
@@ -403,7 +403,7 @@ def _settled_table(
         else "block",
         hot=table.hot if may_be_hot else "none",
         once=table.once and table.sharding == "row_wise",
-        # Gradients of position weights need a trained table's lookup.
+        # Position weights get gradients only through a trained table's lookup.
         frozen=table.frozen and not module.evicts and not module.trains_positions,
     )
 
@@ -422,7 +422,7 @@ def _drawn_module(rng: random.Random) -> ModuleCase:
         tables = [replace(table, **alike) for table in tables]
     module = ModuleCase(tables=tuple(tables), **_chosen(rng, MODULE_CHOICES))
     if module.kind == "positions":
-        # No module of TorchRec's has both.
+        # No TorchRec module has both.
         return replace(module, evicts="")
     if module.kind != "sequences":
         return module

@@ -1,4 +1,4 @@
-"""The oracle's id maps: TorchRec's own, which see the batches of all ranks in rank order."""
+"""The oracle's id maps: TorchRec's own, which see all ranks' batches in rank order."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -27,14 +27,14 @@ Evicted = tuple[str, torch.Tensor, torch.Tensor]
 
 
 def id_map(module: ModuleCase, config: Any, **hashed: Any) -> ManagedCollisionModule:
-    """Return the id map of a table in a module that has them."""
+    """Return the id map for a table in a module with id maps."""
     if module.evicts in HASHED:
         return hashed_map(module.evicts, config, **hashed)
     return sorting_map(config, module.evicts, module.interval)
 
 
 class IdMaps:
-    """All id maps of a case, which see each batch when it is distributed."""
+    """All of a case's id maps, which see each batch when it is distributed."""
 
     def __init__(self, case: Case, batches: Callable[[int], list[LocalBatch]]) -> None:
         self._case, self._batches = case, batches
@@ -59,11 +59,11 @@ class IdMaps:
 
     @property
     def _trained(self) -> Maps:
-        """The maps to which the rows of the tables belong."""
+        """The maps to which the tables' rows belong."""
         return next((before for before, _ in self._waiting.values()), self._maps)
 
     def state(self) -> IdMapState:
-        """Return what a state dict shows."""
+        """Return the maps' tensors as a state dict shows them."""
         return {
             f"{table}.{name}": value.clone()
             for table, of_table in self._trained.items()
@@ -71,14 +71,14 @@ class IdMaps:
         }
 
     def load(self, state: IdMapState) -> None:
-        """Go on from a state, without what maps remember beside it."""
+        """Continue from a state; anything else that maps remember is dropped."""
         self._maps = self._fresh()
         for table, of_table in self._maps.items():
             names = of_table.state_dict().keys()
             of_table.load_state_dict({name: state[f"{table}.{name}"] for name in names})
 
     def distribute(self, action: int) -> None:
-        """Map the batches that are distributed in an action, as its mode says, and split them."""
+        """Map the batches distributed in an action, by its mode, and find their hot rows."""
         for index, other in enumerate(self._actions):
             if other.distributed_again == action:
                 self._hot[index] = self._hot_rows(index)
@@ -99,15 +99,15 @@ class IdMaps:
         self._mapped[index] = [self._with_rows(batch, maps) for batch in batches]
 
     def mapped(self, action: int, batches: list[LocalBatch]) -> list[LocalBatch]:
-        """Return the batches that an action looks up, with rows in place of mapped ids."""
+        """Return the batches that an action looks up, with mapped ids replaced by rows."""
         return self._mapped[action] if self._maps else batches
 
     def hot_rows(self, action: int) -> HotRows:
-        """Return the hot rows of the batch that an action looks up."""
+        """Return the hot rows in the batch that an action looks up."""
         return self._hot[action]
 
     def _hot_rows(self, action: int) -> HotRows:
-        """Return the rows that belong now to the ids that are hot in an action's batch."""
+        """Return the rows that the hot ids in an action's batch have now."""
         rows = {}
         for table in self._case.tables:
             ids = torch.tensor(
@@ -118,7 +118,7 @@ class IdMaps:
         return rows
 
     def evicted_until(self, action: int) -> Iterator[Evicted]:
-        """Yield what to reset before an action's lookup."""
+        """Yield the evicted rows to reset before an action's lookup."""
         while action in self._waiting:
             yield from self._waiting.pop(next(iter(self._waiting)))[1]
 
@@ -161,7 +161,7 @@ def _config(name: str, table: TableCase) -> EmbeddingBagConfig:
 
 
 def _see(of_table: Any, ids: list[torch.Tensor]) -> int:
-    """Let a map see each feature's ids; return the number of the batch."""
+    """Let a map see each feature's ids; return the batch number."""
     if not isinstance(of_table, OneThreadHashZch):
         of_table.profile({"": _jagged(torch.cat(ids))})
         return int(of_table.state_dict()["_current_iter_tensor"])
@@ -182,6 +182,6 @@ def _rows_with(of_table: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _jagged(ids: torch.Tensor, num_features: int = 1) -> JaggedTensor:
-    """Return ids that count as the first feature's, which TorchRec asks for also in evaluation."""
+    """Return ids as the first feature's; TorchRec needs them in evaluation, too."""
     of_features = torch.tensor([ids.numel(), *(num_features - 1) * [0]])
     return JaggedTensor(ids, lengths=of_features[:1], weights=of_features)

@@ -1,4 +1,4 @@
-"""Compare what ranks saw with the oracle, replicas bit for bit, and densities with their bound."""
+"""Compare ranks' results with the oracle, replicas bit for bit, and densities to their bound."""
 
 import math
 import re
@@ -25,13 +25,13 @@ class Difference(Exception):
     """Ends the comparison of a case."""
 
     def __init__(self, kind: str, text: str) -> None:
-        """Take the finding's kind, without numbers, and what differs, where and by how much."""
+        """Store the finding's kind, without numbers, and its text: what differs, where and how."""
         self.kind, self.text = kind, text
         super().__init__(text)
 
 
 def check_density(case: Case, exact: Expected, seen: list[Seen]) -> int:
-    """Check that no rank sent more than the density allows; how many elements all chose."""
+    """Check that no rank exceeded the density; return how many elements all ranks chose."""
     if not case.dense.leaves_out:
         return 0
     num_chosen, actions = 0, actions_of(case)
@@ -54,7 +54,7 @@ def check_density(case: Case, exact: Expected, seen: list[Seen]) -> int:
 
 
 def _check_report(case: Case, sent: GradientReport, is_whole: bool, where: str) -> None:
-    """Check how a rank says that it has sent what one step gave."""
+    """Check a rank's report on how it sent one step's gradients."""
     is_thresholded = sent.num_thresholded_steps == 1
     has_choice = case.dense.kind == "thresholded" and case.dense.route == "auto"
     # Ranks that don't meet send nothing.
@@ -68,7 +68,7 @@ def _check_report(case: Case, sent: GradientReport, is_whole: bool, where: str) 
 
 
 def _check_chosen(case: Case, sent: GradientReport, num_sums: int, where: str) -> None:
-    """Check how many elements a rank says that it has sent in one step."""
+    """Check how many elements a rank reports to have sent in one step."""
     sizes = [param.numel() for param in initial_dense(case).values()]
     num_sums *= sent.num_thresholded_steps
     most = num_sums * sum(_most_of(case, size) for size in sizes)
@@ -82,7 +82,7 @@ def _check_chosen(case: Case, sent: GradientReport, num_sums: int, where: str) -
 
 
 def _check_sum(case: Case, applied: torch.Tensor, num_messages: int, where: str) -> None:
-    """Check that no more elements have come than so many messages may hold."""
+    """Check that no more elements arrived than ``num_messages`` messages may hold."""
     for number, (size, values) in enumerate(_by_param(case, applied)):
         allowed = num_messages * _most_of(case, size)
         if (num_changed := int(values.count_nonzero())) > allowed:
@@ -94,7 +94,7 @@ def _check_sum(case: Case, applied: torch.Tensor, num_messages: int, where: str)
 
 
 def _most_of(case: Case, size: int) -> int:
-    """Return how many elements of a parameter a rank may send at once."""
+    """Return how many elements a rank may send at once from a parameter with this size."""
     share = case.dense.density * size
     return max(1, round(share)) if case.dense.kind == "local" else math.ceil(share)
 
@@ -110,7 +110,7 @@ REFUSALS = ("ConfigError", "MeshError", "PlanError", "UnsupportedError")
 
 @dataclass
 class Counts:
-    """Counts comparisons, so that a comparison of nothing is noticed."""
+    """Counts comparisons, so that an empty comparison is noticed."""
 
     scores: int = 0
     weights: int = 0
@@ -127,7 +127,7 @@ class Counts:
     left_out: int = 0
     """Dense gradients that ranks hadn't sent yet."""
     chosen: int = 0
-    """Elements of dense gradients that ranks chose to send, where they didn't send all."""
+    """Dense gradients' elements that ranks chose to send, where they didn't send all."""
     refused_batches: int = 0
     refused_nans: int = 0
     """Cases in which all ranks had to refuse a gradient, and did."""
@@ -137,7 +137,7 @@ class Counts:
     searched: int = 0
     """Cases whose plan was searched."""
     blurred: int = 0
-    """1 if the tolerance of the case is so large that it says little."""
+    """1 if the case's tolerance is too large to detect much."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(**{name: vars(self)[name] + vars(other)[name] for name in vars(self)})
@@ -191,7 +191,7 @@ def _compared(case: Case, seen: list[Seen]) -> Verdict:
 
 
 def _judge_nan(case: Case, reports: list[RankReport]) -> Verdict:
-    """Judge a case in which all ranks had to raise one error."""
+    """Judge a case in which all ranks must raise the same error."""
     alike = {(report.outcome, report.error, report.message) for report in reports}
     if len(alike) == 1 and reports[0].is_ours and reports[0].error == "NotFiniteError":
         return Verdict("ok", counts=Counts(refused_nans=1))
@@ -220,7 +220,7 @@ def _failed(reports: list[RankReport]) -> Verdict:
     also = "".join(f", a rank {outcome}" for outcome in ("died", "hung") if outcome in outcomes)
     if "raised" not in outcomes:
         return Verdict("finding", also.removeprefix(", "), shown)
-    # What the others say of a rank that is gone says less than that rank's own error.
+    # Other ranks' errors about a lost rank say less than that rank's own error.
     raised = [report for report in reports if report.outcome == "raised"]
     own = [report for report in raised if "Connection" not in report.message] or raised
     kind = f"{own[0].error}: {_stem(own[0].message)}{also}"
@@ -230,7 +230,7 @@ def _failed(reports: list[RankReport]) -> Verdict:
 
 
 def _stem(message: str) -> str:
-    """Return an error's text without what differs from case to case."""
+    """Return an error's text without its case-specific names and numbers."""
     line = message.strip().splitlines()[0] if message.strip() else ""
     return re.sub(r"'[^']*'|m\d[tf]\d+|[-\d.]+|\([^)]*\)", "_", line)[:90]
 
@@ -247,7 +247,7 @@ class _Comparison:
         self._num_positions = PositionWeights(case).num_trained
 
     def check_rank(self, rank: int, seen: Seen) -> None:
-        """Compare a rank with the oracle; lookups first, where a fault shows first."""
+        """Compare a rank with the oracle; lookups first, because faults show there first."""
         for index, scores in seen.scores.items():
             of_rank = ("scores", (index, rank))
             self._compare(*of_rank, scores, f"scores of rank {rank} in {self._at(index)}")
@@ -286,7 +286,7 @@ class _Comparison:
             raise Difference("the machine", f"rank {rank} didn't see actions {sorted(missing)}")
 
     def check_copies(self, seen: list[Seen]) -> None:
-        """Check that copies are equal bit for bit, and tables complete."""
+        """Check that copies are bitwise equal and tables complete."""
         for index in sorted({index for index, _ in self._exact.dense}):
             pieces: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
             held: dict[tuple[str, int], int] = defaultdict(int)
@@ -314,7 +314,7 @@ class _Comparison:
                         raise Difference("incomplete table", f"{text} in {self._at(index)}")
 
     def check_refusals(self, seen: list[Seen]) -> None:
-        """Bad batches are refused by one error on all ranks."""
+        """Check that all ranks refuse bad batches with the same error."""
         for index, action in enumerate(actions_of(self._case)):
             texts = {of_rank.refusals.get(index, "") for of_rank in seen}
             if action.kind != "refuse" and texts == {""}:
@@ -324,7 +324,7 @@ class _Comparison:
             self.counts.refused_batches += 1
 
     def check_left_out(self, seen: list[Seen]) -> None:
-        """Check that sent and unsent dense gradients add up to all of them."""
+        """Check that sent and unsent dense gradients add up to the total."""
         for (index, _), wanted in self._exact.left_out.items():
             if not seen[0].left_out.keys() & {index}:
                 continue
@@ -337,7 +337,7 @@ class _Comparison:
             self._check_equal("dense gradients", copies, index)
 
     def check_density(self, seen: list[Seen]) -> None:
-        """Ranks send no more of dense gradients than they were asked to."""
+        """Check that ranks send no more dense gradients than the density allows."""
         self.counts.chosen += check_density(self._case, self._exact, seen)
 
     def _check_equal(self, name: str, copies: list[tuple[int, torch.Tensor]], index: int) -> None:
@@ -355,7 +355,7 @@ class _Comparison:
         return 0 if self._case.tables[table].once else group
 
     def _holders(self, table: str) -> range:
-        """Return ranks that hold a whole table together: each rank, each group, or the world."""
+        """Return a table's full copies as indices: one per rank, per group, or in the world."""
         if self._case.tables[table].sharding == "data_parallel":
             return range(self._case.world_size)
         return range(1 if self._case.tables[table].once else self._case.groups)
@@ -363,7 +363,7 @@ class _Comparison:
     def _compare(
         self, kind: str, key: Any, values: torch.Tensor, what: str, piece: Piece | None = None
     ) -> None:
-        """Compare values with the oracle's for a kind and key, or with a piece of them."""
+        """Compare values with the oracle's for a kind and key, or with a piece cut from them."""
         index, table = key
         is_rounded = self._rounded.covers(index)
         expected = self._rounded.expected if is_rounded else self._exact

@@ -1,4 +1,4 @@
-"""Many cases, one after another on several workers; what they came to; and smaller findings."""
+"""Run many cases on several workers, sum up their results, and shrink the findings."""
 
 import time
 from collections import Counter
@@ -51,13 +51,13 @@ class Summary:
 
     @property
     def num_cases(self) -> int:
-        """All of them."""
+        """The number of all judged cases."""
         failed = len(self.findings) + self.repeated.total()
         return self.num_ok + self.refusals.total() + failed
 
     @property
     def complaints(self) -> list[str]:
-        """Return what is wrong with the machine itself."""
+        """Return complaints about the machine itself."""
         if self.num_cases < ENOUGH_CASES:
             return []
         complaints = []
@@ -94,7 +94,7 @@ class Machine:
         max_of_kind: int = 2,
         show: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Make findings smaller for ``shrink_s``, so many of each kind; 0 leaves them as drawn."""
+        """Shrink up to ``max_of_kind`` findings per kind for ``shrink_s``; 0 shrinks none."""
         self._workers = workers
         self._deadline_s, self._shrink_s = deadline_s, shrink_s
         self._max_of_kind = max_of_kind
@@ -109,12 +109,12 @@ class Machine:
         max_findings: int = 20,
         is_wanted: Callable[[Case], bool] = lambda case: True,
     ) -> Summary:
-        """Draw cases from one seed after another, to a number, a time or so many findings."""
+        """Draw cases from consecutive seeds, up to a number, a time or ``max_findings``."""
         cases = (draw_case(seed) for seed in _seeds(first_seed, num_cases, seconds))
         return self.run_cases((case for case in cases if is_wanted(case)), max_findings)
 
     def run_cases(self, cases: Iterator[Case], max_findings: int = 20) -> Summary:
-        """Run these cases, and make the first finding of each kind smaller."""
+        """Run these cases, and shrink the first findings of each kind."""
         summary = Summary()
         start = shown = time.monotonic()
         for case, verdict in self._verdicts(cases, lambda: len(summary.findings) < max_findings):
@@ -140,12 +140,12 @@ class Machine:
         return summary
 
     def _is_known(self, verdict: Verdict, summary: Summary) -> bool:
-        """Tell whether enough findings of that kind were made smaller."""
+        """Tell whether enough findings of this kind were shrunk already."""
         kinds = [finding.verdict.kind for finding in summary.findings]
         return kinds.count(verdict.kind) >= self._max_of_kind
 
     def shrunk(self, case: Case, verdict: Verdict) -> Finding:
-        """Return the smallest case that fails in the same way, as far as there is time."""
+        """Return the smallest case found in time that fails in the same way."""
         if not self._shrink_s:
             return Finding(case, case, verdict)
         deadline = time.monotonic() + self._shrink_s
@@ -166,7 +166,7 @@ class Machine:
     def _verdicts(
         self, cases: Iterator[Case], goes_on: Callable[[], bool]
     ) -> Iterator[tuple[Case, Verdict]]:
-        """Yield each case with its verdict, in the order in which they come."""
+        """Yield each case with its verdict, in order of completion."""
         idle, running = list(self._workers), {}
         while True:
             while idle and goes_on() and (case := next(cases, None)) is not None:

@@ -1,4 +1,4 @@
-"""The model of a case: its embedding modules and its dense part, as pipelines can trace it."""
+"""A case's model: its embedding modules and dense part, in a form that pipelines can trace."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -46,7 +46,7 @@ _TYPES = {
 
 @dataclass
 class Batch(Pipelineable):
-    """A loader's batch: jagged tensors for each module, or shared by modules; and targets."""
+    """A loader's batch: jagged tensors per module or shared by modules, and targets."""
 
     targets: torch.Tensor
     m0: KeyedJaggedTensor | None = None
@@ -66,7 +66,7 @@ class Batch(Pipelineable):
         return replace(self, **inputs)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep what is on a GPU until ``stream`` is done with it."""
+        """Keep GPU tensors alive until ``stream`` is done with them."""
         for value in vars(self).values():
             if isinstance(value, KeyedJaggedTensor) or (
                 isinstance(value, torch.Tensor) and value.is_cuda
@@ -78,7 +78,7 @@ class Batch(Pipelineable):
 
 
 class BatchBuiltAnew(Batch):
-    """A batch that builds its features at each access."""
+    """A batch that rebuilds its features at each access."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -86,7 +86,7 @@ class BatchBuiltAnew(Batch):
 
 
 def input_of(case: Case, module: int) -> str:
-    """Return which field of a `Batch` a module looks up."""
+    """Return the name of the `Batch` field that a module looks up."""
     if not case.joined:
         return f"m{module}"
     return "weighted_ids" if case.modules[module].kind == "weighted" else "ids"
@@ -99,7 +99,7 @@ last feature first."""
 
 
 def formed(values: torch.Tensor, form: str) -> torch.Tensor:
-    """Return equal values that lie in memory as a form says."""
+    """Return equal values in the memory layout that a form names."""
     if form == "column":
         return torch.stack([values, values.flip(0)], dim=1)[:, 0]
     if form == "cut":
@@ -108,7 +108,7 @@ def formed(values: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Batch:
-    """Return TorchRec's form of a rank's batch, if need be with its features in reversed order."""
+    """Return a rank's batch in TorchRec's form, optionally with its features reversed."""
     parts: dict[str, list[tuple[int, int]]] = {}
     for module, feature in local.features:
         parts.setdefault(input_of(case, module), []).append((module, feature))
@@ -119,12 +119,12 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
         lookups = [local.sent[key] for key in features]
         names, sizes = [feature_name(*key) for key in features], dict[str, Any]()
         if local.shared:
-            # They name features in an order of their own.
+            # They name features in their own order.
             bags = [local.shared[key].of_samples for key in features[::-1]]
             sizes["inverse_indices"] = (names[::-1], torch.stack(bags))
             by_feature = [part.lengths.numel() for part in lookups]
             kinds = {case.modules[module].kind for module, _ in features}
-            # In a batch of one size only bags are shared.
+            # In a batch with one size only bags are shared.
             if len(set(by_feature)) > 1 or not kinds <= {"bags", "weighted"}:
                 sizes["stride_per_key_per_rank"] = [[size] for size in by_feature]
         is_weighted = case.stray_weights or any(
@@ -132,7 +132,7 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
         )
         weights = torch.cat([part.weights for part in lookups]) if is_weighted else None
         if weights is not None:
-            # A copy of one number, with nothing of ours behind it in memory.
+            # A copy of one number, with none of our numbers behind it in memory.
             is_expanded = case.form == "expanded" and len(weights)
             weights = weights[:1].clone().expand(len(weights)) if is_expanded else weights
             weights = formed(weights, case.form)
@@ -157,7 +157,7 @@ torch.fx.wrap("losses_of")
 
 @torch.fx.wrap
 def sums_of_sequences(sequences: JaggedTensor) -> torch.Tensor:
-    """Return one vector for each sample, to which later rows add more."""
+    """Return each sample's weighted sum; later rows weigh more."""
     lengths = sequences.lengths().long()
     samples = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -170,12 +170,12 @@ def sums_of_sequences(sequences: JaggedTensor) -> torch.Tensor:
 def plus_shortcut(
     scores: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, uses_shortcut: bool
 ) -> torch.Tensor:
-    """Return the scores, to which a layer beside the others may add something."""
+    """Return the scores, plus the shortcut layer's output if it is used."""
     return scores + inputs @ weight.T if uses_shortcut else scores
 
 
 class DenseLayers(nn.Module):
-    """The dense part: layers with an activation between any two, and maybe a shortcut."""
+    """The dense part: layers with an activation between any two, and an optional shortcut."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -215,10 +215,10 @@ class FuzzModel(nn.Module):
         self._change_in_place = [module.in_place for module in case.modules]
         self._are_sequences = [module.kind == "sequences" for module in case.modules]
         for number, module in enumerate(case.modules):
-            made = embedding_module(number, module)
+            embeddings = embedding_module(number, module)
             if module.kind == "positions":
-                made = _weighted_by_positions(case, number, made)
-            self.add_module(f"m{number}", made)
+                embeddings = _weighted_by_positions(case, number, embeddings)
+            self.add_module(f"m{number}", embeddings)
         self._is_pipelined = case.dense.kind == "pipelined"
         self.over: Any = DenseLayers(case)
         if self._is_pipelined:
@@ -258,7 +258,7 @@ class FuzzModel(nn.Module):
 
 
 def embedding_module(number: int, module: ModuleCase) -> nn.Module:
-    """Return a module without weights: they come by `load_state_dict`."""
+    """Return a module without weights, which `load_state_dict` fills in."""
     configs = list(_configs(number, module))
     tables: dict[str, Any] = {"device": torch.device("meta"), "tables": configs}
     collection: Any = (
@@ -273,7 +273,7 @@ def embedding_module(number: int, module: ModuleCase) -> nn.Module:
 
 
 def _weighted_by_positions(case: Case, number: int, collection: Any) -> nn.Module:
-    """Return a collection behind position weights, which come by `load_state_dict`, too."""
+    """Wrap a collection in position weights, which `load_state_dict` fills in, too."""
     lengths = {
         feature_name(*key): weights.numel()
         for key, weights in initial_positions(case).items()
@@ -288,7 +288,7 @@ def _weighted_by_positions(case: Case, number: int, collection: Any) -> nn.Modul
 
 
 def tables_path(case: Case, number: int) -> str:
-    """Return the path of the collection in a module."""
+    """Return the path to the collection in a module."""
     module = case.modules[number]
     inside = "._embedding_module" if module.evicts else ""
     return f"m{number}" + ("._embedding_bag_collection" if module.kind == "positions" else inside)

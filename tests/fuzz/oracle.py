@@ -1,10 +1,10 @@
-"""The oracle: expected results of each action, on plain tensors and without process groups.
+"""The oracle: each action's expected results, on plain tensors and without process groups.
 
 There is one copy of each table for each sharding group where groups train by themselves
 (`WeightSync`), else one in all. Gradients are written out by hand, so that nothing here shares code
 with what is tested.
 
-Numbers that travel in few bits are rounded where the ranks round them:
+Numbers sent in few bits are rounded where the ranks round them:
 
 exchanges of rows    each row on its way to a rank; the rank's gradient on the way back
 sequences            each vector; its gradient
@@ -32,22 +32,22 @@ from tests.fuzz.state import ADAMS, LR, Noise, TableState, initial_tables, parts
 
 _BY_HOST = ("table_row_wise", "grid_shard")
 BY_OWNER = ("row_wise", *_BY_HOST)
-"""Shardings that deal the rows of a column to several ranks, each of which sums a part of a bag."""
+"""Shardings that deal a column's rows to several ranks; each sums part of a bag."""
 
 
 @dataclass(frozen=True)
 class TableWire:
-    """The ways of a table's numbers."""
+    """How a table's numbers travel: transport, exchange width and number of hops."""
 
     table: TableCase
     is_bags: bool
     transport: tdsp.Transport
     width: int
-    """The count of numbers that share a scale."""
+    """How many numbers share a scale."""
     num_ranks: int
     """Among how many ranks numbers travel."""
     num_owners: int
-    """Among how many ranks the rows of a column are dealt."""
+    """Among how many ranks a column's rows are dealt."""
     num_hosts: int
     """Between how many hosts bags travel once more."""
     noise: Noise
@@ -83,7 +83,7 @@ class TableWire:
 
     @property
     def _divides_late(self) -> bool:
-        """Tell whether bags of a mean travel as sums."""
+        """Tell whether mean-pooled bags travel as sums."""
         is_mean = self.is_bags and self.table.pooling == "mean"
         return is_mean and (self.table.sharding in BY_OWNER or self.table.hot != "none")
 
@@ -93,7 +93,7 @@ class TableWire:
         return self.noise.sent(values, self.transport, self.width)
 
     def _sent_to_hosts(self, bags: torch.Tensor) -> torch.Tensor:
-        """Bags that hosts have summed, or their gradients, which go to hosts first."""
+        """Return hosts' partial bags as they arrive, or bag gradients, which go to hosts first."""
         if self.num_hosts == 1:
             return bags
         return self.noise.sent(bags, self.transport, self.width)
@@ -101,7 +101,7 @@ class TableWire:
     def bags(
         self, weights: torch.Tensor, lookups: Lookups, shares: torch.Tensor, hot: torch.Tensor
     ) -> torch.Tensor:
-        """Return a rank's bags for one feature; ``shares`` are each id's factor for its row."""
+        """Return a rank's bags for one feature; ``shares`` has each id's row factor."""
         rows, ids = weights[lookups.ids], lookups.ids
         is_hot = hot[ids][:, None]
         bags = rows.new_zeros(lookups.lengths.numel(), rows.shape[1])
@@ -139,7 +139,7 @@ class TableWire:
     def share_gradients(
         self, weights: torch.Tensor, bags: torch.Tensor, lookups: Lookups, hot: torch.Tensor
     ) -> torch.Tensor:
-        """Return the gradient of what each id's row is multiplied by in its bag."""
+        """Return the gradient for each id's row factor in its bag."""
         is_hot, rows = hot[lookups.ids][:, None], weights[lookups.ids]
         grads = bags[lookups.samples]
         # The rows come to the rank, or the gradients to their owners.
@@ -151,14 +151,14 @@ class TableWire:
         return (rows * grads).sum(dim=1)
 
     def summed_gradients(self, grads: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
-        """Return what a rank's gradients of all rows come to at their owners."""
+        """Return a rank's row gradients as they arrive at the rows' owners."""
         if not self._by_row:
             return grads
         return torch.where(hot[:, None], grads, self._sent(grads))
 
 
 def _message(table: TableCase) -> tuple[Any, ...]:
-    """Return what tables whose numbers travel in one message have in common."""
+    """Return the options that tables must share for their numbers to travel in one message."""
     return table.sharding, table.exchange, table.transport, table.once, table.frozen
 
 
@@ -191,20 +191,20 @@ class Expected:
 
 
 def losses_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each sample. Its gradient is bounded, so that no case trains away."""
+    """Return each sample's loss. Its gradient is bounded, so that no case diverges."""
     return nn.functional.smooth_l1_loss(scores, targets.to(scores.dtype), reduction="none")
 
 
 def expect(
     case: Case, noise: Noise | None = None, applied: Mapping[int, torch.Tensor] | None = None
 ) -> Expected:
-    """Return a case's results; with mean dense gradients by action where ranks choose those."""
+    """Return a case's results; ``applied`` has mean dense gradients that ranks chose to send."""
     return _Simulation(case, noise or Noise(), applied or {}).run()
 
 
 @dataclass(frozen=True)
 class _Column:
-    """Columns in the dense part's input: a feature's bags in one table."""
+    """Columns in the dense part's input: one feature's bags from one table."""
 
     table: str
     module: int
@@ -297,7 +297,7 @@ class _Simulation:
             self._id_maps.load(self._id_maps.state())
 
     def _unfreeze(self, most: int | None) -> None:
-        """Train the first frozen tables from now on, by policies that count like the others."""
+        """Train the first ``most`` frozen tables from now on, in step with others' policies."""
         num_steps = max(part.num_steps for part in self._parts)
         frozen = {name: part for part in self._parts for name in part.frozen}
         for name in [name for name in self._case.unfreezable if name in frozen][:most]:
@@ -385,7 +385,7 @@ class _Simulation:
                 key = column.module, column.feature
                 self._positions.add_gradients_(dense_grads[rank], key, lookups, of_shares)
                 if self._case.optimizer in ADAMS:
-                    # Tells rows without a gradient from those that nobody looked up; ranks also
+                    # Tells rows without a gradient from rows that nobody looked up; ranks also
                     # look up bags that no sample has.
                     ids = batch.sent[column.module, column.feature].ids
                     grads[column.table][rank][ids] += _LOOKED_UP
@@ -405,13 +405,13 @@ class _Simulation:
         return self._states[column.table].weights_of(self._case.mesh.group_of(rank))
 
     def _is_hot(self, name: str) -> torch.Tensor:
-        """For each row of a table, whether it is hot in the last batch that was looked up."""
+        """Return a mask of a table's rows that were hot in the last lookup."""
         is_hot = torch.zeros(self._case.tables[name].rows, dtype=torch.bool)
         is_hot[self._hot_rows[name]] = True
         return is_hot
 
     def _shares(self, column: _Column, lookups: Lookups, rank: int) -> torch.Tensor:
-        """Return what each id's row is multiplied by in its bag on a rank."""
+        """Return each id's row factor in its bag on a rank."""
         shares = torch.ones(lookups.ids.numel())
         module = self._case.modules[column.module]
         if module.kind == "weighted":
@@ -440,7 +440,7 @@ def _columns(case: Case) -> Iterator[_Column]:
 
 
 def output_names(module: int, case: ModuleCase) -> list[str]:
-    """Return what TorchRec calls the outputs of a module: by table, then by feature."""
+    """Return TorchRec's names for a module's outputs: by table, then by feature."""
     users = [feature for table in case.tables for feature in table.features]
     return [
         feature_name(module, feature)

@@ -1,4 +1,4 @@
-"""Faults that are planted on purpose, which the machine must find."""
+"""Faults planted on purpose, which the machine must find."""
 
 import functools
 import os
@@ -39,7 +39,7 @@ _stage_backward, _rows_backward = LayerStage.backward, _OwnRows.backward
 
 
 def planted(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[[], Patch]]:
-    """Make a plant of a fault, which takes the place of this method or function."""
+    """Make a fault a plant that replaces this method or function."""
 
     def plant_of(fault: Callable[..., Any]) -> Callable[[], Patch]:
         # Workers import the plant by the fault's name.
@@ -78,7 +78,7 @@ def a_rank_that_rounds_otherwise(updater: DirectUpdater, gradients: Any) -> None
 
 @planted(StochasticRounding, "draws")
 def a_rank_that_draws_otherwise(rounding: StochasticRounding, *key: Any) -> torch.Tensor:
-    """Round at random by draws of rank 1's own."""
+    """Give rank 1 its own random draws for rounding."""
     return _draws(rounding, *key).add_(dist.get_rank() << 12)
 
 
@@ -86,7 +86,7 @@ def a_rank_that_draws_otherwise(rounding: StochasticRounding, *key: Any) -> torc
 def a_rank_that_keeps_its_own_numbers(
     hop: Hop, rows: Any, sizes: Any, key_dtype: Any, codec: Any
 ) -> Any:
-    """Add rank 1's own gradients to those of its peers without rounding them."""
+    """Leave rank 1's own gradients unrounded when they are added to its peers'."""
     arriving = _start(hop, rows, sizes, key_dtype, codec)
     rank = dist.get_rank(hop.group)
     if dist.get_rank() != 1 or hop.stride or not isinstance(arriving, ArrivingRows):
@@ -113,7 +113,7 @@ def a_rank_with_coarser_scales(codec: IntegerRows, rows: torch.Tensor) -> torch.
 def late_gradients_that_are_lost(
     gradients: LateGradients, names: Any, sizes: Any, like: Any
 ) -> torch.Tensor:
-    """Lose dense gradients of the step before: there are zeros in their place."""
+    """Replace the previous step's dense gradients by zeros."""
     return torch.zeros_like(_arrived(gradients, names, sizes, like))
 
 
@@ -121,7 +121,7 @@ def late_gradients_that_are_lost(
 def stages_that_forget_a_micro_batch(
     stage: LayerStage, micro_batch: int, gradient: Any
 ) -> list[torch.Tensor]:
-    """Drop a batch's second micro-batch from the gradients of pipelined layers."""
+    """Drop a batch's second micro-batch from pipelined layers' gradients."""
     before = [param.grad for param in stage.params]
     grads = _stage_backward(stage, micro_batch, gradient)
     if micro_batch == 1:
@@ -133,7 +133,7 @@ def stages_that_forget_a_micro_batch(
 @planted(_OwnRows, "backward")
 @staticmethod
 def ranks_of_a_layer_that_add_their_losses(ctx: Any, *grads: torch.Tensor) -> Any:
-    """Give layers that two ranks compute together the sum of their gradients, not the mean."""
+    """Sum, rather than average, gradients in layers that two ranks compute together."""
     rows, *others = _rows_backward(ctx, *grads)
     return (2 * rows, *others)
 
@@ -148,12 +148,12 @@ def a_rank_that_forgets_what_it_left_out(
 
 @planted(BucketLayout, "of")
 def ranks_that_send_twice_as_much(sizes: Any) -> BucketLayout:
-    """Choose twice the elements of dense gradients that the ranks were asked for."""
+    """Send twice as many dense gradient elements as the density allows."""
     return _layout_of((name, size, min(size, 2 * capacity)) for name, size, capacity in sizes)
 
 
 def unused_parameters_without_gradients() -> Patch:
-    """Leave parameters that no rank used without gradients, even if one has arrived."""
+    """Leave parameters that no rank used without gradients, even if a gradient arrived."""
     return mock.patch.object(UnusedParameters, "give", lambda unused, means: means)
 
 
@@ -170,14 +170,14 @@ def ranks_that_meet_without_rank_1(
 def evicted_rows_with_moments(
     shard: TableShard, places: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """Leave their moments to rows that get another id."""
+    """Keep a row's moments when it is given to another id."""
     columns = slice(shard.column, shard.column + shard.tensors["weight"].shape[1])
     shard.tensors["weight"].data[places] = values[:, columns]
 
 
 @planted(IdsOfWorld, "gathered")
 def maps_of_groups(ids: IdsOfWorld, own: Any, maps: Any, **facts: Any) -> Gathered:
-    """Show id maps half of the ids, as if each of two groups had its own."""
+    """Show id maps only half the ids, as if each of two groups had its own maps."""
     gathered = _gathered(ids, own, maps, **facts)
     of_group = {name: feature[: len(feature) // 2] for name, feature in gathered.ids.items()}
     return gathered._replace(ids=of_group)
@@ -185,14 +185,14 @@ def maps_of_groups(ids: IdsOfWorld, own: Any, maps: Any, **facts: Any) -> Gather
 
 @planted(PositionWeights, "_layout")
 def slots_off_by_one(stage: PositionWeights, features: Any) -> list[torch.Tensor]:
-    """Send ids with the slot before that of their position's weight."""
+    """Send ids with the slot before their position weight's."""
     firsts, *others = _slots(stage, features)
     return [(firsts - 1).clamp(min=0), *others]
 
 
 @planted(ShardedFeatureProcessors2D, "_weights")
 def a_rank_that_counts_position_weights_twice(module: ShardedFeatureProcessors2D) -> Any:
-    """Double the gradients of rank 1's position weights, which aren't the ranks' mean then."""
+    """Double rank 1's position weight gradients, so that they aren't the ranks' mean."""
     by_feature = _weights(module).items()
     if dist.get_rank() != 1:
         return dict(by_feature)
@@ -211,12 +211,12 @@ def _on_rank_1(act: Callable[[], object]) -> Callable[[Any], object]:
 
 
 def a_rank_that_hangs() -> Patch:
-    """Rank 1 never comes back from `sync_now`."""
+    """Let rank 1 hang in `sync_now`."""
     return mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(_hang))
 
 
 def a_rank_that_dies() -> Patch:
-    """Rank 1 aborts in `sync_now`."""
+    """Let rank 1 abort in `sync_now`."""
     return mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(os.abort))
 
 
@@ -225,5 +225,5 @@ def _refuse() -> None:
 
 
 def a_rank_that_refuses_alone() -> Patch:
-    """Rank 1 raises one of our errors in `sync_now`."""
+    """Let rank 1 raise one of our errors in `sync_now`."""
     return mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(_refuse))

@@ -1,4 +1,4 @@
-"""Run a case on one rank, and record what the rank sees."""
+"""Run a case on one rank, and record the rank's results."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ from torchrec_2dsp.shard.parted import sharded_tables
 
 
 class SentWatch:
-    """Notes what ranks apply and send of dense gradients, where they choose what they send."""
+    """Records dense gradients applied and sent, where ranks choose what they send."""
 
     def __init__(self, case: Case, wrapper: Any, parallel: Any) -> None:
         self._case, self._wrapper, self._parallel = case, wrapper, parallel
@@ -53,7 +53,7 @@ class SentWatch:
         self._applied = torch.cat([whole(grad) for grad in grads])
 
     def after_step(self, index: int, seen: Seen) -> None:
-        """Note what a training step applied and sent."""
+        """Record the gradients that a training step applied, and its report on traffic."""
         if not self._is_on:
             return
         if isinstance(self._wrapper, NotedLocalDense):
@@ -65,7 +65,7 @@ class SentWatch:
         self._before = self._wrapper.total
 
     def read(self, index: int, seen: Seen) -> None:
-        """Note what wasn't sent so far, unless ranks have diverged."""
+        """Record residuals that weren't sent yet, unless ranks have diverged."""
         if not self._is_on:
             return
         try:
@@ -87,7 +87,7 @@ _PIPELINES = {
 
 
 def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Seen:
-    """Train a case on this rank; checkpoints lie in a folder that all ranks share."""
+    """Train a case on this rank; all ranks share a folder for checkpoints."""
     assert world_size == case.world_size
     return _Run(rank, case, folder).run()
 
@@ -159,7 +159,7 @@ class _Run:
                 self._watch.after_step(index, self._seen)
 
     def _look_up(self, action: Action) -> torch.Tensor:
-        """Return what the model gives for a batch: scores, or losses in a pipeline of layers."""
+        """Return the model's outputs for a batch: scores, or losses from pipelined layers."""
         if self._pipeline is not None and action.in_stream:
             with self._evaluating() if action.kind == "evaluate" else contextlib.nullcontext():
                 return self._pipeline.progress(self._stream)
@@ -224,7 +224,7 @@ class _Run:
         return to_batch(self._case, local)
 
     def _refused(self, action: Action) -> str:
-        """Return the error of a batch with bad ids; empty if there was none."""
+        """Return the error text for a batch with bad ids; empty if none was raised."""
         self._optimizer.zero_grad()
         try:
             self._parallel(self._batch(action))
@@ -305,7 +305,7 @@ class _Run:
         self._lr /= 2
 
     def _unfreeze(self, most: int | None) -> None:
-        """Train more tables by one call, beside a dense part whose optimizer goes on."""
+        """Unfreeze tables by one call, while the dense part's optimizer goes on."""
         names = self._frozen[:most]
         if not names:
             return
@@ -313,7 +313,7 @@ class _Run:
         self._parallel.unfreeze(*reversed(names))
         fused: Any = self._parallel.fused_optimizer
         for group in fused.param_groups:
-            # Those of frozen tables are zero.
+            # Frozen tables' moments are zero.
             group["lr"] = self._lr if group["lr"] else 0.0
         self._optimizer = CombinedOptimizer([fused, self._optimizer.optimizers[-1]])
 
@@ -333,7 +333,7 @@ class _Run:
 
 
 def _moments(parallel: nn.Module) -> list[Piece]:
-    """Return the moments in this rank's shards, with as many columns as the shard."""
+    """Return the moments in this rank's shards, expanded to the shard's columns."""
     pieces = []
     for shard in shards_of(parallel):
         moment = shard.tensors.get("sum", shard.tensors.get("exp_avg_sq"))
@@ -347,7 +347,7 @@ def _moments(parallel: nn.Module) -> list[Piece]:
 
 
 def _hot_copies(parallel: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what this rank has of hot rows, where it is up to date."""
+    """Copy this rank's replicas of hot rows, where they are up to date."""
     copies = {}
     for part in sharded_tables(parallel):
         hot_rows = part.hot_rows

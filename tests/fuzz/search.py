@@ -1,4 +1,4 @@
-"""Plans that `parallelize` makes: what it is told, and the case that says what it chose."""
+"""Plans that `parallelize` makes: its inputs, and the case with its choices."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ _DEMANDS: dict[str, Callable[[TableCase], dict[str, Any]]] = {
 
 
 def calibration_of(search: SearchCase) -> tdsp.Calibration:
-    """Return the named calibration, with other times for links and kernels."""
+    """Return the named calibration, with its link and kernel times scaled."""
     values = tdsp.Calibration.load(search.calibration).model_dump(exclude_none=True)
     values["collectives"] = _scaled(values["collectives"], search.link_factor)
     values["kernels"] = _scaled(values["kernels"], search.kernel_factor)
@@ -31,7 +31,7 @@ def calibration_of(search: SearchCase) -> tdsp.Calibration:
 
 
 def _scaled(costs: dict[str, dict[str, float]], factor: float) -> dict[str, dict[str, float]]:
-    """Return the seconds of all costs times a factor."""
+    """Multiply all costs' seconds by a factor."""
     return {
         name: {unit: value * (factor if "_s" in unit else 1) for unit, value in cost.items()}
         for name, cost in costs.items()
@@ -39,7 +39,7 @@ def _scaled(costs: dict[str, dict[str, float]], factor: float) -> dict[str, dict
 
 
 def access_of(case: Case, search: SearchCase) -> tdsp.AccessStats | None:
-    """Return what was counted of lookups that are as skewed as the case's."""
+    """Return access counts for lookups with the case's skew."""
     if search.access == "none":
         return None
     counted = {}
@@ -53,7 +53,7 @@ def access_of(case: Case, search: SearchCase) -> tdsp.AccessStats | None:
 
 
 def constraints_of(case: Case) -> dict[str, tdsp.ParameterConstraints2D]:
-    """Return what is demanded of tables."""
+    """Return constraints for the tables that have demands."""
     return {
         name: tdsp.ParameterConstraints2D(**_DEMANDS[table.demand](table))
         for name, table in case.tables.items()
@@ -62,7 +62,7 @@ def constraints_of(case: Case) -> dict[str, tdsp.ParameterConstraints2D]:
 
 
 def chosen_case(case: Case, plan: tdsp.Plan2D) -> Case:
-    """Return the case with all that a plan has chosen for it."""
+    """Return the case with the plan's choices filled in."""
     shardings = {name: of for _, module in plan.modules() for name, of in module.tables()}
     modules = tuple(
         replace(
@@ -104,7 +104,7 @@ def _chosen_table(table: TableCase, sharding: ParameterSharding2D, mesh: tdsp.Me
 
 
 def contradiction(case: Case, chosen: Case) -> str:
-    """Return what a plan has that nobody allowed; empty if there is nothing."""
+    """Describe a choice in a plan that the case doesn't allow; empty if there is none."""
     search = case.search
     assert search is not None
     if search.has_mesh and chosen.mesh != case.mesh:
@@ -125,7 +125,7 @@ def contradiction(case: Case, chosen: Case) -> str:
         is_free = search.precision == ("any",) or table.demand == "transport"
         if not fulfilled[table.demand]:
             return f"{name} has another {table.demand}: {other}"
-        # A table that can have none of the exchanges is left free.
+        # A table for which no exchange is possible is left free.
         has_choice = bool(search.exchange) and table.demand not in ("exchange", "sharding")
         if has_choice and other.exchange not in search.exchange:
             return f"{name} has exchange {other.exchange}, and {search.exchange} are allowed"

@@ -10,7 +10,7 @@ from torchrec_2dsp.dense.gradient_sums import GradientReport
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a table that a rank holds."""
+    """A part of a table on a rank."""
 
     table: str
     row: int
@@ -25,7 +25,7 @@ class StateSeen:
     weights: list[Piece]
     moments: list[Piece]
     hot_copies: dict[str, torch.Tensor]
-    """Weights and states of hot rows, whose names say of what."""
+    """Hot rows' weights and states, by table, column and name."""
     dense: torch.Tensor
     id_maps: dict[str, torch.Tensor] = field(default_factory=dict)
     """The buffers of id maps, by table and name."""
@@ -33,20 +33,20 @@ class StateSeen:
 
 @dataclass
 class Seen:
-    """A rank's results, by the number of the action."""
+    """A rank's results, by action number."""
 
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Losses of samples, where a pipeline of layers gives nothing else."""
+    """Samples' losses, where pipelined layers return nothing else."""
     states: dict[int, StateSeen] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
-    """Errors of batches that had to be refused."""
+    """Errors for batches that had to be refused."""
     applied: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The mean dense gradients of updates, where ranks choose what they send."""
+    """Updates' mean dense gradients, where ranks choose what they send."""
     sent: dict[int, GradientReport] = field(default_factory=dict)
     """This rank's reports on the dense gradients that it sent, by update."""
     left_out: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The rest that this rank hasn't sent yet when the state is read, as its share in a mean."""
+    """This rank's unsent residuals when the state is read, as its share in a mean."""
     num_synced_rows: int = 0
     chosen: Case | None = None
     """The case with the plan that was searched for it."""
@@ -54,13 +54,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's end."""
+    """How a rank ended, and its results if it returned."""
 
     outcome: str
     """``"returned"``, ``"raised"``, ``"died"`` or ``"hung"``."""
     seen: Seen | None = None
     error: str = ""
-    """The type of what it raised."""
+    """The type of error it raised."""
     is_ours: bool = False
     """True if that is a `TwoDError`."""
     message: str = ""

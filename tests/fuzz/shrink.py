@@ -1,4 +1,4 @@
-"""The smallest case that still fails in the same way."""
+"""Find the smallest case that still fails in the same way."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -8,7 +8,7 @@ from tests.fuzz.case import Case, ModuleCase, TableCase
 
 
 def shrink(case: Case, still_fails: Callable[[Case], bool]) -> Case:
-    """Try simpler cases, as long as there is one that fails in the same way."""
+    """Simplify the case step by step, as long as a simpler one fails in the same way."""
     while True:
         simpler = next((other for other in simpler_cases(case) if still_fails(other)), None)
         if simpler is None:
@@ -17,7 +17,7 @@ def shrink(case: Case, still_fails: Callable[[Case], bool]) -> Case:
 
 
 def simpler_cases(case: Case) -> Iterator[Case]:
-    """Yield all cases that are simpler by one thing, the greatest steps first."""
+    """Yield all cases with one simplification, the largest ones first."""
     if case.events:
         yield replace(case, events=())
     yield from (
@@ -93,7 +93,7 @@ def _simpler_tables(table: TableCase) -> Iterator[TableCase]:
 def _shorter(
     items: tuple[Any, ...], simpler_items: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the items without one of them, then with a simpler one; one module or table stays."""
+    """Yield the items with one dropped or simplified; at least one module or table stays."""
     least = 0 if items and isinstance(items[0], tuple) else 1
     for index, item in enumerate(items):
         if len(items) > least:

@@ -1,4 +1,4 @@
-"""The oracle's tables: initial weights, rounding, and the state of each table and module."""
+"""The oracle's tables: initial weights, rounding, and each table's and module's state."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 
 
 def initial_tables(case: Case) -> dict[str, torch.Tensor]:
-    """Return the weights of all tables, in their types."""
+    """Return all tables' weights, in their types."""
     return {
         name: (0.3 * _normal(case, index, (table.rows, table.dim))).to(DTYPES[table.dtype])
         for index, (name, table) in enumerate(case.tables.items())
@@ -29,7 +29,7 @@ def initial_tables(case: Case) -> dict[str, torch.Tensor]:
 
 
 def initial_positions(case: Case) -> dict[tuple[int, int], torch.Tensor]:
-    """Return position weights by the numbers of their modules and features."""
+    """Return position weights by module and feature number."""
     positions = {}
     for number, module in enumerate(case.modules):
         for place, feature in enumerate(module.features if module.kind == "positions" else ()):
@@ -48,7 +48,7 @@ def position_name(case: Case, module: int, feature: int) -> str:
 
 
 def initial_dense(case: Case) -> dict[str, torch.Tensor]:
-    """Return position weights and then layers that are trained, by their names in the model."""
+    """Return trained position weights, then layers, by their names in the model."""
     positions = {
         position_name(case, *key): weights
         for key, weights in initial_positions(case).items()
@@ -58,7 +58,7 @@ def initial_dense(case: Case) -> dict[str, torch.Tensor]:
 
 
 def initial_layers(case: Case) -> dict[str, torch.Tensor]:
-    """Return the parameters of the dense part's layers, by the names that they have in it."""
+    """Return the dense layers' parameters, by their names in the dense part."""
     width = sum(table.dim * len(table.features) for table in case.tables.values())
     widths = [width, *case.dense.hidden, 1]
     params = {}
@@ -82,7 +82,7 @@ _SHARE_OF_ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat1
 
 @dataclass(frozen=True)
 class Noise:
-    """The rounding of numbers that travel; none by default."""
+    """Rounding of numbers that travel; none by default."""
 
     dtype: torch.dtype = torch.float64
     """The type of all arithmetic."""
@@ -95,9 +95,9 @@ class Noise:
     """The share of its row's largest number by which a number is larger before it is rounded."""
 
     def rounded(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values with errors of the size that rounding to a type has at worst.
+        """Return the values with the largest errors that rounding to a type can cause.
 
-        Rounding itself may hit a number by chance and be no measure.
+        Real rounding may be exact by chance, so it is no bound.
         """
         share = _SHARE_OF_ROUNDING[dtype]
         if self.signs is None or not share:
@@ -105,20 +105,20 @@ class Noise:
         return values * (1 + share * self._signs_of(values, self.signs))
 
     def in_8_bits(self, rows: torch.Tensor, is_exact: torch.Tensor) -> torch.Tensor:
-        """Return rows as they are kept in 8 bits, some of them exactly."""
+        """Return rows as they are stored in 8 bits; ``is_exact`` ones stay exact."""
         low, high = rows.aminmax(dim=1, keepdim=True) if rows.numel() else (rows, rows)
         if self.rounds:
             nudged = rows + self.nudge * low.abs().maximum(high.abs())
             return torch.where(is_exact, rows, decoded(encoded(nudged.float())).to(rows))
         if self.signs is None:
             return rows
-        # Others may become hot, and those that are hot may cease to be.
+        # Other rows may become hot, and hot rows may cease to be.
         return rows + (high - low) / 254 * self._signs_of(rows, self.signs)
 
     def sent(
         self, values: torch.Tensor, transport: tdsp.Transport, width: int | None = None
     ) -> torch.Tensor:
-        """Return the values as they arrive; so many in a row share a scale, or the whole row."""
+        """Return the values as they arrive; ``width`` in a row share a scale, or the whole row."""
         width = width or values.shape[-1]
         codec = transport.codec_for(width)
         if codec == EXACT or not values.numel():
@@ -134,7 +134,7 @@ class Noise:
         bounds = codec.error_bound(values.float().reshape(-1, width))
         bounds = bounds[:, None].expand(-1, width).reshape(values.shape)
         come = values + bounds.to(values.dtype) * self._signs_of(values, self.signs)
-        # Integers have the sign of their number, or are zero.
+        # Integers have their number's sign, or are zero.
         return torch.where(come * values > 0, come, 0.0)
 
     def _signs_of(self, values: torch.Tensor, signs: tuple[int, int]) -> torch.Tensor:
@@ -157,19 +157,19 @@ BETA1, BETA2 = torch.tensor([0.9, 0.999]).tolist()
 
 
 def peers_of_first_rank(case: Case) -> list[int]:
-    """Return the ranks that hold copies of what the first rank holds, one in each group."""
+    """Return the ranks with the same shards as the first rank, one in each group."""
     groups = [case.mesh.group_of(rank) for rank in range(case.world_size)]
     return [groups.index(group) for group in range(case.groups)]
 
 
 def sends_by_host(case: Case, senders: list[int]) -> bool:
-    """Tell whether senders sum their gradients in their hosts first."""
+    """Tell whether senders first sum their gradients within their hosts."""
     hosts = Counter(rank // case.local_world_size for rank in senders)
     return len(hosts) > 1 and min(hosts.values()) == max(hosts.values()) > 1
 
 
 class TableState:
-    """A table's state in training."""
+    """A table's training state."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class TableState:
         self._begin("frozen" if table.frozen else case.optimizer)
 
     def _begin(self, rule: str) -> None:
-        """Train by a rule from now on, without moments so far."""
+        """Train by a rule from now on, with fresh moments."""
         self._rule, table = rule, self._table
         moments_per_row = {"adagrad": table.dim, "sgd": 0, "frozen": 0, "adam": table.dim}.get(
             rule, table.num_blocks
@@ -215,7 +215,7 @@ class TableState:
         self._scale = self._moment_scale if rule == "moment_scaled" else 1.0
 
     def unfreeze(self, rule: str) -> None:
-        """Train a frozen table from now on."""
+        """Train this frozen table from now on."""
         self._table = replace(self._table, frozen=False)
         self._begin(rule)
 
@@ -245,7 +245,7 @@ class TableState:
         self._synced = (other._synced[0].clone(), other._synced[1].clone())
 
     def reset(self, rows: torch.Tensor, values: torch.Tensor, hot: torch.Tensor) -> None:
-        """Begin rows anew on all copies; some rows are hot."""
+        """Reset rows to these values on all copies; some rows are hot."""
         values = values.to(DTYPES[self._table.dtype]).to(self.weights)
         if self._table.dtype == "int8":
             values = self._noise.in_8_bits(values, torch.isin(rows, hot)[:, None])
@@ -266,7 +266,7 @@ class TableState:
     def train_merged(
         self, grads: torch.Tensor, rows: torch.Tensor, lr: float, step: int, *, is_hot: bool = False
     ) -> None:
-        """All copies by the gradients of all ranks, for some rows."""
+        """Train these rows in all copies with all ranks' gradients."""
         if is_hot and self._is_sent_hot:
             grad = self._exchanged(grads, list(range(len(grads))))
         elif self._is_sent and not is_hot:
@@ -284,11 +284,11 @@ class TableState:
             self._apply(number, grad, lr, step, 1.0 if is_hot else self._scale)
 
     def _exchanged(self, grads: torch.Tensor, senders: list[int]) -> torch.Tensor:
-        """Return the sum of what ranks send, rounded on each of its ways.
+        """Return the sum of the senders' gradients, rounded on each hop.
 
         Where hosts have several senders each, a row's owner in its host sums them, hosts exchange
-        these sums, and the owner gives the total to its host. Else an owner may send the total of
-        more than two, where rows meet often.
+        these sums, and the owner gives the total to its host. Else, with more than two senders,
+        an owner may send the total, where rows meet often.
         """
         width = self._table.dim // self._table.num_blocks
         arrived = self._noise.sent(grads, self._transport, width)
@@ -301,7 +301,7 @@ class TableState:
         return self._noise.sent(total, self._transport, width) if len(grads) > 2 else total
 
     def average(self, *, weights: bool, moments: bool) -> None:
-        """Make all copies their mean."""
+        """Replace all copies by their mean."""
         if self._rule == "frozen":
             return
         synced_weight, synced_moment = self._synced
@@ -371,7 +371,7 @@ Grads = Mapping[str, torch.Tensor]
 
 
 class Part:
-    """Tables that share a sync point, as one sharded module has it."""
+    """Tables that share one sharded module's sync point."""
 
     def __init__(
         self, case: Case, tables: dict[str, TableCase], states: Mapping[str, TableState]
@@ -398,16 +398,16 @@ class Part:
 
     @property
     def frozen(self) -> list[str]:
-        """The names of its tables if they aren't trained."""
+        """Names of its frozen tables."""
         return [name for name, table in self._tables.items() if table.frozen]
 
     @property
     def num_steps(self) -> int:
-        """The policies' step count; 0 of frozen tables, whose part has none."""
+        """The policies' step count; 0 for frozen tables, which have no policies."""
         return 0 if self.frozen else self._num_steps
 
     def unfreeze(self, rule: str, num_steps: int) -> None:
-        """Train its table from now on, whose own steps count from here."""
+        """Train its table from now on; the table's own steps count from here."""
         self._tables = {name: replace(table, frozen=False) for name, table in self._tables.items()}
         for state in self._states.values():
             state.unfreeze(rule)
@@ -417,14 +417,14 @@ class Part:
     def before_lookup(self, *, is_abandoned: bool = False) -> None:
         """Apply updates that may not wait past the next training lookup.
 
-        A module that looks up twice in a forward counts once where its backward adds both up.
+        A module with two lookups per forward counts once where its backward sums both.
         """
         self._num_lookups += 2 if is_abandoned and self._looks_up_again else 1
         while len(self._waiting) > self._delay:
             self._apply_oldest()
 
     def hold(self, number: int, rows: Mapping[str, torch.Tensor]) -> None:
-        """Apply all updates first if other rows are hot in a batch, or were chosen anew."""
+        """Apply all updates first if a batch has other hot rows, or hot rows were chosen again."""
         own = {name: rows[name] for name in self._tables}
         is_same = all(torch.equal(own[name], held) for name, held in self._hot_rows.items())
         if any(table.hot_rows for table in self._tables.values()):
@@ -433,7 +433,7 @@ class Part:
             self._hot_number, self._hot_rows = number, own
 
     def read(self) -> None:
-        """Make the state complete, and copies equal."""
+        """Bring the state up to date, and make copies equal."""
         while self._waiting:
             self._apply_oldest()
         for state in self._states.values():

@@ -43,7 +43,7 @@ def test_a_line_with_an_unknown_field_is_an_error() -> None:
 
 
 def parts_of_cases() -> Iterator[tuple[dict[str, tuple[Any, ...]], object]]:
-    """Yield each drawn object with the choices of its fields."""
+    """Yield each drawn object with its fields' choices."""
     for case in CASES:
         yield CASE_CHOICES, case
         yield SYNC_CHOICES, case.sync
@@ -77,7 +77,7 @@ def test_what_is_settled_stays() -> None:
 
 
 def test_combinations_that_were_wrong_once_are_drawn() -> None:
-    """A table without rows on some rank, empty batches of averages, and reads that move rows."""
+    """Ranks without rows, empty mean-pooled batches, and reads that move rows."""
     assert any(
         table.rows < case.size and table.sharding == "row_wise"
         for case in CASES

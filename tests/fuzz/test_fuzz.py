@@ -1,4 +1,4 @@
-"""Random cases, other ones for each commit, and those that failed once."""
+"""Random cases, different for each commit, and cases that failed before."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ FAILED_ONCE = Path(__file__).with_name("failed_once.jsonl")
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Worker]]:
-    """Yield two workers side by side, for the two cores that there are at least."""
+    """Yield two workers side by side, as there are at least two cores."""
     with Worker() as first, Worker() as second:
         yield [first, second]
 
@@ -32,7 +32,7 @@ def test_cases_that_failed_once_are_right(workers: list[Worker]) -> None:
 
 
 def run_drawn(workers: list[Worker], seed: int, num_cases: int) -> Summary:
-    """Run cases from consecutive seeds, none of which may fail."""
+    """Run cases from consecutive seeds; none may fail."""
     machine = Machine(workers, deadline_s=patient(DEADLINE_S), shrink_s=40)
     summary = machine.run(seed, num_cases, max_findings=3)
     assert not summary.findings, f"--seed {seed} --cases {num_cases}: {summary}"

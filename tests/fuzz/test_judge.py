@@ -1,4 +1,4 @@
-"""Findings and refusals are told apart, without any ranks."""
+"""Findings are distinguished from refusals, without any ranks."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ FINAL = 2
 
 
 def right_reports() -> list[RankReport]:
-    """Return what the ranks of `CASE` report when all is well."""
+    """Return the reports of `CASE`'s ranks when all is well."""
     expected = expect(CASE)
     reports = []
     for rank in range(2):
@@ -56,7 +56,7 @@ def test_a_wrong_number_is_found(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["weights", "moments", "scores"])
 def test_a_bound_holds_whatever_rounding_explains(kind: str) -> None:
-    """Moments are compared with their shard's largest one, scores and weights with one."""
+    """Moments are compared relative to their shard's largest, scores and weights relative to 1."""
     reports, bounded = right_reports(), replace(CASE, bound=1e-6)
     assert judge(bounded, reports).outcome == "ok"
     assert reports[1].seen is not None

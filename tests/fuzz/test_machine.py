@@ -1,4 +1,4 @@
-"""The machine finds faults that are planted, whatever they do, and makes the case smaller."""
+"""The machine finds planted faults, whatever they do, and shrinks their cases."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -48,7 +48,7 @@ def healthy() -> Iterator[Worker]:
 def check_found(
     plant: Plant, healthy: Worker, case: Case, kind: str = WRONG, text: str = ""
 ) -> Counts:
-    """Check that a case has a finding with the plant alone; return its counts without."""
+    """Check that a case fails with the plant only; return its counts without the plant."""
     with Worker(plant) as faulty:
         for worker in (faulty, healthy):
             worker.ask(case, 60)
@@ -60,7 +60,7 @@ def check_found(
 
 
 def is_plain(case: Case) -> bool:
-    """Tell whether a case is one of the quick ones."""
+    """Tell whether a case is quick to run."""
     is_small = case.world_size == 2 and len(case.modules) == 1
     return is_small and case.loop == "plain" and case.dense.kind == DenseCase().kind
 

@@ -1,4 +1,4 @@
-"""Cases that are pinned: combinations that must stay right, and that a draw may miss."""
+"""Pinned cases: combinations that must stay right and that a draw may miss."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A failing case is made as small as the failure lets it."""
+"""A failing case is shrunk as far as it still fails."""
 
 from tests.fuzz.case import Case
 from tests.fuzz.draw import draw_case
@@ -6,7 +6,7 @@ from tests.fuzz.shrink import shrink, simpler_cases
 
 
 def late_rows_are_wrong(case: Case) -> bool:
-    """Judge as if rows with spread owners were wrong after a read of the state."""
+    """Judge as if rows with hashed owners were wrong after a state dict read."""
     return (
         case.loop == "row_prefetch"
         and case.size > 1

@@ -1,7 +1,7 @@
 """Bounds on the gap between ranks and the oracle.
 
-Where numbers are rounded on their way, there are two answers: how far rounding may lead at worst,
-for all of a case, and what rounding really gives, as long as errors haven't grown.
+Where numbers are rounded on their way, there are two answers: rounding's worst case, for a whole
+case, and its exact result, as long as errors haven't grown.
 """
 
 import math
@@ -33,14 +33,14 @@ Applied = Mapping[int, torch.Tensor]
 
 
 class Tolerances:
-    """The most that numbers may differ: `BASE` and rounding, or the case's own bound."""
+    """The largest allowed differences: `BASE` and rounding, or the case's own bound."""
 
     def __init__(self, case: Case, exact: Expected, applied: Applied) -> None:
         """Measure how far rounding moves the oracle's results."""
         self._bound = case.bound
         self._noise: Mapping[tuple[str, str], float] = defaultdict(float)
         self.is_blurred = False
-        """True if the tolerances are so large that they say little."""
+        """True if the tolerances are too large to detect much."""
         if self._bound:
             return
         precision = _precision(case)
@@ -48,7 +48,7 @@ class Tolerances:
             Noise(torch.float32, signs) for signs in ((None,) if precision == "fp32" else SIGNS)
         ]
         if precision == "integers":
-            # Signs that are worst for one number cancel in another.
+            # Signs that are worst for one number may cancel in another.
             noises.append(Noise(torch.float32, rounds=True))
         noisy = [expect(case, noise, applied) for noise in noises]
         self._noise = {
@@ -63,11 +63,11 @@ class Tolerances:
         self.is_blurred = not max(shares, default=0.0) <= BLURRED[precision]
 
     def of(self, kind: str, table: str) -> float:
-        """Return how much rounding may change a table's numbers, or the scores."""
+        """Return by how much rounding may change a table's numbers, or the scores."""
         return self._noise[kind, table]
 
     def base(self, kind: str, wanted: torch.Tensor) -> torch.Tensor:
-        """Return what may differ without rounding from the wanted numbers."""
+        """Return the differences from wanted numbers that are allowed without rounding."""
         if not self._bound:
             return BASE * (1 + wanted.abs())
         if kind == "moments":
@@ -77,10 +77,10 @@ class Tolerances:
 
 
 class RoundedExactly:
-    """The results early in a run if numbers are rounded just where they travel."""
+    """Results early in a run, with numbers rounded exactly as ranks round them."""
 
     def __init__(self, case: Case, applied: Applied) -> None:
-        """Compute the expected results if rounding is known everywhere."""
+        """Compute the expected results, if the oracle knows all rounding."""
         transports = {table.transport for table in case.tables.values()} | {case.sync.transport}
         is_in_8_bits = any(table.dtype == "int8" for table in case.tables.values())
         self.is_known = (transports != {"fp32"} or is_in_8_bits) and _knows_bags(case)
@@ -102,11 +102,11 @@ class RoundedExactly:
             num_trained += action.kind in ("train", "detach")
 
     def covers(self, index: int) -> bool:
-        """Tell whether what an action sees is known to the bit, but for ties in rounding."""
+        """Tell whether an action's results are known exactly, except for ties in rounding."""
         return self.is_known and index in self._covered
 
     def tolerance(self, kind: str, key: Any) -> torch.Tensor:
-        """Return what may be added to `BASE`, for each number."""
+        """Return the tolerance that each number has on top of `BASE`."""
         wanted = vars(self.expected)[kind][key]
         gaps = [(vars(other)[kind][key] - wanted).abs() for other in self._others]
         return NOISE_FACTOR["fp32"] * torch.stack(gaps).amax(dim=0)
@@ -122,9 +122,9 @@ def _precision(case: Case) -> str:
 
 
 def _knows_bags(case: Case) -> bool:
-    """Tell whether the oracle adds parts of bags as ranks do.
+    """Tell whether the oracle sums partial bags as ranks do.
 
-    TorchRec's own reduce-scatter adds them in the type in which they travel, in gloo's order.
+    TorchRec's own reduce-scatter adds them in their transport type, in gloo's order.
     """
     return case.qcomms == "none" or not any(
         table.sharding in BY_OWNER and table.exchange == "pooled" and table.transport == "fp32"
@@ -141,7 +141,7 @@ def _knows_gradients(case: Case) -> bool:
         and case.dense.kind != "fp16"
         and not case.variable
         and all(table.dtype == "fp32" or _rounds_as_known(case, table) for table in tables)
-        # Gradients of rows are added on hosts before they travel between them.
+        # Row gradients are summed on hosts before they travel between them.
         and (
             case.local_world_size in (1, case.world_size)
             or all(table.exchange != "row_per_host" for table in tables)
@@ -155,7 +155,7 @@ def _rounds_as_known(case: Case, table: TableCase) -> bool:
 
 
 def _knows_sync(case: Case) -> bool:
-    """Tell whether the oracle rounds what replicas send where they do."""
+    """Tell whether the oracle rounds at the same points as the replicas' exchange."""
     sync = case.sync
     if sync.transport == "fp32":
         return True
@@ -163,7 +163,7 @@ def _knows_sync(case: Case) -> bool:
     if sync.kind == "weight":
         return sync.dense_above == 1.0 and not has_hot
     senders = [peers_of_first_rank(case), *([list(range(case.world_size))] * has_hot)]
-    # Four on two hosts save nothing by owners of totals; others may.
+    # Four senders on two hosts save nothing by owners of totals; others may.
     return all(len(ranks) <= 2 or sends_by_host(case, ranks) for ranks in senders)
 
 
@@ -178,7 +178,7 @@ def _largest_of(tensors: dict[Any, torch.Tensor], table: str) -> float:
 def _gaps(exact: dict[Any, torch.Tensor], noisy: list[dict[Any, torch.Tensor]]) -> dict[str, float]:
     differences: dict[str, list[torch.Tensor]] = defaultdict(list)
     for key, tensor in exact.items():
-        # Noise may make a moment that is about 0 negative, and what follows of it no number.
+        # Noise may make a moment near 0 negative, and results that depend on it NaN.
         differences[_table_of(key)] += [
             (tensor - values[key].double()).nan_to_num(nan=math.inf) for values in noisy
         ]

@@ -1,4 +1,4 @@
-"""Processes that run cases, each case on freshly forked ranks, so that nothing outlives it.
+"""Processes that run cases, each on freshly forked ranks, so that no state outlives it.
 
 A worker must have imported everything and started no threads, so it never trains by itself.
 """
@@ -56,7 +56,7 @@ class _Child:
 
 
 def run_ranks_of(case: Case, folder: Path, deadline_s: float) -> list[RankReport]:
-    """Run a case on new ranks, which write to an empty folder; return their reports in order."""
+    """Run a case on new ranks, which write to an empty folder; return their reports by rank."""
     children = [_fork(rank, case, folder) for rank in range(case.world_size)]
     try:
         reports = _collect(children, folder, deadline_s)
@@ -121,7 +121,7 @@ def _written(folder: Path, rank: int) -> str:
 
 
 def _be_rank(rank: int, case: Case, folder: Path, writing: int) -> NoReturn:
-    """Serve as a rank's fork; never return."""
+    """Run as a rank's fork; never return."""
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         report = _answer(rank, case, folder)
@@ -177,7 +177,7 @@ Plant = Callable[[], AbstractContextManager[object]]
 
 
 class Worker:
-    """The caller's side of such a process."""
+    """The caller's handle on a process that runs cases."""
 
     def __init__(self, plant: Plant = nullcontext) -> None:
         """Start the process, which plants a fault in each case."""
@@ -192,11 +192,11 @@ class Worker:
         remote.close()
 
     def ask(self, case: Case, deadline_s: float) -> None:
-        """Let it run a case; `answer` gives the verdict."""
+        """Send a case to the process; `answer` returns the verdict."""
         self.connection.send((case, deadline_s))
 
     def answer(self) -> Verdict:
-        """Return the verdict on the case that was asked for last."""
+        """Return the verdict on the last case sent."""
         return self.connection.recv()
 
     def judged(self, case: Case, deadline_s: float) -> Verdict:
@@ -216,7 +216,7 @@ class Worker:
 def serve(connection: Connection, plant: Plant) -> None:
     """Answer each case with its verdict, until the caller leaves."""
     torch.set_num_threads(1)
-    # What the imports have left needs no collection in each of the ranks.
+    # The imports' leftovers needn't be collected again in each rank.
     gc.freeze()
     gc.enable()
     leave_out_watchers()

@@ -1,4 +1,4 @@
-"""Batches with a batch size for each feature (VBE).
+"""Batches with one batch size per feature (VBE).
 
 `written_out` turns a variable batch into the ordinary one that it stands for, bag by bag and
 without tensor tricks: the oracle trains on that one.
@@ -18,9 +18,9 @@ def make_variable_batch(
 ) -> KeyedJaggedTensor:
     """Draw a batch with distinct bags per feature, and each sample's bags.
 
-    Features have between one bag and one for each sample; some bags are nobody's, and
-    ``inverse_indices`` name features in an order of their own. One of ``plain_every`` seeds gives
-    an ordinary batch instead, as the loaders of some ranks might.
+    Features have between one bag and one for each sample; some bags are unused, and
+    ``inverse_indices`` list features in another order. Every ``plain_every``-th seed gives an
+    ordinary batch instead, as some ranks' loaders might.
     """
     if plain_every and seed % plain_every == 0:
         return make_batch(spec, seed, batch_size, max_length)
@@ -39,7 +39,7 @@ def make_variable_batch(
 def first_bags(
     batch: KeyedJaggedTensor, sizes: Sequence[int], inverse: Mapping[str, torch.Tensor]
 ) -> KeyedJaggedTensor:
-    """Keep so many bags of each feature of an ordinary batch, and name each sample's."""
+    """Keep each feature's first bags from an ordinary batch, and map samples to bags."""
     features = [batch[key] for key in batch.keys()]  # noqa: SIM118
     lengths = [feature.lengths()[:size] for feature, size in zip(features, sizes, strict=True)]
     parts = [(feature, int(kept.sum())) for feature, kept in zip(features, lengths, strict=True)]
@@ -57,7 +57,7 @@ def first_bags(
 
 
 def written_out(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the ordinary batch that ``batch`` stands for: each sample has a bag of its own."""
+    """Return the ordinary batch that ``batch`` stands for: each sample has its own bag."""
     if not batch.variable_stride_per_key():
         return batch
     names, inverse = batch.inverse_indices()
@@ -82,7 +82,7 @@ def written_out(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def changed(batch: KeyedJaggedTensor, **options: Any) -> KeyedJaggedTensor:
-    """Return the same bags with other ``inverse_indices``, for example."""
+    """Return the same batch with some fields replaced, such as ``inverse_indices``."""
     return KeyedJaggedTensor(
         batch.keys(),
         batch.values(),

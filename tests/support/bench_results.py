@@ -1,4 +1,4 @@
-"""Benchmark results as a benchmark could have found them, without running one."""
+"""Plausible benchmark results, made without running a benchmark."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ def bench_result(
     probe_ms: float = 1.5,
     **setting: Any,
 ) -> BenchResult:
-    """Return a result of contestants that all behaved alike, with 0.05 cores of foreign load.
+    """Return a result whose contestants all behaved alike, with a foreign load of 0.05 cores.
 
     ``setting`` are fields of `BenchSetting`, and ``overrides`` other sections of the config.
     """
@@ -105,7 +105,7 @@ PREDICTED_S = {"stock": 0.22, "stock_duplex": 0.19, "exact_2d": 0.12}
 
 
 def with_predictions(result: BenchResult, *names: str) -> BenchResult:
-    """Return the result with the steps of some contestants predicted, or of all that train."""
+    """Return the result with predicted steps for some contestants, or for all that train."""
     return with_figures(
         result,
         {
@@ -116,7 +116,7 @@ def with_predictions(result: BenchResult, *names: str) -> BenchResult:
 
 
 def with_figures(result: BenchResult, figures: Mapping[str, Mapping[str, Any]]) -> BenchResult:
-    """Return the result with other figures of some contestants, by name."""
+    """Return the result with some contestants' figures replaced, by name."""
     contestants = [
         contestant.model_copy(update=figures.get(contestant.name))
         for contestant in result.contestants

@@ -9,7 +9,7 @@ from torchrec_2dsp.parallel.checkpoint.address import Address
 
 
 class Bucket(LocalFileSystem):
-    """Files without folders, renames and appending, whose listings are remembered."""
+    """An object store: no folders, renames or appending, and cached listings."""
 
     protocol = "bucket"
 

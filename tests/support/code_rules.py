@@ -31,10 +31,10 @@ BROAD = ("Exception", "BaseException")
 
 
 def private_violations(package: Path) -> list[str]:
-    """Return private attributes of objects that the file doesn't define, outside the adapters.
+    """List accesses to private attributes that the file doesn't define, outside the adapters.
 
-    They are reached by a dot or by a string, as in ``getattr(x, "_name")``. What a class inherits
-    is reached through ``self``, and isn't seen here.
+    Both dots and strings, as in ``getattr(x, "_name")``, are checked. Inherited attributes are
+    reached through ``self``, and aren't seen here.
     """
     violations = []
     for module in read_package(package).values():
@@ -57,7 +57,7 @@ def private_violations(package: Path) -> list[str]:
 
 
 def _reached(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield the object and the name of an attribute that an expression reaches."""
+    """Yield the object and the attribute name that an expression accesses."""
     if isinstance(node, ast.Attribute):
         yield node.value, node.attr
     elif (
@@ -78,9 +78,9 @@ def _is_own_object(value: ast.expr) -> bool:
 
 
 def _assigned_names(tree: ast.Module) -> set[str]:
-    """Names of attributes that a file's own classes have: by assignment to ``self`` and by ``def``.
+    """Return attribute names that a file's classes define, by assignment to ``self`` or ``def``.
 
-    A name that the file also gives to an object of another library's can't be told apart.
+    Another library's attribute with the same name can't be distinguished.
     """
     names = {
         node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -95,7 +95,7 @@ def _assigned_names(tree: ast.Module) -> set[str]:
 
 
 def inherited_violations(package: Path) -> list[str]:
-    """Private attributes that a class reaches through ``self`` and that none of ours gives it."""
+    """List private attributes accessed through ``self`` that none of our classes defines."""
     modules = read_package(package)
     classes: dict[str, list[ast.ClassDef]] = defaultdict(list)
     for module in modules.values():
@@ -125,7 +125,7 @@ def _classes(module: Module) -> list[ast.ClassDef]:
 def _own_bases(
     kind: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]
 ) -> Iterator[ast.ClassDef]:
-    """Yield a class and those of ours that it inherits from, by their names."""
+    """Yield a class and our classes that it inherits from, found by name."""
     yield kind
     for base in kind.bases:
         called = base.value if isinstance(base, ast.Subscript) else base
@@ -134,9 +134,9 @@ def _own_bases(
 
 
 def _given_names(kind: ast.ClassDef) -> set[str]:
-    """Return the names that a class gives a value, in its body or by an assignment to ``self``.
+    """Return the names to which a class assigns, in its body or through ``self``.
 
-    Outside a dataclass an annotation alone gives none: it may be of what another class sets.
+    Outside dataclasses a bare annotation doesn't count: another class may set that attribute.
     """
     names = set()
     for node in ast.walk(kind):
@@ -164,7 +164,7 @@ def _is_stored_in_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 
 def swallowed_errors(package: Path) -> list[str]:
-    """Return handlers of all errors that neither raise one nor say which it was."""
+    """List broad exception handlers that neither raise an error nor use the one they caught."""
     return [
         f"{module.path}:{handler.lineno}: catches all errors and drops them; raise an error of "
         "ours, or name those that may be ignored"
@@ -182,7 +182,7 @@ def _is_broad(caught: ast.expr) -> bool:
 
 
 def _keeps(node: ast.AST, name: str | None) -> bool:
-    """Tell whether a part of a handler raises, or uses the error."""
+    """Tell whether this part in a handler raises, or uses the error."""
     return isinstance(node, ast.Raise) or (isinstance(node, ast.Name) and node.id == name)
 
 
@@ -211,12 +211,12 @@ def group_creations(package: Path) -> list[str]:
 
 
 def _called_name(call: ast.Call) -> str:
-    """Return the name of what is called, without what it is an attribute of."""
+    """Return the called function's name, without the object that it belongs to."""
     return ast.unparse(call.func).split(".")[-1]
 
 
 def _run_at_import(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield what an import runs of a statement: decorators of functions, but not their bodies."""
+    """Yield a statement's nodes that run at import: functions' decorators, but not their bodies."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
         for decorator in statement.decorator_list:
             yield from ast.walk(decorator)
@@ -259,7 +259,7 @@ def filler_violations(package: Path, rooms: Sequence[str]) -> list[str]:
 
 
 def twin_violations(package: Path, rooms: Sequence[str]) -> list[str]:
-    """List public classes of these rooms that share their name with another class."""
+    """List these rooms' public classes that share their name with another class."""
     checked = {path for path, _ in _files(package, rooms)}
     places: dict[str, list[Path]] = defaultdict(list)
     for path, tree in _files(package, [""]):
@@ -324,7 +324,7 @@ def size_violations(folder: Path) -> list[str]:
 
 
 def budget_violations(package: Path, tests: Path) -> list[str]:
-    """List what exceeds the budget of files and lines."""
+    """List parts that exceed their budget for files or lines."""
     programs = package / "programs"
     files = sorted(package.rglob("*.py"))
     parts = {

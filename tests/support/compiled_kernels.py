@@ -1,6 +1,6 @@
-"""Compile Triton's kernels for GPUs, without one: ``python -m tests.support.compiled_kernels``.
+"""Compile Triton kernels for GPUs, without one: ``python -m tests.support.compiled_kernels``.
 
-The interpreter, by which tests run kernels on a CPU, takes more than the compiler does.
+Triton's interpreter, which tests use on CPUs, accepts more code than the compiler does.
 """
 
 import inspect
@@ -30,7 +30,7 @@ CODED = {"rows": "*fp32", "encoded": "*i8", "num_rows": "i32"}
 
 
 def launches() -> Iterator[Launch]:
-    """Yield every kernel with each kind of arguments, for narrow and wide rows."""
+    """Yield every kernel with all argument types, for narrow and wide rows."""
     for dim in DIMS:
         columns = triton.next_power_of_2(dim)
         shape = {"DIM": dim, "ROWS": max(1024 // columns, 1), "COLUMNS": columns}

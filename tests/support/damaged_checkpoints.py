@@ -1,9 +1,9 @@
-"""Damages checkpoints at random, loads them, and tells whether a load was wrong or refused right.
+"""Damage checkpoints at random, load them, and check that loads are right or refused.
 
-A model lies in the state of checkpoint `other`. A damaged copy of checkpoint `good` is loaded into
-it, on all ranks. Then either the model is in the state of `good`, bit for bit, or all ranks raised
-a `CheckpointError` and the model is still in the state of `other`, bit for bit. Code that stands in
-a checkpoint would leave a file behind.
+A model starts with checkpoint `other`'s state, and all ranks load a damaged copy of checkpoint
+`good` into it. Then either the model equals `good`, bit for bit, or all ranks raised a
+`CheckpointError` and the model still equals `other`, bit for bit. Code hidden in a checkpoint
+would leave a file behind.
 """
 
 import io
@@ -40,7 +40,7 @@ EXTRA = {"step": 3, "name": "good"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """A damage's result."""
+    """A damaged checkpoint's load result."""
 
     damage: str
     result: str
@@ -52,7 +52,7 @@ class Outcome:
 def load_damaged(
     rank: int, world_size: int, folder: Path, num_damages: int, seed: int
 ) -> list[Outcome]:
-    """Damage a checkpoint again and again, each time another way, and load it."""
+    """Damage and load a checkpoint ``num_damages`` times, each time in another way."""
     model, optimizer = _trained()
     save_checkpoint(folder / "good", model, optimizer, extra=EXTRA)
     good = _state(model, optimizer)
@@ -77,7 +77,7 @@ def load_damaged(
         except CheckpointError as error:
             is_untouched = _equal(_state(model, optimizer), other)
             result, text = ("refused" if is_untouched else "TOUCHED"), str(error)
-        except Exception as error:  # what must not come: it is counted
+        except Exception as error:  # must not happen: it is counted
             result, text = "UNTYPED", repr(error)
         if (folder / "ran").exists():
             result = "RAN"
@@ -89,14 +89,14 @@ def load_damaged(
 
 
 def summary(by_rank: list[list[Outcome]]) -> tuple[Counter[str], list[str]]:
-    """Return how often each result came, and all that should not have been."""
+    """Count each result, and describe all loads that went wrong."""
     counts: Counter[str] = Counter()
     wrong = []
     for number, outcomes in enumerate(zip(*by_rank, strict=True)):
         results = sorted({outcome.result for outcome in outcomes})
         counts[" / ".join(results)] += 1
         texts = {outcome.text for outcome in outcomes}
-        # What nobody can tell may be in one rank's shards only.
+        # Undetectable damage may be in one rank's shards only.
         is_alike = len(results) == 1 or results == ["right", "unknown"]
         if not is_alike or results[0] not in ("refused", "right", "unknown") or len(texts) > 1:
             wrong.append(f"{number}: {outcomes[0].damage}: {results} {sorted(texts)}")
@@ -123,7 +123,7 @@ def _equal(state: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def _damage(folder: Path, damaged: Path, random: Random) -> tuple[str, bool]:
-    """Make the damaged copy; say what it is, and whether there are checksums to tell it by."""
+    """Make the damaged copy; describe it, and tell whether checksums could reveal it."""
     shutil.rmtree(damaged, ignore_errors=True)
     shutil.copytree(folder / "good", damaged)
     kind = random.choices(list(_KINDS), [weight for _, weight in _KINDS.values()])[0]
@@ -144,7 +144,7 @@ def _mixed(folder: Path, damaged: Path, random: Random) -> str:
 
 
 def _without_checksums(folder: Path, damaged: Path, random: Random) -> str:
-    """Write it as another program does, so that nothing tells a wrong number from a right one."""
+    """Rewrite and damage it as without our checksums, so that wrong numbers can't be detected."""
     metadata: Any = dcp.FileSystemReader(damaged).read_metadata()
     metadata.storage_meta = None
     (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -153,7 +153,7 @@ def _without_checksums(folder: Path, damaged: Path, random: Random) -> str:
 
 
 def _hostile_metadata(folder: Path, damaged: Path, random: Random) -> str:
-    """Return a pickle that runs code, alone or behind metadata, with checksums that are right."""
+    """Write metadata that run code or mislead, with correct checksums; return their name."""
     gadgets = RUNNING | MISLEADING
     name = random.choice(sorted(gadgets))
     data = gadgets[name](folder / "ran")
@@ -172,7 +172,7 @@ def _hostile_metadata(folder: Path, damaged: Path, random: Random) -> str:
 
 
 def _hostile_data(folder: Path, damaged: Path, random: Random) -> str:
-    """Something else in place of a tensor, with checksums that are right."""
+    """Replace a tensor by something else, with correct checksums; return its name."""
     metadata: Any = dcp.FileSystemReader(damaged).read_metadata()
     index = random.choice(sorted(metadata.storage_data, key=str))
     entry, place = metadata.state_dict_metadata[index.fqn], metadata.storage_data[index]
@@ -202,7 +202,7 @@ def _hostile_data(folder: Path, damaged: Path, random: Random) -> str:
 
 
 def _lying_metadata(folder: Path, damaged: Path, random: Random) -> str:
-    """Return metadata that name other places, with checksums that are right."""
+    """Write metadata that point to wrong places, with correct checksums."""
     metadata: Any = dcp.FileSystemReader(damaged).read_metadata()
     index, second = random.sample(sorted(metadata.storage_data, key=str), 2)
     place = metadata.storage_data[index]
@@ -234,7 +234,7 @@ def _kind_of(metadata: Any, index: Any) -> object:
 
 
 def _seal(damaged: Path, metadata: Any) -> None:
-    """Write metadata and checksums that fit them, as a forger would."""
+    """Write metadata with matching checksums, as a forger would."""
     data = pickle.dumps(metadata)
     (damaged / ".metadata").write_bytes(data)
     chunks = {}
@@ -248,7 +248,7 @@ def _seal(damaged: Path, metadata: Any) -> None:
 
 
 def _stray_files(folder: Path, damaged: Path, random: Random) -> str:
-    """Return what a save that was stopped may have left, which a load must not mind."""
+    """Add files that an interrupted save may have left, and that a load must ignore."""
     for name in ("__9_0.distcp", ".metadata.tmp", "notes.txt"):
         (damaged / name).write_bytes(random.randbytes(50))
     return "added"

@@ -1,7 +1,7 @@
-"""Random damage to files, for tests of whoever reads them: a flipped bit, a missing end, garbage.
+"""Random damage to files, for testing their readers: a flipped bit, a missing end, garbage.
 
 `damaged` works on bytes, `damage_file` on a file, `damage_folder` also deletes and swaps files.
-Each of them changes something for certain, and says what. This module knows no file format.
+Each always changes something, and describes the change. This module knows no file format.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def _remove(data: bytes, random: Random) -> bytes:
 
 
 def _span(data: bytes, random: Random) -> tuple[int, int]:
-    """At least one byte, from a place to another."""
+    """Draw the start and end of at least one byte."""
     length = random.randint(1, min(MAX_GARBAGE_BYTES, len(data)))
     start = random.randrange(len(data) - length + 1)
     return start, start + length
@@ -79,16 +79,16 @@ FILE_DAMAGES = ("delete", "swap")
 
 
 class Damage(NamedTuple):
-    """A kind of damage, and the bytes after it."""
+    """A kind of damage, and the damaged bytes."""
 
     kind: str
     data: bytes
 
 
 def damaged(data: bytes, random: Random, *kinds: str) -> Damage:
-    """Damage at least one byte at random, so that the bytes differ for certain.
+    """Damage the bytes at random, so that at least one byte differs for certain.
 
-    Where these kinds don't change them (a copy of equal bytes), a bit is flipped.
+    Where these kinds change nothing (a copy onto equal bytes), a bit is flipped.
     """
     for _ in range(MAX_ATTEMPTS):
         kind = random.choice(kinds or tuple(BYTE_DAMAGES))
@@ -99,14 +99,14 @@ def damaged(data: bytes, random: Random, *kinds: str) -> Damage:
 
 
 def damage_file(path: Path, random: Random, *kinds: str) -> str:
-    """Damage the bytes of a file in place; say how."""
+    """Damage a file's bytes in place; describe the damage."""
     damage = damaged(path.read_bytes(), random, *kinds)
     path.write_bytes(damage.data)
     return f"{damage.kind} in {path.name}"
 
 
 def damage_folder(folder: Path, random: Random, *kinds: str) -> str:
-    """Damage one file, or all of one or two, of those directly in a folder; say how."""
+    """Damage, delete, replace or swap files directly in a folder; describe the damage."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     filled = [path for path in paths if path.stat().st_size]
     for _ in range(MAX_ATTEMPTS):

@@ -26,7 +26,7 @@ NUM_STEPS = 5
 
 
 class TowerModel(BagModel):
-    """Bags under three dense layers, the first two of which are large enough for thresholds."""
+    """Bags under three dense layers; the first two are large enough for thresholds."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)
@@ -44,7 +44,7 @@ class TowerModel(BagModel):
 
 @dataclass
 class Trained:
-    """A rank's dense weights after each step, and what was sent."""
+    """A rank's dense weights after each step, and its reports on traffic."""
 
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Trained:
 
     @property
     def digest(self) -> str:
-        """A text that is equal for equal weights of all steps."""
+        """A hash over all steps' weights."""
         parts = [value.numpy().tobytes() for step in self.weights for value in step.values()]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -89,7 +89,7 @@ def copied_weights(dense: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def with_nan(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient that isn't finite in one row."""
+    """Return a gradient with one non-finite row."""
     return gradient.index_fill(0, torch.tensor([3], device=gradient.device), torch.nan)
 
 
@@ -106,7 +106,7 @@ def train(
     flush_at: int = -1,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD,
 ) -> Trained:
-    """Train with a wrapper, or with TorchRec's own one."""
+    """Train with a wrapper, or with TorchRec's default one."""
     wrapper = None if make_wrapper is None else make_wrapper()
     model = model_of(cell, wrapper)
     dense = dense_of(model)
@@ -131,7 +131,7 @@ def train(
 
 
 def whole(value: Any) -> torch.Tensor:
-    """Return a copy of a parameter, on all ranks, if each has a part of it."""
+    """Return a full copy of a parameter; if it is sharded, on all ranks."""
     with warnings.catch_warnings():
         # FSDP2 over tensor-parallel shards gathers twice, and says so.
         warnings.simplefilter("ignore")
@@ -155,7 +155,7 @@ class ThresholdOracle:
     def mean(
         self, gradients: Sequence[dict[str, torch.Tensor]], *, flush: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Return what all ranks get, from the gradients of each."""
+        """Return the mean gradients that all ranks get, from each rank's gradients."""
         is_dense = flush or self.num_steps < self.warm_up
         is_warm = self.num_steps >= self.warm_up
         self.num_steps += 1
@@ -183,7 +183,7 @@ class ThresholdOracle:
         return means
 
     def _update(self, rank: int, name: str, mean: torch.Tensor, num_ranks: int) -> torch.Tensor:
-        """Return Adam's or AdaGrad's direction for a gradient of a rank."""
+        """Return Adam's or AdaGrad's direction for a rank's gradient."""
         if self.preconditioner == "none":
             return mean
         first, second, steps = self.moments.get((rank, name), (0.0, 0.0, 0))
@@ -199,7 +199,7 @@ class ThresholdOracle:
         return update
 
     def _largest(self, due: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, with zeros in place of all but its largest elements."""
+        """Return the tensor with all but its largest elements set to zero."""
         capacity = -int(-self.density * due.numel() // 1)
         chosen = due.abs().argsort(descending=True)[:capacity].sort().values
         codec = FlatCodec(self.values.codec)

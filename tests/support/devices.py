@@ -1,4 +1,4 @@
-"""The device that ranks compute on: the CPU, or GPUs where the variable TESTS_DEVICE is "cuda"."""
+"""The device on which ranks compute: the CPU, or GPUs if TESTS_DEVICE is "cuda"."""
 
 import os
 from typing import Any
@@ -11,12 +11,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 def on_gpus() -> bool:
-    """Tell whether ranks compute on GPUs, and talk NCCL."""
+    """Tell whether ranks compute on GPUs and communicate by NCCL."""
     return os.environ.get("TESTS_DEVICE", "cpu") == "cuda"
 
 
 def ranks_per_host(wanted: int) -> int:
-    """Return how many of a pool's ranks share a host: on GPUs, one for each GPU."""
+    """Return a pool's number of ranks per host: on GPUs, at most one for each GPU."""
     return min(wanted, torch.cuda.device_count()) if on_gpus() else wanted
 
 
@@ -27,27 +27,27 @@ roundings of weights below 1, and of losses below 10."""
 
 
 def rounded(expected: Any) -> Any:
-    """Return what equals these numbers: on CPUs bit for bit, on GPUs up to `KERNEL_ROUNDING`."""
+    """Wrap numbers to compare exactly on CPUs, and up to `KERNEL_ROUNDING` on GPUs."""
     return pytest.approx(expected, rel=KERNEL_ROUNDING, abs=KERNEL_ROUNDING)
 
 
 def are_equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Tell whether tensors are equal: on CPUs bit for bit, on GPUs up to `KERNEL_ROUNDING`."""
+    """Tell whether tensors are equal: bitwise on CPUs, up to `KERNEL_ROUNDING` on GPUs."""
     is_alike = actual.shape == expected.shape and actual.dtype == expected.dtype
     return is_alike and torch.allclose(actual, expected, KERNEL_ROUNDING, KERNEL_ROUNDING)
 
 
 def cpu_only(reason: str) -> pytest.MarkDecorator:
-    """Skip a test on GPUs, for a reason that lies in them."""
+    """Skip a test on GPUs, for this reason."""
     return pytest.mark.skipif(on_gpus(), reason=reason)
 
 
 def device_env(rank: int, *, is_measured: bool = False) -> dict[str, str]:
-    """Return what the process of a rank must be told about its device.
+    """Return the environment variables that a rank's process needs for its device.
 
-    NCCL refuses two ranks of a host on one GPU. Ranks that say they are on hosts of their own may
-    share one, and talk to each other through sockets. Its monitor would take it for a failure
-    that ranks rest between two tests. Unless speed is measured, groups are quick to create.
+    NCCL refuses two ranks on one host and GPU. Ranks that claim to be on separate hosts may
+    share a GPU, and communicate through sockets. NCCL's monitor would report a failure while
+    ranks rest between two tests. Unless speed is measured, groups are quick to create.
     """
     if not on_gpus():
         return {}
@@ -55,7 +55,7 @@ def device_env(rank: int, *, is_measured: bool = False) -> dict[str, str]:
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
-        # Else its watchdog aborts a process whose peer has gone, before that can say why.
+        # Else its watchdog aborts a process whose peer has gone, before it can report why.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     }
 
@@ -69,9 +69,9 @@ _QUICK_GROUPS = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_IB_DISABLE": "1",
     "NCCL_NET_PLUGIN": "none",
-    # This service would ask ranks that rest between two tests.
+    # This service would query ranks that rest between two tests.
     "NCCL_RAS_ENABLE": "0",
-    # Errors alone, or the end of a job's output shows nothing else.
+    # Errors only, or the end of a job's output shows nothing but logs.
     "TORCH_LOGS": "-all",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
@@ -96,7 +96,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join_world(number: int, **settings: Any) -> None:
-    """Initialize the process group of a rank, on the backend of its device."""
+    """Initialize a rank's process group, on its device's backend."""
     if on_gpus():
         torch.cuda.set_device(number % torch.cuda.device_count())
         hook: Any = _move_batch

@@ -1,11 +1,11 @@
-"""A long stream of ids that drift, through a model that is killed, resumed and moved.
+"""Train a model on a long stream of drifting ids while it is killed, resumed and moved.
 
     python -m tests.support.drifting_ids [--steps 100000] [--rows 50000]
 
-Half of the ids are new every twentieth of the stream, and a table has half as many rows as ids are
-in use. Two groups of two ranks train until they are killed, go on from a checkpoint, then one group
-of four, then TorchRec's unsharded module. Prints, for each leg, the largest gap of a loss to the
-twin's that nothing happened to. It fails unless the maps are equal in the end.
+Half the ids change every twentieth of the stream, and a table has half as many rows as ids are in
+use. Two groups of two ranks train until they are killed, then resume from a checkpoint; one group
+of four goes on, then TorchRec's unsharded module. Prints each leg's largest loss gap to an
+uninterrupted twin. It fails unless the maps are equal in the end.
 """
 
 import argparse
@@ -35,7 +35,7 @@ EVERY = 20
 
 @dataclass(frozen=True)
 class Stream:
-    """Ids by Zipf's law, of which each second one is new at times."""
+    """Ids by Zipf's law; from time to time every second id is replaced by a new one."""
 
     num_steps: int
     num_rows: int
@@ -50,12 +50,12 @@ class Stream:
 
     @property
     def killed_at(self) -> int:
-        """The step before which the ranks die."""
+        """The step at which the ranks die."""
         return self.num_steps // 3
 
     @property
     def saved_at(self) -> tuple[int, int, int]:
-        """The numbers of steps of the checkpoints.
+        """The checkpoints' step numbers.
 
         The last one follows an eviction: TorchRec's module doesn't load what its map has seen.
         """
@@ -64,7 +64,7 @@ class Stream:
 
     @property
     def num_ids(self) -> int:
-        """A bound for ids."""
+        """An upper bound for ids."""
         return 2 * self.num_rows * EVERY
 
     def ids(self, step: int, seed: int, size: int) -> torch.Tensor:
@@ -98,17 +98,17 @@ class StreamTwin(Twin):
 
 
 class Leg(NamedTuple):
-    """One rank's part of a leg."""
+    """One rank's results from a leg."""
 
     losses: list[float]
     moments: dict[int, torch.Tensor]
-    """Those of its rows, by the first one."""
+    """The moments of the rank's rows, by the first row."""
 
 
 def train_leg(
     rank: int, world_size: int, stream: Stream, cell: Cell, folder: Path, steps: range
 ) -> Leg:
-    """Train some steps from the checkpoint of the first, save at the last, or die on the way."""
+    """Train these steps from the first one's checkpoint; save on the way, or die."""
     parallel = sharded(replace(stream.case, cell=cell))
     optimizer = make_optimizer(parallel)
     state = tdsp.TrainState(parallel, optimizer)
@@ -133,18 +133,18 @@ def train_leg(
 
 @dataclass(frozen=True)
 class Compared:
-    """A stream's legs beside what nothing happened to."""
+    """A stream's legs compared with the uninterrupted twin."""
 
     gaps: dict[str, float]
-    """Each leg's largest difference of a loss from the twin's, in relation to it."""
+    """Each leg's largest loss difference from the twin, relative to the twin's loss."""
     maps_are_equal: bool
     """True if the unsharded module's map ends as the twin's."""
     num_evicted: int
-    """The number of rows that the map has given to other ids."""
+    """How many rows the map has given to other ids."""
 
 
 def compare(stream: Stream, folder: Path, timeout_s: float) -> Compared:
-    """Train the stream in legs, and without, and compare them."""
+    """Train on the stream in legs and uninterrupted, and compare them."""
     saved, moved, unsharded = stream.saved_at
     cell = stream.case.cell
     legs = {

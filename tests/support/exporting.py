@@ -111,7 +111,7 @@ def run_config(
     lr: float = 0.02,
     **loop: int,
 ) -> TrainConfig:
-    """Return a config whose only run leaves in a folder all that an export needs."""
+    """Return a config whose only run writes everything that an export needs to a folder."""
     tree = {
         "data": data,
         "model": model,
@@ -133,7 +133,7 @@ class Exported(NamedTuple):
 
 
 def exported(folder: Path, *, max_loss: float = 0.01) -> Exported:
-    """Export what a `run_config` has trained in a folder."""
+    """Export the model that a `run_config` has trained in a folder."""
     source, output = ExportSource.find(folder / "out"), folder / "served"
     with only_rank("export"):
         return Exported(source, output, export_model(source, output, max_loss=max_loss))
@@ -141,17 +141,17 @@ def exported(folder: Path, *, max_loss: float = 0.01) -> Exported:
 
 @dataclass(frozen=True)
 class Trained:
-    """A rank's account of a trained cell."""
+    """A rank's results for a trained cell."""
 
     metrics: dict[str, float]
-    """Those of all ranks."""
+    """Metrics over all ranks."""
 
     thresholds: list[float]
-    """The rank's own thresholds of splits, when it evaluated."""
+    """The rank's own split thresholds during evaluation."""
 
 
 def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
-    """Train all cells, and say what came out."""
+    """Train all cells; return their metrics and thresholds."""
     done: dict[str, Trained] = {}
     thresholds: list[float] = []
     evaluate = trainer.evaluated
@@ -172,7 +172,7 @@ def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
 
 
 def printed_alone(example: str, folder: Path) -> list[str]:
-    """Return the lines that an example prints of an export in a process without this package."""
+    """Return an example's output for an export, in a process without this package."""
     done = python("-c", ALONE, f"docs/examples/{example}", str(folder))
     assert done.returncode == 0, done.stderr[-3000:]
     first, *lines, last = done.stdout.splitlines()
@@ -181,28 +181,28 @@ def printed_alone(example: str, folder: Path) -> list[str]:
 
 
 def as_views(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return equal tensors whose numbers don't lie side by side in memory."""
+    """Return equal tensors that aren't contiguous in memory."""
     views = [torch.stack([tensor, torch.ones_like(tensor)], dim=-1)[..., 0] for tensor in tensors]
     assert not any(view.is_contiguous() for view in views if view.numel() > 1)
     return views
 
 
 def quantized_by_hand(weight: torch.Tensor) -> torch.Tensor:
-    """Return a table after a round trip through eight bits, written down in plain arithmetic."""
+    """Return a table after a round trip through eight bits, in plain arithmetic."""
     low = weight.amin(dim=1, keepdim=True).half().float()
     scale = ((weight.amax(dim=1, keepdim=True) - low) / 255).half().float()
     return (torch.round((weight - low) / scale)).clamp(0, 255) * scale + low
 
 
 def round_rows_(weight: torch.Tensor) -> None:
-    """Round a table as `quantized_by_hand`, in place, by no more than half a step."""
+    """Round a table in place as `quantized_by_hand` does, by no more than half a step."""
     rounded = quantized_by_hand(weight)
     assert ((rounded - weight).abs() <= half_step(weight)).all()
     weight.copy_(rounded)
 
 
 def half_step(weight: torch.Tensor) -> torch.Tensor:
-    """Return how far eight bits may move the numbers of each row."""
+    """Return how far eight bits may move each row's numbers."""
     span = weight.amax(dim=1, keepdim=True) - weight.amin(dim=1, keepdim=True)
     return span / 510 + 2 * HALF_PRECISION * weight.abs().amax(dim=1, keepdim=True)
 
@@ -221,7 +221,7 @@ def stock_model(source: ExportSource) -> nn.Module:
 
 
 def plain_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the scores of a batch, by the model's own parts."""
+    """Return a batch's scores, computed by the model's own parts."""
     whole: Any = model
     if isinstance(model, OwnModel):
         return model(batch)[1][1]
@@ -232,16 +232,16 @@ def plain_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def thresholds_of(model: nn.Module) -> list[torch.Tensor]:
-    """Return the running thresholds of a model's splits by "laplace", in the model's order."""
+    """Return the running thresholds of a model's "laplace" splits, in the model's order."""
     return [value for name, value in model.named_buffers() if name.endswith("running_threshold")]
 
 
 def plain_evaluation(
     source: ExportSource, *, num_ranks: int, thresholds: Sequence[Sequence[float]] = ()
 ) -> dict[str, float]:
-    """Return metrics by their definitions, each rank's part of a batch apart.
+    """Return metrics by their definitions, with each rank's part of a batch scored separately.
 
-    Without ``thresholds``, each rank's of its splits, those of the checkpoint count.
+    ``thresholds`` are each rank's split thresholds; by default, the checkpoint's are used.
     """
     config, model = source.config, stock_model(source)
     dataset = dataset_for(config.model, config.data.dataset())
@@ -259,12 +259,12 @@ def plain_evaluation(
                 values.append(value)
     if has_clicks(config.model):
         return plain_metrics(torch.cat(scores).reshape(-1), torch.cat(labels))
-    # With another loss, scores are the places of items; parts have as many samples.
+    # With another loss, scores are items' ranks; parts have equally many samples.
     rankings = plain_rankings([place for place in torch.cat(scores).tolist() if place])
     return {"loss": torch.stack(losses).double().mean().item(), **rankings}
 
 
 def plain_rankings(places: Sequence[int]) -> dict[str, float]:
-    """Return recall and NDCG of items at these places, among the first ten."""
+    """Return recall and NDCG among the first ten, for items at these ranks."""
     gains = [1 / math.log2(place + 1) for place in places if place <= 10]
     return {"recall@10": len(gains) / len(places), "ndcg@10": sum(gains) / len(places)}

@@ -1,4 +1,4 @@
-"""The faults that training has to survive, as a table: what happens, when, in which program."""
+"""A table of the faults that training must survive: what happens, when, in which program."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ FAULTS = (
 
 
 def can_happen(program: Program, fault: Fault) -> bool:
-    """Tell whether a program comes to that moment."""
+    """Tell whether a program reaches the fault's moment."""
     is_pipeline = program.loop not in ("plain", "accumulate")
     if fault.moment == "refresh" and not program.cell.hot_rows:
         return False
@@ -135,7 +135,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def chosen_cases() -> list[Case]:
-    """Return cases of each kind, which the tests deal among commits."""
+    """Return selected cases of every kind; tests run some per commit."""
     chosen = (
         ("2x2 exact", Fault(RAISES, "loss")),
         ("2x2 exact", Fault(KILLED, "backward")),

@@ -52,7 +52,7 @@ TIMEOUT_S = 30.0 if on_gpus() else 8.0
 
 
 class Faults:
-    """Lets the fault happen, when its moment comes."""
+    """Injects the fault at its moment."""
 
     def __init__(self, case: Case, rank: int, folder: Path) -> None:
         self._fault = case.fault
@@ -74,7 +74,7 @@ class Faults:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def skips(self, then: str) -> bool:
-        """Return whether no backward comes to the tables in `step`, and the rank does this then."""
+        """Tell whether the rank skips its tables' backward in `step` and then does ``then``."""
         is_now = self.is_faulty and self.step == FAULTY_STEP
         if skips := is_now and (self._fault.kind, self._fault.moment) == (SKIPS, then):
             self.note()
@@ -86,9 +86,9 @@ class Faults:
 
 
 def run_rank(case: Case, rank: int, store: dist.Store, folder: Path) -> None:
-    """Train; what came of it is written to the folder, and then raised, as in any program."""
+    """Train; write the outcome to the folder, and raise the error, as any program would."""
     torch.set_num_threads(1)
-    # Says where a rank waits that should have ended.
+    # Shows where a rank hangs that should have ended.
     faulthandler.dump_traceback_later(2 * TIMEOUT_S)
     program = PROGRAMS[case.program]
     of_host = ranks_per_host(program.ranks_per_host)
@@ -162,7 +162,7 @@ def _sharded(case: Case, faults: Faults) -> tuple[Any, Any]:
 
 
 def _hook(model: Any, optimizer: Any, faults: Faults) -> None:
-    """Let the program say when it comes to the forward, the backward and the optimizer."""
+    """Add hooks to the forward, backward and optimizer, so that faults can happen there."""
 
     def computed(module: Any, inputs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
@@ -186,7 +186,7 @@ def _hook(model: Any, optimizer: Any, faults: Faults) -> None:
 
 
 def _loaded(stream: list[KeyedJaggedTensor], faults: Faults) -> Iterator[KeyedJaggedTensor]:
-    """Yield a loader's batches; it may be asked before the step begins."""
+    """Yield a loader's batches; a pipeline may ask for one before its step begins."""
     for number, batch in enumerate(stream, 1):
         step, faults.step = faults.step, number
         faults.at("loader")
@@ -202,7 +202,7 @@ def _plain(case: Case, model: Any, optimizer: Any, batches: Any, faults: Faults)
         optimizer.zero_grad()
         parts = tdsp.accumulate(model, [batch] * 3) if accumulates else [batch]
         for part, given in enumerate(parts):
-            # In the middle of a step that has several batches.
+            # In the middle of a step with several batches.
             faults.step = number if part == 1 or not accumulates else 0
             _alone(case, model, faults, (EVALUATES, READS), given)
             if faults.skips("leaves a batch out"):
@@ -224,7 +224,7 @@ def _plain(case: Case, model: Any, optimizer: Any, batches: Any, faults: Faults)
 def _alone(
     case: Case, model: Any, faults: Faults, moments: Sequence[str], batch: Any = None
 ) -> None:
-    """Do alone what all ranks should do, if one of these moments is the case's."""
+    """Do alone what all ranks should do together, if the fault is at one of these moments."""
     is_now = faults.is_faulty and faults.step == FAULTY_STEP
     if not (is_now and case.fault.kind == ALONE and case.fault.moment in moments):
         return
@@ -265,7 +265,7 @@ def _pipelined(case: Case, model: Any, optimizer: Any, batches: Any, faults: Fau
 
 
 def _between(case: Case, model: Any, optimizer: Any, faults: Faults) -> None:
-    """Act as programs do between two steps, if that is the moment."""
+    """Save or refresh after the faulty step, if the fault happens there."""
     if faults.step != FAULTY_STEP:
         return
     if case.fault.moment == "save":

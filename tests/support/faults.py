@@ -1,4 +1,4 @@
-"""Lets training fail in many ways, and sees how the other ranks end.
+"""Make training fail in many ways, and check how the other ranks end.
 
 Run as ``python -m tests.support.faults [--case NAME] [--only TEXT] [--page FILE]``. All ranks are
 forks of this process, which saves the imports, but each ends as a whole interpreter does.
@@ -45,7 +45,7 @@ _LIMIT_S = 120.0 if on_gpus() else 45.0
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's end."""
+    """How a rank ended."""
 
     rank: int
     exit_code: int | None
@@ -59,7 +59,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The other ranks' ends in a case."""
+    """How all ranks ended in a case."""
 
     case: Case
     ends: list[Ended]
@@ -73,13 +73,13 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
-        """Return what isn't as it should be."""
+        """List deviations from the expected ends."""
         problems = []
         if aborted := [end.rank for end in self.ends if end.exit_code in (-6, -11)]:
             problems.append(f"aborted: {aborted}")
         if running := [end.rank for end in self.others if end.exit_code is None]:
             problems.append(f"left running: {running}")
-        # Outside of the context a broken connection in the backward stays gloo's.
+        # Outside the context a broken connection in the backward keeps gloo's error.
         is_promised = self.case.fault.in_context
         if is_promised and (
             untyped := [f"{end.rank} {end.error}" for end in self.others if not end.is_ours]
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def run_case(case: Case, make_store: Callable[[], dist.Store], folder: Path) -> Outcome | None:
-    """Fork the ranks and wait for their ends; `None` in a fork."""
+    """Fork the ranks and wait for them to end; return `None` in a fork."""
     sys.stdout.flush()
     pids: dict[int, int] = {}
     for rank in range(NUM_RANKS):
@@ -132,7 +132,7 @@ def run_case(case: Case, make_store: Callable[[], dist.Store], folder: Path) -> 
 
 
 def _wait(pids: dict[int, int]) -> dict[int, int]:
-    """Return exit codes by rank; a rank that is still there at the end has none, and is killed."""
+    """Return exit codes by rank; a rank still running at the deadline is killed and has none."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + _LIMIT_S
     others = set(pids.values()) - {FAULTY_RANK}
@@ -164,15 +164,15 @@ sys.stdin.read()
 
 
 def run_all(cases: Sequence[Case], logs: Path | None = None) -> list[Outcome] | None:
-    """Run cases one after the other; `None` in a fork, which should end then."""
+    """Run cases one after the other; return `None` in a fork, which should then end."""
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    # The store outlives the ranks, as that of torchrun's agent does.
+    # The store outlives the ranks, as torchrun's agent store does.
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert server.stdout is not None
     port = int(server.stdout.readline())
-    # The objects of the imports take seconds to collect at each exit and don't matter here.
+    # Objects from the imports take seconds to collect at each exit and don't matter here.
     gc.freeze()
     outcomes = []
     for number, case in enumerate(cases):
@@ -214,7 +214,7 @@ EXAMPLES = (
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
-    """Return a Markdown page with a row for each fault."""
+    """Return a Markdown page with one row per fault."""
     by_fault: dict[str, list[Outcome]] = {str(case.fault): [] for case in all_cases()}
     for outcome in outcomes:
         by_fault[str(outcome.case.fault)].append(outcome)

@@ -1,4 +1,4 @@
-"""A benchmark in which some contestants fail on purpose; started by torchrun.
+"""A benchmark whose contestants partly fail on purpose; started by torchrun.
 
 torchrun ... -m tests.support.faulty_bench RESULT.json
 """
@@ -66,7 +66,7 @@ CONFIG: dict[str, Any] = {
 
 
 class FaultyWorker(Worker):
-    """Fails as the contestant's name says, on the last rank where it can."""
+    """Fails on the last rank, in the way that the contestant's name says."""
 
     def __init__(self, config: BenchConfig, name: str, place: Any, speeds: Any) -> None:
         self._fault = name if place.rank == place.world_size - 1 else ""
@@ -76,7 +76,7 @@ class FaultyWorker(Worker):
         super().__init__(config, name, place, speeds)
 
     def block(self, num_steps: int) -> float:
-        """Dies when it is warm, hangs a little later."""
+        """Run a block of steps; die once warm, or hang a little later."""
         if self._fault == "dies" and len(self._losses) > 3:
             os._exit(9)
         if self._fault == "hangs" and len(self._losses) > 8:
@@ -85,24 +85,24 @@ class FaultyWorker(Worker):
 
 
 class States(program.BenchWatcher):
-    """Notes what contestants do when one has been measured, as the operating system calls it."""
+    """Records contestants' process states after each measurement, as the kernel names them."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
 
     def block_measured(self, name: str, block: Any) -> None:
-        """Look at all processes of this rank."""
-        time.sleep(0.1)  # Who is stopped comes to a stop a little later.
+        """Record the states of all this rank's processes."""
+        time.sleep(0.1)  # A stopped process stops with a small delay.
         for process in multiprocessing.active_children():
             line = Path(f"/proc/{process.pid}/stat").read_text()
             self.seen.add(line.rpartition(")")[2].split()[0])
 
 
 def main() -> None:
-    """Run it; rank 0 writes the result, and what contestants do meanwhile."""
+    """Run the benchmark; rank 0 writes the result and the contestants' process states."""
     config = make_config(BenchConfig, CONFIG)
     program.Worker = FaultyWorker
-    machine._NUM_PASSES = 2  # Enough where nobody asks how fast the machine is.
+    machine._NUM_PASSES = 2  # Enough where the machine's speed doesn't matter.
     states = States()
     result = program.run_bench(config, states)
     if os.environ["RANK"] == "0":

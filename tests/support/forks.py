@@ -1,8 +1,8 @@
-"""Programs on four ranks that are forks of a process with all imports: torchrun without the wait.
+"""Programs on four ranks, forked from a process with all imports: torchrun without the wait.
 
 ``python -m tests.support.forks scripts SCRIPT...`` runs scripts, ``... ways FOLDER WAY...`` ranks
-that leave their process groups in a given way. Each rank ends as a whole interpreter does, with
-the destructors of gloo's objects. After each program its name and its ranks' exit codes follow.
+that leave their process groups in a given way. Each rank ends as a whole interpreter does, and
+runs gloo's destructors. After each program it prints the name and the ranks' exit codes.
 """
 
 import gc
@@ -27,7 +27,7 @@ def main(kind: str, *arguments: str) -> None:
     # Public names are loaded when they are first used: these are, once for all ranks.
     assert issubclass(tdsp.ModelParallel2D, torch.nn.Module)
     assert tdsp.Planner2D.__module__ in sys.modules
-    # The objects of the imports take seconds to collect at each exit and don't matter here.
+    # Objects from the imports take seconds to collect at each exit and don't matter here.
     gc.freeze()
     programs: dict[str, Callable[[int], None]]
     if kind == "scripts":
@@ -108,7 +108,7 @@ WAYS: dict[str, Callable[[MeshGroups], None]] = {
 
 
 def count_threads(word: str) -> int:
-    """Count the threads that have `word` in the name that the kernel knows them by."""
+    """Count the threads with `word` in their kernel name."""
     count = 0
     for task in Path("/proc/self/task").iterdir():
         # A thread may end between being listed and being asked for its name.

@@ -1,6 +1,6 @@
-"""FBGEMM's training kernel for hash-ZCH, written anew for one thread on the host.
+"""FBGEMM's training kernel for hash-ZCH, rewritten for one thread on the host.
 
-FBGEMM has it for GPUs alone. TorchRec's unsharded module runs by it as an oracle.
+FBGEMM has it for GPUs only. TorchRec's unsharded module runs on it as an oracle.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def hash_of(id_: int) -> int:
 
 @contextmanager
 def at_hour(hour: int) -> Iterator[None]:
-    """Set TorchRec's clock."""
+    """Set TorchRec's clock to an hour."""
     with patch.object(hash_mc_evictions, "time", SimpleNamespace(time=lambda: 3600.0 * hour)):
         yield
 
@@ -59,7 +59,7 @@ class OneThreadHashZch(HashZchManagedCollisionModule):
 
     def _zero_collision_hash(self, *, readonly: bool, **given: Any) -> Any:  # type: ignore[override]
         if readonly:
-            # FBGEMM's kernel for CPUs can't have what TorchRec passes beside an evicting policy.
+            # FBGEMM's CPU kernel rejects arguments that TorchRec passes with an evicting policy.
             given |= {"input_metadata": None, "eviction_threshold": -1}
             return super()._zero_collision_hash(readonly=True, **given)
         rows, evicted = [], []
@@ -71,7 +71,7 @@ class OneThreadHashZch(HashZchManagedCollisionModule):
 
 
 def _take(n: int, **given: Any) -> tuple[int, bool]:
-    """Give one id a slot; return it, and whether it was another id's."""
+    """Give an id a slot; return the slot, and whether another id had it."""
     ids, hours = given["identities"].data[:, 0], given["metadata"]
     id_, size, first = (int(given[name][n]) for name in ("input", "local_sizes", "offsets"))
     threshold, is_lru = given["eviction_threshold"], given["eviction_policy"] == 1

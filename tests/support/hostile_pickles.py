@@ -1,6 +1,6 @@
-"""Pickles that run code, fill the memory or mislead, when Python's own reader reads them.
+"""Pickles that run code, fill the memory or mislead when Python's own reader loads them.
 
-Those that run code make the file ``marker``, so that a test can see it.
+Code that runs creates the file ``marker``, so that a test can see it.
 """
 
 import codecs
@@ -18,7 +18,7 @@ Gadget = Callable[[Path], bytes]
 
 
 class Call:
-    """Pickles as a call of a function."""
+    """Pickles as a function call."""
 
     def __init__(self, function: object, *args: object) -> None:
         self._call = (function, args)
@@ -36,7 +36,7 @@ def _short(text: str) -> bytes:
 
 
 def _named(module: str, name: str) -> bytes:
-    """Protocol 4's way to name something."""
+    """Return protocol 4's bytes for a global name."""
     return _short(module) + _short(name) + b"\x93"
 
 
@@ -69,7 +69,7 @@ RUNNING: dict[str, Gadget] = {
     "global": lambda marker: b"cposix\nsystem\n(S'touch %s'\ntR." % str(marker).encode(),
     "inst": lambda marker: b"(S'touch %s'\niposix\nsystem\n." % str(marker).encode(),
     "obj": lambda marker: b"(cposix\nsystem\nS'touch %s'\no." % str(marker).encode(),
-    # a name that begins like one of DCP's
+    # a name that begins like a DCP name
     "dotted": lambda marker: (
         b"\x80\x04"
         + _named("torch.distributed.checkpoint.metadata", "os.system")
@@ -99,7 +99,7 @@ RUNNING: dict[str, Gadget] = {
         + _short(_touch(marker))
         + b"b."
     ),
-    # made without a call of its constructor's REDUCE
+    # built without REDUCE calling its constructor
     "new": lambda marker: (
         b"\x80\x04"
         + _named("subprocess", "Popen")
@@ -122,7 +122,7 @@ MISLEADING: dict[str, Gadget] = {
     "number": dumps(5),
     "dict": dumps({"state_dict_metadata": {}}),
     "nothing": lambda marker: b".",
-    # classes of DCP, changed for the whole program by a reader that makes them
+    # DCP classes, which a naive reader would change for the whole program
     "poison": lambda marker: (
         b"\x80\x04"
         + _named("torch.distributed.checkpoint.metadata", "Metadata")

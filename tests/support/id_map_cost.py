@@ -4,8 +4,8 @@
       -m tests.support.id_map_cost
 
 Eight one-hot features by row exchange; the model without maps gets row ids. Both train the same
-batches in turns. There are as many ids as rows, and most have theirs when the clock starts. Prints
-each one's milliseconds and the ratios of the rounds.
+batches alternately. There are as many ids as rows, and most ids have a row when the clock starts.
+Prints each model's milliseconds and the rounds' ratios.
 """
 
 import statistics

@@ -1,12 +1,11 @@
-"""Measure what id maps bring beside hashing, on a stream of ids that drift.
+"""Measure the benefit of id maps over hashing, on a stream of drifting ids.
 
     python -m tests.support.id_map_quality [--steps 25000] [--seeds 3]
 
-Clicks follow a weight of each id. Twice as many ids are in use as the table has rows, and half of
-them are new every twentieth of the stream. Each batch is predicted before it is trained. Prints the
-normalised entropy over the last four fifths, for each way to give rows to ids: by a hash function
-with the memory that the map takes in more rows, by TorchRec's maps with each policy, and with a row
-for every id.
+Clicks depend on each id's weight. Twice as many ids are in use as the table has rows, and half
+the ids change every twentieth of the stream. Each batch is predicted before it is trained. Prints
+the normalised entropy over the last four fifths, for each way to map ids to rows: a hash function
+that spends the map's memory on more rows, TorchRec's maps with each policy, and one row per id.
 """
 
 import argparse
@@ -40,7 +39,7 @@ Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def mixed(ids: torch.Tensor) -> torch.Tensor:
-    """Return numbers below 2**31 that look random."""
+    """Hash ids to pseudorandom numbers below 2**31."""
     ids = (ids ^ (ids >> 31)) * 0x7FB5D329728EA185
     ids = (ids ^ (ids >> 27)) * 0x1B03738712FAD5C9
     return (ids ^ (ids >> 33)) & (2**31 - 1)
@@ -51,7 +50,7 @@ def hashed(ids: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def mapped(policy: str, interval: int) -> Rows:
-    """Return rows by one of TorchRec's maps."""
+    """Return a function that maps ids to rows by one of TorchRec's maps."""
     id_map = MCHManagedCollisionModule(
         zch_size=NUM_ROWS,
         device=torch.device("cpu"),
@@ -69,7 +68,7 @@ def mapped(policy: str, interval: int) -> Rows:
 
 
 def entropy(stream: Stream, rows_of: Rows, num_rows: int, seed: int, lr: float) -> float:
-    """Train on the stream, and return the normalised entropy of what is predicted before."""
+    """Train on the stream; return the normalised entropy of predictions before each update."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(num_rows, DIM, generator=generator) * 0.01
     moment, head = torch.zeros(num_rows), torch.randn(DIM, generator=generator)

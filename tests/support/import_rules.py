@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def parsed(path: Path) -> ast.Module:
-    """Return the tree of a file, which is parsed once as long as it stays the same."""
+    """Return a file's syntax tree, parsed only once while the file is unchanged."""
     return _parsed_text(path.read_text())
 
 
@@ -67,7 +67,7 @@ DRAWING_ROOMS = ("report", f"{PROGRAMS}.cli")
 
 @dataclass(frozen=True)
 class Module:
-    """A source file of the package under test."""
+    """A source file in the package under test."""
 
     path: Path
     name: str
@@ -76,16 +76,16 @@ class Module:
 
     @property
     def part(self) -> str:
-        """Return what `LAYERS` ranks: the name below the package, or below its programs.
+        """Return the part that `LAYERS` ranks: the name below the package, or below its programs.
 
-        The package itself and the wing of the programs have none.
+        It doesn't rank the package itself and the programs' common package.
         """
         names = self.name.split(".")[1:]
         return ".".join(names[:2]) if names[:1] == [PROGRAMS] else ".".join(names[:1])
 
 
 def read_package(package: Path) -> dict[str, Module]:
-    """Return all modules of a package by dotted name."""
+    """Return a package's modules by dotted name."""
     modules = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -95,7 +95,7 @@ def read_package(package: Path) -> dict[str, Module]:
 
 
 def imported(module: Module) -> Iterator[tuple[int, str]]:
-    """``(line, dotted name)`` of all that a file imports, inside functions as well."""
+    """Yield ``(line, dotted name)`` for each import in a file, inside functions as well."""
     package = module.name.split(".")
     if module.path.name != "__init__.py":
         package = package[:-1]
@@ -109,7 +109,7 @@ def imported(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def layer_violations(package: Path) -> list[str]:
-    """Return imports that point up or sideways, and parts that no layer names."""
+    """List imports that point up or sideways, and parts that no layer names."""
     results = []
     modules = read_package(package)
     ranks = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
@@ -143,7 +143,7 @@ def layer_violations(package: Path) -> list[str]:
 
 
 def cycle_violations(package: Path) -> list[str]:
-    """Return modules that import each other, directly or around several corners."""
+    """List modules that import each other, directly or indirectly."""
     modules = read_package(package)
     graph = {
         name: {
@@ -162,7 +162,7 @@ def cycle_violations(package: Path) -> list[str]:
 
 
 def upstream_violations(package: Path) -> list[str]:
-    """Return imports of TorchRec or FBGEMM internals outside the adapters."""
+    """List imports of TorchRec or FBGEMM internals outside the adapters."""
     return [
         f"{module.path}:{line}: {name} is internal to {name.split('.')[0]}; "
         f"import it in {ADAPTERS} and take it from there"
@@ -174,7 +174,7 @@ def upstream_violations(package: Path) -> list[str]:
 
 
 def drawing_violations(package: Path) -> list[str]:
-    """Return imports of libraries that draw, outside the rooms that do."""
+    """List imports of drawing libraries outside the rooms that draw."""
     return [
         f"{module.path}:{line}: {name} draws; hand a chart or a table to {DRAWING_ROOMS[0]}"
         for module in read_package(package).values()

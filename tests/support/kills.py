@@ -1,8 +1,8 @@
-"""Kill workers of torchrun at random moments, and compare what goes on with a run without kills.
+"""Kill torchrun's workers at random moments, and compare the results with a run without kills.
 
-Run as ``python -m tests.support.kills [--of library|program] --kills 20``. Each launch of torchrun
-gets up to three kills, as many as it may restart; every other one comes while a checkpoint is
-saved. A loss or an evaluation that differs in any bit from that of the uninterrupted run, and an
+Run as ``python -m tests.support.kills [--of library|program] --kills 20``. Each torchrun launch
+gets up to three kills, as many as it may restart; every other kill comes while a checkpoint is
+saved. Any loss or evaluation that isn't bitwise equal to the uninterrupted run's, and any nonzero
 exit code, is a failure. Prints a table.
 """
 
@@ -50,17 +50,17 @@ class Subject:
 
 @dataclass
 class Launch:
-    """The result of a launch."""
+    """A launch's result."""
 
     exit_code: int
     numbers: Numbers
     kills: list[str] = field(default_factory=list)
-    """The time of each."""
+    """The time of each kill."""
     output: str = ""
-    """The end of what it said."""
+    """The end of its output."""
 
     def differences(self, expected: "Launch") -> list[str]:
-        """List the numbers that differ from those of a run without kills, or lack."""
+        """List numbers that differ from a run without kills, or are missing."""
         different = [
             f"{name}: {values} for {expected.numbers.get(name)}"
             for name, values in self.numbers.items()
@@ -72,7 +72,7 @@ class Launch:
 
 
 def library_worker(variant: str, folder: Path, steps: int) -> None:
-    """Train on from the newest checkpoint, as torchrun's worker, and log each loss."""
+    """Continue training from the newest checkpoint as a torchrun worker, and log each loss."""
     import torch.distributed as dist
 
     import torchrec_2dsp as tdsp
@@ -108,7 +108,7 @@ def library_numbers(folder: Path) -> Numbers:
 
 
 def _whole_lines(folder: Path) -> Iterator[str]:
-    """Yield what workers have logged; the last line of each may be cut."""
+    """Yield the complete lines in workers' logs; each log's last line may be cut."""
     for path in folder.glob("log_*.jsonl"):
         yield from (line for line in path.read_text().splitlines(True) if line.endswith("\n"))
 
@@ -195,7 +195,7 @@ def launch(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPOSITORY),
         "GLOO_SOCKET_IFNAME": "lo",
-        # Without it gloo reads the addresses of the dead life, in plain torch as well.
+        # Without it gloo reads the dead workers' addresses, in plain torch as well.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     happened: list[str] = []
@@ -222,7 +222,7 @@ def kill_one(
     last_step: int,
     chance: random.Random,
 ) -> list[str]:
-    """Kill a worker once a few more checkpoints have begun: at once, or some time later."""
+    """Kill a worker after a few more checkpoints have begun: at once, or some time later."""
     wanted = newest(checkpoints) + SAVE_EVERY * chance.randint(1, 3)
     deadline = time.monotonic() + DEADLINE_S
     while process.poll() is None and time.monotonic() < deadline:
@@ -260,7 +260,7 @@ def children(pid: int) -> list[int]:
 
 
 def main() -> int:
-    """Kill until there were enough, and say how it went."""
+    """Kill workers as often as asked, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--of", choices=SUBJECTS, default="library")
     parser.add_argument("--kills", type=int, default=20)

@@ -1,7 +1,7 @@
-"""A log like Criteo's, the seconds that it takes to read it beside pyarrow alone, and the memory.
+"""Measure seconds and memory for reading a log like Criteo's, beside pyarrow alone.
 
-The log has as many distinct values as the real one's head has for its size. Both are timed in
-processor seconds of one thread, which other programs on the machine don't change much.
+The log has as many distinct values as an equally long head of the real one. Both are timed in
+processor seconds on one thread, which other programs on the machine hardly change.
 """
 
 import resource
@@ -48,7 +48,7 @@ def write_criteo_like(path: Path, num_rows: int, seed: int = 0) -> None:
 
 
 def pyarrow_seconds(path: Path) -> float:
-    """Return processor seconds that pyarrow takes to parse the file, a block after another."""
+    """Return pyarrow's processor seconds for parsing the file block by block."""
     start = time.process_time()
     types = {name: pa.binary() if name[0] == "C" else pa.float32() for name in _NAMES}
     reader = pa_csv.open_csv(
@@ -65,7 +65,7 @@ def pyarrow_seconds(path: Path) -> float:
 
 
 def reader_seconds(path: Path, *, batch_size: int) -> tuple[float, float]:
-    """Return the processor seconds that it takes to convert a file, and to make batches of it."""
+    """Return the processor seconds for converting a file, and for reading it in batches."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.process_time()
         tree = {"files": str(path), "held_out": {"share": 0.0}, "num_ahead": 0, "prepared": folder}
@@ -77,6 +77,6 @@ def reader_seconds(path: Path, *, batch_size: int) -> tuple[float, float]:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process had until now."""
+    """Return this process's peak memory so far."""
     factor = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * factor

@@ -1,4 +1,4 @@
-"""Small logs in files, and what plain Python makes of them."""
+"""Small logs in files, and their expected batches by plain Python."""
 
 import gzip
 import math
@@ -27,7 +27,7 @@ NUM_USERS, NUM_TAGS = 50, 30
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a log."""
+    """A log's row."""
 
     number: int
     """Its number in the log, which is a dense feature as well."""
@@ -51,7 +51,7 @@ FEATURES = [
 
 
 def make_rows(num_rows: int, seed: int = 0) -> list[Row]:
-    """Return rows with a few users, some of them missing, and no to three tags."""
+    """Draw rows with a few users, some missing, and zero to three tags each."""
     random = np.random.default_rng(seed)
     return [
         Row(
@@ -65,7 +65,7 @@ def make_rows(num_rows: int, seed: int = 0) -> list[Row]:
 
 
 def write_log(path: Path, rows: Sequence[Row], *, row_group: int = 7) -> Path:
-    """Write rows as what the name of the file says."""
+    """Write rows in the format that the file name says."""
     if path.suffix == ".parquet":
         table = pa.table(
             {
@@ -89,7 +89,7 @@ Interaction = tuple[str, str, int]
 
 
 def make_interactions(num_rows: int, seed: int = 0, num_users: int = 12) -> list[Interaction]:
-    """Return interactions in any order, some of them at the same time."""
+    """Draw interactions in random order, some at the same time."""
     random = np.random.default_rng(seed)
     return [
         (f"u{random.integers(num_users)}", f"i{random.zipf(1.5) % 30}", int(random.integers(50)))
@@ -98,7 +98,7 @@ def make_interactions(num_rows: int, seed: int = 0, num_users: int = 12) -> list
 
 
 def write_interactions(path: Path, log: Sequence[Interaction]) -> Path:
-    """Write interactions as what the name of the file says."""
+    """Write interactions in the format that the file name says."""
     if path.suffix == ".parquet":
         users, items, times = zip(*log, strict=True)
         table = {"user_id:token": users, "item_id:token": items, "timestamp:float": times}
@@ -110,7 +110,7 @@ def write_interactions(path: Path, log: Sequence[Interaction]) -> Path:
 
 
 def table_config(*files: Path, **keys: Any) -> TableConfig:
-    """Return the section of a log of such files, in small blocks and without a thread."""
+    """Return the config section for a log in these files, in small blocks and without a thread."""
     is_parquet = files[0].suffix == ".parquet"
     features = [dict(feature) for feature in FEATURES]
     if is_parquet:
@@ -138,7 +138,7 @@ def global_batches(
     split: Split = Split.TRAIN,
     batches_per_step: int = 1,
 ) -> Iterator[list[Batch]]:
-    """Yield the parts of all ranks of each batch."""
+    """Yield each batch as a list of all ranks' parts."""
     streams = [
         data.batches(
             split,
@@ -156,7 +156,7 @@ def global_batches(
 def contents(
     data: Dataset, global_batch_size: int, world_size: int = 2, **keys: Any
 ) -> list[list[tuple[object, ...]]]:
-    """Return what each batch says of its rows; see `content_of`."""
+    """Return each batch's rows; see `content_of`."""
     batches = global_batches(
         data, global_batch_size=global_batch_size, world_size=world_size, **keys
     )
@@ -164,18 +164,18 @@ def contents(
 
 
 def whole_epoch(data: Dataset, num_rows: int, split: Split = Split.TRAIN) -> Batch:
-    """Return the only batch of an epoch."""
+    """Return an epoch's only batch."""
     ((batch,),) = global_batches(data, global_batch_size=num_rows, world_size=1, split=split)
     return batch
 
 
 def numbers_of(parts: Sequence[Batch]) -> list[int]:
-    """Return the numbers of the rows of a batch, in their order."""
+    """Return a batch's row numbers, in order."""
     return torch.cat([part.dense_features[:, 0] for part in parts]).int().tolist()
 
 
 def content_of(parts: Sequence[Batch]) -> list[tuple[object, ...]]:
-    """Return all that a batch says of each row, in the order of the rows."""
+    """Return each row's label, dense features and ids in a batch, in row order."""
     content: list[tuple[object, ...]] = []
     for part in parts:
         features = part.sparse_features
@@ -188,18 +188,18 @@ def content_of(parts: Sequence[Batch]) -> list[tuple[object, ...]]:
 
 @cache
 def expected_content(row: Row) -> tuple[object, ...]:
-    """Return what a batch must say of a row, by a hash of plain integers."""
+    """Return a row's expected content in a batch, hashed with plain integers."""
     tags = [hashed_row(tag.encode(), NUM_TAGS) for tag in row.tags]
     return float(row.label), [float(row.number)], [hashed_row(row.user.encode(), NUM_USERS)], tags
 
 
 def hashed_row(text: bytes, num_rows: int) -> int:
-    """Return the row of a text: 0 if it is missing, and else by its hash."""
+    """Return a text's row: 0 if the text is missing, otherwise by its hash."""
     return 1 + (((plain_hash(text) >> 32) * (num_rows - 1)) >> 32) if text else 0
 
 
 def plain_hash(text: bytes) -> int:
-    """Return the hash of a text, word by word."""
+    """Hash a text, word by word."""
     state = len(text) * 0x9E3779B97F4A7C15 & _MASK
     for word in range(math.ceil(len(text) / 8)):
         state ^= int.from_bytes(text[8 * word : 8 * word + 8], "little")

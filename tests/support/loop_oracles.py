@@ -1,4 +1,4 @@
-"""Oracles of loops and algorithms that aren't one exact update per step."""
+"""Oracles for loops and algorithms other than one exact update per step."""
 
 from typing import Any, cast
 
@@ -13,12 +13,12 @@ from tests.support.parity import LR, Cell
 
 
 class LoopOracle(Oracle):
-    """The oracle of loops that aren't one backward per step on the mean over ranks."""
+    """The oracle for loops other than one backward per step on the mean over ranks."""
 
     max_norm: float | None = None
     """Clip the dense gradient to this norm."""
     table_factor: float = 1.0
-    """The factor of embedding gradients; the world size where they are summed."""
+    """The factor on embedding gradients; the world size where they are summed."""
     moment_scale: float = 1.0
     """That of `MomentScaledRowWiseAdaGrad`."""
 
@@ -28,7 +28,7 @@ class LoopOracle(Oracle):
         """Each table's latest gradient."""
 
     def accumulate(self, micro_batches: Stream) -> None:
-        """Tables are updated per backward, as the fused update does; dense layers once."""
+        """Update tables per backward, as fused optimizers do, and dense layers once."""
         tables = tables_of(self.model)
         self.model.zero_grad()
         for batches in micro_batches:
@@ -76,7 +76,7 @@ class Emulation:
                 setattr(group, name, value)
 
     def step(self, batches: list[KeyedJaggedTensor]) -> None:
-        """Train all groups for a step."""
+        """Train all groups for one step."""
         hot = self._read_hot_rows()
         for number, group in enumerate(self.groups):
             own = [
@@ -128,7 +128,7 @@ def bag_loss(cell: Cell, pooled: Any) -> torch.Tensor:
 
 
 def bag_oracle(cell: Cell, stream: Stream) -> Oracle:
-    """One update per batch, all from gradients of the first weights."""
+    """Return an oracle with one update per batch, all from the initial weights' gradients."""
     oracle = LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
     model = cast(BagModel, oracle.model)
     tables = tables_of(model)

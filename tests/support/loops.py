@@ -1,4 +1,4 @@
-"""Train a cell of the parity matrix by one loop or another, and compare what comes out."""
+"""Train a parity matrix cell by various loops, and compare the results."""
 
 import logging
 import math
@@ -50,7 +50,7 @@ def shard_tables(
     *,
     load: bool = True,
 ) -> Any:
-    """Shard each table by its type and what is pinned of it; keep weights if ``load``."""
+    """Shard each table by its type and pinned choices; keep weights if ``load``."""
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     constraints = {
         name: ParameterConstraints(sharding_types=[kind], min_partition=4)
@@ -66,7 +66,7 @@ def shard_tables(
 
 
 class LossModel(BagModel):
-    """Returns what TorchRec's pipelines want: the loss, and something to look at."""
+    """Returns the loss and the detached scores, as TorchRec's pipelines expect."""
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         scores = super().forward(features)
@@ -74,7 +74,7 @@ class LossModel(BagModel):
 
 
 def shard_loss_model(cell: Cell) -> DistributedModelParallel:
-    """Call `shard` with a model for pipelines, where they can trace it."""
+    """Shard a `LossModel`, or a `BagModel` where pipelines can't trace it."""
     if cell.spec.sequence:
         return shard(cell)
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def entries(parallel: DistributedModelParallel) -> dict[str, Any]:
 
 
 def snapshot(parallel: DistributedModelParallel) -> Tensors:
-    """Copy everything that this rank trains, read as a user would: by the state dicts."""
+    """Copy everything that this rank trains, read through state dicts as a user would."""
     return {
         f"{name}{number}": copied(part)
         for name, value in entries(parallel).items()
@@ -108,7 +108,7 @@ def largest_gap(left: Tensors, right: Tensors) -> float:
 
 @contextmanager
 def counting_syncs(parallel: nn.Module) -> Iterator[list[tdsp.SyncReport]]:
-    """Yield the reports on all syncs that had something to do, whoever triggered them."""
+    """Yield the reports on all syncs that weren't empty, whoever triggered them."""
     reports: list[tdsp.SyncReport] = []
 
     def counted(
@@ -140,7 +140,7 @@ def plain_loop(
     accumulate: int = 1,
     before_step: Callable[[int], None] | None = None,
 ) -> list[float]:
-    """Run a tutorial's loop, with an optimizer step after every ``accumulate`` backwards."""
+    """Run a plain training loop, with an optimizer step after every ``accumulate`` backwards."""
     losses = []
     for index, batch in enumerate(batches):
         if index % accumulate == 0:
@@ -205,7 +205,7 @@ def pipeline_loop(
 
 
 def drain(pipeline: Any, batches: Iterable[KeyedJaggedTensor]) -> list[torch.Tensor]:
-    """Train until there are no more batches; return what the pipeline gives for each."""
+    """Train until there are no more batches; return the pipeline's output for each."""
     stream, outputs = iter(batches), []
     with suppress(StopIteration):
         while True:
@@ -214,7 +214,7 @@ def drain(pipeline: Any, batches: Iterable[KeyedJaggedTensor]) -> list[torch.Ten
 
 
 def train(cell: Cell, rank: int, stream: Stream, kind: str = "plain", **options: Any) -> Tensors:
-    """Return the snapshot after one loop over this rank's batches."""
+    """Train one loop over this rank's batches; return the snapshot."""
     parallel = shard_loss_model(cell)
     optimizer = make_optimizer(parallel)
     batches = [step[rank] for step in stream]
@@ -227,7 +227,7 @@ def train(cell: Cell, rank: int, stream: Stream, kind: str = "plain", **options:
 
 @contextmanager
 def logged(name: str = "torchrec_2dsp") -> Iterator[list[str]]:
-    """Yield the messages that a logger gets meanwhile."""
+    """Yield a list that collects a logger's messages."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A model behind id maps, sharded and not, on batches whose ids drift."""
+"""A model behind id maps, sharded and unsharded, on batches with drifting ids."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -60,12 +60,12 @@ HOT_IDS: HotIds = tuple(
     (table, tuple(FAR * number for number in numbers))
     for table, numbers in (("t0", (0, 3, 6, 11, 14)), ("t1", (1, 2, 8, 13, 900)))
 )
-"""The last one never comes."""
+"""The last id never occurs."""
 LATER_HOT_IDS: HotIds = tuple((table, tuple(id_ + FAR for id_ in ids)) for table, ids in HOT_IDS)
-"""Others, for a refresh."""
+"""Other hot ids, for a refresh."""
 STEPS = 7
 TOLERANCE = 2e-6
-"""A few float32 roundings, through seven steps."""
+"""A few float32 rounding errors, through seven steps."""
 POLICIES = {
     "lfu": LFU_EvictionPolicy,
     "lru": LRU_EvictionPolicy,
@@ -84,11 +84,11 @@ HASHED: dict[str, tuple[HashZchEvictionPolicyName | None, dict[str, Any]]] = {
         {"opt_in_prob": 100, "percent_reserved_slots": 20},
     ),
 }
-"""The policies of maps that hash ids, and their options."""
+"""Eviction policies for maps that hash ids, with their options."""
 
 
 def hashed_map(policy: str, config: Any, kind: Any = HashZchManagedCollisionModule) -> Any:
-    """Return a map that hashes ids, which live for no further hour, or 0, 1, ... by feature."""
+    """Return a map that hashes ids; they live for 0 more hours, or 0, 1, ... by feature."""
     chosen, options = HASHED[policy]
     hours = list(range(len(config.feature_names)))
     return kind(
@@ -107,7 +107,7 @@ def hashed_map(policy: str, config: Any, kind: Any = HashZchManagedCollisionModu
 def sorting_map(
     config: Any, policy: str = "lfu", interval: int = 1, **options: Any
 ) -> MCHManagedCollisionModule:
-    """Return a map that sorts ids, and evicts by a policy each so many batches."""
+    """Return a map that sorts ids, and evicts by a policy every ``interval`` batches."""
     return MCHManagedCollisionModule(
         zch_size=config.num_embeddings,
         device=torch.device("cpu"),
@@ -118,12 +118,12 @@ def sorting_map(
 
 
 def hour_of(num_batches: int) -> int:
-    """Return the time at which a batch is seen, after so many others."""
+    """Return the hour at which a batch is seen after ``num_batches`` others."""
     return 1_000 + num_batches
 
 
 def halved(ids: torch.Tensor, size: int) -> torch.Tensor:
-    """Hash ids, some of which collide."""
+    """Hash ids so that some collide."""
     return (ids // FAR * 3 // 2) % size
 
 
@@ -148,7 +148,7 @@ class Case:
 def behind_maps(
     collection: Any, id_map: Callable[[Any], ManagedCollisionModule], **options: Any
 ) -> Any:
-    """Return a collection behind an id map for each table, made from its config."""
+    """Wrap a collection in id maps, each built from its table's config."""
     is_bags, configs = isinstance(collection, EmbeddingBagCollection), configs_of(collection)
     kinds = (ManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingBagCollection)
     maps: Any = {config.name: id_map(config) for config in configs}
@@ -156,7 +156,7 @@ def behind_maps(
 
 
 class Head(nn.Module):
-    """Scores of bags, or of sequences that are summed by hand. Pipelines don't trace it."""
+    """Scores bags, or sequences summed by hand. Pipelines don't trace it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Head(nn.Module):
 
 
 class ManagedModel(nn.Module):
-    """Bags or sequences behind id maps, and one dense layer: a loss, and scores."""
+    """Bags or sequences behind id maps, and one dense layer; returns the loss and scores."""
 
     def __init__(self, case: Case, kind: Any = HashZchManagedCollisionModule) -> None:
         super().__init__()
@@ -198,14 +198,14 @@ class ManagedModel(nn.Module):
 
 
 class StayingBatch(KeyedJaggedTensor):
-    """A batch that is itself where it is moved to its own device, as other tensors are."""
+    """A batch that returns itself when moved to its own device, as tensors do."""
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
         return self if self.device() == device else super().to(device, *args, **kwargs)
 
 
 def batch_of(case: Case, step: int, rank: int, size: int = 4) -> KeyedJaggedTensor:
-    """Draw a batch whose ids drift, some of them often, so that rows are evicted."""
+    """Draw a batch of drifting and some frequent ids, so that rows are evicted."""
     generator = torch.Generator().manual_seed(100 * step + rank + 1)
     keys = [feature for feature, _ in case.cell.spec.features]
     longest = 0 if rank in case.empty_on else 3
@@ -223,7 +223,7 @@ def batch_of(case: Case, step: int, rank: int, size: int = 4) -> KeyedJaggedTens
 
 
 def together(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Join batches sample by sample, those of rank 0 first."""
+    """Join batches by samples, rank 0's first."""
     keys = batches[0].keys()
     by_key = [[batch[key] for batch in batches] for key in keys]
     return KeyedJaggedTensor(
@@ -235,7 +235,7 @@ def together(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 @dataclass
 class Twin:
-    """TorchRec's unsharded module, which resets evicted rows by hand, on all ranks' batches."""
+    """TorchRec's unsharded module on all ranks' batches, with evicted rows reset by hand."""
 
     case: Case
     model: Any = None
@@ -272,18 +272,18 @@ class Twin:
         return {name: table.weight for name, table in tables.items()}
 
     def batches(self, step: int) -> list[KeyedJaggedTensor]:
-        """Return all ranks' batches, with a bag for each sample."""
+        """Return all ranks' batches, with one bag per sample."""
         ranks = range(self.case.cell.mesh.world_size)
         return [written_out(batch_of(self.case, step, rank)) for rank in ranks]
 
     def step(self, step: int, features: KeyedJaggedTensor | None = None) -> list[float]:
-        """Train on a step's batches, or on their rows if maps have seen them; return the losses."""
+        """Train on a step's batches, or on row ids if maps have seen them; return the losses."""
         return self.step_twice([step], features)
 
     def step_twice(
         self, numbers: Sequence[int], features: KeyedJaggedTensor | None = None
     ) -> list[float]:
-        """Train on the batches with these numbers, one after the other in one forward."""
+        """Train on the batches with these numbers, looked up one after the other in one forward."""
         self.model.zero_grad()
         seen, losses = [], torch.zeros(self.case.cell.mesh.world_size)
         for number in numbers:
@@ -308,7 +308,7 @@ class Twin:
         return features
 
     def name_hot_ids(self, hot_ids: HotIds) -> None:
-        """Let other ids be hot, from the next step on."""
+        """Make these ids hot from the next step on."""
         self._hot_ids = hot_ids
 
     def _follow_hot_ids(self) -> None:
@@ -329,7 +329,7 @@ class Twin:
             ids = JaggedTensor(torch.tensor(raw_ids), lengths=torch.tensor([len(raw_ids)]))
             rows = id_map.remap(id_map.preprocess({table: ids}))[table].values().tolist()
             for raw_id, row in zip(raw_ids, rows, strict=True):
-                # The last row is that of ids without one.
+                # The last row is for ids without a row.
                 if row < id_map.output_size() - 1:
                     yield (table, raw_id), row
 
@@ -354,13 +354,13 @@ def sharder_of(case: Case) -> Any:
 
 
 def plan_of(case: Case, sharder: Any) -> tdsp.Plan2D:
-    """Plan the tables as if there were no id maps, which TorchRec's planner cuts into buckets."""
+    """Plan the tables as if there were no id maps, which TorchRec's planner would split."""
     tables = nn.ModuleDict({"mc": ManagedModel(Case(case.cell)).mc._embedding_module})
     return group_plan(case.cell, tables, sharder.tables)
 
 
 def sharded(case: Case, kind: type[ManagedModel] = ManagedModel) -> tdsp.ModelParallel2D:
-    """Shard the model of seed 0."""
+    """Shard the model with seed 0."""
     model, sharder = kind(case), sharder_of(case)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     plan = plan_of(case, sharder)
@@ -373,7 +373,7 @@ def sharded(case: Case, kind: type[ManagedModel] = ManagedModel) -> tdsp.ModelPa
 
 
 def set_clock_by_batches(parallel: nn.Module) -> None:
-    """Let an hour pass after each batch; all clocks but the first rank's are fast."""
+    """Advance the clock by an hour per batch; all clocks but the first rank's are fast."""
     (shards,) = managed_collisions(parallel)
     (id_map, *_) = shards._maps.values()
     fast = 100 * dist.get_rank()
@@ -381,7 +381,7 @@ def set_clock_by_batches(parallel: nn.Module) -> None:
 
 
 def train(case: Case, parallel: tdsp.ModelParallel2D, rank: int, steps: range) -> list[float]:
-    """Train some steps by the case's loop; return each step's loss."""
+    """Train these steps by the case's loop; return each step's loss."""
     optimizer = make_optimizer(parallel)
     batches = [batch_of(case, step, rank) for step in steps]
     if case.loop == "plain":
@@ -397,9 +397,9 @@ def train(case: Case, parallel: tdsp.ModelParallel2D, rank: int, steps: range) -
 def train_beside_twin(
     rank: int, world_size: int, case: Case
 ) -> tuple[float, float, tuple[int, ...], list[bytes]]:
-    """Train beside the twin; return the gaps of losses and of state.
+    """Train beside the twin; return the loss and state gaps.
 
-    Also what was evicted, how often hot ids lost rows and got some again, and the replicas' bits.
+    Also return counts (evicted rows, hot ids that lost or regained rows), and hot rows' bits.
     """
     twin, parallel = Twin(case), sharded(case)
     losses = train(case, parallel, rank, range(STEPS))
@@ -410,7 +410,7 @@ def train_beside_twin(
 
 
 def replicas_of(parallel: tdsp.ModelParallel2D, twin: Twin) -> list[bytes]:
-    """Return the bits of this rank's hot rows, which must be those that hot ids have."""
+    """Return this rank's hot rows as bytes; check that they are the hot ids' rows."""
     bits = []
     for part in sharded_tables(parallel):
         if part.hot_rows is None:
@@ -424,7 +424,7 @@ def replicas_of(parallel: tdsp.ModelParallel2D, twin: Twin) -> list[bytes]:
 
 
 def state_gap(parallel: tdsp.ModelParallel2D, twin: Twin) -> float:
-    """Compare maps, which must be equal, and weights and moments."""
+    """Check that maps are equal; return the largest weight or moment gap."""
     expected, gap = twin.model.state_dict(), 0.0
     state = parallel.state_dict()
     assert state.keys() == expected.keys()
@@ -446,5 +446,5 @@ def state_gap(parallel: tdsp.ModelParallel2D, twin: Twin) -> float:
 
 
 def largest_gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference of two elements."""
+    """Return the largest difference between two elements."""
     return (actual - expected).abs().max().item() if actual.numel() else 0.0

@@ -1,10 +1,10 @@
-"""Measure the memory that plans take, beside the cost model's prediction.
+"""Measure plans' memory beside the cost model's prediction.
 
     python -m tests.support.memory [CASE ...]
 
-prints a row for each case. A rank's growth is that of its resident memory, from before the model is
-sharded to the highest while it trains. Everything ran once before, with tables of a few rows, so
-that code, connections and threads don't count.
+prints a row for each case. A rank's growth is its peak resident memory while it trains, minus the
+resident memory before the model is sharded. Everything ran once before, with tiny tables, so that
+code, connections and threads don't count.
 """
 
 import gc
@@ -65,7 +65,7 @@ CASES = {
 
 
 class Tables(nn.Module):
-    """Tables and nothing else: what they give is only added up."""
+    """Tables and nothing else: their outputs are just summed."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ class Tables(nn.Module):
 
 
 def grown(rank: int, world_size: int, case: Case) -> tuple[int, MemoryCost]:
-    """Return bytes by which this rank grew, and what was expected of the fullest one."""
+    """Return the bytes by which this rank grew, and the cost predicted for the fullest rank."""
     gc.freeze()
     _train(rank, case, SMALL, batch_size=4)
     give_back_memory()
     before = resident_bytes()
-    # The highest is forgotten.
+    # Resets the peak.
     Path("/proc/self/clear_refs").write_text("5")
     expected = _train(rank, case, LARGE, case.batch_size)
     highest = peak_bytes()
@@ -131,7 +131,7 @@ def _expected(
     local_world_size: int,
 ) -> MemoryCost:
     workload = Workload.of_model(model, batch_size=batch_size)
-    # With the optimizer's state, which a sharder knows of.
+    # With the optimizer's state, which a sharder knows about.
     candidates = candidates_of(model, [sharder], None, workload, "cpu")  # type: ignore[list-item]
     tables = {
         candidate.name: replace(candidate.work, ids_per_sample=float(case.ids_per_bag))
@@ -158,8 +158,8 @@ def _batches(
 
 
 def measured(name: str) -> tuple[int, MemoryCost]:
-    """Return how much the fullest of four ranks grew on two hosts, and what was expected."""
-    # New processes each time: memory that others freed would be there already.
+    """Return the growth of the fullest among four ranks on two hosts, and the prediction."""
+    # New processes each time: memory that earlier cases freed would be there already.
     with RankPool(4, local_world_size=2) as ranks:
         actual = ranks.run(grown, CASES[name], timeout_s=200)
     return max(size for size, _ in actual), actual[0][1]

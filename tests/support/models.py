@@ -105,9 +105,9 @@ class BagModel(nn.Module):
         self.over = nn.Linear(sum(table.dim for _, table in spec.features), 1)
 
     def joined(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return all bags of a sample side by side."""
+        """Concatenate each sample's bags."""
         pooled = self.ebc(features)
-        # The order of a sharded collection's output follows the plan: read it by name.
+        # A sharded collection's output order follows the plan: read it by name.
         return torch.cat([pooled[name] for name in self.features], dim=1).float()
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ NUM_POSITIONS = 6
 
 
 def processors_of(spec: ModelSpec) -> Any:
-    """Return position weights that differ; the last feature has none in a collection."""
+    """Return distinct position weights; in a collection the last feature has none."""
     features = [feature for feature, _ in spec.features]
     if spec.positions == "collection":
         lengths = dict.fromkeys(features[:-1], NUM_POSITIONS)
@@ -162,7 +162,7 @@ class SequenceModel(nn.Module):
 
 
 def summed(sequences: JaggedTensor) -> torch.Tensor:
-    """Return one vector for each sample."""
+    """Sum each sample's vectors."""
     lengths, values = sequences.lengths(), sequences.values()
     sample = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
     total = values.new_zeros(lengths.numel(), values.shape[1])
@@ -179,7 +179,7 @@ def build(spec: ModelSpec, seed: int = 0, device: str = "cpu") -> Model:
 
 
 def tables_of(model: nn.Module) -> nn.ModuleDict:
-    """Return the embedding modules of an unsharded or sharded model, by table."""
+    """Return an unsharded or sharded model's embedding modules, by table."""
     if hasattr(model, "ebc"):
         ebc: Any = model.ebc
         return getattr(ebc, "_embedding_bag_collection", ebc).embedding_bags

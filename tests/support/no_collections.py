@@ -1,6 +1,6 @@
-"""Imported before large modules, whose imports leave little to collect and much to look at.
+"""Turns off garbage collection before large imports, which leave many objects, little garbage.
 
-A rank collects again, see `tests.support.rank_worker`.
+Ranks turn it on again, see `tests.support.rank_worker`.
 """
 
 import gc

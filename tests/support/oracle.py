@@ -1,7 +1,7 @@
 """Eager update rules on plain tensors, which fused and distributed runs must match.
 
-Each function takes the weight of a table, or of some of its rows, the gradient of the *global*
-batch and the state, and changes weight and state in place. Rows with a zero gradient don't move.
+Each function takes the weight of a table or some rows, the *global* batch's gradient and the
+state, and changes weight and state in place. Rows with a zero gradient don't move.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def adagrad_(
 
 
 def float32(value: float) -> float:
-    """Return the nearest float32 number, as FBGEMM's kernels take their arguments."""
+    """Round to the nearest float32 number, as FBGEMM's kernels do with their arguments."""
     return torch.tensor(value).item()
 
 
@@ -76,9 +76,9 @@ def adam_(
     lr: float,
     eps: float,
 ) -> None:
-    """Adam, its form with one moment for each row, or LAMB, whose ratio is one for each row.
+    """Update by Adam or LAMB, or their partial forms with one moment per row.
 
-    ``step`` counts from 1, and is the world's, however often a row was looked up.
+    LAMB has one ratio per row. ``step`` counts the world's steps from 1 for all rows alike.
     """
     squares = grad**2 if optimizer in PER_ELEMENT else (grad**2).mean(dim=1, keepdim=True)
     average[:] = BETA1 * average + (1 - BETA1) * grad
@@ -91,15 +91,15 @@ def adam_(
 
 
 def local_loss(scores: torch.Tensor) -> torch.Tensor:
-    """Return the loss of one rank's batch; ranks are averaged, as DDP does."""
+    """Return one rank's loss on its batch; ranks are averaged, as in DDP."""
     return (scores - 1.0).pow(2).sum()
 
 
 class Oracle:
-    """Trains a model, by default that of seed 0: tables by an eager optimizer, the rest by SGD.
+    """Trains a model, by default with seed 0: tables by an eager optimizer, the rest by SGD.
 
     ``column_blocks`` splits a table's row-wise moment as TorchRec's column-wise sharding does:
-    each block of columns has a moment of its own.
+    each column block has its own moment.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Oracle:
 
     @torch.no_grad()
     def apply_(self, batches: Sequence[KeyedJaggedTensor]) -> None:
-        """Update all weights by their gradients of these batches."""
+        """Update all weights by their gradients on these batches."""
         self._num_steps += 1
         # Others may train whatever else a model has.
         for name, param in self.model.named_parameters():
@@ -154,7 +154,7 @@ class Oracle:
                 self._update_(name, grad)
 
     def scores(self, batch: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the scores of one rank's batch."""
+        """Return the scores for one rank's batch."""
         return self.model(batch)
 
     def _update_(self, name: str, grad: torch.Tensor) -> None:
@@ -230,7 +230,7 @@ def batches_of(
     step: int,
     variable: bool = False,
 ) -> list[KeyedJaggedTensor]:
-    """Draw all ranks' batches; if ``variable``, most have a batch size for each feature."""
+    """Draw all ranks' batches; if ``variable``, most have one batch size per feature."""
     return [
         batch_of(spec, seed, sizes, max_length, step, variable, rank=rank)
         for rank in range(len(sizes))
@@ -247,7 +247,7 @@ def batch_of(
     *,
     rank: int,
 ) -> KeyedJaggedTensor:
-    """Draw one rank's batch, without those of the others."""
+    """Draw one rank's batch, without the other ranks' batches."""
     make = make_variable_batch if variable else make_batch
     return make(spec, seed + 1000 * step + rank, sizes[rank], max_length)
 
@@ -261,7 +261,7 @@ def trained_oracle(
     steps: int,
     variable: bool = False,
 ) -> tuple[Oracle, tuple[list[float], ...]]:
-    """Return a trained oracle, which nobody may train further, and each step's losses."""
+    """Return a trained oracle, which must not be trained further, and each step's losses."""
     oracle = kind.make()
     losses = [
         oracle.step(batches_of(kind.spec, seed, sizes, max_length, n, variable))

@@ -1,4 +1,4 @@
-"""Train a `Cell` of the parity matrix beside the oracle and measure how far apart they are."""
+"""Train a parity matrix `Cell` beside the oracle, and measure the gap between them."""
 
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -114,7 +114,7 @@ class Cell:
 
     @property
     def num_values(self) -> int:
-        """Weights of the tables that all ranks hold together."""
+        """The number of table weights on all ranks together, replicas included."""
         copies = self.mesh.world_size if self.sharding == "data_parallel" else self.mesh.num_groups
         return sum(
             (1 if table.name in self.in_world else copies) * table.num_rows * table.dim
@@ -123,7 +123,7 @@ class Cell:
 
 
 def tolerance_of(cell: Cell) -> float:
-    """Return the tolerance, which grows with the ranks, as longer sums round more often."""
+    """Return the tolerance; it grows with the ranks, as longer sums round more often."""
     return TOLERANCE * max(1, cell.mesh.world_size // 4)
 
 
@@ -144,12 +144,12 @@ class Gap:
 
     @property
     def worst(self) -> float:
-        """The largest of all differences."""
+        """The largest difference."""
         return max(self.loss, self.weight, self.moment)
 
 
 def make_sharder(cell: Cell, qcomms: CommType | None = None) -> Any:
-    """Return the sharder of the cell's embedding module; ``qcomms`` is how numbers travel."""
+    """Return a sharder for the cell's embedding module; ``qcomms`` encodes its numbers."""
     kind = (
         tdsp.EmbeddingCollectionSharder2D
         if cell.spec.sequence
@@ -180,7 +180,7 @@ def shard(
     load: bool = True,
     data_parallel_wrapper: Any = None,
 ) -> DistributedModelParallel:
-    """Shard ``model``, or that of seed 0, as the cell says; with its weights if ``load``."""
+    """Shard ``model``, by default with seed 0, as the cell says; keep its weights if ``load``."""
     model = build(cell.spec, seed=0) if model is None else model
     sharder = make_sharder(cell) if sharder is None else sharder
     weights = {name: value.clone() for name, value in model.state_dict().items()} if load else {}
@@ -198,7 +198,7 @@ def shard(
 
 
 def plan_of(cell: Cell, model: nn.Module, sharder: Any) -> ShardingPlan:
-    """Plan the cell's model on the hosts of this world."""
+    """Plan the cell's model on this world's hosts."""
     if cell.demands:
         # A search takes longer than the steps that follow.
         return from_rank_0(lambda: plan_by_cost(cell, model, sharder, local_world_size()))
@@ -233,7 +233,7 @@ def plan_by_cost(cell: Cell, model: nn.Module, sharder: Any, local_world_size: i
 
 def group_plan(cell: Cell, model: nn.Module, sharder: object) -> tdsp.Plan2D:
     """Plan every table the cell's way."""
-    # Planning takes as long as a few steps, and many cells differ in what comes after it.
+    # Planning takes as long as a few steps, and many cells differ only in later choices.
     key = (cell.mesh, cell.sharding, cell.spec, type(model))
     if key not in _STOCK_PLANS:
         _STOCK_PLANS[key] = plan_as_torchrec(cell, model, sharder)
@@ -264,7 +264,7 @@ def plan_as_torchrec(cell: Cell, model: nn.Module, sharder: Any) -> tdsp.Plan2D:
 
 
 def types_of(cell: Cell) -> dict[str, ParameterConstraints]:
-    """Return constraints by which every table is sharded the cell's way."""
+    """Return constraints that shard every table the cell's way."""
     return {
         table.name: ParameterConstraints(sharding_types=[cell.sharding], min_partition=4)
         for table in cell.spec.tables
@@ -272,7 +272,7 @@ def types_of(cell: Cell) -> dict[str, ParameterConstraints]:
 
 
 def from_rank_0(make: Callable[[], ShardingPlan]) -> ShardingPlan:
-    """Return rank 0's result of ``make`` on all ranks."""
+    """Call ``make`` on rank 0; return its plan on all ranks."""
     plans = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(plans)
     (plan,) = plans
@@ -318,7 +318,7 @@ def check_cells(
     tolerance: float | None = None,
     must_sync: bool = False,
 ) -> None:
-    """Train cells on all ranks; each must end within its tolerance and compare all its weights."""
+    """Train cells on all ranks; check that each is within tolerance and compared all weights."""
     for cell in cells:
         gaps = ranks.run(run_cell, cell, steps)
         worst = max(gaps, key=lambda gap: gap.worst)
@@ -333,7 +333,7 @@ def check_cells(
 
 
 def oracle_of(cell: Cell) -> OracleKind:
-    """Return the kind of oracle that a cell must match."""
+    """Return the oracle kind that a cell must match."""
     blocks = tuple((table.name, column_blocks(cell, table.dim)) for table in cell.spec.tables)
     return OracleKind(cell.spec, cell.optimizer, LR, cell.eps, blocks)
 
@@ -344,12 +344,12 @@ def make_oracle(cell: Cell) -> Oracle:
 
 
 def relative_gap(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest difference of a loss, relative to 1 plus the expected one."""
+    """Return the largest loss difference, relative to 1 plus the expected loss."""
     return max(abs(a - b) / (1 + b) for a, b in zip(losses, expected, strict=True))
 
 
 def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float = 0.0) -> Gap:
-    """Every local shard and moment against the oracle's."""
+    """Compare every local shard and moment with the oracle's."""
     weight_gap, moment_gap, count = 0.0, 0.0, 0
     for name, value in parallel.state_dict().items():
         is_table = ".embedding_bags." in name or ".embeddings." in name
@@ -378,7 +378,7 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
 
 
 def shards_of(parallel: nn.Module) -> list[TableShard]:
-    """Return this rank's shards of all tables, read behind the sync points' backs."""
+    """Return this rank's shards of all tables, without triggering a sync."""
     kernels = [kernel for part in sharded_tables(parallel) for kernel in part.kernels()]
     return [shard for kernel in kernels for shard in kernel.shards()]
 
@@ -401,7 +401,7 @@ def local_shards(value: object) -> list[tuple[torch.Tensor, tuple[int, int]]]:
 
 
 def local_world_size() -> int:
-    """Ranks per host, as the launcher said."""
+    """Return the launcher's number of ranks per host."""
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
@@ -415,7 +415,7 @@ def column_blocks(cell: Cell, dim: int) -> int:
 def expected_moment(
     oracle: Oracle, name: str, shard: TableShard, moment: torch.Tensor
 ) -> torch.Tensor:
-    """Return what a shard's optimizer state of this name should be."""
+    """Return the expected values for a shard's optimizer state with this name."""
     of_table = oracle.averages if name == "exp_avg" else oracle.moments
     expected = of_table[shard.table][shard.row : shard.row + moment.shape[0]]
     if moment.dim() == 2:

@@ -1,4 +1,4 @@
-"""A model with layers that can be cut or shared, trained by any wrapper beside its oracle."""
+"""A model whose layers can be pipelined or split, trained by any wrapper beside its oracle."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ TWO_RANKS: list[dict[str, Any]] = [
 
 
 class Residual(nn.Module):
-    """A layer with two paths, one of which has parameters that can be split."""
+    """A residual layer; one path has parameters that can be split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Residual(nn.Module):
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:
-    """Return the styles of the layers that can be split."""
+    """Return parallel styles for the layers that can be split."""
     return {"stack.layers.*.up": ColwiseParallel(), "stack.layers.*.down": RowwiseParallel()}
 
 
@@ -80,7 +80,7 @@ class ItemLoss(nn.Module):
 
 
 def layers_of(item_dim: int) -> list[nn.Module]:
-    """Return eight layers, some without parameters, one of which returns a view."""
+    """Return eight layers, some without parameters; one returns a view."""
     return [
         nn.Linear(WIDTH, WIDTH),
         nn.Tanh(),
@@ -164,7 +164,7 @@ class StackOracle(Oracle):
 
 
 def reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Reduce a rank's losses; the mean without samples would be NaN."""
+    """Reduce a rank's losses; without samples, avoid the mean's NaN."""
     return losses.sum() if reduction == "sum" or not losses.numel() else losses.mean()
 
 
@@ -190,7 +190,7 @@ class PipelineCell:
 
     @property
     def reduction(self) -> str:
-        """The reduction of a rank's losses."""
+        """The reduction for a rank's losses."""
         return self.options.get("reduction", "mean")
 
 
@@ -208,7 +208,7 @@ def pipelined(
 
 
 def close_groups(wrapper: Any) -> None:
-    """Destroy a wrapper's groups: gloo's threads wake up as long as there are any."""
+    """Destroy a wrapper's groups: gloo's threads keep waking up while any exist."""
     groups = getattr(wrapper, "_groups", None)
     if groups is not None:
         for group in (groups.agreements, groups.forward, groups.backward, groups.copies):
@@ -281,7 +281,7 @@ SCHEDULES = (*_ONE_STAGE, *_MORE_STAGES)
 
 
 def pipeline(schedule: str, *, ranks: int = 2, **more: Any) -> Callable[[], Any]:
-    """Return a maker of pipelines with so many positions."""
+    """Return a factory for pipelines on ``ranks`` ranks."""
     per_rank = 1 if schedule in _ONE_STAGE else 2
     options: dict[str, Any] = {
         "num_stages": ranks * per_rank,
@@ -293,12 +293,12 @@ def pipeline(schedule: str, *, ranks: int = 2, **more: Any) -> Callable[[], Any]
 
 
 def split(tp: int, **more: Any) -> Callable[[], Any]:
-    """Return a maker of tensor-parallel layers."""
+    """Return a factory for tensor-parallel layers."""
     return lambda: tdsp.TensorParallelDense(tensor_parallel_plan(), tp=tp, **more)
 
 
 def tensor_parallel() -> dict[str, Any]:
-    """Return the options of a pipeline whose layers are split too."""
+    """Return the options for a pipeline whose layers are split too."""
     return {"plan": tensor_parallel_plan(), "tp": 2}
 
 
@@ -347,7 +347,7 @@ class ProductCell:
 
 @dataclass(frozen=True)
 class ProductGap:
-    """A cell's distance from one process on all ranks' batches."""
+    """A cell's gaps to a single process that trains all ranks' batches."""
 
     tables: float
     """The largest difference in table weights and moments, dense weights and losses."""
@@ -368,7 +368,7 @@ def dense_adagrad(params: Any) -> torch.optim.Optimizer:
 
 
 def tables_on(name: str, world_size: int) -> Cell:
-    """Return the named tables, on a world."""
+    """Return a cell with the named tables, on a world."""
     cell = TABLES[name]
     groups = cell.mesh.num_groups
     return replace(cell, mesh=tdsp.Mesh2D(groups, world_size // groups))

@@ -1,4 +1,4 @@
-"""Tables, skewed logs, planners by cost, and plans by hand on machines with few costs."""
+"""Tables, skewed logs, cost planners, and handmade plans on machines with few costs."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ STOCK_SHARDERS: list[ModuleSharder[nn.Module]] = [AnyTypeSharder()]  # pyright: 
 
 
 def tables(rows: Sequence[int] = ROWS, dims: int | Sequence[int] = 32) -> EmbeddingBagCollection:
-    """Return a collection of tables `t0`, `t1` and so on, each with a feature of its own."""
+    """Return a collection with tables `t0`, `t1` and so on, each with its own feature."""
     of_tables = [dims] * len(rows) if isinstance(dims, int) else dims
     return EmbeddingBagCollection(
         device=torch.device("meta"),
@@ -70,7 +70,7 @@ def tables(rows: Sequence[int] = ROWS, dims: int | Sequence[int] = 32) -> Embedd
 
 
 def sequences(rows: Sequence[int], dim: int = 32) -> EmbeddingCollection:
-    """Return a collection of tables for sequences, named as those of bags."""
+    """Return a collection of sequence tables, named like the bag tables."""
     return EmbeddingCollection(
         device=torch.device("meta"),
         tables=[
@@ -98,20 +98,20 @@ def nothing_reserved() -> FixedPercentageStorageReservation:
 
 
 def constrained(*sharding_types: str, num_tables: int = 2) -> dict[str, ParameterConstraints]:
-    """Return a constraint for each of so many tables, which may have these types."""
+    """Return the same constraint for ``num_tables`` tables: only these sharding types."""
     constraint = ParameterConstraints(sharding_types=list(sharding_types), min_partition=32)
     return {f"t{number}": constraint for number in range(num_tables)}
 
 
 def small(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a planner for small batches that reserves nothing, and others."""
+    """Return planner settings for small batches with nothing reserved, plus other settings."""
     return {"batch_size": 8, "storage_reservation": nothing_reserved()} | settings
 
 
 def planner_for(
     mesh: tdsp.Mesh2D | None, topology: Topology | None = None, **settings: Any
 ) -> Planner2D:
-    """Return a planner for `small` batches; the mesh or the topology gives the world."""
+    """Return a planner for `small` batches; the mesh or topology determines the world."""
     if topology is None and mesh is not None:
         topology = world(mesh.world_size)
     return Planner2D(topology=topology, mesh=mesh, **small(settings))
@@ -131,14 +131,14 @@ def group_plan_of(
 ) -> tdsp.Plan2D:
     """Plan one group by TorchRec's search, for `small` batches.
 
-    Every rank plans by itself, and gets the same.
+    Every rank plans on its own, with the same result.
     """
     topology = topology or world_topology(mesh)
     return search_as_torchrec(model, sharders, topology=topology, mesh=mesh, **small(settings))
 
 
 def tables_in(plan: tdsp.Plan2D) -> dict[str, tdsp.ParameterSharding2D]:
-    """Return all tables of a plan, by name."""
+    """Return a plan's tables, by name."""
     return {name: table for _, module in plan.modules() for name, table in module.tables()}
 
 
@@ -150,7 +150,7 @@ def ways_in(plan: tdsp.Plan2D) -> dict[str, tuple[str, str]]:
 
 
 def calibration(link: str | Calibration = "1gbit") -> Calibration:
-    """Return a calibration that stays as it is; shipped ones change when machines are measured."""
+    """Return a calibration that never changes; shipped ones follow new measurements."""
     if isinstance(link, Calibration):
         return link
     return Calibration.load(Path(__file__).parent / "hardware" / f"{link}.toml")
@@ -167,7 +167,7 @@ def skewed(rows: tuple[int, ...] = ROWS) -> tdsp.AccessStats:
 
 
 def planner(link: str | Calibration = "1gbit", **settings: Any) -> Planner2D:
-    """Return a planner of two hosts with two ranks each, unless settings say otherwise."""
+    """Return a planner for two hosts with two ranks each, unless settings say otherwise."""
     given = small({"topology": world(4, 2), "batch_size": 512} | settings)
     return Planner2D(calibration=calibration(link), **given)
 
@@ -188,9 +188,9 @@ def problem(
     batch_size: int = 512,
     **work: Any,
 ) -> tuple[list[Candidate], CostSetting]:
-    """Return tables with their choices, and all else that a step of theirs depends on.
+    """Return tables with their choices, and the other settings that a step depends on.
 
-    ``work`` are arguments of `Workload.of_model`.
+    ``work`` are arguments for `Workload.of_model`.
     """
     workload = Workload.of_model(tables(rows), batch_size=batch_size, **work)
     workload = replace(workload, dense=dense or DenseWork())
@@ -199,7 +199,7 @@ def problem(
 
 
 def bytes_by_rank(options: list[ShardingOption], num_ranks: int) -> list[int]:
-    """Sum what options store in the memory of each rank's host."""
+    """Sum the options' bytes in each rank's host memory."""
     stored = [0] * num_ranks
     for option in options:
         for shard in option.shards:
@@ -212,7 +212,7 @@ def bytes_by_rank(options: list[ShardingOption], num_ranks: int) -> list[int]:
 def best_of_all(
     candidates: list[Candidate], setting: CostSetting, room: float = ENOUGH.device
 ) -> float:
-    """Return the best step of all choices of all tables on all ranks."""
+    """Return the best step's rating over all choices for all tables on all ranks."""
     group = setting.group
     ways = []
     for candidate in candidates:
@@ -237,7 +237,7 @@ def best_of_all(
 
 
 def _all_ranks(choice: Choice, group: Span) -> Iterable[tuple[int, ...]]:
-    """Return all ranks that a choice's shards may have, where it leaves them free."""
+    """Return all possible ranks for a choice's shards, where it leaves them free."""
     if not choice.is_free:
         return [()]
     size, parts = group.ranks_per_host, choice.column_shards
@@ -263,7 +263,7 @@ def with_part(known: Calibration, part: str, **changes: Any) -> Calibration:
 
 
 def only_the_link(**kernels: KernelCost | None) -> Calibration:
-    """Nothing costs anything but bytes between hosts, and what is named."""
+    """Return a calibration where only bytes between hosts and the named kernels cost time."""
     known = Calibration.load("configs/hardware/emulated_1gbit.toml")
     collectives = dict.fromkeys(type(known.collectives).model_fields, WIRE)
     work = dict.fromkeys(type(known.kernels).model_fields, NOTHING) | kernels
@@ -307,6 +307,6 @@ def cost(
 
 
 def slow_fetch() -> Calibration:
-    """Return costs of bytes between hosts alone, thrice as high in a sharding group."""
+    """Return a calibration where only bytes between hosts cost time, tripled in all-to-alls."""
     slow = WIRE.model_copy(update={"link_s_per_byte": 3 * LINK})
     return with_part(only_the_link(), "collectives", all_to_all=slow)

@@ -56,7 +56,7 @@ def shard(rank: int, offsets: tuple[int, int], sizes: tuple[int, int]) -> ShardM
 def sharding(
     sharding_type: ShardingType, ranks: list[int], num_rows: int, dim: int = 4
 ) -> ParameterSharding:
-    """Return a stock sharding of one table, as a planner makes it: one shard per rank."""
+    """Return one table's stock sharding, as a planner makes it: one shard per rank."""
     shards = None
     if sharding_type is not ShardingType.DATA_PARALLEL:
         row, column = (0, dim) if sharding_type is ShardingType.COLUMN_WISE else (num_rows, 0)
@@ -78,7 +78,7 @@ def plan_2d(
     sync: GradientSync | WeightSync | None = None,
     path: str = "ebc",
 ) -> Plan2D:
-    """Return a plan of one module with these tables."""
+    """Return a plan for one module with these tables."""
     return Plan2D.from_stock(ShardingPlan({path: EmbeddingModuleShardingPlan(tables)}), mesh, sync)
 
 
@@ -108,7 +108,7 @@ def shardings(draw: st.DrawFn, group_size: int) -> ParameterSharding:
 
 @st.composite
 def stock_plans(draw: st.DrawFn, group_size: int) -> ShardingPlan:
-    """Return a stock plan of up to two modules for one sharding group."""
+    """Draw a stock plan with up to two modules for one sharding group."""
     tables = st.dictionaries(names, shardings(group_size), min_size=1, max_size=3)
     modules = draw(st.dictionaries(names, tables, min_size=1, max_size=2))
     return ShardingPlan({path: EmbeddingModuleShardingPlan(plan) for path, plan in modules.items()})
@@ -116,7 +116,7 @@ def stock_plans(draw: st.DrawFn, group_size: int) -> ShardingPlan:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan2D:
-    """Return a valid `Plan2D`, some tables with hot rows."""
+    """Draw a valid `Plan2D`, some of its tables with hot rows."""
     mesh = draw(meshes)
     plan = Plan2D.from_stock(draw(stock_plans(mesh.group_size)), mesh, draw(syncs))
     plan = replace(plan, pipeline=draw(st.sampled_from(Pipeline)), full_duplex=draw(st.booleans()))

@@ -1,4 +1,4 @@
-"""Train a cell of the parity matrix by `TrainPipelineRowPrefetch` and by TorchRec's pipeline."""
+"""Train a parity matrix cell by `TrainPipelineRowPrefetch` and by TorchRec's pipeline."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ class Counts(NamedTuple):
     early: int = 0
     """Rows that came early."""
     late: int = 0
-    """Rows that came late, of the batches that had early ones."""
+    """Rows that came late, in batches with early rows."""
     lagging: int = 0
     """Gradients that left after the next batch's rows had come."""
     told: int = 0
@@ -48,7 +48,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of one loop on a cell."""
+    """One loop's result on a cell."""
 
     tensors: Tensors
     losses: list[float]
@@ -63,7 +63,7 @@ def sharded(cell: Cell, qcomms: CommType | None = None) -> DistributedModelParal
 
 @contextmanager
 def counting_rows() -> Iterator[list[Counts]]:
-    """Record each journey's traffic."""
+    """Record each row journey's traffic."""
     seen: list[Counts] = []
     fetch, finish, tell = RowJourney.fetch, RowJourney.finish, Halves.__init__
 
@@ -111,7 +111,7 @@ def run(
 def compare(
     rank: int, world_size: int, cell: Cell, between: Any = None, qcomms: CommType | None = None
 ) -> tuple[float, Counts]:
-    """Return the largest gap to TorchRec's pipeline, and the traffic."""
+    """Train by both pipelines; return the largest gap between them, and the traffic."""
     batches = [step[rank] for step in make_stream(cell, STEPS)]
     expected = run(sharded(cell, qcomms), batches, TrainPipelineSparseDist, between)
     actual = run(sharded(cell, qcomms), batches, between=between)

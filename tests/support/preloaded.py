@@ -1,6 +1,6 @@
-"""Imports that ranks need, done once by the process that they are forks of.
+"""Imports that ranks need, done once by the process from which they are forked.
 
-A rank that imports the package itself takes a second of a core, and each pool has up to eight.
+A rank's own imports would take one core for a second, and each pool has up to eight ranks.
 """
 
 import pytest as pytest

@@ -1,7 +1,7 @@
 """Programs on several ranks, started as torchrun starts them but without the imports.
 
-The ranks are forks of the process that has imported everything for the pools of ranks, too. They
-end without destructors of the interpreter: how a whole one ends is tested under torchrun.
+The ranks are forked from the process that also has the imports for rank pools. They end without
+the interpreter's destructors: a complete interpreter exit is tested under torchrun.
 """
 
 import gc
@@ -65,8 +65,8 @@ def forked(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program on forked ranks, without torchrun.
 
-    The exit code is that of the first rank that has another one than 0. The others may go on for
-    ``grace_s`` seconds then. Nobody waits for the last ``num_stopped``, which are killed.
+    The exit code is the first nonzero one from any rank. Other ranks may then go on for
+    ``grace_s`` seconds. The last ``num_stopped`` aren't waited for, but killed.
     """
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def forked(
         processes = []
         for rank in range(ranks):
             rank_env = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # Not daemons: a benchmark has processes of its own.
+            # Not daemons: a benchmark has child processes.
             processes.append(
                 context.Process(target=_run, args=(module, arguments, rank_env, outputs))
             )
@@ -109,7 +109,7 @@ def forked(
 def _first_failure(
     processes: list[ForkServerProcess], timeout_s: float, grace_s: float, num_stopped: int
 ) -> int:
-    """Return the exit code of the first process that fails, or 0 if none does."""
+    """Return the first nonzero exit code, or 0 if no process fails."""
     deadline = time.monotonic() + timeout_s
     failure = 0
     while True:
@@ -130,10 +130,10 @@ def _first_failure(
 def _run(
     module: str, arguments: tuple[str, ...], env: dict[str, str], outputs: tuple[Path, Path]
 ) -> None:
-    """Be the program's process of one rank."""
+    """Run the program as one rank's process."""
     import torch
 
-    # The imports: a collection would look at all of them, and with that copy them.
+    # A collection would touch all imported objects, and so copy their pages.
     gc.freeze()
     gc.enable()
     die_with_parent()

@@ -1,4 +1,4 @@
-"""A rank's process, which answers the parent's messages until it is asked to leave."""
+"""A rank's process; it answers the parent's messages until it is asked to leave."""
 
 import ctypes
 import faulthandler
@@ -23,14 +23,14 @@ _PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when its parent dies."""
 
 REPOSITORY = Path(__file__).parents[2]
-# The parent's deadline shows the stacks of all ranks: it should come before gloo's.
+# The parent's deadline shows all ranks' stacks: it should come before gloo's.
 GLOO_TIMEOUT = timedelta(minutes=15)
 
 
 def serve(rank: int, env: dict[str, str], connection: Connection, stacks: Path) -> None:
     """Answer the set-up and then every pickled ``(fn, args)`` with ``(kind, value)``."""
     os.environ.update(env)
-    # The server's imports: a collection would look at all of them, and with that copy them.
+    # A collection would touch all the server's imported objects, and so copy their pages.
     gc.freeze()
     gc.enable()
     die_with_parent()
@@ -49,7 +49,7 @@ def serve(rank: int, env: dict[str, str], connection: Connection, stacks: Path) 
 
 
 def die_with_parent() -> None:
-    """Leave nothing behind if the tests are killed, whether this rank is busy or rests."""
+    """Let this rank end if the tests are killed, whether it is busy or resting."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_watch_parent, daemon=True).start()
 
@@ -63,7 +63,7 @@ def _watch_parent() -> None:
 
 
 def sum_over_ranks(rank: int, world_size: int) -> int:
-    """Return the number of ranks, if they can talk to each other."""
+    """Count the ranks by an all-reduce, which shows that they can communicate."""
     import torch
     import torch.distributed as dist
 
@@ -82,7 +82,7 @@ def _set_up() -> None:
 
     torch.set_num_threads(1)
     leave_out_watchers()
-    if on_gpus():  # There they warn of more than can be helped, and bury a job's errors.
+    if on_gpus():  # There many warnings are unavoidable, and bury a job's errors.
         warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu)(\.|$)")
     else:
         apply_warning_filters(_warning_filters(), [])
@@ -115,7 +115,7 @@ def _answer(connection: Connection, action: Callable[[], Any]) -> None:
 
 
 def _warning_filters() -> list[str]:
-    """Return pytest's warning filters, so that a rank treats warnings alike."""
+    """Return pytest's warning filters, so that ranks treat warnings the same way."""
     pyproject = REPOSITORY / "pyproject.toml"
     if not pyproject.exists():
         return []
@@ -124,14 +124,14 @@ def _warning_filters() -> list[str]:
 
 
 def leave_out_watchers() -> None:
-    """Let TorchRec describe no calls for its log, and torch mark no spans for a profiler.
+    """Stop TorchRec from logging calls, and torch from marking spans for a profiler.
 
     Together they take a fifth of a training step.
     """
     from torch.autograd.profiler import record_function
 
     if torchrec_logger := sys.modules.get("torchrec.distributed.logger"):
-        # It prints every module that is made.
+        # It prints every module on construction.
         vars(torchrec_logger)["_get_input_from_func"] = lambda *args, **kwargs: ""
     unmarked: Any = record_function
     unmarked.marks = (unmarked.__enter__, unmarked.__exit__)

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each a process of its own, and see what every rank did.
+"""Run a function on several gloo ranks, each in its own process, and return all results.
 
 `run_ranks` starts fresh processes for one call. `RankPool` keeps them for many calls, which
 takes milliseconds instead of seconds. Functions and arguments travel by pickle, so a function
@@ -59,7 +59,7 @@ def run_ranks(
     grace_s: float = GRACE_S,
     start_method: StartMethod = "spawn",
 ) -> list[Any]:
-    """``fn(rank, world_size, *args)`` on fresh processes; the results in rank order.
+    """Run ``fn(rank, world_size, *args)`` on fresh processes; return the results by rank.
 
     A process that doesn't exit with code 0 afterwards is a failure, too.
     """
@@ -72,8 +72,8 @@ class RankPool:
 
     The ranks start at the first `run`. They share one process group until a call leaves them
     out of step (a deadline missed, a rank dead, some raised and some returned): then they are
-    stopped, and the next `run` starts new ones. Between calls they rest: gloo's threads wake all
-    the time, of each group that there is, and pools that wait would keep a core busy together.
+    stopped, and the next `run` starts new ones. Between calls they are paused: every group's gloo
+    threads wake up all the time, and idle pools together would keep a core busy.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class RankPool:
     def run(
         self, fn: RankFunction, *args: Any, timeout_s: float = 120, grace_s: float = GRACE_S
     ) -> list[Any]:
-        """``fn(rank, world_size, *args)`` on every rank; the results in rank order."""
+        """Run ``fn(rank, world_size, *args)`` on every rank; return the results by rank."""
         if not self._ranks:
             self._start()
         return self._call(fn, args, timeout_s, grace_s)
 
     def close(self) -> None:
-        """Let the ranks exit; raise `RanksFailed` if one can't do so with code 0."""
+        """Let the ranks exit; raise `RanksFailed` unless all exit with code 0."""
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.ask_to_leave()
@@ -196,7 +196,7 @@ class RankPool:
         raise RanksFailed(reports)
 
     def _in_step(self) -> bool:
-        """Return whether ranks that all raised can still talk to each other."""
+        """Tell whether ranks that all raised can still communicate."""
         answers = []
         payload = pickle.dumps((sum_over_ranks, ()))
         for rank in self._ranks:
@@ -215,7 +215,7 @@ class RankPool:
 
 
 class _Rank:
-    """The parent's side of one process."""
+    """The parent's handle on one process."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class _Rank:
         return text or "(no stacks: the process doesn't take signals)"
 
     def rest(self) -> None:
-        """Stop until `wake`: not even its threads run."""
+        """Pause the process with all its threads, until `wake`."""
         self._signal(signal.SIGSTOP)
 
     def wake(self) -> None:
@@ -276,7 +276,7 @@ class _Rank:
         self.send(b"")
 
     def leave(self, deadline: float) -> str:
-        """Wait for the exit that was asked for; say how it went."""
+        """Wait for the requested exit; return a report on it."""
         self._process.join(max(0.0, deadline - time.monotonic()))
         self.exit_code = self._process.exitcode
         if self._process.is_alive():
@@ -299,14 +299,14 @@ class _Rank:
 
 
 def error_text(action: Callable[[], object], kind: type[Exception]) -> str:
-    """Return the text of the error of a kind that an action raises."""
+    """Return the text of the error, with this type, that an action must raise."""
     with pytest.raises(kind) as raised:
         action()
     return str(raised.value)
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """Return the kind and the text of the error that an action raises; empty if it raises none."""
+    """Return the type and text of an action's error; empty if it raises none."""
     try:
         action()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A run that can be stopped after any step and go on in another process, in many variants."""
+"""A run that can stop after any step and resume in another process, in many variants."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -99,7 +99,7 @@ VARIANTS = {
 
 
 def variant_for(name: str, world_size: int) -> Variant:
-    """Return the variant of this name, on two ranks with half of each group."""
+    """Return the named variant, scaled down to ``world_size`` ranks if needed."""
     variant = VARIANTS[name]
     mesh = variant.cell.mesh
     if mesh.world_size == world_size:
@@ -110,13 +110,13 @@ def variant_for(name: str, world_size: int) -> Variant:
 
 
 class TowerModel(BagModel):
-    """Several dense layers, so that the order of DDP's buckets matters, batch norm and dropout."""
+    """Several dense layers, so that DDP's bucket order matters, with batch norm and dropout."""
 
     def __init__(self, spec: ModelSpec, draws: bool) -> None:
         super().__init__(spec)
         width = sum(table.dim for _, table in spec.features)
         self.over = nn.Identity()
-        # Ranks have other statistics, by which they evaluate.
+        # Ranks differ in these statistics, which evaluation uses.
         self.norm = nn.BatchNorm1d(width)
         self.tower = nn.Sequential(
             nn.Linear(width, 16), nn.ReLU(), nn.Dropout(0.2 if draws else 0.0), nn.Linear(16, 1)
@@ -129,7 +129,7 @@ class TowerModel(BagModel):
 
 
 def batch_of(spec: ModelSpec, step: int, rank: int) -> KeyedJaggedTensor:
-    """Return the batch of a rank; the most used rows are others after every few steps."""
+    """Return a rank's batch; the most used rows change every four steps."""
     batch = make_batch(spec, seed=1000 * step + rank, batch_size=16)
     rows = torch.tensor([table.num_rows for _, table in spec.features])
     by_id = rows.repeat_interleave(torch.tensor(batch.length_per_key()))
@@ -139,7 +139,7 @@ def batch_of(spec: ModelSpec, step: int, rank: int) -> KeyedJaggedTensor:
 
 @dataclass
 class Losses:
-    """A member of the train state that is another on each rank: the sum of all losses."""
+    """A train state member that differs between ranks: the sum of all losses."""
 
     sum: float = 0.0
 
@@ -151,7 +151,7 @@ class Losses:
 
 
 class Run:
-    """A training run of this rank."""
+    """This rank's training run."""
 
     def __init__(self, variant: Variant) -> None:
         torch.manual_seed(0)
@@ -166,7 +166,7 @@ class Run:
         adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=0.01))
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, adam])
         self.fused: Any = self.model.fused_optimizer
-        # KeyedOptimizerWrapper is no Optimizer of torch, which schedulers ask for.
+        # KeyedOptimizerWrapper is no torch Optimizer, which schedulers require.
         inner: Any = adam._optimizer
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.95**step)
         members: dict[str, Any] = {
@@ -185,14 +185,14 @@ class Run:
         self._pipeline: Any = None
 
     def batches(self) -> Iterator[KeyedJaggedTensor]:
-        """From where the run stands."""
+        """Yield batches from the run's current step on."""
         step = self.position["batch"]
         while True:
             yield batch_of(self.variant.cell.spec, step, dist.get_rank())
             step += 1
 
     def step(self) -> float:
-        """Train one batch; its loss."""
+        """Train one batch; return its loss."""
         if self._pipeline is None and self.variant.pipeline:
             kind = {"sparse": TrainPipelineSparseDist, "rows": tdsp.TrainPipelineRowPrefetch}
             result: Any = kind[self.variant.pipeline]
@@ -220,7 +220,7 @@ class Run:
         return loss
 
     def forget_batches(self) -> None:
-        """Let the pipeline go, if there is one, with the batches that it holds."""
+        """Drop the pipeline, if there is one, with the batches that it holds."""
         if self._pipeline is not None:
             self._pipeline.detach()
             self._pipeline = None
@@ -236,7 +236,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A rank's resumed runs, compared with one that was never stopped."""
+    """A rank's resumed runs, compared with an uninterrupted one."""
 
     losses: list[float]
     """The losses of the uninterrupted run."""
@@ -252,7 +252,7 @@ class Resumed:
 def go_on_everywhere(
     rank: int, world_size: int, name: str, folder: Path, saves: list[int], steps: int
 ) -> Resumed:
-    """Train and save at some steps; load each save in a new run that saves at the later ones."""
+    """Train and save at some steps; resume each in a new run that makes the later saves, too."""
     variant = variant_for(name, world_size)
     run = Run(variant)
     losses, hot_sets = [], []

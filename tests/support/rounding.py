@@ -10,21 +10,21 @@ _WORD = 2**64
 
 
 def mixed(word: int) -> int:
-    """Mix a word of 64 bits as SplitMix64 does at its end."""
+    """Mix a 64-bit word with SplitMix64's finalizer."""
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) % _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % _WORD
     return word ^ (word >> 31)
 
 
 def draw(seed: int, step: int, table: str, row: int, column: int) -> int:
-    """Return the 16 bits that belong to a number of a table at a step."""
+    """Return the 16 random bits for one number in a table at a step."""
     key = int.from_bytes(hashlib.sha256(f"{seed} {step} {table}".encode()).digest()[:8], "little")
     word = mixed((mixed((key + row) % _WORD) + column // 4) % _WORD)
     return word >> (16 * (column % 4)) & 0xFFFF
 
 
 def neighbours(value: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Return a type's numbers around a finite value within its range: towards zero, and away."""
+    """Return a type's two numbers around a finite value in its range: towards zero, and away."""
     below = torch.tensor(abs(value), dtype=torch.float64)
     nearest = below.to(dtype)
     bits = nearest.view(torch.int16)
@@ -35,7 +35,7 @@ def neighbours(value: float, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def rounded_one(value: float, bits: int, dtype: torch.dtype) -> float:
-    """Round a float32 value away from zero if its 16 bits and the part in between reach 1."""
+    """Round a float32 value away from zero if its fractional part plus its 16 bits reach 1."""
     lower, upper = neighbours(value, dtype)
     if lower == upper:
         return lower
@@ -47,7 +47,7 @@ def rounded_one(value: float, bits: int, dtype: torch.dtype) -> float:
 def rounded_rows(
     values: torch.Tensor, dtype: torch.dtype, *, seed: int, step: int, table: str, rows: list[int]
 ) -> torch.Tensor:
-    """Round rows of a whole table, as they are at a step."""
+    """Round these rows of a whole table with the draws for a step."""
     return torch.tensor(
         [
             [

@@ -1,4 +1,4 @@
-"""The folder of a training program with known figures, written without training."""
+"""A training program's folder with known figures, written without training."""
 
 import json
 import math
@@ -34,7 +34,7 @@ EXPLANATION = "A step takes 1.5 ms."
 
 
 def point(step: int, *, clicks: bool = True, dense: bool = False) -> StepsTrained:
-    """Ten steps of a run, which took 0.01 s each."""
+    """Return a run's progress report on ten steps, which took 0.01 s each."""
     return StepsTrained(
         step=step,
         ne=1 - step / 100 if clicks else math.nan,
@@ -84,7 +84,7 @@ def run_record(name: str, *, clicks: bool = True, **changes: Any) -> RunRecord:
 
 
 def plan(hot_rows: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return a plan of one table, as a plan file has it."""
+    """Return a plan with one table, as in a plan file."""
     shards = [
         {"placement": f"rank:{n}/cpu", "shard_offsets": [500 * n, 0], "shard_sizes": [500, 16]}
         for n in range(2)
@@ -114,7 +114,7 @@ def write_run(
     plans: dict[str, dict[str, Any]] | None = None,
     model: str = "dlrm",
 ) -> Path:
-    """Write what a program with these finished runs leaves; ``sections`` are those of all runs."""
+    """Write the folder of a program with these finished runs; ``sections`` configures all runs."""
     names = [run.name for run in runs]
     sections = sections or {name: {"num_groups": 2} for name in names}
     config = {
@@ -153,7 +153,7 @@ def write_progress(folder: Path, *, is_over: bool = False) -> None:
 
 
 def write_splits(folder: Path, traced: Mapping[int, list[dict[str, Any]]]) -> None:
-    """Write the progress of a finished run, in which ranks traced these events."""
+    """Write a finished run's progress, in which ranks traced these events."""
     folder.mkdir(parents=True, exist_ok=True)
     splits = tuple(
         RankSplit.of_trace(rank, RankTrace.of_events(events)) for rank, events in traced.items()
@@ -164,7 +164,7 @@ def write_splits(folder: Path, traced: Mapping[int, list[dict[str, Any]]]) -> No
 
 
 def gain_of(folder: Path, *, is_rounded: bool = True) -> BenchResult:
-    """Write the result of a benchmark, in which TorchRec has INT8 and this package int4 at most."""
+    """Write a benchmark result in which TorchRec uses up to INT8, and this package up to int4."""
     rows = {"kind": "two_d", "num_groups": 1, "sharding_types": ["row_wise"], "exchange": "row"}
     contestants = {
         "planner": {"kind": "stock"},
@@ -201,7 +201,7 @@ def gain_of(folder: Path, *, is_rounded: bool = True) -> BenchResult:
 
 
 def everything(folder: Path) -> Path:
-    """Return two finished runs with all that a page can show."""
+    """Write two finished runs with everything that a page can show; return their folder."""
     stats = write_access(folder.parent / "access.parquet")
     dense = tuple(point(step, dense=True) for step in (10, 20, 30))
     runs = [
@@ -222,7 +222,7 @@ def everything(folder: Path) -> Path:
 
 
 def write_access(path: Path) -> Path:
-    """Write statistics of the one table: row 7 takes 70 of 100 lookups."""
+    """Write access statistics for the only table: row 7 takes 70 % of lookups."""
     counts = [0] * 1000
     counts[7], counts[2], counts[5] = 70, 20, 10
     AccessStats({"t_user": TableAccess.of_counts(counts, num_samples=50)}).save(path)
@@ -230,7 +230,7 @@ def write_access(path: Path) -> Path:
 
 
 def page_of(folder: Path) -> Page:
-    """Return the page on the runs of a folder."""
+    """Return the page on a folder's runs."""
     return run_page(RunContents.read(folder))
 
 
@@ -240,12 +240,12 @@ def words_of(page: Page) -> str:
 
 
 def headings_of(page: Page) -> list[str]:
-    """Return the headings of sections, their parts, and what is folded away."""
+    """Return the headings of sections, subsections and collapsed parts."""
     return re.findall("<(?:h2|h3|summary)>(.*?)<", page.html())
 
 
 def outline_of(page: Page) -> list[str]:
-    """Return all headings: of sections after a #, of what is folded away after a +."""
+    """Return all headings; sections' are marked by #, collapsed parts' by +."""
     marks = {"h2": "# ", "h3": "", "summary": "+ "}
     return [
         marks[tag] + heading for tag, heading in re.findall("<(h2|h3|summary)>(.*?)<", page.html())
@@ -253,7 +253,7 @@ def outline_of(page: Page) -> list[str]:
 
 
 def figure(page: Page, heading: str) -> dict[str, Any]:
-    """Return what plotly draws under a heading: the drawn things by name, and all of them."""
+    """Return the traces that plotly draws under a heading, by name or number."""
     html = page.html()
     number = re.compile('id="plot-([0-9]+)"').search(html, html.index(f"<h3>{heading}</h3>"))
     assert number is not None

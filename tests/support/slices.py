@@ -12,7 +12,7 @@ import pytest
 
 
 def seed_of_commit() -> int:
-    """Another number for each commit; 0 where there is no repository."""
+    """Return a number that changes with each commit; 0 outside a repository."""
     answer = subprocess.run(
         ["git", "rev-parse", "HEAD"],
         cwd=Path(__file__).parent,
@@ -46,7 +46,7 @@ class Deal(Protocol):
 
 
 def parse_slice(text: str) -> tuple[int, int]:
-    """``"3/24"`` as ``(3, 24)``; ``"commit/24"`` is the slice that the commit chooses."""
+    """Parse ``"3/24"`` as ``(3, 24)``; for ``"commit/24"``, the commit chooses the slice."""
     number, separator, count = text.partition("/")
     if not separator or not count.isdecimal() or int(count) < 1:
         raise pytest.UsageError(f"--slow-slice={text} has no number of slices; use such as 3/24")
@@ -63,22 +63,22 @@ def parse_slice(text: str) -> tuple[int, int]:
 def hand_number(text: str) -> int:
     """Return the number that chooses hands.
 
-    For ``"commit/24"`` it ignores the slice, or slow tests would always get the same hand.
+    For ``"commit/24"`` it is independent of the slice, or slow tests would always get one hand.
     """
     number, count = parse_slice(text)
     return seed_of_commit() // count if text.startswith("commit/") else number
 
 
 def slice_of(names: Sequence[str], number: int, count: int) -> set[str]:
-    """Return each n-th name, so that neighbours, which take alike long, are in other slices."""
+    """Return each ``count``-th name, to separate neighbours, which take equally long."""
     return set(sorted(names)[number::count])
 
 
 def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> list[Item]:
-    """Return a hand of the cells in their order, at least one; each cell belongs to a single hand.
+    """Return one hand of the cells, in order and not empty; each cell belongs to one hand.
 
-    Neighbours have most in common, and every sixth of a product may lack a factor: cells are
-    shuffled before they are dealt, always alike.
+    Neighbours have most in common, and every sixth cell of a product may lack a factor: cells
+    are shuffled, always the same way, before they are dealt.
     """
     places = Random(_SHUFFLED).sample(range(len(cells)), len(cells))
     hand = places[number % min(num_hands, len(cells)) :: num_hands] if cells else []
@@ -86,7 +86,7 @@ def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> l
 
 
 def even_hands(seconds: Mapping[str, float], num_hands: int) -> list[set[str]]:
-    """Deal tests so that all hands take about as long, each test to a single hand."""
+    """Deal each test to one hand, so that all hands take about equally long."""
     hands: list[set[str]] = [set() for _ in range(num_hands)]
     totals = [0.0] * num_hands
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
@@ -102,8 +102,8 @@ _SHORT_S = 20.0
 
 
 def patient(seconds: float) -> float:
-    """Return a deadline that no test should reach, longer by each lane.
+    """Scale a deadline that no test should reach by the number of lanes.
 
-    Short ones are left as they are: they belong to tests that wait for them.
+    Short deadlines stay as they are: tests wait for them to expire.
     """
     return seconds if seconds < _SHORT_S else seconds * NUM_LANES

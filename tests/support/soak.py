@@ -1,12 +1,11 @@
-"""Long runs, and what they take of the machine meanwhile.
+"""Measure the machine's resources during long runs.
 
     python -m tests.support.soak [--kind exact] [--steps 3000]
 
-Kinds of the library do all that may happen between steps; kinds of the program train two equal
-runs, one after the other, with evaluations, saves, records and scalars. Prints a row for every
-fifth of each run: the medians of a rank's resident memory, threads, process groups and open files,
-the most of any rank. It fails if one of them has grown from the second fifth of a run to its last,
-or from one run to the next.
+Library kinds do everything that may happen between steps; program kinds train two equal runs, one
+after the other, with evaluations, saves, records and scalars. Prints a row for each fifth of a
+run: median resident memory, threads, process groups and open files, maximized over ranks. It
+fails if any has grown from the second fifth to the last in a run, or from one run to the next.
 """
 
 import argparse
@@ -66,12 +65,12 @@ run's history, which is 300 bytes a step."""
 
 
 class Usage(NamedTuple):
-    """A rank's use of the machine."""
+    """A rank's resource usage."""
 
     resident_bytes: int
     num_threads: int
     num_tasks: int
-    """Threads of all kinds, also gloo's."""
+    """All threads, including gloo's."""
     num_groups: int
     num_files: int
 
@@ -82,18 +81,18 @@ class Usage(NamedTuple):
             resident_bytes=resident_bytes() or 0,
             num_threads=threading.active_count(),
             num_tasks=len(list(Path("/proc/self/task").iterdir())),
-            # `get_pg_count` counts those that were destroyed as well.
+            # `get_pg_count` counts destroyed groups as well.
             num_groups=len(distributed_c10d._world.pg_names),
             num_files=len(list(Path("/proc/self/fd").iterdir())),
         )
 
 
 Runs = dict[str, list[list[Usage]]]
-"""The samples of each run, by its fifths."""
+"""Each run's samples, by fifths."""
 
 
 class Soak:
-    """One rank's run of the library."""
+    """One rank's library run."""
 
     def __init__(self, rank: int, cell: Cell, folder: Path) -> None:
         self._rank, self._cell, self._folder = rank, cell, folder
@@ -103,7 +102,7 @@ class Soak:
         self._last = ""
 
     def events(self) -> dict[int, Callable[[int], object]]:
-        """Return what happens, by how many steps lie between."""
+        """Return actions by the interval between them, in steps."""
         events: dict[int, Callable[[int], object]] = {
             40: lambda step: self._model.state_dict(),
             50: self._evaluate,
@@ -160,11 +159,11 @@ def soak_library(rank: int, kind: str, steps: int, folder: Path) -> Runs:
 
 
 class Sampler(TrainWatcher):
-    """Notes what this rank has of the machine, at each report of a run."""
+    """Samples this rank's resource usage at each progress report."""
 
     def __init__(self) -> None:
         self.usages: dict[str, list[Usage]] = {}
-        """The samples of each run, in their order."""
+        """Each run's samples, in order."""
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
         self.usages.setdefault(name, []).append(Usage.now())
@@ -182,7 +181,7 @@ def soak_program(rank: int, kind: str, steps: int, folder: Path) -> Runs:
             "report_every": steps // (NUM_PARTS * SAMPLES_PER_PART),
         },
         checkpoint={"folder": str(folder / "saved"), "every": every, "asynchronous": True},
-        # The profiler keeps tens of megabytes of a trace.
+        # The profiler keeps tens of megabytes per trace.
         output={"folder": str(folder / "out"), "traced_steps": 0},
         runs=dict.fromkeys(RUNS, PROGRAM[kind]),
     )
@@ -199,7 +198,7 @@ def soak_program(rank: int, kind: str, steps: int, folder: Path) -> Runs:
 
 
 def soak(rank: int, world_size: int, kind: str, steps: int, folder: Path) -> Runs:
-    """Return a rank's samples of each run, by its fifths."""
+    """Run a soak; return this rank's samples for each run, by fifths."""
     run = soak_library if kind in LIBRARY else soak_program
     return run(rank, kind, steps, folder)
 
@@ -210,7 +209,7 @@ def _parts(usages: list[Usage]) -> list[list[Usage]]:
 
 
 def typical(usages: list[Usage]) -> Usage:
-    """Return the medians: a sample that meets a save has a thread and a file more."""
+    """Return the medians: a sample taken during a save has one more thread and file."""
     return Usage(*(statistics.median_low(numbers) for numbers in zip(*usages, strict=True)))
 
 
@@ -225,7 +224,7 @@ def growth(before: Usage, after: Usage) -> list[str]:
 
 
 def findings(runs: Runs) -> list[str]:
-    """Return what has grown on a rank, as text."""
+    """Describe each resource that has grown on a rank."""
     parts = {name: [typical(part) for part in run] for name, run in runs.items()}
     pairs = {
         f"from the second fifth of the {name} run to its last": (run[1], run[-1])
@@ -242,7 +241,7 @@ def findings(runs: Runs) -> list[str]:
 
 
 def main() -> int:
-    """Print the tables; 1 if something has grown."""
+    """Print the tables; return 1 if any resource has grown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3_000)
     parser.add_argument("--kind", choices=[*LIBRARY, *PROGRAM], default="exact")

@@ -1,7 +1,7 @@
-"""The cost of tables in fewer bits: held-out NE, unsharded, in one process.
+"""Measure how storing tables in fewer bits affects held-out NE, unsharded, in one process.
 
-After each update the changed rows are written back as their type stores them. Every type sees the
-same samples, so its NE is compared with fp32's by seed.
+After each update the changed rows are rounded to their storage type. Every type sees the same
+samples, so its NE is compared with fp32's seed by seed.
 
     nice -n 10 python -m tests.support.table_bits --seeds 5 --steps 400
 """
@@ -40,7 +40,7 @@ Store = Callable[[torch.Tensor, Draws], torch.Tensor]
 
 
 def as_half(dtype: torch.dtype) -> Store:
-    """Return a `Store` for a floating-point type of 16 bits."""
+    """Return a `Store` for a 16-bit floating-point type."""
     return lambda rows, draws: (
         rows.to(dtype) if draws is None else rounded(rows, draws, dtype)
     ).float()
@@ -85,7 +85,7 @@ VARIANTS = (
 
 
 def data_with(seed: int) -> SyntheticConfig:
-    """Return clicks of eight Zipf-distributed features, by a planted logistic model."""
+    """Return clicks on eight Zipf-distributed features, from a planted logistic model."""
     features = [
         {"name": name, "num_rows": 20_000, "skew": 1.05, "max_ids": 3 if name == "terms" else 1}
         for name in NAMES
@@ -94,7 +94,7 @@ def data_with(seed: int) -> SyntheticConfig:
 
 
 class Trained:
-    """A DLRM whose tables are stored as a variant says."""
+    """A DLRM whose tables are stored in a variant's way."""
 
     def __init__(self, data: SyntheticConfig, variant: Variant, seed: int) -> None:
         self._variant, self._seed, self._step = variant, seed, 0
@@ -151,7 +151,7 @@ class Trained:
 
     @torch.no_grad()
     def entropy(self, batches: list[Batch]) -> float:
-        """Return the normalised entropy of held-out batches."""
+        """Return the normalised entropy on held-out batches."""
         losses = [float(self.model(batch)[0]) for batch in batches]
         rate = float(torch.cat([batch.labels for batch in batches]).mean())
         return normalized_entropy(statistics.fmean(losses), rate)
@@ -160,7 +160,7 @@ class Trained:
 def batches_of(
     data: SyntheticConfig, split: Split, count: int, *, reverse: bool
 ) -> Iterator[Batch]:
-    """Yield batches; a reversed one has its samples in reverse."""
+    """Yield batches; with ``reverse``, each has its samples in reverse order."""
     for step in range(count):
         batch = make_batch(data, step=step, global_batch_size=BATCH_SIZE, split=split)
         if reverse:

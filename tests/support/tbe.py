@@ -23,7 +23,7 @@ SUM, MEAN, SEQUENCE = PoolingMode.SUM, PoolingMode.MEAN, PoolingMode.NONE
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, and the shape of its batches."""
+    """A kernel and its batches' shape."""
 
     tables: tuple[tuple[int, int], ...] = ((11, 8), (7, 16))
     feature_tables: tuple[int, ...] = (0, 1)
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def is_exact(self) -> bool:
-        """Both ways add the same numbers in the same order."""
+        """True if both implementations add the same numbers in the same order."""
         one_feature_per_table = len(set(self.feature_tables)) == len(self.feature_tables)
         return self.pooling is SUM and not self.weighted and one_feature_per_table
 
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 
 
 def make_tbe(case: Case, device: torch.device = CPU, **options: Any) -> Tbe:
-    """Make the kernel, on the CPU if nothing else is said, with the same weights in 0..1."""
+    """Build the kernel, by default on the CPU, with the same weights in 0..1."""
     is_cpu = device.type == "cpu"
     location = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
     compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
@@ -79,7 +79,7 @@ def make_tbe(case: Case, device: torch.device = CPU, **options: Any) -> Tbe:
 
 
 def make_ids(case: Case, seed: int) -> Batch:
-    """Few distinct ids, so many duplicates; bags of 0 to ``max_length`` ids."""
+    """Draw few distinct ids, so there are many duplicates, in bags of 0 to ``max_length`` ids."""
     generator = torch.Generator().manual_seed(seed)
     num_bags = len(case.feature_tables) * case.batch_size
     lengths = torch.randint(0, case.max_length + 1, (num_bags,), generator=generator)

@@ -1,4 +1,4 @@
-"""A trace of profiled steps, written by hand, whose phases are known."""
+"""A handwritten trace of profiled steps, with known phases."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ TRAINING, BACKWARD, OTHER = 1, 2, 3
 def event(
     name: str, start: float, end: float, *, thread: int = TRAINING, is_operator: bool = False
 ) -> dict[str, Any]:
-    """Return an event in the form of Chrome's traces, from ``start`` to ``end`` in microseconds."""
+    """Return an event in Chrome's trace format, from ``start`` to ``end`` in microseconds."""
     return {
         "ph": "X",
         "cat": "cpu_op" if is_operator else "user_annotation",
@@ -34,7 +34,7 @@ def backward_operator(name: str, start: float, end: float, thread: int) -> dict[
 def step_events(
     step: int = 7, start: float = 0.0, *, backward_thread: int = TRAINING, late: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Return a step of 100 us, and of ``late`` us more for its next batch.
+    """Return a step's events: 100 us, plus ``late`` us to get its next batch.
 
     Exchanges are under way at 28 to 42, 70 to 75 and 79 to 90 us, counted without ``late``.
     """
@@ -69,7 +69,7 @@ COMPUTING_US = {
     StepPhase.NEXT_BATCH: 10,
     StepPhase.IDS: 10,
     StepPhase.LOOKUP: 10,
-    StepPhase.ROWS: 4,  # of 30 to 45, an operator of 1 us and what comes after the exchange
+    StepPhase.ROWS: 4,  # in 30 to 45, an operator for 1 us and the time after the exchange
     StepPhase.DENSE_FORWARD: 15,
     StepPhase.DENSE_BACKWARD: 11,  # until 70, and from 78 to 79
     StepPhase.ROW_GRADIENTS: 3,

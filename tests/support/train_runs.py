@@ -1,4 +1,4 @@
-"""Tiny training configs, and what the plain model makes of them on the global batches."""
+"""Tiny training configs, and the plain model's results with them on the global batches."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +46,7 @@ TREE: dict[str, Any] = {
 
 
 def config_with(tree: Mapping[str, Any] = TREE, **sections: Any) -> TrainConfig:
-    """Return the tiny config, or another, with other values in some sections and other runs."""
+    """Return the tiny config, or another one, with some sections' values and runs replaced."""
     runs = sections.pop("runs", tree.get("runs"))
     changed = {name: tree.get(name, {}) | values for name, values in sections.items()}
     return make_config(TrainConfig, {**tree, **changed, "runs": runs})
@@ -59,14 +59,14 @@ def train_in_folder(rank: int, world_size: int, config: TrainConfig, **options: 
 
 
 def refusal(rank: int, world_size: int, config: TrainConfig, **options: Any) -> str:
-    """Return the error of a training program that can't run."""
+    """Return the error text of a training program that can't run."""
     with pytest.raises(TwoDError) as raised:
         train(config, **options)
     return str(raised.value)
 
 
 def scalars_in(folder: Path) -> dict[str, dict[int, float]]:
-    """Return what TensorBoard shows of a run's folder: by tag, values by step."""
+    """Return the scalars that TensorBoard reads from a run's folder: by tag, values by step."""
     events = EventAccumulator(str(folder)).Reload()
     return {
         tag: {event.step: event.value for event in events.Scalars(tag)}
@@ -75,7 +75,7 @@ def scalars_in(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def share_of_rate(schedule: dict[str, Any], step: int, num_steps: int) -> float:
-    """Return the share of a learning rate in a step, written down once more."""
+    """Return a step's learning rate as a share of the full one, implemented independently."""
     warm_up = schedule.get("warm_up", 0)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -125,14 +125,14 @@ class PlainRun:
         self.clipped_steps = 0
 
     def batches(self, split: Split, num_steps: int) -> Iterator[tuple[Batch, ...]]:
-        """Yield each step's batch in its parts."""
+        """Yield each step's batch, split into its parts."""
         size = self.config.loop.global_batch_size
         options = {"global_batch_size": size, "world_size": self._num_parts}
         parts = [self._data.batches(split, rank=n, **options) for n in range(self._num_parts)]
         return islice(zip(*parts, strict=True), num_steps)
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return the loss that is trained."""
+        """Return the training loss."""
         return self.model(batch)[0]
 
     def train(
@@ -141,7 +141,7 @@ class PlainRun:
         dense_schedule: dict[str, Any] = FLAT,
         clip_norm: float = math.inf,
     ) -> list[float]:
-        """Train all steps; their losses."""
+        """Train all steps; return their losses."""
         losses, num_steps = [], self.config.loop.steps
         for step, parts in enumerate(self.batches(Split.TRAIN, num_steps)):
             share = share_of_rate(schedule, step, num_steps)
@@ -159,7 +159,7 @@ class PlainRun:
         return losses
 
     def held_out(self) -> tuple[list[float], torch.Tensor, torch.Tensor]:
-        """Return the losses of held-out batches, and their samples' logits and labels."""
+        """Return held-out batches' losses, and their samples' logits and labels."""
         batches = list(self.batches(Split.EVAL, self.config.loop.eval_steps))
         self.model.eval()
         with torch.no_grad():
@@ -170,7 +170,7 @@ class PlainRun:
         return by_batch.tolist(), torch.cat(logits), torch.cat(labels)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of held-out batches."""
+        """Return the metrics on held-out batches."""
         losses, logits, labels = self.held_out()
         is_ranked = not has_clicks(self.config.model)
         metrics = {"loss": fmean(losses)} if is_ranked else plain_metrics(logits, labels)
@@ -180,7 +180,7 @@ class PlainRun:
 
 
 def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Return the metrics of held-out samples, by their definitions."""
+    """Return the metrics on held-out samples, by their definitions."""
     predicted, labels = torch.sigmoid(logits.double()), labels.double()
     loss = nn.functional.binary_cross_entropy(predicted, labels).item()
     rate = labels.mean().item()
@@ -196,13 +196,13 @@ def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float
 
 
 def click_data(config: Any) -> SyntheticConfig:
-    """Return the synthetic clicks of a training or benchmark config."""
+    """Return a training or benchmark config's synthetic clicks."""
     assert isinstance(config.data, SyntheticConfig)
     return config.data
 
 
 def click_model(config: Any) -> ModelConfig:
-    """Return the DLRM or DCN of a training or benchmark config."""
+    """Return a training or benchmark config's DLRM or DCN."""
     assert isinstance(config.model, ModelConfig)
     return config.model
 

@@ -1,7 +1,7 @@
-"""A training program of which a rank stops by SIGSTOP at a given moment, on its own.
+"""A training program in which one rank stops itself by SIGSTOP at a given moment.
 
-``python -m tests.support.train_stops MOMENT RANK train ...`` is started on each rank. A rank that
-was stopped answers nothing until somebody kills it. Each rank prints when it stopped or ended.
+``python -m tests.support.train_stops MOMENT RANK train ...`` is started on each rank. The stopped
+rank doesn't respond until it is killed. Each rank prints when it stopped or ended.
 """
 
 import os
@@ -29,7 +29,7 @@ AT_CALL = 2
 
 
 def stop_at(moment: str) -> None:
-    """Let this process stop at a moment."""
+    """Make this process stop at a moment."""
     owner, name = MOMENTS[moment]
     called: Callable[..., Any] = getattr(owner, name)
     num_calls = 0
@@ -50,7 +50,7 @@ def _say(what: str) -> None:
 
 
 def main(moment: str, rank: str, *arguments: str) -> None:
-    """Be the program on this rank."""
+    """Run the program on this rank."""
     sys.argv = ["torchrec-2dsp", *arguments]
     if os.environ["RANK"] == rank:
         stop_at(moment)

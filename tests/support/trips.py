@@ -1,4 +1,4 @@
-"""Train, save a checkpoint, load it into another way of running the model, and compare."""
+"""Train, save a checkpoint, load it into a differently run model, and compare."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ TOLERANCE = 2e-6
 
 @dataclass(frozen=True)
 class StockCell(Cell):
-    """A cell that TorchRec's own planner, sharders and wrapper run; its mesh is one group."""
+    """A cell run by TorchRec's own planner, sharders and wrapper; its mesh is one group."""
 
     def __str__(self) -> str:
         return f"stock {super().__str__()}"
@@ -55,7 +55,7 @@ class StockCell(Cell):
 
 @dataclass(frozen=True)
 class Trip:
-    """From one way of running a model to another."""
+    """A checkpoint's source and target cells."""
 
     source: Cell
     target: Cell
@@ -66,12 +66,12 @@ class Trip:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank's view of a trip."""
+    """A rank's results from a trip."""
 
     num_tensors: int
     """Full tables and moments that both sides have."""
     different: tuple[str, ...]
-    """Those that differ after the load, in any bit."""
+    """Tensors that differ in any bit after the load."""
     equal_before: tuple[str, ...]
     """Those that were equal before the load already, so that it proves nothing."""
     source_gap: float
@@ -83,13 +83,13 @@ class Arrival:
 
 
 def make(cell: Cell) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Return the cell's model with the weights of seed 0, and its optimizers."""
+    """Return the cell's model with seed 0's weights, and its optimizers."""
     model = make_stock(cell) if isinstance(cell, StockCell) else shard(cell)
     return model, make_optimizer(model)
 
 
 def make_stock(cell: Cell, plan: ShardingPlan | None = None) -> DistributedModelParallel:
-    """Return the cell's model with nothing from this package, by TorchRec's planner or a plan."""
+    """Return the cell's model, built by TorchRec alone, with its planner or a plan."""
     model = build(cell.spec, seed=0)
     weights: Any = {name: value.clone() for name, value in model.state_dict().items()}
     kind = EmbeddingCollectionSharder if cell.spec.sequence else AnyTypeSharder
@@ -170,7 +170,7 @@ def full_state(
 def state_entries(
     model: DistributedModelParallel, optimizer: CombinedOptimizer | None
 ) -> Iterator[tuple[str, object]]:
-    """Yield names and values as a checkpoint has them."""
+    """Yield names and values as in a checkpoint."""
     for name, value in model.state_dict().items():
         yield f"model.{name}", value
     states = model.fused_optimizer.state_dict()["state"]
@@ -193,7 +193,7 @@ def distance(actual: dict[str, torch.Tensor], oracle: Oracle) -> float:
 
 
 def travel(rank: int, world_size: int, trips: list[Trip], folder: Place) -> list[Arrival]:
-    """Train, save, load elsewhere, compare, go on training on both sides."""
+    """Train, save, load elsewhere, compare, and train further on both sides."""
     return [arrive(trip, folder / str(number), world_size) for number, trip in enumerate(trips)]
 
 

@@ -1,4 +1,4 @@
-"""Machines on which torch, torchrec and fbgemm are installed, as the version checks see them."""
+"""Machines with torch, torchrec and fbgemm, as the version checks see them."""
 
 from dataclasses import replace
 

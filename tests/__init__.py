@@ -1,4 +1,4 @@
-"""Tests. Where ranks compute on a CPU, pytest's interpret Triton's kernels."""
+"""Tests. Where ranks compute on CPUs, pytest's process interprets Triton's kernels."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""Pools of ranks that the distributed tests share, and which tests run, in which order.
+"""Rank pools that distributed tests share, and the selection and order of tests.
 
-A pool starts at its first use. Each lane, a worker of xdist, has its own.
+A pool starts at its first use. Each lane, an xdist worker, has its own.
 """
 
 import gc
@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def dealt(pytestconfig: pytest.Config) -> Deal:
-    """Deals the cells of a long matrix: a sixth of them where slow tests run in slices."""
+    """Return a function that deals a long matrix's cells: a sixth if slow tests are sliced."""
     text = pytestconfig.getoption("--slow-slice")
     if not text:
         return lambda cells: [*cells]
@@ -137,6 +137,6 @@ def two_hosts() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def ranks8() -> Iterator[RankPool]:
-    """Eight ranks on four hosts of two."""
+    """Yield eight ranks on four hosts, two each."""
     with RankPool(8, local_world_size=2) as pool:
         yield pool

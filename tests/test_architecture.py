@@ -1,4 +1,4 @@
-"""Imports point down and make no cycles, internals stay in `_compat`, files stay small."""
+"""Imports point down without cycles, internals stay in `_compat`, files stay small."""
 
 from collections.abc import Callable
 from pathlib import Path

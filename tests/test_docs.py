@@ -1,7 +1,7 @@
 """Examples in docstrings and pages run, links lead somewhere, and every public name is explained.
 
-In Markdown, a block that starts with ```` ```python run ```` is executed, the blocks of a page
-one after another in one namespace; a plain ```` ```python ```` block is only compiled. Blocks with
+In Markdown, a block that starts with ```` ```python run ```` is executed; a page's blocks run one
+after another in one namespace. A plain ```` ```python ```` block is only compiled. Blocks with
 ``>>>`` are checked as doctests.
 """
 
@@ -31,7 +31,7 @@ FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS | doctest.IGNORE_EXCEPTI
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced Python block of a page."""
+    """A page's fenced Python block."""
 
     source: str
     line: int
@@ -39,7 +39,7 @@ class Block:
 
 
 def python_blocks(text: str) -> list[Block]:
-    """Return the Python blocks of a Markdown text, also those inside lists."""
+    """Return a Markdown text's Python blocks, including ones inside lists."""
     pattern = r"^(?P<indent> *)```python(?P<info>[^\n]*)\n(?P<source>.*?)^(?P=indent)```"
     blocks = []
     for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL):
@@ -51,7 +51,7 @@ def python_blocks(text: str) -> list[Block]:
 
 
 def relative_links(text: str) -> list[str]:
-    """Paths that a Markdown text links to, without anchors; links in code don't count."""
+    """Return the paths to which a Markdown text links, without anchors; skip links in code."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
     targets = re.findall(r"\]\(\s*<?([^)\s>]+)", text)
     targets += re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)
@@ -81,7 +81,7 @@ def missing_imports(source: str) -> list[str]:
 
 
 def run_blocks(text: str, name: str) -> list[str]:
-    """Return what goes wrong in the Python blocks of a page."""
+    """Run a page's Python blocks; return their failures."""
     failures = []
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in python_blocks(text):
@@ -108,7 +108,7 @@ def run_blocks(text: str, name: str) -> list[str]:
 
 
 def folder_with_configs(folder: Path) -> Path:
-    """Examples write to a folder of their own, which has what they read."""
+    """Return a separate folder where examples can write, with the configs that they read."""
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
 

@@ -16,10 +16,10 @@ DOCS = ROOT / "docs"
 
 
 def drawn_layers(text: str) -> list[frozenset[str]]:
-    """Return the rooms of each line of the drawing of layers, from the bottom up.
+    """Return the rooms on each line in the layer drawing, from the bottom up.
 
-    A line of the drawing is the names of rooms with ``|`` between them, and, after two spaces or
-    more, what they are for. Lines that begin with a space go on with the text of the line above.
+    Each line has room names with ``|`` between them, and, after two or more spaces, the rooms'
+    purpose. Lines that begin with a space continue the text of the line above.
     """
     (drawing,) = re.findall(r"^```text layers\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line for line in drawing.splitlines() if line and line[0] not in " -"]
@@ -41,7 +41,7 @@ def test_a_drawing_is_read() -> None:
 
 
 def texts_of(tree: ast.AST) -> list[str]:
-    """Return the string literals of a module; ``...`` stands for what an f-string fills in."""
+    """Return a module's string literals; ``...`` stands for an f-string's placeholders."""
     texts = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -56,13 +56,13 @@ def texts_of(tree: ast.AST) -> list[str]:
 
 @cache
 def package_texts() -> str:
-    """Return all string literals of the package, one to a line."""
+    """Return all the package's string literals, one per line."""
     trees = (parsed(path) for path in sorted(PACKAGE.rglob("*.py")))
     return "\n".join(text for tree in trees for text in texts_of(tree))
 
 
 def error_texts() -> list[str]:
-    """Return the texts in the first table of the page on errors."""
+    """Return the error texts in the troubleshooting page's table."""
     page = (DOCS / "guides" / "troubleshooting.md").read_text()
     table = page.partition("## Errors and warnings of this package")[2].partition("\n## ")[0]
     return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
@@ -70,7 +70,7 @@ def error_texts() -> list[str]:
 
 @pytest.mark.parametrize("text", error_texts())
 def test_errors_that_are_explained_exist(text: str) -> None:
-    """Each piece between the gaps of a text is said by the package."""
+    """Each piece of text between gaps occurs in one of the package's strings."""
     for piece in text.split("..."):
         assert piece.strip(" ,") in package_texts()
 

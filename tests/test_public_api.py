@@ -1,4 +1,4 @@
-"""The public names: a change of this list is a change of the package's promise."""
+"""The public names: changing this list changes the package's API."""
 
 import ast
 import inspect
@@ -75,7 +75,7 @@ PUBLIC_NAMES = [
 
 
 def public_members() -> list[tuple[str, object]]:
-    """Methods and properties that the package's public classes define, and the names themselves."""
+    """Return the package's public names, and its public classes' methods and properties."""
     members: list[tuple[str, object]] = []
     for name in torchrec_2dsp.__all__:
         value = getattr(torchrec_2dsp, name)

@@ -1,4 +1,4 @@
-"""Names are understood without the ones around them, as far as a rule can tell."""
+"""Names make sense on their own, as far as rules can check."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests that need an emulated cluster ask for one of these."""
+"""Fixtures for tests that need an emulated cluster."""
 
 import pytest
 
@@ -7,6 +7,6 @@ from torchrec_2dsp.programs.cluster.kernel import available
 
 @pytest.fixture(scope="session")
 def needs_cluster() -> None:
-    """Skips the test where clusters can't be made, and says why they can't."""
+    """Skip the test, with the reason, where clusters can't be emulated."""
     if reason := available():
         pytest.skip(f"no emulated cluster: {reason}")

@@ -14,7 +14,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def report(folder: str) -> None:
-    """Write down who this rank is."""
+    """Write this rank's identity to a file."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
     facts = {name: os.environ[name] for name in names}
     facts["hostname"] = socket.gethostname()
@@ -26,7 +26,7 @@ def report(folder: str) -> None:
 
 
 def crash(rank: str, folder: str) -> None:
-    """One rank raises, the others wait for it."""
+    """Raise on one rank, while the others wait."""
     Path(folder, f"rank{RANK}").touch()
     print(f"hello from {RANK}")
     while len(os.listdir(folder)) < int(os.environ["WORLD_SIZE"]):
@@ -37,20 +37,20 @@ def crash(rank: str, folder: str) -> None:
 
 
 def hang(folder: str) -> None:
-    """All ranks say that they started, and never end."""
+    """Mark that this rank started, and never end."""
     (Path(folder) / f"rank{RANK}").touch()
     wait_for_ever()
 
 
 def leave(exit_code: str) -> None:
-    """End with a code."""
+    """End with an exit code."""
     raise SystemExit(int(exit_code))
 
 
 def exchange(file: str, num_bytes: str) -> None:
-    """Send to the rank with the same place on the other host, then to the one on this host.
+    """Exchange data with the rank at the same place on the other host, then with one on this host.
 
-    Both ways at once; rank 0 writes the seconds and what the interfaces counted.
+    Both directions run at once; rank 0 writes the seconds and the interfaces' byte counts.
     """
     import torch
     import torch.distributed as dist
@@ -105,7 +105,7 @@ def compute(file: str) -> None:
                 dist.send(small, RANK + 1)
 
     def timed(run: Callable[[], None]) -> list[float]:
-        """Return the cluster's seconds and the real ones, from all ranks' start to their end."""
+        """Return the elapsed cluster seconds and real seconds, over all ranks."""
         dist.barrier()
         start_s, real_start_s = time.perf_counter(), time.monotonic()
         run()
@@ -130,7 +130,7 @@ def compute(file: str) -> None:
 
 
 def wait_for_ever() -> None:
-    """Wait; a stack trace should point here."""
+    """Wait forever; stack traces should point here."""
     while True:
         time.sleep(1)
 

@@ -1,4 +1,4 @@
-"""Real clusters: the links are what they say, failures are readable, and nothing is left."""
+"""Real clusters: links have their stated rates, failures are readable, nothing is left behind."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ END_TIMEOUT_S = 10
 
 
 def processes_with(text: str) -> list[int]:
-    """Return all processes of the machine that have it in their command line."""
+    """Return the machine's processes whose command line contains the text."""
     results = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def processes_with(text: str) -> list[int]:
 
 
 def names_of(pid: int) -> set[ClusterName]:
-    """Return the clusters of a process, from the namespaces that exist."""
+    """Return a process's clusters, from the existing namespaces."""
     names = {ClusterName.of(entry) for entry in os.listdir("/var/run/netns")}
     return {name for name in names if name is not None and name.pid == pid}
 
@@ -61,7 +61,7 @@ def test_links_are_as_fast_as_they_say_and_hosts_keep_to_themselves(tmp_path: Pa
     def measure(cluster: EmulatedCluster, file: Path) -> tuple[float, dict, dict]:
         cluster.run([*PROGRAM, "exchange", str(file), str(num_bytes)])
         across, inside = json.loads(file.read_text()).values()
-        # Both ranks of a host share its link.
+        # Both ranks on a host share its link.
         return 2 * num_bytes / across["seconds"] / bytes_per_s, across, inside
 
     with EmulatedCluster(hosts=2, ranks_per_host=2, link="200mbit") as cluster:
@@ -183,7 +183,7 @@ def test_an_owner_that_is_ended_leaves_nothing(
 ) -> None:
     command = [*PROGRAM, "hang", str(tmp_path)]
     options = ["--hosts", "2", "--ranks-per-host", "1"]
-    # A shell starts what runs in the background deaf to Ctrl-C, and its children inherit that.
+    # A shell makes background processes ignore Ctrl-C, and their children inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     owner = subprocess.Popen(
         [sys.executable, "-m", "torchrec_2dsp", "cluster", *options, "--", *command],

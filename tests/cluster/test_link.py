@@ -1,4 +1,4 @@
-"""Rates, queues, names and addresses: what needs neither root nor a namespace."""
+"""Rates, queues, names and addresses: tests that need neither root nor a namespace."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Programs on a cluster: what `bench` counts and says of it, and all of them in slower time."""
+"""Programs on a cluster: `bench` counts and reports traffic, and all run in slower time."""
 
 import json
 import statistics
@@ -66,7 +66,7 @@ def test_ranks_compute_side_by_side_and_wait_for_the_slowest(tmp_path: Path, hos
     assert seconds["alone"][0] == pytest.approx(0.5, rel=0.05)
     assert seconds["even"][0] == pytest.approx(10 * 0.1, rel=0.05)
     assert seconds["uneven"][0] == pytest.approx(1.3 * seconds["even"][0], rel=0.05)
-    # The last of so many stages begins as many batches later.
+    # The last stage begins one batch later for each earlier stage.
     assert seconds["pipeline"][0] == pytest.approx((16 + num_ranks - 1) * 0.1, rel=0.05)
 
 
@@ -92,10 +92,10 @@ def test_programs_run_in_slower_time(tmp_path: Path, program: str) -> None:
         result = BenchResult.load(tmp_path / "page.json")
         assert "a processor for every rank" in result.setting.cluster
         for contestant in result.measured():
-            # Other steps than those of the blocks are traced.
+            # Traced steps aren't the blocks' steps.
             step_s = statistics.median(block.step_s for block in contestant.blocks)
             assert 0.5 < sum(phase.seconds for phase in contestant.phases) / step_s < 2
-        # Without communication, a step takes what the rank computes, in a forked process as well.
+        # Without communication, a step takes its rank's compute time, in a forked process as well.
         ceiling = next(each for each in result.measured() if each.kind == "ceiling")
         assert ceiling.compute is not None
         assert min(block.step_s for block in ceiling.blocks) < 1.6 * ceiling.compute.mean_s

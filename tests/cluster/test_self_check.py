@@ -1,4 +1,4 @@
-"""The self check passes what fits, and says what doesn't and why."""
+"""The self check passes if all measurements fit, and else reports which don't and why."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ SLOW = dataclasses.replace(GOOD, host_bytes_per_s={"all-to-all": 60e6, "all-redu
 
 
 class FakeCluster:
-    """A cluster that measures what it was told, one check after another."""
+    """A cluster that reports given measurements, one check after another."""
 
     checks: list[SelfCheck]
 

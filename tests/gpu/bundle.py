@@ -1,7 +1,7 @@
 """Pack an environment for a machine with a GPU and without network.
 
 ``python -m tests.gpu.bundle --out build/gpu --gpus 90`` needs pip's default index, `zstd`,
-`strip` and `tar`. CUDA's own libraries stay out: a machine with torch has them, and
+`strip` and `tar`. CUDA's own libraries are left out: a machine with torch has them, and
 `tests/gpu/unpack.py` links them. That machine needs a C compiler for Triton's kernels.
 """
 
@@ -48,7 +48,7 @@ _PTX, _CUBIN = 1, 2
 
 
 class Code(NamedTuple):
-    """A piece of GPU code in a library."""
+    """A block of GPU code in a library."""
 
     kind: int
     architecture: int
@@ -57,7 +57,7 @@ class Code(NamedTuple):
 
 
 def thin(path: Path, gpus: Sequence[int]) -> int:
-    """Overwrite GPU code that none of these GPUs runs with zeros; return how many bytes."""
+    """Overwrite GPU code that none of these GPUs runs with zeros; return its size in bytes."""
     num_bytes = 0
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         for codes in _containers(memory):
@@ -70,7 +70,7 @@ def thin(path: Path, gpus: Sequence[int]) -> int:
 
 
 def _containers(memory: mmap.mmap) -> Iterator[list[Code]]:
-    """Yield the pieces of code that are compiled from one source."""
+    """Yield lists of code blocks; each list is compiled from one source."""
     magic = _MAGIC.to_bytes(4, "little")
     start = memory.find(magic)
     while start >= 0:
@@ -93,7 +93,7 @@ def _codes(memory: mmap.mmap, start: int, end: int) -> Iterator[Code]:
 
 
 def _runs(code: Code, others: Sequence[Code], gpu: int) -> bool:
-    """Tell whether a GPU uses this code: the newest for its generation, or text to compile."""
+    """Tell whether a GPU uses this code: the newest for its generation, or source to compile."""
     fitting = [
         other.architecture
         for other in others
@@ -108,7 +108,7 @@ def _runs(code: Code, others: Sequence[Code], gpu: int) -> bool:
 
 
 def install_packages(wheels: Path, site: Path) -> None:
-    """Install the CUDA builds of the locked versions, without what the other machine has."""
+    """Install the locked versions' CUDA builds, without packages that the other machine has."""
     version = metadata.version("torch").partition("+")[0]
     _pip("download", "--no-deps", "--dest", wheels, f"torch=={version}")
     (wheel,) = wheels.glob("torch-*.whl")
@@ -124,7 +124,7 @@ def install_packages(wheels: Path, site: Path) -> None:
 
 
 def _needs_of_torch() -> list[str]:
-    """Return what torch brings here, which no lock lists, but for CUDA's packages."""
+    """Return torch's own dependencies, which no lock file lists, except CUDA's packages."""
     versions: dict[str, str] = {}
     waiting = ["torch"]
     while waiting:
@@ -139,7 +139,7 @@ def _needs_of_torch() -> list[str]:
 
 
 def _pip(*arguments: object) -> None:
-    # Isolated: settings of this machine may lead to builds without CUDA.
+    # Isolated: this machine's settings may select builds without CUDA.
     command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "--quiet"]
     subprocess.run([*command, *map(str, arguments)], check=True)
 
@@ -166,7 +166,7 @@ def copy_python(environment: Path) -> None:
 
 
 def copy_libraries(binaries: Sequence[Path], folder: Path) -> None:
-    """Copy the shared libraries that these need, but for those of any system."""
+    """Copy the shared libraries that these need, except for standard system libraries."""
     shown = subprocess.run(
         ["ldd", *map(str, binaries)], check=True, capture_output=True, text=True
     ).stdout
@@ -176,7 +176,7 @@ def copy_libraries(binaries: Sequence[Path], folder: Path) -> None:
 
 
 def pack(environment: Path, folder: Path, level: int) -> list[dict[str, str | int]]:
-    """Compress the environment into pieces; return their names, sizes and sums."""
+    """Compress the environment into pieces; return their names, sizes and checksums."""
     pieces: list[dict[str, str | int]] = []
     tar = ["tar", "--create", "--sort=name", "--exclude=__pycache__", "-C", str(environment), "."]
     zstd = ["zstd", f"-{level}", "--threads=0", "--long=27", "--stdout"]
@@ -224,7 +224,7 @@ def make_bundle(folder: Path, gpus: Sequence[int], level: int) -> None:
     copy_libraries([zstd], tools)
     pieces = pack(environment, folder, level)
     versions = {
-        found.metadata["Name"]: found.version for found in metadata.distributions(path=[str(site)])
+        entry.metadata["Name"]: entry.version for entry in metadata.distributions(path=[str(site)])
     }
     manifest = {"pieces": pieces, "linked": LINKED, "gpus": list(gpus), "versions": versions}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))

@@ -1,4 +1,4 @@
-"""The jobs of the queue, in the order in which they run."""
+"""The queue's jobs, in the order in which they run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ ALL_LANES = 99
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A command whose end says whether all is well."""
+    """A command whose exit code says whether it passed."""
 
     name: str
     arguments: Sequence[str]
@@ -77,7 +77,7 @@ def _faults() -> Iterator[Job]:
                 arguments=(*command, *cases),
                 budget_s=240,
                 in_small=(*command, *cases[:1]),
-                shares_gpu=keeps_ranks,  # Killing a rank takes the others of its server along.
+                shares_gpu=keeps_ranks,  # Killing a rank also kills its MPS server's other ranks.
             )
 
 
@@ -156,7 +156,7 @@ CONTESTANTS = {
     " exact_in_host",
     "ratios of chosen plans": "table_wise_int8 parallelized parallelized_any",
 }
-"""Those of the config ``bench_criteo`` that run beside TorchRec's planner on NCCL, by job."""
+"""Contestants in ``bench_criteo`` that run beside TorchRec's planner on NCCL, by job."""
 
 
 def _ratios() -> Iterator[Job]:

@@ -1,7 +1,7 @@
-"""Lanes of a GPU's queue: in each, a job runs beside those of other lanes, under its own server.
+"""Lanes in a GPU's queue: each runs one job at a time, beside other lanes' jobs.
 
-Ranks that share a GPU take turns, unless an MPS server lets them run at once. A rank that is
-killed takes the others of its server with it, so each lane has one of its own.
+Ranks that share a GPU take turns, unless an MPS server lets them run at once. A killed rank
+also kills its server's other ranks, so each lane has its own server.
 """
 
 import json
@@ -21,7 +21,7 @@ assert (x @ x).sum().item() == 256.0**3
 
 
 def describe_machine() -> None:
-    """Print the card and the versions of what computes, as JSON."""
+    """Print the card and the installed versions, as JSON."""
     import torch
     from torch.cuda import nccl
 
@@ -44,7 +44,7 @@ def describe_machine() -> None:
 
 
 class Lane:
-    """A place in which one job runs at a time."""
+    """A slot that runs one job at a time."""
 
     def __init__(self, number: int, folder: Path, *, has_gpu: bool) -> None:
         self.number = number
@@ -54,24 +54,24 @@ class Lane:
         self._begin_server()
 
     def environ(self, *, shares: bool) -> dict[str, str]:
-        """Return the variables of a job; ``shares`` for ranks that compute at once."""
+        """Return a job's environment variables; ``shares`` if its ranks compute at once."""
         environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         if self._has_gpu:
-            # Else FBGEMM's import forbids the GPU to forks.
+            # Else FBGEMM's import makes the GPU unusable in forks.
             environ |= {"TESTS_DEVICE": "cuda", "TRITON_INTERPRET": "0"}
             environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         return environ | (self._server_environ() if shares else {})
 
     def renew(self, *, is_sure: bool) -> bool:
-        """Begin another server after a job that ended badly; tell whether the GPU can be used.
+        """Start another server after a job that ended badly; tell whether the GPU can be used.
 
-        ``is_sure`` if nobody has to try.
+        ``is_sure`` skips trying it.
         """
         self.close()
         self._begin_server()
         if is_sure or self._can_compute():
             return True
-        self.close()  # Without a server it may still do.
+        self.close()  # It may still work without a server.
         return self._can_compute()
 
     def close(self) -> None:

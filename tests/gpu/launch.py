@@ -1,7 +1,7 @@
 """Run a program on ranks that share a GPU: ``python -m tests.gpu.launch [--ranks 4] ARGUMENTS``.
 
-Each rank says that it is on a host of its own, so that NCCL doesn't refuse to share a GPU, and
-takes sockets. Without a GPU the ranks are those of one host.
+Each rank claims to be on a separate host, so that NCCL agrees to share a GPU, and uses sockets.
+Without a GPU all ranks are on one host.
 """
 
 import os
@@ -14,7 +14,7 @@ from tests.support.devices import device_env, on_gpus
 
 
 def main(arguments: list[str]) -> int:
-    """Return the first exit code that isn't 0; other ranks are ended then."""
+    """Run the ranks; once one fails, kill the others. Return the first nonzero exit code."""
     num_ranks = 4
     if arguments[:1] == ["--ranks"]:
         num_ranks, arguments = int(arguments[1]), arguments[2:]

@@ -26,7 +26,7 @@ _BY_HAND = "## Tried by hand"
 
 
 def page(results: Sequence[Result], by_hand: str) -> str:
-    """Return the page about results on GPUs; those on CPUs say nothing."""
+    """Return the page about results on GPUs; CPU results are left out."""
     on_gpus = [result for result in results if result.card != "CPU"]
     cards = list(dict.fromkeys(result.card for result in on_gpus))
     parts = [_HEAD, *([] if cards else [_NOTHING])]
@@ -35,7 +35,7 @@ def page(results: Sequence[Result], by_hand: str) -> str:
 
 
 def _section(card: str, results: Sequence[Result]) -> str:
-    """Return what became of all jobs on one kind of card, each with the latest code it ran with."""
+    """Return the section on one card: each job's results with the latest code it ran."""
     latest = results[-1]
     versions = ", ".join(f"{name} {version}" for name, version in latest.versions.items())
     lines = [
@@ -61,7 +61,7 @@ def _section(card: str, results: Sequence[Result]) -> str:
 
 
 def _row(results: Sequence[Result]) -> str:
-    """Return a job's row: its end with the latest code, and every test's in all runs of that."""
+    """Return a job's row: its latest outcome, and test counts over all runs of that code."""
     latest = results[-1]
     of_code = [result for result in results if result.code == latest.code]
     outcomes = {test: how for result in of_code for test, how in result.tests.items()}

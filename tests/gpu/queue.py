@@ -1,7 +1,7 @@
 """Run jobs on a GPU, as many as there is time for: ``python -m tests.gpu.queue --minutes 12``.
 
-It goes on where the last run ended. What passed with this code doesn't run again, what failed
-runs again at the end, and each job is ended at its budget. Without a GPU, jobs run in small.
+It resumes where the last run stopped. Jobs that passed with this code don't run again, failed
+jobs run again at the end, and each job is stopped at its budget. Without a GPU, jobs run in small.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Machine:
 
     @classmethod
     def this(cls) -> "Machine":
-        """Ask another process, as this one must never hold the GPU."""
+        """Describe this machine by another process, as this one must never hold the GPU."""
         code = "from tests.gpu.lanes import describe_machine as d; d()"
         shown = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True
@@ -69,7 +69,7 @@ class Machine:
 
 @dataclass
 class Running:
-    """A job that runs."""
+    """A running job."""
 
     job: Job
     lanes: list[Lane]
@@ -105,7 +105,7 @@ class Queue:
     """This run's."""
 
     def run(self, jobs: Sequence[Job], folder: Path) -> list[Job]:
-        """Run jobs; return those that haven't passed, the ones to run first in front."""
+        """Run jobs; return the ones that haven't passed, in the order to run them next."""
         waiting = self.left(jobs)
         running: list[Running] = []
         try:
@@ -126,7 +126,7 @@ class Queue:
         return self.left(jobs)
 
     def earlier(self, name: str) -> list[Result]:
-        """Return the results of a job with this code, on a machine of this kind."""
+        """Return a job's results with this code, on this kind of machine."""
         return [
             result
             for result in [*self.before, *self.results]
@@ -135,7 +135,7 @@ class Queue:
         ]
 
     def left(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return jobs that haven't passed; those that ended in another way come last."""
+        """Return jobs that haven't passed; any with outcomes other than `STOPPED` come last."""
         outcomes = {job.name: [result.outcome for result in self.earlier(job.name)] for job in jobs}
         left = [job for job in jobs if PASSED not in outcomes[job.name]]
         return sorted(left, key=lambda job: bool({*outcomes[job.name]} - {STOPPED}))
@@ -171,7 +171,7 @@ class Queue:
         )
 
     def _is_over(self, entry: Running) -> bool:
-        """Tell whether a job has ended; one whose time is up is interrupted, and then killed."""
+        """Tell whether a job has ended; interrupt it when its time is up, and later kill it."""
         if entry.process.poll() is not None:
             return True
         now = time.monotonic()
@@ -184,7 +184,7 @@ class Queue:
         return True
 
     def _finish(self, entry: Running) -> None:
-        """Write down how a job ended, and see to the GPU if that was bad."""
+        """Record how a job ended, and make the GPU usable again if it ended badly."""
         seconds = time.monotonic() - entry.start
         num_left = _kill(entry)
         tests = _lines(entry.folder / "tests")
@@ -228,7 +228,7 @@ class Queue:
 
 
 def _kill(entry: Running) -> int:
-    """Kill what is left of a job, in whatever session; return how many processes that were."""
+    """Kill a job's remaining processes, in whatever session; return their number."""
     mark = entry.mark.encode()
     pids = {int(path.name) for path in Path("/proc").glob("[0-9]*") if mark in _environ(path)}
     if entry.process.poll() is None:
@@ -254,12 +254,12 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 
 
 def jobs_named(parts: Sequence[str]) -> list[Job]:
-    """Return the jobs whose name contains one of these, in this order, each once."""
+    """Return the jobs whose names contain any of these parts, in this order, each once."""
     return list(dict.fromkeys(job for part in parts for job in JOBS if part in job.name))
 
 
 def main() -> int:
-    """Return 1 if a job that ran hasn't passed."""
+    """Run the queue; return 1 if a job that ran hasn't passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.queue", description=__doc__)
     parser.add_argument("--minutes", type=float, default=12)
     parser.add_argument("--out", type=Path, default=ROOT / "build/gpu/results", help="for results")

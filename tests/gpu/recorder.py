@@ -1,6 +1,6 @@
-"""A plugin of pytest that writes down each test as it ends, and skips those that have passed.
+"""A pytest plugin that records each test as it ends, and skips tests that have passed.
 
-The file ``GPU_QUEUE_TESTS`` gets a line for each test. Those of the file ``GPU_QUEUE_PASSED``
+The file ``GPU_QUEUE_TESTS`` gets a line for each test. Tests in the file ``GPU_QUEUE_PASSED``
 don't run again.
 """
 
@@ -14,7 +14,7 @@ TESTS, PASSED = "GPU_QUEUE_TESTS", "GPU_QUEUE_PASSED"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what has passed."""
+    """Deselect tests that have passed."""
     path = Path(os.environ[PASSED])
     passed = set(path.read_text().splitlines()) if path.exists() else set()
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write down how a test ended, and how its setup did if that failed."""
+    """Record a test's outcome, or its setup's if that failed."""
     if report.when == "call" or report.outcome != "passed":
         line = json.dumps([report.nodeid, report.outcome])
         with Path(os.environ[TESTS]).open("a") as file:

@@ -1,4 +1,4 @@
-"""Results of the queue's jobs: lines of JSON that travel between machines."""
+"""Results of the queue's jobs: JSON lines that travel between machines."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ PASSED, FAILED, TIMED_OUT, CRASHED, STOPPED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A job's end, and the machine that ran it."""
+    """A job's outcome, and the machine that ran it."""
 
     name: str
     outcome: str
@@ -52,7 +52,7 @@ class Result:
 
     @property
     def passed_tests(self) -> list[str]:
-        """The ids of the tests that passed."""
+        """Ids of the tests that passed."""
         return [test for test, outcome in self.tests.items() if outcome == PASSED]
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Result:
 
 
 def sum_of_code(root: Path = ROOT, folders: Sequence[str] = TESTED) -> str:
-    """Return a sum over the code that results speak of; it changes when that does."""
+    """Hash the code that results depend on; the hash changes with the code."""
     total = hashlib.sha256()
     for folder in folders:
         for path in sorted((root / folder).rglob("*")):
@@ -72,7 +72,7 @@ def sum_of_code(root: Path = ROOT, folders: Sequence[str] = TESTED) -> str:
 
 
 def read_results(paths: Iterable[Path]) -> list[Result]:
-    """Return the results in files, and in files of folders, in the order of their starts."""
+    """Return the results in files and in folders' files, by start time."""
     files = {
         file
         for path in paths
@@ -88,7 +88,7 @@ def read_results(paths: Iterable[Path]) -> list[Result]:
 
 
 def append_result(path: Path, result: Result) -> None:
-    """Add a line to a file of results."""
+    """Append a line to a results file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(asdict(result)) + "\n")

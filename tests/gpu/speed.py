@@ -1,4 +1,4 @@
-"""Time the parts of a step on one device: ``python -m tests.gpu.speed --ids 20 --dtype fp16``.
+"""Time a step's parts on one device: ``python -m tests.gpu.speed --ids 20 --dtype fp16``.
 
 FBGEMM's fused lookup and update beside a captured one, the search for distinct rows, pooling, and
 codecs beside FBGEMM's int8 and a copy. Prints a table, and writes the numbers as JSON.
@@ -37,14 +37,14 @@ _SHARE_OF_MEMORY = 0.6
 
 @dataclass(kw_only=True)
 class Speeds:
-    """Times by name, in milliseconds, and what follows from them."""
+    """Times in milliseconds, and derived numbers, by name."""
 
     device: torch.device
     repeat: int
     numbers: dict[str, float] = field(default_factory=dict)
 
     def time(self, name: str, run: Callable[[], object]) -> float:
-        """Return the median time of a piece of work, and keep it."""
+        """Measure, store and return a function's median time."""
         run()
         run()
         times = [self._once(run) for _ in range(self.repeat)]
@@ -52,7 +52,7 @@ class Speeds:
         return median
 
     def time_moved(self, name: str, num_bytes: float, run: Callable[[], object]) -> None:
-        """Also say which share of a copy's speed it reaches, by the bytes that it has to move."""
+        """Time a function, and store its throughput on ``num_bytes`` as a share of a copy's."""
         speed = num_bytes / self.time(name, run)
         self.numbers.setdefault("copy, GB/s", speed / 1e6)  # A copy is timed first.
         self.numbers[f"{name}, share of copy"] = speed / 1e6 / self.numbers["copy, GB/s"]
@@ -71,7 +71,7 @@ class Speeds:
 
 
 def make_tables(options: argparse.Namespace, device: torch.device) -> tuple[int, Tbe]:
-    """Return how many rows a table gets, and a kernel with all tables."""
+    """Return the number of rows per table, and a kernel with all tables."""
     dtype = SparseType.FP16 if options.dtype == "fp16" else SparseType.FP32
     row_bytes = options.dim * (2 if options.dtype == "fp16" else 4) + 4
     num_rows = options.rows
@@ -127,7 +127,7 @@ def time_lookups(speeds: Speeds, options: argparse.Namespace) -> None:
 
 
 def time_rows(speeds: Speeds, options: argparse.Namespace) -> None:
-    """Time what row exchange computes for one batch: its distinct rows, and pooling them."""
+    """Time row exchange's local work on one batch: finding distinct rows, and pooling them."""
     num_ids = options.tables * options.samples * options.ids
     num_rows = options.tables * options.rows
     keys = torch.randint(0, num_rows, (num_ids,), dtype=torch.int32, device=speeds.device)
@@ -169,7 +169,7 @@ def time_codecs(speeds: Speeds, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Time everything; a queue names the file for the numbers."""
+    """Time everything; the queue sets the file for the numbers."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.speed", description=__doc__)
     parser.add_argument("--tables", type=int, default=26)
     parser.add_argument("--rows", type=int, default=10_000_000, help="of a table, if they fit")

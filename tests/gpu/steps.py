@@ -1,7 +1,7 @@
-"""Time whole steps, and count where they wait for the GPU: ``python -m tests.gpu.launch -m ...``.
+"""Time whole steps, and count GPU syncs by place: ``python -m tests.gpu.launch -m ...``.
 
 TorchRec's shardings beside this package's exchanges, on one model and with the same batches. A
-step waits for the GPU where the processor asks for a number that the GPU computes.
+step waits for the GPU where the CPU reads a number that the GPU computes.
 """
 
 import argparse
@@ -45,16 +45,16 @@ Batches = Iterator[KeyedJaggedTensor]
 
 
 class Scores(BagModel):
-    """Returns what TorchRec's pipelines want; a long run stays finite."""
+    """Returns a loss and scores, as TorchRec's pipelines expect; long runs stay finite."""
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        # Taken apart and joined again, each feature would cost a copy of all in the backward.
+        # If features were split and joined, each would cost a full copy in the backward.
         scores = self.over(self.ebc(features).values()).squeeze(1)
         return scores.square().mean(), scores.detach()
 
 
 def draw(spec: ModelSpec, options: argparse.Namespace) -> Batches:
-    """Yield batches without an end, on the device, with nothing known of them in advance."""
+    """Yield endless batches on the device, without any precomputed metadata."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     keys = [feature for feature, _ in spec.features]
     size = len(keys) * options.samples
@@ -69,27 +69,27 @@ def draw(spec: ModelSpec, options: argparse.Namespace) -> Batches:
 
 
 def cells(spec: ModelSpec) -> dict[str, tuple[Cell, bool, type[Any] | None]]:
-    """Return what to run, by name: a cell, whether TorchRec alone runs it, and a pipeline."""
-    one = tdsp.Mesh2D(1, dist.get_world_size())
-    rows = Cell(one, spec=spec, exchange="row")
+    """Return the runs by name: a cell, whether TorchRec alone runs it, and a pipeline."""
+    mesh = tdsp.Mesh2D(1, dist.get_world_size())
+    rows = Cell(mesh, spec=spec, exchange="row")
     hot = tuple((table.name, tuple(range(1000))) for table in spec.tables)
     stock, prefetch = TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch
     return {
-        "TorchRec, table_wise": (Cell(one, "table_wise", spec=spec), True, None),
-        "TorchRec, row_wise": (Cell(one, spec=spec), True, None),
-        "table_wise": (Cell(one, "table_wise", spec=spec), False, None),
-        "row_wise": (Cell(one, spec=spec), False, None),
+        "TorchRec, table_wise": (Cell(mesh, "table_wise", spec=spec), True, None),
+        "TorchRec, row_wise": (Cell(mesh, spec=spec), True, None),
+        "table_wise": (Cell(mesh, "table_wise", spec=spec), False, None),
+        "row_wise": (Cell(mesh, spec=spec), False, None),
         "rows": (rows, False, None),
         "rows, int4": (replace(rows, transport="int4"), False, None),
         "rows, hot": (replace(rows, hot_rows=hot), False, None),
-        "TorchRec, row_wise, pipeline": (Cell(one, spec=spec), True, stock),
+        "TorchRec, row_wise, pipeline": (Cell(mesh, spec=spec), True, stock),
         "rows, pipeline": (rows, False, stock),
         "rows, prefetch": (rows, False, prefetch),
     }
 
 
 def make(cell: Cell, is_stock: bool) -> Any:
-    """Shard a model that is built where it is sharded."""
+    """Shard a model from the meta device, so that tables are only built as shards."""
     model = Scores(cell.spec, "meta")
     model.over.to(rank_device())
     ours = make_sharder(cell)
@@ -138,7 +138,7 @@ def stepper(model: Any, pipeline: type[Any] | None, batches: Batches) -> Callabl
 
 
 def waits_of(step: Callable[[], None], steps: int = 3) -> Counter[str]:
-    """Count by place where steps wait for the GPU."""
+    """Count the steps' waits for the GPU, by place in the code."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         if on_gpus():
@@ -156,7 +156,7 @@ def waits_of(step: Callable[[], None], steps: int = 3) -> Counter[str]:
 
 
 def time_of(step: Callable[[], None], blocks: int, steps: int) -> list[float]:
-    """Return milliseconds of a step, by block."""
+    """Return the milliseconds per step in each block."""
     times = []
     for _ in range(blocks):
         dist.barrier()
@@ -170,7 +170,7 @@ def time_of(step: Callable[[], None], blocks: int, steps: int) -> list[float]:
 
 
 def kernels_of(step: Callable[[], None], steps: int = 3) -> dict[str, float]:
-    """Return milliseconds of a step by kernel, the longest first."""
+    """Return each kernel's milliseconds per step, the longest first."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + on_gpus()]
     with profile(activities=activities) as profiler:
         for _ in range(steps):

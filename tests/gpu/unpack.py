@@ -1,6 +1,6 @@
-"""Check and unpack the pieces of a bundle: ``python3 tests/gpu/unpack.py DEST``.
+"""Check and unpack a bundle's pieces: ``python3 tests/gpu/unpack.py DEST``.
 
-Runs with the machine's own Python, whose torch brings CUDA's libraries. Afterwards
+Runs with the machine's own Python, whose torch has CUDA's libraries. Afterwards
 ``. DEST/env.sh`` makes ``python`` the unpacked one, with this project on its path.
 """
 
@@ -61,7 +61,7 @@ def unpack(folder: Path, destination: Path, libraries: Path) -> None:
 
 
 def write_env(destination: Path) -> Path:
-    """Write what a shell has to set before it runs the unpacked Python."""
+    """Write the shell settings that the unpacked Python needs."""
     places = {
         "PATH": f"{destination / 'bin'}:$PATH",
         "LD_LIBRARY_PATH": str(destination / "lib"),
@@ -78,16 +78,16 @@ def write_env(destination: Path) -> Path:
 
 
 def driver_folder() -> str:
-    """Return the folder of the GPU's driver, which Triton looks for in ldconfig's cache alone."""
+    """Return the GPU driver's folder, which Triton finds only through ldconfig's cache."""
     places = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     places += ["/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64"]
     return next((place for place in places if place and Path(place, "libcuda.so.1").exists()), "")
 
 
 def own_libraries() -> Path:
-    """Return the folder of CUDA's libraries that the running Python has."""
-    found = importlib.util.find_spec("nvidia")
-    places = list(found.submodule_search_locations or ()) if found else []
+    """Return the running Python's folder with CUDA's libraries."""
+    spec = importlib.util.find_spec("nvidia")
+    places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else Path("nvidia")
 
 

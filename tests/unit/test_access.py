@@ -1,4 +1,4 @@
-"""Figures from counted accesses, against brute force."""
+"""Figures from access counts, against brute force."""
 
 import json
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def test_a_tail_is_taken_as_used_alike() -> None:
 
 
 def test_long_draws_touch_every_used_row_and_a_tail_that_may_be_hot() -> None:
-    """More hot rows than counted ones are of the tail, and which of its rows isn't known."""
+    """Hot rows beyond the counted ones come from the tail, at unknown rows."""
     counted = TableAccess.of_counts([5, 3], num_samples=10)
     table = TableAccess(9, 10, counted.rows, counted.counts, tail_rows=4, tail_lookups=4.0)
     assert [table.expected_distinct(20, num_hot=num_hot) for num_hot in (0, 1, 2)] == [6, 5, 4]
@@ -243,7 +243,7 @@ KEY = b"torchrec_2dsp.access"
 
 
 def written(tmp_path: Path) -> Path:
-    """Five known rows of two tables, with an empty table between them."""
+    """Save five known rows in two tables, with an empty table between them; return the path."""
     path = tmp_path / "stats.parquet"
     tables = {
         "a": TableAccess.of_counts([0, 7, 1, 2], num_samples=5),
@@ -286,7 +286,7 @@ NO_HEADERS = [b"", b"\xff", b"[1]", b"null", b"[" * 100_000]
 
 @pytest.mark.parametrize("change", [*CHANGES, *COLUMNS, *NO_HEADERS], ids=lambda change: "")
 def test_changed_files_are_refused(change: Any, tmp_path: Path) -> None:
-    """With other metadata, another column, or metadata that are none."""
+    """Neither changed columns nor changed or invalid metadata are accepted."""
     path = written(tmp_path)
     content = pq.read_table(path)
     if isinstance(change, tuple):

@@ -1,4 +1,4 @@
-"""Loads that are computed for many tables at once are each table's own."""
+"""Loads computed for many tables at once equal each table's own."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ TYPES = (
 
 
 def test_alike_tables_have_each_the_loads_of_its_own() -> None:
-    """Loads that are computed for many tables at once, against the mean of each table's ranks."""
+    """Loads computed for many tables at once equal the mean over each table's ranks."""
     rows = (300, 9_000, 40_000, 70, 5_000)
     access = tdsp.AccessStats({name: skewed(rows)[name] for name in ("t1", "t2")})
     several: dict[str, Any] = {
@@ -78,7 +78,7 @@ def test_alike_tables_have_each_the_loads_of_its_own() -> None:
 
 
 def ratings_asked(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Improve a placement, and return how many steps were predicted; check what is remembered."""
+    """Improve a placement, and count the predicted steps; check the cached ratings."""
     space = Space.of(*problem(tdsp.Mesh2D(1, 2), rows, batch_size=64, skew=1.05))
     num_asked, predict = 0, CostSetting.step_cost
 

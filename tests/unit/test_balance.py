@@ -1,4 +1,4 @@
-"""Even loads: against all assignments, greedy, other methods and TorchRec's partitioner."""
+"""Even loads, against all assignments, greedy and other methods, and TorchRec's partitioner."""
 
 import itertools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def greedy_loads(times: Floats, num_bins: int) -> Floats:
 
 
 def best(items: Items, bins: Bins) -> float:
-    """Return the lowest maximum of all assignments that fit; infinite without any."""
+    """Return the lowest maximum over all assignments that fit; infinite if none does."""
     every = itertools.product(range(len(bins.times)), repeat=len(items.times))
     results = [np.array(entry) for entry in every]
     return min(
@@ -101,7 +101,7 @@ def test_without_room_there_is_no_way() -> None:
 
 
 def test_an_example_by_hand() -> None:
-    """Differencing makes {8, 7, 6, 5, 4} into 16 and 14; one exchange makes both 15."""
+    """Differencing splits {8, 7, 6, 5, 4} into 16 and 14; one exchange makes both 15."""
     items, bins = items_of([8, 7, 6, 5, 4]), bins_of([0, 0])
     raw = largest_differencing(items.times, bins.times)
     assert sorted(bins.loads(items, raw)) == [14, 16]
@@ -109,7 +109,7 @@ def test_an_example_by_hand() -> None:
 
 
 def bound(times: Floats, num_bins: int) -> float:
-    """Return the load that no assignment can be below, by HiGHS."""
+    """Return a lower bound on any assignment's load, by HiGHS."""
     num = len(times)
     # Variables: the highest load, then for each item and bin whether it is there.
     goal = np.zeros(1 + num * num_bins)
@@ -142,7 +142,7 @@ def test_differencing_is_near_the_bound_of_the_integer_program(seed: int) -> Non
 
 
 def test_most_random_tables_are_dealt_more_evenly_than_by_greed() -> None:
-    """Raw, without exchanges; with them, never less evenly."""
+    """Raw differencing mostly wins; with exchanges, the result is never worse than greedy."""
     wins = losses = 0
     for seed in range(100):
         generator = np.random.default_rng(seed)
@@ -239,7 +239,7 @@ def test_no_less_even_than_greed_and_mostly_more(kinds: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("kinds", [{}, ON_ONE_HOST], ids=len)
 def test_memory_is_kept(kinds: dict[str, str]) -> None:
-    """With hardly more room than greed needs."""
+    """Memory limits hold with hardly more room than greedy needs."""
     for seed in range(4):
         needed = max(memory(GreedyPerfPartitioner().partition(options(seed, kinds), topology())))
         tight = topology(needed + 1)

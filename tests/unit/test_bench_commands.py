@@ -1,4 +1,4 @@
-"""The benchmark commands' output, and a contestant's process with what the system knows of it."""
+"""The benchmark commands' output, and a contestant's process as the system sees it."""
 
 import os
 import re
@@ -263,7 +263,7 @@ class Subject:
 
 
 def state_of(pid: int) -> str:
-    """Return the operating system's word for it; empty without such a process."""
+    """Return a process's state letter in /proc; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Benchmark configs: what is read, what is refused, and who trains on which mesh."""
+"""Benchmark configs: valid and refused fields, and contestants' meshes."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""Figures of a benchmark by hand, and the judge who tells growing rounding from drift."""
+"""Benchmark figures by hand, and the judge that distinguishes growing rounding from drift."""
 
 import math
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ def test_rounding_that_grows_is_the_same_training() -> None:
 
 
 def test_another_algorithm_shows_in_the_first_steps() -> None:
-    """Its entropy over all steps would pass: it differs in the first step alone."""
+    """Its entropy over all steps would pass: it differs only at one early step."""
     wrong = FALLING + np.where(np.arange(NUM_STEPS) == 1, -5e-4, 0.0)
 
     measured = other(wrong)
@@ -85,7 +85,7 @@ def test_another_algorithm_shows_in_the_first_steps() -> None:
 
 @pytest.mark.parametrize(("drift", "message"), [(2e-3, "0.3 % above"), (-2e-3, "0.32 % below")])
 def test_an_exact_contestant_that_drifts_later_is_disqualified(drift: float, message: str) -> None:
-    """Copies that are no longer synced drift so; a better loss is another training as well."""
+    """Unsynced copies drift like this; a better loss also means a different training."""
     measured = other(FALLING + ROUNDING + np.where(np.arange(NUM_STEPS) >= 10, drift, 0.0))
 
     assert measured.loss_gap is not None
@@ -116,7 +116,7 @@ def test_contestants_that_round_are_judged_by_quality(arithmetic: str) -> None:
 def test_a_loss_that_is_no_number_disqualifies(
     contestant: dict[str, str], no_number: float, num_more_steps: int
 ) -> None:
-    """Also in a step that the reference didn't reach."""
+    """This includes steps that the reference didn't reach."""
     measured = other([*FALLING, *[0.5] * num_more_steps, no_number], contestant)
 
     assert measured.outcome is Outcome.DISQUALIFIED
@@ -146,7 +146,7 @@ def test_the_number_of_first_steps_can_be_chosen() -> None:
 
 def test_repeated_stock_runs_that_are_far_apart_widen_the_bounds() -> None:
     apart = {"plain": FALLING, "repeated": FALLING * 1.002, "again": FALLING * 0.9985}
-    # All of them begin alike.
+    # All begin alike.
     curves = {name: np.where(np.arange(NUM_STEPS) < 10, FALLING, apart[name]) for name in apart}
     contestants = {**STOCK, "other": {"kind": "two_d"}, "int4": {"kind": "two_d", "qcomms": "fp16"}}
     curves |= {"other": curves["repeated"], "int4": FALLING * 1.004}
@@ -156,7 +156,7 @@ def test_repeated_stock_runs_that_are_far_apart_widen_the_bounds() -> None:
     assert {contestant.outcome for contestant in measured.values()} == {Outcome.MEASURED}
     assert measured["repeated"].ne_gap is not None
     assert measured["repeated"].ne_gap > 1e-3
-    # Each of the repeated ones is judged by the other, all others by the farther one.
+    # Each repeated run is judged by the other, all others by the farther one.
     assert measured["other"].ne_bound == pytest.approx(3 * measured["repeated"].ne_gap)
     assert measured["again"].ne_bound == measured["other"].ne_bound
     strict = verdicts(contestants, curves, spread_factor=0.0)
@@ -165,7 +165,7 @@ def test_repeated_stock_runs_that_are_far_apart_widen_the_bounds() -> None:
 
 @pytest.mark.parametrize("contestants", [STOCK, {"plain": STOCK["plain"], "again": STOCK["again"]}])
 def test_a_stock_run_that_drifts_excuses_nobody(contestants: dict[str, Any]) -> None:
-    """Neither itself nor others, whether there is a third one to tell or not."""
+    """It excuses neither itself nor others, with or without a third run to compare."""
     drifting = np.where(np.arange(NUM_STEPS) < 10, FALLING, FALLING * 1.02)
     curves = {"plain": FALLING, "repeated": FALLING + ROUNDING, "again": drifting}
 
@@ -177,7 +177,7 @@ def test_a_stock_run_that_drifts_excuses_nobody(contestants: dict[str, Any]) -> 
 
 
 def test_stock_runs_that_begin_otherwise_excuse_nobody() -> None:
-    """They agree with each other, but are no repetitions of the reference."""
+    """They agree with each other, but don't repeat the reference."""
     elsewhere = FALLING * 1.02
     drifting = np.where(np.arange(NUM_STEPS) < 10, FALLING, elsewhere)
     curves = {"plain": FALLING, "repeated": elsewhere, "again": elsewhere, "other": drifting}
@@ -253,7 +253,7 @@ def test_who_must_train_the_same(
 
 
 def test_a_bound_of_its_own_is_meant_as_it_is() -> None:
-    """Whatever others do; and single steps are not compared."""
+    """It holds whatever other contestants do, and single steps aren't compared."""
     contestants = {**STOCK, "other": {"kind": "two_d", "ne_bound": 0.01}}
     apart = np.where(np.arange(NUM_STEPS) < 10, FALLING, FALLING * 1.009)
     curves = {"plain": FALLING, "repeated": apart, "again": apart}
@@ -299,7 +299,7 @@ def test_step_times_by_hand() -> None:
 
 
 def test_an_interval_leaves_out_what_is_too_rare() -> None:
-    # Of 7 values, a resample's median is the lowest with probability 0.010 and one of the two
+    # With 7 values, a resample's median is the lowest with probability 0.010 and one of the two
     # lowest with 0.10: the interval goes from the second to the second last.
     assert median_interval([7, 1, 6, 2, 5, 3, 4]) == (2, 6)
 
@@ -346,7 +346,7 @@ def test_there_is_no_ratio_without_a_common_round() -> None:
 def test_another_unit_changes_times_and_no_ratio(
     steps_s: list[float], base_s: list[float], exponent: int
 ) -> None:
-    # A power of two, which rounds nothing.
+    # Powers of two don't round.
     unit = 2.0**exponent
     scaled, scaled_base = ([value * unit for value in values] for values in (steps_s, base_s))
     before, after = step_time(contestant(*steps_s)), step_time(contestant(*scaled))
@@ -370,7 +370,7 @@ def test_a_summary_by_hand() -> None:
 
     assert (summary.best_stock, summary.best_plain_stock) == ("stock_duplex", "stock")
     ours = summary.contestants["exact_2d"]
-    # 4 ranks of 1,024 samples in 0.1 s.
+    # 4 ranks with 1,024 samples each in 0.1 s.
     assert ours.samples_per_s == pytest.approx(40_960)
     assert ours.over_best_stock is not None
     assert ours.over_best_stock.factor == pytest.approx(1.6)

@@ -1,4 +1,4 @@
-"""The page on benchmark results: every number is the data's, and nobody is left out."""
+"""The page on benchmark results: every number comes from the data, and nobody is left out."""
 
 import json
 import math
@@ -32,7 +32,7 @@ from torchrec_2dsp.programs.run_report.gain import Contenders
 
 
 def rows_of(page: str, heading: str) -> list[list[str]]:
-    """Return the cells of the first table after a heading, its headings first."""
+    """Return the cells in the first table after a heading, its column heads first."""
     lines = page[page.index(heading) :].splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("|"))
     rows = []
@@ -150,7 +150,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     headings, *rows = rows_of(page, "### Predicted steps")
     assert headings[:4] == ["contestant", "measured ms", "predicted ms", "error"]
     assert headings[4:] == ["dense", "sync"]
-    # Medians of the steps are 178, 166 and 129 ms.
+    # Median steps are 178, 166 and 129 ms.
     assert rows[0] == ["stock", "178.0", "220.0", "+24%", "200.0", "20.0"]
     assert [row[3] for row in rows] == ["+24%", "+14%", "-7%"]
     assert "Median error: 14%; largest: 24%. Rank correlation: 1.00." in page
@@ -165,7 +165,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
 def test_predictions_of_several_settings_stand_together() -> None:
     both = [with_predictions(bench_result()), with_predictions(bench_result(hosts=4), "stock")]
     page = markdown_report([*both, bench_result(network="other")])
-    # All steps are those of the test above, or were predicted alike.
+    # All steps are as in the test above, or were predicted alike.
     assert "4 plans of 2 settings. Median error: 19%; largest: 24%. Rank correlation: 1.00." in page
     assert "2 of them are of contestants that all settings have: stock. Median error: 24%" in page
     alike = markdown_report([both[0], with_predictions(bench_result(hosts=4))])
@@ -349,7 +349,7 @@ def test_a_page_says_how_busy_ranks_were_and_what_the_slowest_cost() -> None:
     ]
     assert table.markdown() in markdown_report([result])
     assert shares_of(other) is None
-    # Nobody waits for the slowest rank of a ceiling.
+    # Nobody waits for a ceiling's slowest rank.
     ceiling = shares_of(first.model_copy(update={"kind": "ceiling"}))
     assert ceiling is not None
     assert (ceiling.busy, ceiling.lost) == (pytest.approx(0.5), 0.0)

@@ -45,7 +45,7 @@ def test_shipped_calibrations_are_read_and_written_alike(path: Path, tmp_path: P
 
 
 def refusal(text: str, folder: Path) -> str:
-    """Return the error of a calibration file with this text."""
+    """Return the error text for a calibration file with this content."""
     path = folder / "x.toml"
     path.write_text(text)
     with pytest.raises(CalibrationError) as refused:
@@ -235,7 +235,7 @@ def test_what_no_sample_tells_of_stays_unknown_and_is_refused_when_used() -> Non
 
 
 def test_the_slower_way_counts() -> None:
-    """Ranks send inside their host and across hosts at the same time."""
+    """Ranks send inside their host and across hosts at the same time, so the longer one counts."""
     constant = TRUTH.base_s + 3 * TRUTH.per_peer_s
     assert TRUTH.seconds(ALL, Traffic(1e6, 1e6)) == pytest.approx(constant + 8e-3)
     assert TRUTH.seconds(ALL, Traffic(1e7, 1e6)) == pytest.approx(constant + 2e-2)
@@ -257,7 +257,7 @@ def test_kernels_are_found() -> None:
 
 
 def test_work_on_bags_is_told_apart() -> None:
-    """Bags of one id and of sixteen, whose ids are all of one row or all of different ones."""
+    """Costs per id, vector and row are fitted from bags with 1 or 16 equal or distinct ids."""
     truth = BagCost(
         base_s=1e-4,
         per_item_s=5e-9,
@@ -278,7 +278,7 @@ def test_work_on_bags_is_told_apart() -> None:
 
 
 def test_work_is_never_free_because_times_scatter() -> None:
-    """Take the shortest of all times for a call where longer work happened to be quicker."""
+    """The shortest time becomes the cost per call where longer work happened to be quicker."""
     seconds = {4_096.0: 3e-3, 16_384.0: 2e-3, 65_536.0: 2.5e-3}
     fitted = fit_kernel(
         [KernelSample(KernelWork(n, 256 * n), Timed(took)) for n, took in seconds.items()]
@@ -401,7 +401,7 @@ def work(access: TableAccess | None = None) -> TableWork:
 
 @pytest.mark.parametrize("num_hot", [0, 100, 1_000])
 def test_without_statistics_rows_are_used_alike(num_hot: int) -> None:
-    """Against draws, which are made here."""
+    """The expected number of distinct rows matches random draws."""
     generator = np.random.default_rng(0)
     draws = [set(generator.integers(0, 1_000, 700).tolist()) for _ in range(300)]
     drawn = np.mean([len({row for row in entry if row >= num_hot}) for entry in draws])
@@ -425,7 +425,7 @@ def test_with_statistics_hot_rows_are_the_hottest() -> None:
 
 
 def test_of_large_tables_the_hottest_rows_are_known_and_the_others_a_tail() -> None:
-    """A batch hardly touches fewer rows than with all of them known, and never more of the hot."""
+    """A tail hardly changes a batch's expected distinct rows, and never lowers them."""
     data = SyntheticConfig(features=(SparseFeature(name="a", num_rows=50_000, skew=1.05),))
     whole, part = (true_access(data, max_rows=known)["t_a"] for known in (50_000, 5_000))
     assert (whole.tail_rows, part.tail_rows, len(part.rows)) == (0, 45_000, 5_000)

@@ -1,4 +1,4 @@
-"""`.metadata` is read without running what stands in it, and only if all of it makes sense."""
+"""`.metadata` is read without running code in it, and only if all of it makes sense."""
 
 import importlib
 import io
@@ -29,7 +29,7 @@ from torchrec_2dsp.parallel.checkpoint.metadata import read_metadata
 
 
 def good() -> Metadata:
-    """Return a table of two shards, a number and an object."""
+    """Return metadata for a table with two shards, a number and an object."""
     size, half = torch.Size((4, 2)), torch.Size((2, 2))
     offsets = [torch.Size((0, 0)), torch.Size((2, 0))]
     chunks = [ChunkStorageMetadata(offset, half) for offset in offsets]
@@ -130,7 +130,7 @@ def test_pickles_that_run_code_are_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["eval", "global", "inst", "obj", "methodcaller", "getattr"])
 def test_those_pickles_would_run_code(tmp_path: Path, name: str) -> None:
-    """With Python's reader: else the test above would prove nothing."""
+    """They run code in Python's reader; else the test above would prove nothing."""
     marker = tmp_path / "ran"
     pickle.loads(RUNNING[name](marker))
     assert marker.exists()
@@ -213,7 +213,7 @@ def test_metadata_that_make_no_sense_are_refused(name: str) -> None:
 
 
 def test_the_pickle_names_nothing_else() -> None:
-    """If DCP comes to name more, this fails before a user's load does."""
+    """If DCP starts to pickle other names, this fails before a user's load does."""
     names: set[str] = set()
 
     class Listener(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""Common behaviour of all commands: errors, torchrun, the version."""
+"""Behaviour common to all commands: errors, torchrun, the version."""
 
 import errno
 import json
@@ -197,7 +197,7 @@ def test_a_rank_that_hears_of_another_ones_stop_stops(
 def test_a_second_signal_does_not_cut_off_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stop by Ctrl-C: torchrun sends its ranks one more signal."""
+    """After Ctrl-C, torchrun sends its ranks one more signal."""
     monkeypatch.setenv("RANK", "0")
     show = Console.print
 

@@ -1,4 +1,4 @@
-"""Promises of every row codec, in one table that each joins by a line; ids in few bytes."""
+"""Guarantees for every row codec, in one table with a line per codec; ids in few bytes."""
 
 import math
 
@@ -99,7 +99,7 @@ def test_a_row_s_largest_number_has_bounds(
     largest: float,
     overflows: float | None,
 ) -> None:
-    """They stand in docs/guides/transport.md."""
+    """docs/guides/transport.md lists these bounds."""
 
     def arrived(number: float) -> float:
         return round_trip(CODECS[name], torch.tensor([[number, -number, 0.0]]))[0, 0].item()
@@ -146,7 +146,7 @@ def test_what_is_encoded_stays_as_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_has_travelled_travels_again_unchanged(bits: int) -> None:
-    """Rows that are handed on in the same codec aren't rounded twice, up to their scale."""
+    """Rows that are forwarded in the same codec aren't rounded twice, up to their scale."""
     codec, rows = IntegerRows(bits=bits), random_rows(100, 24)
     once = round_trip(codec, rows)
     twice = round_trip(codec, once)
@@ -322,7 +322,7 @@ def test_what_was_sent_and_the_residual_are_the_sum(seed: int, form: str) -> Non
         feedback.take_off("layer", chosen.positions, codec.rounded(chosen.values))
         sent.index_add_(0, *codec.decode(codec.encode(chosen)))
     residual = feedback.state_dict()["layer"]
-    # Ten additions of numbers below 10 in float32.
+    # Ten float32 additions with numbers below 10.
     torch.testing.assert_close(sent + residual, total, rtol=0, atol=2e-5)
     assert feedback.square_norm() == pytest.approx(float(residual.square().sum()))
 

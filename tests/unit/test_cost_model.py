@@ -1,4 +1,4 @@
-"""The cost model: parts of a step, hidden messages, and traffic message by message."""
+"""The cost model: a step's parts, hidden messages, and traffic message by message."""
 
 import itertools
 import math
@@ -59,7 +59,7 @@ IN_GROUP = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
     "mesh", [Mesh2D(1, 8), Mesh2D(4, 2), Mesh2D(2, 6, RankLayout.CONTIGUOUS), Mesh2D(1, 10)]
 )
 def test_even_loads_cost_what_they_cost_as_arrays(mesh: Mesh2D, sync: "tdsp.GradientSync") -> None:
-    """Hosts have four ranks, so some groups have fewer on their last one."""
+    """Hosts have four ranks, so some groups have fewer on their last host."""
     types = {"table_wise, pooled, fp32", "row_wise, row, fp32"}
     setting = CostSetting(
         calibration(), Workload(batch_size=BATCH, tables={}), mesh, sync, 4, Pipeline.ROW_PREFETCH
@@ -77,14 +77,14 @@ def test_even_loads_cost_what_they_cost_as_arrays(mesh: Mesh2D, sync: "tdsp.Grad
 
 
 def exchanged(first: StepCost) -> tuple[float, float]:
-    """Forward and backward, with what the slowest rank adds to both."""
+    """Return forward and backward exchange seconds."""
     return first.forward_exchange_s, first.backward_exchange_s
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "forward", "backward"),
     [
-        # Each host sends vectors to the two ranks of the other.
+        # Each host sends vectors to the other's two ranks.
         (ShardingType.COLUMN_WISE, [0, 1, 2, 3], VECTORS, VECTORS),
         # A ring that reduces four ranks' vectors, and one that gathers them.
         (ShardingType.ROW_WISE, [0, 1, 2, 3], 3 * VECTORS, 3 * VECTORS),
@@ -98,7 +98,7 @@ def test_stock_types_send_what_they_send(
 
 
 def test_one_owner_is_imbalance() -> None:
-    """The host of the owner sends twice what it would if all ranks owned a part."""
+    """The owner's host sends twice as much as if all ranks owned a part."""
     predicted = cost(TABLE_WISE)
     assert exchanged(predicted) == pytest.approx((VECTORS * LINK, VECTORS * LINK))
     ids = BATCH * (4 + 2)
@@ -128,7 +128,7 @@ def test_a_skew_is_found_by_the_distinct_rows(num_rows: int, num_lookups: int) -
 def test_row_exchange_sends_each_distinct_row_once() -> None:
     distinct = NUM_ROWS * (1 - (1 - 1 / NUM_ROWS) ** BATCH)
     predicted = cost(ROW)
-    # Half of a rank's rows are on the other host, and a host has two ranks.
+    # Half a rank's rows are on the other host, and a host has two ranks.
     assert exchanged(predicted) == pytest.approx((distinct * DIM * 4 * LINK,) * 2)
     assert predicted.input_exchange_s == pytest.approx(distinct * 2 * LINK)
     assert predicted.imbalance_s == pytest.approx(0.0)
@@ -185,7 +185,7 @@ def test_one_group_has_nothing_to_sync(sync: "tdsp.GradientSync | tdsp.WeightSyn
 
 def test_rows_that_peers_exchange_are_those_of_a_groups_batch() -> None:
     touched = NUM_ROWS * (1 - (1 - 1 / NUM_ROWS) ** (2 * BATCH))
-    # Each of a host's two ranks sends its half of the rows, with their numbers, to its peer.
+    # Each of a host's two ranks sends half the rows, with their numbers, to its peer.
     assert cost(IN_GROUP, mesh=TWO).sync_s == pytest.approx(touched * (DIM * 4 + 4) * LINK)
 
 
@@ -215,7 +215,7 @@ def test_work_on_bags_and_on_rows_is_counted_for_every_rank(kernel: str) -> None
 
 @pytest.mark.parametrize("kind", [ShardingType.TABLE_WISE, ShardingType.ROW_WISE])
 def test_rows_and_vectors_of_bags_are_counted_besides_ids(kind: ShardingType) -> None:
-    """Twenty ids a bag: what comes of them is a vector, and the hot ones are a row again."""
+    """Bags have twenty ids: each bag yields one vector, and repeated ids read the same row."""
     ranks = [0] if kind is ShardingType.TABLE_WISE else [0, 1, 2, 3]
     work = replace(TABLE_WISE.work, ids_per_sample=20.0, access=counted())
     rows = 4 * work.expected_distinct(4 * 20 * BATCH) * DIM
@@ -223,7 +223,7 @@ def test_rows_and_vectors_of_bags_are_counted_besides_ids(kind: ShardingType) ->
     for unit, in_all in (("per_row_byte_s", rows), ("per_vector_byte_s", 4 * VECTORS * len(ranks))):
         calibration = only_the_link(lookup=NOTHING.model_copy(update={unit: 1e-9}))
         predicted = cost(table(kind, ranks, work=work), calibration=calibration)
-        # The busiest rank's, of which the mean is a part and imbalance the rest.
+        # The busiest rank's time: the mean and imbalance together.
         assert predicted.lookup_s == pytest.approx(in_all / 4 * 1e-9, rel=1e-3), unit
 
 
@@ -238,7 +238,7 @@ def test_rows_are_found_pooled_and_added_where_the_samples_are() -> None:
 
 @pytest.mark.parametrize("placed", [ROW, TABLE_WISE], ids=["rows", "vectors"])
 def test_encoding_is_counted_there_and_back_by_the_transport(placed: Placed) -> None:
-    """A rank gets a row, or a vector, of each of its ids, or owns as many of others."""
+    """Only INT8 pays int8's cost: once to encode and once to decode each row or vector."""
     each = KernelCost(base_s=0, per_item_s=1e-6, per_byte_s=1e-9)
     calibration = only_the_link(encode_int8=each)
     times = {
@@ -333,7 +333,7 @@ def test_dense_gradients_hide_behind_the_backward_bucket_by_bucket(
 
 
 def test_data_parallel_tables_have_an_all_reduce_of_their_own() -> None:
-    """Ranks come to both from computing, and that of the tables hides behind nothing."""
+    """Ranks reach both all-reduces from computing, and the tables' all-reduce isn't hidden."""
     dense = DenseWork(backward_s=100.0, gradient_bytes=99 * 2.0**20)
     copied = table(ShardingType.DATA_PARALLEL, [0])
     slow = only_the_link().model_copy(update={"turn_s": 1e-3})
@@ -395,7 +395,7 @@ LAYOUTS = st.sampled_from(list(RankLayout))
 
 
 def traffic_of(messages: Messages, local_world_size: int) -> Traffic:
-    """Return the busiest rank's bytes inside its host, and the busiest host's, by direction."""
+    """Return the busiest rank's bytes inside its host, and the busiest host's bytes."""
     local: defaultdict[tuple[str, int], float] = defaultdict(float)
     link: defaultdict[tuple[str, int], float] = defaultdict(float)
     for source, target, num_bytes in messages:

@@ -1,4 +1,4 @@
-"""The search by cost: against all placements, and as the user demands."""
+"""The search by cost, against all placements, and with users' demands."""
 
 import itertools
 import re
@@ -86,7 +86,7 @@ _COPIED = "data_parallel"
 
 
 def test_small_tables_are_copied_where_large_ones_send_vectors() -> None:
-    """Their gradients are smaller than a batch's vectors; whole tables aren't."""
+    """Small tables' gradients are smaller than a batch's vectors; large tables' aren't."""
     model = tables((10,) * 12 + (200_000,))
     constraints = constrained(_COPIED, _TABLE_WISE, num_tables=13)
     plan = plan_of(model, link="200mbit", constraints=constraints, mesh=tdsp.Mesh2D(1, 4))
@@ -97,7 +97,7 @@ def test_small_tables_are_copied_where_large_ones_send_vectors() -> None:
 
 
 def test_a_small_gain_is_no_reason_for_another_type() -> None:
-    """With smaller batches, copies would shorten the step a little, were predictions exact."""
+    """With smaller batches, copies would shorten the step slightly if predictions were exact."""
     rows = (10,) * 6 + (200_000,)
     given = {"link": "200mbit", "batch_size": 128, "access": skewed(rows)}
 
@@ -120,7 +120,7 @@ def test_tables_that_share_a_link_do_not_lie_on_one_host() -> None:
 
 
 def test_the_mesh_is_what_the_network_makes_of_it() -> None:
-    """Copies need no forward exchange; where memory is short, there are none."""
+    """Several meshes are ranked by cost; where memory is short, only one group fits."""
     model = tables((200_000,) * 4)
     roomy = planner(link="no_limit").search(model, SHARDERS).placements
     assert len({entry.setting.mesh for entry in roomy}) == len(roomy) > 1
@@ -185,8 +185,8 @@ def test_rows_in_8_bits_fit_where_float32_does_not() -> None:
         )
         for constraints in (constrained("row_wise", num_tables=1), asked)
     )
-    bytes_of = [found.placements[0].bytes_by_rank.max() for found in (whole, in_8_bits)]
-    # A row of 32 numbers, and its moment.
+    bytes_of = [result.placements[0].bytes_by_rank.max() for result in (whole, in_8_bits)]
+    # A row has 32 numbers and a moment.
     assert bytes_of[0] - bytes_of[1] == pytest.approx(50_000 * (32 * 4 - 40), rel=0.02)
     (table,) = tables_in(plan_of(tables((200_000,)), constraints=asked)).values()
     assert (table.stored_as, table.owners) == (tdsp.RowStorage.INT8, tdsp.RowOwners.BLOCK)
@@ -205,7 +205,7 @@ def test_rows_that_nothing_looked_up_are_never_hot() -> None:
 
 
 def test_columns_are_split_only_where_that_is_asked_for() -> None:
-    """Each part of a row would have a moment of its own, and train otherwise."""
+    """Each part of a row would have its own moment, and so train differently."""
     candidates, _ = problem(tdsp.Mesh2D(1, 4))
     kinds = {choice.kind for entry in candidates for choice in entry.choices}
     assert ShardingType.COLUMN_WISE not in kinds
@@ -225,7 +225,7 @@ def test_sequences_have_no_empty_bags_and_are_copied_if_their_optimizer_allows_i
 
 
 def test_groups_with_uneven_parts_on_hosts_have_no_tables_of_one_host() -> None:
-    """Six ranks in a row on hosts of four: four on one host and two on the other."""
+    """Six consecutive ranks on four-rank hosts: four on one host and two on the other."""
     rows = (30_000, 20_000)
     asked = {"t0": ParameterConstraints(sharding_types=["table_row_wise"])}
     placed = planner(topology=world(12, 4), constraints=asked).search(
@@ -235,7 +235,7 @@ def test_groups_with_uneven_parts_on_hosts_have_no_tables_of_one_host() -> None:
     uneven = tdsp.Mesh2D(2, 6, tdsp.RankLayout.CONTIGUOUS)
     assert uneven not in {entry.setting.mesh for entry in placed.tried}
     assert tdsp.Mesh2D(1, 12) in {entry.setting.mesh for entry in placed.tried}
-    # Twenty ranks on hosts of eight aren't even as many on each of three.
+    # Twenty ranks on eight-rank hosts aren't evenly spread over three hosts.
     for mesh, local_world_size in ((uneven, 4), (tdsp.Mesh2D(2, 20, uneven.layout), 8)):
         free = planner(topology=world(mesh.world_size, local_world_size), mesh=mesh)
         assert free.search(tables(rows), SHARDERS).placements
@@ -246,7 +246,7 @@ SLOW = world(4, 2, inter_host_bw=1e4, intra_host_bw=1e7)
 
 
 def test_without_a_calibration_the_topology_speaks() -> None:
-    """Bytes are kept inside hosts."""
+    """The topology's slow links keep bytes inside hosts."""
     chosen = planner_for(None, SLOW, batch_size=4_096).plan(bags(4, rows=1_000_000), SHARDERS)
     assert chosen.mesh.group_size <= 2 or set(ways_in(chosen).values()) <= {
         ("2d_row_wise", "row_per_host"),
@@ -256,7 +256,7 @@ def test_without_a_calibration_the_topology_speaks() -> None:
 
 @pytest.mark.parametrize("mesh", [tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)], ids=str)
 def test_a_mesh_without_a_calibration_runs_row_exchange(mesh: tdsp.Mesh2D) -> None:
-    """Each row is in a batch several times."""
+    """A batch contains each row several times, so row exchange is cheapest."""
     plan = planner_for(mesh, SLOW, batch_size=4_096).plan(bags(2, rows=4_000), SHARDERS)
     assert (plan.mesh, plan.sync) == (mesh, tdsp.GradientSync())
     assert set(ways_in(plan).values()) <= {("2d_row_wise", way) for way in ("row", "row_per_host")}
@@ -360,14 +360,14 @@ def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -
 
 @pytest.mark.parametrize("room", [8e6, 15e6, 24e6])
 def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
-    """Dealt evenly, against all choices that fit: nearer to the best than to the smallest."""
+    """Against all choices that fit, the result is nearer to the best than to the smallest."""
     rows = (500, 1_000, 2_000, 3_000, 4_000)
     asked = tdsp.ParameterConstraints2D(exchange="pooled", sharding_types=["row_wise"])
     constraints = {f"t{number}": asked for number in range(5)}
     split, setting = problem(tdsp.Mesh2D(1, 4), rows, constraints, batch_size=2_048)
     copied = Choice(ShardingType.DATA_PARALLEL)
     both = [replace(entry, choices=[copied, *entry.choices]) for entry in split]
-    # Copies of small tables take most, so that what saves most isn't what is largest.
+    # Small tables' copies take most memory, so that the best tables to copy aren't the largest.
     num_bytes = np.array([[9e6, 1e6], [7e6, 1e6], [5e6, 1e6], [3e6, 1e6], [8e6, 1e6]])
     space = replace(Space.of(both, setting), bytes_of_rank=num_bytes, bytes_of_shard=num_bytes)
     every = [np.array(entry) for entry in itertools.product(range(2), repeat=5)]
@@ -384,7 +384,7 @@ def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
 
 
 def test_what_hardly_fits_is_split() -> None:
-    """Three equal tables on four ranks, each of which has room for less than one."""
+    """Each of four ranks has room for less than one of three equal tables."""
     model = tables((30_000,) * 3)
     whole_bytes = 3 * 30_000 * (32 * 4 + 4)
     tight = planner(topology=world(4, 2, ddr_cap=int(0.29 * whole_bytes)), batch_size=16)
@@ -429,7 +429,7 @@ def test_batches_that_dont_fit_beside_their_tables_are_named() -> None:
 
 
 def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
-    """Whoever has the large table sends to all others: on average, there would be room."""
+    """The large table's owner sends to all other ranks; on average, there would be room."""
     rows = (500, 500, 500, 500, 40_000)
     constraints = constrained("data_parallel", "table_wise", num_tables=len(rows))
     candidates, setting = problem(tdsp.Mesh2D(1, 4), rows, constraints, link="no_limit")
@@ -445,7 +445,7 @@ def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
 
 
 def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> None:
-    """Forty tables, for which there is room on average, are not left as small as they can be."""
+    """Forty tables with enough room on average don't all get their smallest choices."""
     rows = np.exp(np.random.default_rng(0).uniform(np.log(100), np.log(2e7), 40)).astype(int)
     mesh = tdsp.Mesh2D(1, 8)
     candidates, setting = problem(mesh, rows.tolist(), batch_size=1_024, local_world_size=8)
@@ -459,7 +459,7 @@ def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> Non
 
 
 def random_tables(num_tables: int) -> EmbeddingBagCollection:
-    """From 100 to 20 million rows, most of them small."""
+    """Draw tables with 100 to 20 million rows; most are small."""
     generator = np.random.default_rng(0)
     rows = np.exp(generator.uniform(np.log(100), np.log(2e7), num_tables))
     dims = generator.choice([32, 64, 128], num_tables)

@@ -1,4 +1,4 @@
-"""Damages change something for certain and repeat with a seed; files damaged so are refused."""
+"""Damage always changes something, repeats with its seed, and is refused by readers."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_files_of_a_folder_are_deleted_swapped_or_damaged(tmp_path: Path) -> Non
 
 @dataclass(frozen=True)
 class Reader:
-    """A kind of file that users hand to the package."""
+    """A file type that users give to the package."""
 
     name: str
     """The file's name."""
@@ -92,7 +92,7 @@ def _are_equal(read: tdsp.AccessStats, written: tdsp.AccessStats) -> bool:
 
 
 def _is_sound(read: tdsp.Calibration, written: tdsp.Calibration) -> bool:
-    """Calibrations are edited by hand and have no checksum; a number may be another one."""
+    """Tell whether all costs are valid: calibrations have no checksum, so numbers may differ."""
     costs = [*dict(read.collectives).values(), *dict(read.kernels).values()]
     numbers = [
         value for cost in costs if cost for value in dict(cost).values() if value is not None
@@ -120,7 +120,7 @@ READERS = (
 
 
 def outcomes(reader: Reader, folder: Path, damages: int) -> Counter[str]:
-    """Return how often a damaged file was refused, and how often it loaded as it was."""
+    """Count how often a damaged file was refused, and how often it loaded unchanged."""
     path = folder / reader.name
     reader.write(path)
     intact, written = path.read_bytes(), reader.read(path)
@@ -133,7 +133,7 @@ def outcomes(reader: Reader, folder: Path, damages: int) -> Counter[str]:
 
 
 def folder_outcomes(folder: Path, damages: int) -> Counter[str]:
-    """Return what comes of files that are deleted, or exchanged for another kind of file."""
+    """Count the outcomes for files that are deleted, or replaced by another file type."""
     seen: Counter[str] = Counter()
     for number in range(damages):
         for reader in READERS:

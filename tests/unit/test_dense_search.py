@@ -1,4 +1,4 @@
-"""The cost of dense parts, and the search for the best way to run one."""
+"""The cost model for dense parts, and the search for the fastest way to run one."""
 
 import time
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_ddp_sends_all_gradients_in_a_ring() -> None:
 
 @pytest.mark.parametrize(("num_copies", "gathered", "summed"), [(1, 2 * 3 / 4, 3 / 4), (2, 0, 1)])
 def test_shards_gather_weights_twice(num_copies: int, gathered: float, summed: float) -> None:
-    """Send only gradients between hosts if each host has a copy.
+    """With a copy in each host, only gradients travel between hosts.
 
     Both ranks in a host send half of each rank's share, twice.
     """
@@ -76,12 +76,12 @@ def test_shards_gather_weights_twice(num_copies: int, gathered: float, summed: f
 
 
 def test_a_copy_of_split_layers_in_each_host_sends_gradients_alone() -> None:
-    """Each of eight ranks on two hosts keeps a quarter of a copy, or an eighth of a single one."""
+    """With one copy per host, weights needn't be gathered between hosts."""
     model = DenseCostModel(only_the_link(), local_world_size=4)
     first, two, four = (
         plan(DenseKind.TENSOR_PARALLEL, world=8, tp=2, num_copies=num) for num in (1, 2, 4)
     )
-    # Both ways of an all-reduce of a quarter, by the four ranks of a host.
+    # Both directions of a quarter's all-reduce, by a host's four ranks.
     cost = model.step_cost(WORK, two, BATCH)
     assert cost.gather_s == 0.0
     assert cost.gradients_s == pytest.approx(WEIGHTS * LINK)
@@ -96,7 +96,7 @@ def test_a_copy_of_split_layers_in_each_host_sends_gradients_alone() -> None:
 
 
 def test_pipelines_that_share_layers_gather_them_once() -> None:
-    """Both ranks of a host get half of their layers from the other one, and send as much back."""
+    """Each host gets half its layers from the other, and sends as many gradients back."""
     shared = replace(TWO_STAGES, fully_shard=True)
     cost, copied = (MODEL.step_cost(WORK, way, BATCH) for way in (shared, TWO_STAGES))
     assert cost.gather_s == pytest.approx(WEIGHTS / 2 * LINK)
@@ -106,11 +106,11 @@ def test_pipelines_that_share_layers_gather_them_once() -> None:
 
 
 def test_a_pipeline_waits_at_both_ends() -> None:
-    """Take nine slots instead of eight: two stages process the samples in eight parts."""
+    """Two stages process the samples in eight parts, and take nine slots instead of eight."""
     cost = MODEL.step_cost(WORK, TWO_STAGES, BATCH)
     assert cost.compute_s == pytest.approx(COMPUTE_S)
     assert cost.waiting_s == pytest.approx(COMPUTE_S / 8)
-    # Stages are inside a host; both send the gradients of half of the layers to the other host.
+    # Stages are inside a host; both send half the layers' gradients to the other host.
     assert cost.hand_off_s == 0.0
     assert cost.gradients_s == pytest.approx(WEIGHTS * LINK)
     assert cost.busy_share == pytest.approx(COMPUTE_S / cost.total_s)
@@ -142,7 +142,7 @@ def test_strided_pipelines_keep_gradients_inside_hosts() -> None:
 def test_the_slowest_stage_sets_the_pace() -> None:
     uneven = replace(TWO_STAGES, cuts=(6,))
     cost = MODEL.step_cost(WORK, uneven, BATCH)
-    # Six of eight layers in each of eight slots, and the other two once.
+    # Six of eight layers in each of eight slots, and the other two layers once.
     slot = 2 * BATCH / 8 * 3e-5
     assert cost.compute_s + cost.waiting_s == pytest.approx(slot * (8 * 6 + 2))
 
@@ -159,7 +159,7 @@ def test_memory_counts_weights_gradients_moments_and_what_is_kept() -> None:
     assert MODEL.memory_bytes(WORK, DDP, BATCH) == 4 * WEIGHTS + kept
     sharded = plan(DenseKind.FULLY_SHARDED)
     assert MODEL.memory_bytes(WORK, sharded, BATCH) == WEIGHTS + BLOCK.parameter_bytes + kept
-    # The first of two stages keeps two of eight micro-batches, of half of the layers.
+    # The first of two stages keeps two of eight micro-batches, for half the layers.
     wanted = 4 * WEIGHTS / 2 + 2 * (2 * BATCH / 8) * 4 * BLOCK.kept_bytes
     assert MODEL.memory_bytes(WORK, TWO_STAGES, BATCH) == wanted
     # Of four pipelines each keeps a quarter, and has whole weights and gradients in between.
@@ -216,7 +216,7 @@ def test_memory_rules_ways_out_and_says_so() -> None:
 
 
 def test_shares_are_proposed_where_copies_do_not_fit() -> None:
-    """With little to keep for the backward, weights decide."""
+    """Where few activations are kept for the backward, the weights decide."""
     work = replace(WORK, layers=(replace(BLOCK, kept_bytes=1.0),) * 8)
 
     def fitting(kind: DenseKind, memory_bytes: float) -> list[DensePlan]:
@@ -224,12 +224,12 @@ def test_shares_are_proposed_where_copies_do_not_fit() -> None:
         assert choices.num_too_large > 0
         return [way.plan for way in choices.candidates]
 
-    # Half of the layers, with gradients and moments, take two; an eighth of these, and half of the
+    # Half the layers, with gradients and moments, take two; an eighth of these, and half the
     # layers with their gradients, take one and a quarter.
     pipelined = fitting(DenseKind.PIPELINED, 1.5 * WEIGHTS)
     assert {way.fully_shard for way in pipelined if way.mesh.pipeline_size == 2} == {True}
     assert {way.fully_shard for way in pipelined if way.mesh.pipeline_size > 2} == {True, False}
-    # Eight copies of the halves take two, four take one, and a layer is gathered.
+    # Halves take two with eight copies, and one with four, plus a gathered layer.
     split = fitting(DenseKind.TENSOR_PARALLEL, 0.75 * WEIGHTS)
     assert {way.num_copies for way in split} == {1, 2}
 
@@ -302,7 +302,7 @@ MATMUL = KernelCost(base_s=1e-5, per_item_s=1e-11, per_byte_s=1e-10)
 
 
 def measured(matmul: KernelCost | None = MATMUL) -> Calibration:
-    """Return a calibration that knows matrix products, or one from before they were measured."""
+    """Return a calibration with matrix product costs, or an older one without them."""
     return with_part(Calibration.load("emulated_1gbit"), "kernels", matmul=matmul)
 
 
@@ -364,7 +364,7 @@ def test_what_can_not_be_is_said(tmp_path: Path, calibration: str, dense: str, w
 
 
 def test_a_block_has_the_work_of_its_products() -> None:
-    """Twelve products of the width with itself per item, and two in attention."""
+    """Each item costs twelve width-by-width products, and two in attention."""
     kernels = measured().kernels
     (block,) = Transformer(num_blocks=1, dim=64, length=10).layers(kernels).layers
     products = 10 * (2 * 12 * 64**2 + 4 * 10 * 64)

@@ -1,4 +1,4 @@
-"""The doctor: what it checks, what it prints, and that it runs where the package does not."""
+"""The doctor's checks and output, and that it runs where the package doesn't."""
 
 import os
 import subprocess
@@ -117,7 +117,7 @@ def run_python(*arguments: str, first_on_path: Path) -> subprocess.CompletedProc
 
 
 def pretend(folder: Path, torchrec: str) -> Path:
-    """Return a folder that fakes another torchrec when it comes first on the path."""
+    """Return a folder that fakes another torchrec version when it is first on the path."""
     info = folder / f"torchrec-{torchrec}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchrec\nVersion: {torchrec}\n")

@@ -1,4 +1,4 @@
-"""Explanations of plans: on paper, as JSON, as a page, and from the command line."""
+"""Plan explanations as text, as JSON, as a page, and from the command line."""
 
 import itertools
 import re
@@ -125,7 +125,7 @@ def test_the_search_takes_the_pipeline_and_the_all_to_all_that_pay() -> None:
 
 @pytest.mark.parametrize("pipeline", Pipeline)
 def test_schedules_have_the_loads_that_they_have_alone(pipeline: Pipeline) -> None:
-    """The search computes them once, for the schedule in which rows travel early."""
+    """The search computes loads once, for the prefetching schedule, and derives the others."""
     candidates, setting = problem(MESH, link="200mbit", access=skewed())
     early = Space.of(candidates, replace(setting, pipeline=Pipeline.ROW_PREFETCH))
     alone = Space.of(candidates, replace(setting, pipeline=pipeline))
@@ -142,7 +142,7 @@ def test_without_a_plan_there_is_nothing_to_explain() -> None:
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        # Ids with lengths go to one of four ranks; vectors and their gradients come back.
+        # Ids with lengths go to one rank in four; vectors and their gradients come back.
         (Choice(ShardingType.TABLE_WISE), 512 * (1 + 4 + 2 * 32 * 4) * 3 / 4),
         # A ring over four ranks.
         (Choice(ShardingType.DATA_PARALLEL), 1.5 * ROWS[0] * 32 * 4),
@@ -357,7 +357,7 @@ def test_a_config_of_another_command_is_named_in_one_sentence(
     kind: type[BaseModel], name: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
-        # An override doesn't make it one of the wanted kind.
+        # An override doesn't give it the wanted kind.
         load_config(kind, name, ["machines.num_ranks=4"])
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -371,14 +371,14 @@ def simulated(config: str, num_ranks: int, group_size: int) -> Explanation:
 
 
 def samples_per_s(explanation: Explanation) -> float:
-    """Return those of each rank."""
+    """Return each rank's samples per second."""
     return explanation.setting.workload.batch_size / explanation.cost.total_s
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_efficiencies_are_those_that_are_reported() -> None:
-    """A model as large, on machines of which only data sheets are known."""
+    """Simulate an equally large model, on machines known only from data sheets."""
     start = samples_per_s(simulated("scale", 256, 256))
     # Fitted, by the length of the dense part.
     assert 256 * start == pytest.approx(176_000, rel=0.03)
@@ -386,8 +386,8 @@ def test_efficiencies_are_those_that_are_reported() -> None:
         groups = simulated("scale", num_ranks, 256)
         assert samples_per_s(groups) / start == pytest.approx(reported, abs=0.05)
     for num_ranks, reported in IN_ONE_GROUP.items():
-        one = simulated("scale", num_ranks, num_ranks)
-        assert samples_per_s(one) / start == pytest.approx(reported, abs=0.10)
+        group = simulated("scale", num_ranks, num_ranks)
+        assert samples_per_s(group) / start == pytest.approx(reported, abs=0.10)
     with pytest.raises(PlanError, match="no plan fits"):
         simulated("scale", 2_048, 2_048)
 
@@ -395,15 +395,15 @@ def test_efficiencies_are_those_that_are_reported() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_groups_bring_what_is_reported() -> None:
-    """On 256 GPUs: 1.74 times the samples, imbalance of 5.70 and 1.57, memory of 72 and 55 %."""
-    one, four = simulated("scale_clicks", 256, 256), simulated("scale_clicks", 256, 64)
-    # Fitted, by the length of the dense part and the tables' columns.
-    assert 256 * samples_per_s(one) == pytest.approx(1_530_000, rel=0.03)
-    assert samples_per_s(four) / samples_per_s(one) == pytest.approx(1.74, abs=0.10)
-    uneven = [group.ids_by_rank.max() / group.ids_by_rank.mean() for group in (one, four)]
+    """Reported on 256 GPUs: 1.74 times the samples, imbalance 5.70 and 1.57, memory 72 and 55 %."""
+    whole, four = simulated("scale_clicks", 256, 256), simulated("scale_clicks", 256, 64)
+    # Fitted by the dense part's length and the tables' columns.
+    assert 256 * samples_per_s(whole) == pytest.approx(1_530_000, rel=0.03)
+    assert samples_per_s(four) / samples_per_s(whole) == pytest.approx(1.74, abs=0.10)
+    uneven = [group.ids_by_rank.max() / group.ids_by_rank.mean() for group in (whole, four)]
     assert uneven == pytest.approx([5.70, 1.57], rel=0.25)
-    saved = one.memory.total_bytes - four.memory.total_bytes
-    assert saved / one.setting.calibration.hardware.memory_bytes == pytest.approx(0.177, abs=0.10)
+    saved = whole.memory.total_bytes - four.memory.total_bytes
+    assert saved / whole.setting.calibration.hardware.memory_bytes == pytest.approx(0.177, abs=0.10)
 
 
 @pytest.mark.slow

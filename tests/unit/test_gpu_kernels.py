@@ -1,4 +1,4 @@
-"""Triton kernels against the rules and codecs that they replace: on a GPU, or interpreted."""
+"""Triton kernels against the rules and codecs that they replace, on a GPU or interpreted."""
 
 import logging
 from typing import Any
@@ -45,7 +45,7 @@ TABLES = {
 
 
 def drawn_gradients(tbe: Tbe, key_dtype: torch.dtype) -> RowGradients:
-    """Draw a gradient for about half of the rows, the first and the last ones among them."""
+    """Draw a gradient for about half the rows, including each table's first and last."""
     gradients = []
     for block in blocks_of(tbe_shape(tbe)):
         ends = {0, block.num_rows - 1, *block.bases, *(base - 1 for base in block.bases[1:])}
@@ -127,8 +127,8 @@ def test_rows_beyond_two_billion_numbers() -> None:
 @pytest.mark.parametrize("counts", [[2, 0, 1], [0, 0, 3, 0], [0], []])
 def test_values_are_repeated_as_by_torch(counts: list[int]) -> None:
     values, times = torch.arange(len(counts)) + 7, torch.tensor(counts, dtype=torch.int64)
-    found = repeated(values.to(rank_device()), times.to(rank_device()), sum(counts))
-    assert torch.equal(found.cpu(), values.repeat_interleave(times))
+    actual = repeated(values.to(rank_device()), times.to(rank_device()), sum(counts))
+    assert torch.equal(actual.cpu(), values.repeat_interleave(times))
     # A GPU takes another way than the CPU.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cpu", False)
@@ -178,7 +178,7 @@ INVALID = "ignore:invalid value encountered:RuntimeWarning"
 
 
 def drawn_rows(dim: int) -> torch.Tensor:
-    """Draw rows of all sizes: of zeros, of ties between integers, and some that aren't finite."""
+    """Draw rows of all magnitudes, with zeros, ties between integers, and non-finite numbers."""
     rows = torch.randn(95, dim) * 10.0 ** torch.linspace(-45, 38, 95)[:, None]
     rows[0], rows[1] = 0.0, -0.0
     rows[2:50:2] = torch.randint(-255, 256, (24, dim)) / 2
@@ -209,8 +209,8 @@ def test_integers_are_those_of_torch(dim: int, bits: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_scales_are_rounded_to_even(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = torch.tensor(1.0).view(torch.int32)
-    rows = (one + torch.arange(2**18, dtype=torch.int32)).view(torch.float32)[:, None]
+    bits_of_one = torch.tensor(1.0).view(torch.int32)
+    rows = (bits_of_one + torch.arange(2**18, dtype=torch.int32)).view(torch.float32)[:, None]
     codec = IntegerRows(bits)
     scales = (rows * codec._unit).view(torch.int32) & 0x1FFFF
     assert {0x08000, 0x18000} <= {*scales.unique().tolist()}

@@ -1,4 +1,4 @@
-"""The bundle for GPUs is complete; the queue runs what there is time for, and survives its jobs."""
+"""The GPU bundle is complete; the queue runs jobs as time permits, and survives them."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def job_of(name: str, code: str, **options: float) -> Job:
 
 
 def run_queue(folder: Path, jobs: list[Job], *, seconds: float = 60, code: str = "c") -> Queue:
-    """Run jobs in two lanes; each run has a file of its own."""
+    """Run jobs in two lanes; each run writes its own file."""
     place = folder / f"run{time.monotonic_ns()}"
     place.mkdir()
     lanes = [Lane(number, place, has_gpu=False) for number in range(2)]
@@ -54,7 +54,7 @@ def outcomes(queue: Queue) -> dict[str, str]:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process is there, and not a zombie."""
+    """Tell whether a process exists and isn't a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def test_a_queue_survives_its_jobs_and_goes_on(tmp_path: Path) -> None:
     # It was asked first, and could say where it was.
     assert "here" in hung.tail
     assert "KeyboardInterrupt" in hung.tail
-    # What failed comes after what has not run.
+    # Failed jobs come after jobs that haven't run.
     new = job_of("new", "")
     assert [job.name for job in first.left([*jobs, new])] == ["new", "crashes", "hangs"]
 
@@ -191,7 +191,7 @@ def test_jobs_are_what_they_say() -> None:
 
 
 def test_jobs_select_tests_by_words_of_their_file() -> None:
-    """With a word that isn't in it, pytest selects no test, and fails."""
+    """If a word isn't in the file, pytest selects no test, and fails."""
     num_words = 0
     for job in JOBS:
         _, module, *options = job.arguments
@@ -278,7 +278,7 @@ UNPACK = Path(bundle.__file__).with_name("unpack.py")
 
 
 def container(*codes: tuple[int, int, bytes]) -> bytes:
-    """Return GPU code as compilers put it into libraries: kind, architecture and payload."""
+    """Return GPU code as compilers embed it in libraries: kind, architecture and payload."""
     content = b""
     for kind, architecture, payload in codes:
         header = bundle._ENTRY.pack(kind, 0, 64, len(payload), 0, 0, 0, 0, architecture)
@@ -287,7 +287,7 @@ def container(*codes: tuple[int, int, bytes]) -> bytes:
 
 
 def thinned(folder: Path, content: bytes, *gpus: int) -> bytes:
-    """Return what is left of a library."""
+    """Thin a library's GPU code; return the library's content afterwards."""
     path = folder / "lib.so"
     path.write_bytes(content)
     num_bytes = thin(path, gpus)
@@ -334,7 +334,7 @@ def test_what_no_gpu_could_run_is_left_as_it_is(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Pack an environment whose Python proves nothing, and make libraries to link."""
+    """Pack an environment with a fake Python, and make libraries to link."""
     monkeypatch.setattr(bundle, "PIECE_BYTES", 1000)
     environment, folder = tmp_path / "environment", tmp_path / "pieces"
     site = environment / "lib" / "python3.11" / "site-packages"

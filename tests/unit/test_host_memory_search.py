@@ -1,6 +1,6 @@
-"""Tables that GPUs have no room for are searched in the hosts' memory, by cost, and the rest isn't.
+"""The search by cost puts only tables that don't fit GPUs into the hosts' memory.
 
-No GPU is needed to plan for some.
+Planning for GPUs needs no GPU.
 """
 
 import itertools
@@ -56,7 +56,7 @@ BUS_S = 1e-9
 
 
 def gpus(**kernels: KernelCost | None) -> Calibration:
-    """Return the costs of GPUs where nothing but bytes costs anything."""
+    """Return a calibration for GPUs where only bytes cost time."""
     bus = NOTHING.model_copy(update={"per_byte_s": BUS_S})
     return with_part(only_the_link(**({"host_memory": bus} | kernels)), "hardware", device="cuda")
 
@@ -71,7 +71,7 @@ def constraints(**more: Any) -> dict[str, ParameterConstraints]:
 
 
 def planner(device_share: float, host_share: float = 4.0, **settings: Any) -> Planner2D:
-    """Return a planner for GPUs that have room for these shares of all tables, buffers beside."""
+    """Return a planner for GPUs with room for these shares of all tables, besides buffers."""
     topology = Topology(
         world_size=4,
         local_world_size=4,
@@ -95,7 +95,7 @@ def kernels_in(plan: tdsp.Plan2D) -> dict[str, str]:
 
 
 def problem(**more: Any) -> tuple[Space, CostSetting]:
-    """Return the choices for rows of tables in either memory."""
+    """Return the choices for tables with row exchange in either memory."""
     model = tables(ROWS, DIM)
     workload = Workload.of_model(model, batch_size=64, constraints=constraints(), **more)
     setting = CostSetting(gpus(), workload, MESH, EXACT, 4)
@@ -118,7 +118,7 @@ def test_what_fits_stays_in_the_memory_of_gpus() -> None:
 
 @pytest.mark.parametrize("share", [0.8, 0.55, 0.3, 0.05])
 def test_tables_that_are_read_least_are_in_the_hosts_memory(share: float) -> None:
-    """The best set of the sixteen, but for what rooms of single tables leave."""
+    """The selection is within 0.1 % of the best that fits among all sixteen."""
     space, _ = problem()
     room = Room(all_in_host(space).device + share * WHOLE / 4, WHOLE)
     (first, *_) = selections(space, room)
@@ -130,14 +130,14 @@ def test_tables_that_are_read_least_are_in_the_hosts_memory(share: float) -> Non
     ]
     least = min(each.rated_s for each in fitting)
     in_host = [choice.in_host_memory for choice in space.chosen(first.selection)]
-    # Tables are as large as each other, so the order of their lookups is that of their seconds.
+    # Tables are equally large, so their lookups order them as their seconds do.
     assert in_host[0] <= in_host[2] <= in_host[3] <= in_host[1]
     assert any(in_host)
     assert first.rated_s <= 1.001 * least
 
 
 def all_in_host(space: Space) -> Room:
-    """Return the bytes that all tables need in the hosts' memory, and their buffers on GPUs."""
+    """Return the room that all tables need in the hosts' memory, with their buffers on GPUs."""
     numbers = [
         next(number for number, choice in enumerate(of_table) if choice.in_host_memory)
         for of_table in space.choices
@@ -163,9 +163,9 @@ def test_placed_tables_fit_both_memories_of_each_rank() -> None:
 
 
 def test_a_plan_costs_what_its_search_says() -> None:
-    made = planner(0.3)
-    plan = made.plan(tables(ROWS, DIM), SHARDERS)
-    explained = made.explain()
+    by_cost = planner(0.3)
+    plan = by_cost.plan(tables(ROWS, DIM), SHARDERS)
+    explained = by_cost.explain()
     assert sorted(kernels_in(plan).values()) == ["fused", "fused_uvm", "fused_uvm", "fused_uvm"]
     model = CostModel(gpus(), local_world_size=4)
     again = model.step_cost(plan, explained.setting.workload)
@@ -199,7 +199,7 @@ def test_drawn_plans_fit_and_cost_what_is_said(
     sync: "tdsp.GradientSync | tdsp.WeightSync",
 ) -> None:
     demanded = {f"t{number}": kernels for number, (_, kernels) in enumerate(of_tables)}
-    made = planner(
+    by_cost = planner(
         device_share,
         host_share,
         mesh=None,
@@ -213,11 +213,11 @@ def test_drawn_plans_fit_and_cost_what_is_said(
     all_bytes = sum(rows for rows, _ in of_tables) * (DIM * 4 + 4)
     is_free = all("fused_uvm" in (kernels or ANYWHERE) for kernels in demanded.values())
     try:
-        plan = made.plan(model, SHARDERS)
+        plan = by_cost.plan(model, SHARDERS)
     except PlanError:
         assert not is_free or host_share * WHOLE < 1.1 * all_bytes, "the hosts alone have room"
         return
-    explained = made.explain()
+    explained = by_cost.explain()
     assert explained.memory.total_bytes <= explained.room.device
     assert explained.memory.host_memory_bytes <= explained.room.host
     for name, kernel in kernels_in(plan).items():
@@ -248,7 +248,7 @@ def test_constraints_name_the_memory() -> None:
 
 
 def test_the_hottest_rows_of_tables_in_the_hosts_memory_are_in_that_of_gpus() -> None:
-    """The planner fills what other tables leave of the GPUs' memory: P2RES's layout."""
+    """The planner fills GPU memory that other tables leave free: P2RES's layout."""
     roomy = planner(0.3, access=skewed(ROWS), exchange="pooled")
     plan = roomy.plan(tables(ROWS, DIM), SHARDERS)
     hot = {name: table.hot_set for name, table in tables_in(plan).items() if table.hot_set}
@@ -272,11 +272,11 @@ def test_the_hottest_rows_of_tables_in_the_hosts_memory_are_in_that_of_gpus() ->
 
 
 def test_options_say_in_which_memory_shards_are() -> None:
-    made = planner(0.3)
-    plan = made.plan(tables(ROWS, DIM), SHARDERS)
+    by_cost = planner(0.3)
+    plan = by_cost.plan(tables(ROWS, DIM), SHARDERS)
     stored = {
         option.name: [(shard.storage.hbm, shard.storage.ddr) for shard in option.shards]  # type: ignore[union-attr]
-        for option in made.get_selected_options()
+        for option in by_cost.get_selected_options()
     }
     for name, kernel in kernels_in(plan).items():
         for hbm, ddr in stored[name]:
@@ -285,7 +285,7 @@ def test_options_say_in_which_memory_shards_are() -> None:
             assert (hbm > 1e6) == (kernel == "fused")
 
 
-# ---- what reading over the bus costs
+# ---- the cost of reading over the bus
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -329,7 +329,7 @@ def test_bags_read_rows_for_each_id_and_update_distinct_ones() -> None:
 def test_syncs_read_rows_there(
     sync: "tdsp.GradientSync | tdsp.WeightSync", rows_read: float
 ) -> None:
-    """Beside lookups and updates, the touched rows of all peers or this rank's, or all."""
+    """Besides lookups and updates, syncs read all peers' touched rows, this rank's, or all rows."""
     in_host = replace(TABLE_WISE, in_host_memory=True)
     machines = only_the_link(host_memory=NOTHING.model_copy(update={"per_byte_s": 1e-6}))
     first, second = (
@@ -350,7 +350,7 @@ def test_memory_is_counted_where_it_is() -> None:
     assert not kept_bytes(replace(in_host, in_host_memory=False), 4)[1].any()
 
 
-# ---- what is known of the machines
+# ---- facts about the machines
 
 
 def test_a_topology_says_how_fast_the_bus_is() -> None:
@@ -385,13 +385,13 @@ def test_the_plan_command_takes_sizes_and_compares_with_no_cache() -> None:
     on_cpus = MachinesConfig(calibration="emulated_1gbit", num_ranks=4, ranks_per_host=2)
     with pytest.raises(ConfigError, match=r"host_memory_gib=7\.0 is for GPUs"):
         on_cpus.model_copy(update=sizes).calibrated()
-    # TorchRec's plan caches rows of the host's memory, which takes nobody knows how long.
+    # TorchRec's plan caches host memory's rows, which takes an unknown time.
     assert roomy is not None
     assert tight is None
 
 
 def test_each_rank_needs_room_in_both_memories() -> None:
-    """On average there would be: three tables on one of four ranks."""
+    """On average there would be room, but three tables are on one of four ranks."""
     space, _ = problem()
     on_ranks = Choice(ShardingType.TABLE_WISE, tdsp.Exchange.POOLED, kernel="fused_uvm")
     there = Placement((on_ranks,) * 4, ((0,), (0,), (0,), (1,)))

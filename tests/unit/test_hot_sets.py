@@ -131,7 +131,7 @@ def examples(draw: st.DrawFn) -> Example:
 
 
 def bags_of(batch: KeyedJaggedTensor) -> dict[str, list[list[tuple[int, float]]]]:
-    """``(id, weight)`` by feature and sample."""
+    """Return ``(id, weight)`` pairs by feature and sample."""
     weights = batch.weights_or_none()
     pairs = list(
         zip(
@@ -148,7 +148,7 @@ def bags_of(batch: KeyedJaggedTensor) -> dict[str, list[list[tuple[int, float]]]
 
 @given(examples())
 def test_every_id_is_either_hot_or_cold(example: Example) -> None:
-    """Order, weights and bags survive on both sides."""
+    """Order, weights and bags are kept on both sides."""
     batch = example.batch()
     before = bags_of(batch)
     cold, hot = example.split(batch)
@@ -184,7 +184,7 @@ def test_no_ids_and_no_samples() -> None:
 
 
 def test_weights_do_not_need_a_gradient() -> None:
-    """TorchRec's own exchange of the ids gives per-sample weights none either."""
+    """TorchRec's own id exchange gives per-sample weights no gradient either."""
     batch = Example({"a": [[0, 1]]}, {}, weighted=True).batch()
     weights = batch.weights().requires_grad_()
     batch = KeyedJaggedTensor(["a"], batch.values(), weights, batch.lengths())

@@ -1,4 +1,4 @@
-"""Hashed id maps give slots as TorchRec's by FBGEMM's kernel in one thread; a map's price."""
+"""Hashed id maps assign the same slots as TorchRec's with a one-threaded kernel; maps' cost."""
 
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def made(kind: Any, policy: str | None, **options: Any) -> Any:
-    """Return a map of 24 rows, whose ids live 2 hours, or 1 and 3 by feature."""
+    """Return a map with 24 rows; ids live 2 hours, or 1 and 3 by feature."""
     chosen = None if policy is None else HashZchEvictionPolicyName[policy]
     hours = HashZchEvictionConfig(features=["a", "b"], single_ttl=2, per_feature_ttl=[1, 3])
     options = {"total_num_buckets": 2, "max_probe": 5} | options
@@ -60,13 +60,13 @@ def test_slots_are_given_as_by_fbgemm_in_one_thread(
             batch = {"t": JaggedTensor(ids, lengths=torch.ones_like(ids), weights=sizes)}
             rows = expected.remap(batch)["t"].values()
         evicted = expected.evict()
-        found = id_map.see(features, hour)
-        assert found is not None
-        assert found.tolist() == ([] if evicted is None else evicted.tolist())
+        actual = id_map.see(features, hour)
+        assert actual is not None
+        assert actual.tolist() == ([] if evicted is None else evicted.tolist())
         assert id_map.rows_of(ids, {}).equal(rows)
         for name, value in expected.state_dict().items():
             assert value.equal(id_map.module.state_dict()[name]), name
-        num_evicted += found.numel()
+        num_evicted += actual.numel()
         ids_of_slots = expected._hash_zch_identities[:, 0]
         # Those above 99 can't have a row.
         owned = id_map.owned_rows(torch.arange(50, 200))
@@ -119,7 +119,7 @@ def test_fbgemm_doesnt_train_maps_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("pipeline", Pipeline)
 def test_maps_see_the_ids_of_all_ranks_and_nothing_hides_that(pipeline: Pipeline) -> None:
-    """Two ranks of each host send 8 bytes for each id to two ranks on the other."""
+    """Each host's two ranks send 8 bytes per id to two ranks on the other host."""
     maps, dense = IdMapWork(ids_per_sample=3.0, num_rows=500.0), DenseWork(forward_s=9.0)
     find = only_the_link(find=KernelCost(base_s=0, per_item_s=1e-6, per_byte_s=0))
     given = {"calibration": find, "pipeline": pipeline, "dense": dense}

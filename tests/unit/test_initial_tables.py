@@ -1,4 +1,4 @@
-"""Blocks of initial tables: what draws them, and that nothing else moves."""
+"""Blocks of initial tables: how they are drawn, and that nothing else changes."""
 
 from typing import Any
 

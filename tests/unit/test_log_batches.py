@@ -1,4 +1,4 @@
-"""Batches of logs: rows in their order, for every number of ranks, from any batch on."""
+"""Batches from logs: rows in order, for any number of ranks, starting from any batch."""
 
 import gzip
 import tempfile
@@ -47,7 +47,7 @@ def write_files(folder: Path, sizes: Sequence[int], ending: str) -> tuple[list[P
 def expected_batches(
     rows: Sequence[Row], size: int, *, rest: str, epochs: int
 ) -> list[list[tuple[object, ...]]]:
-    """Return the batches that the order of the rows makes: the oracle."""
+    """Return the batches that follow from the rows' order: the oracle."""
     batches = []
     for _ in range(epochs):
         for first in range(0, len(rows), size):
@@ -148,7 +148,7 @@ def test_blank_lines_at_the_end_are_skipped(
 def test_a_step_in_several_batches_has_the_rows_of_a_whole_one(
     tmp_path: Path, rest: str, shuffled_blocks: int
 ) -> None:
-    """Train on 29 rows in 4 batches of 2, where an epoch doesn't end with a step."""
+    """29 rows go into steps of 4 batches with 2 rows each, so epochs don't end with a step."""
     files, _ = write_files(tmp_path, [29], "csv")
     keys = {"rest": rest, "epochs": 3, "shuffled_blocks": shuffled_blocks}
     data = table_config(*files, **keys).dataset()
@@ -285,7 +285,7 @@ def test_batches_that_cannot_be(tmp_path: Path, changed: dict[str, Any], message
 
 
 def test_the_oracle_can_tell() -> None:
-    """Other rows are other content, and the plain hash is one of the bytes."""
+    """Different rows have different content, and the plain hash depends on the bytes."""
     rows = make_rows(200)
     assert len({str(expected_content(row)) for row in rows}) == len(rows)
     assert plain_hash(b"ab") != plain_hash(b"ab\0") != plain_hash(b"ba")
@@ -327,7 +327,7 @@ def test_memory_is_that_of_a_log_ten_times_smaller(tmp_path: Path, ending: str) 
 @pytest.mark.slow
 @pytest.mark.alone
 def test_batches_are_made_at_more_than_half_the_speed_of_pyarrow(tmp_path: Path) -> None:
-    """The bar is 70 % on a quiet machine; a busy one is noisy."""
+    """The goal is 70 % on a quiet machine; busy machines are noisy."""
     path = tmp_path / "log.tsv"
     write_criteo_like(path, _NUM_ROWS)
     pairs = [(pyarrow_seconds(path), reader_seconds(path, batch_size=4096)[1]) for _ in range(5)]

@@ -58,7 +58,7 @@ def test_hashes_are_spread_evenly_and_collide_as_often_as_computed() -> None:
     )
     counts = np.bincount(rows, minlength=num_rows)
     shared = counts[counts > 1].sum() / num_values
-    # 50,000 draws: the standard deviation of the share is below 0.003.
+    # 50,000 draws: the share's standard deviation is below 0.003.
     assert shared == pytest.approx(collision_rate(num_values, num_rows), abs=0.01)
     assert values_behind((counts > 0).sum(), num_rows) == pytest.approx(num_values, rel=0.02)
     by_tenth = counts.reshape(10, -1).sum(axis=1)
@@ -119,7 +119,7 @@ def test_a_vocabulary_has_frequent_values_first_and_is_used_again(
     caplog.clear()
     vocabulary_config(file, folder, held_out={"share": 1 / 3}).dataset()
     assert "another log" not in caplog.text
-    # Another log has the ids of the first one, and a warning says so.
+    # Another log gets the first log's ids, with a warning.
     other = write_log(tmp_path / "b.csv", make_rows(30, seed=1)[:5])
     again = vocabulary_config(other, folder, held_out={"share": 0.0}).dataset()
     assert [feature.num_rows for feature in again.features] == [
@@ -360,7 +360,7 @@ def test_avazu() -> None:
         assert label == float(values[1])
         assert dense == pytest.approx([math.log1p(float(text)) for text in values[17:19]])
         expected = [[hashed_row(text.encode(), 1000)] for text in values[3:]]
-        # All of the head is of 2014-10-21, a Tuesday.
+        # The whole head is from 2014-10-21, a Tuesday.
         assert bags == [[int(values[2][6:]) + 1], [2], *expected]
     assert names[:3] == ["hour", "weekday", "C1"]
 

@@ -1,4 +1,4 @@
-"""Files of logs: malformed lines, wrong files, and what is remembered of files."""
+"""Log files: malformed lines, wrong files, and cached conversions."""
 
 import gzip
 import json
@@ -64,7 +64,7 @@ def damaged_log(path: Path) -> Path:
 def test_a_malformed_line_is_counted_and_its_neighbour_takes_its_place(
     tmp_path: Path, name: str, shuffled_blocks: int
 ) -> None:
-    # Blocks of about six lines, so that some stand-ins come before and some after.
+    # Blocks have about six lines, so that some stand-ins come before and some after.
     file = damaged_log(tmp_path / name)
     by_world_size = []
     for world_size in (1, 2, 4):
@@ -107,7 +107,7 @@ def test_too_many_malformed_lines_are_an_error_that_names_them(
     assert message.startswith("more than malformed_limit=1 lines can't be read; check the columns")
     assert f"{file}:3: 2 values for 4 columns: '1,2'" in message
     assert f"{file}:4: label is b'a', which isn't a number: 'a,3,ann,t1'" in message
-    # Lines of held-out rows count as well.
+    # Held-out rows' lines count as well.
     keys = {"held_out": {"by": "last", "share": 0.3}}
     with pytest.raises(InputError, match="more than malformed_limit=6 lines"):
         table_config(file, malformed_limit=len(BAD_LINES) - 1, **keys).dataset()
@@ -318,7 +318,7 @@ def test_columns_that_are_named_by_the_config(tmp_path: Path) -> None:
 
 
 def noted_conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the names of files go whose parts are converted."""
+    """Return a list that collects the names of files whose parts are converted."""
     names: list[str] = []
     original = ConvertedFile.convert
 
@@ -393,7 +393,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_ranks_share_the_parts_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
-    """Parts are cut where the blocks of the whole file are cut, and reports name the same lines."""
+    """Parts are cut at the whole file's block boundaries, and reports name the same lines."""
     monkeypatch.setattr(conversion, "_PART_BYTES", part_bytes)
     file = damaged_log(tmp_path / "log.csv")
     keys: dict[str, Any] = {"malformed_limit": len(BAD_LINES), "shuffled_blocks": 3, "rest": "pad"}

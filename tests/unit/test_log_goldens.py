@@ -1,7 +1,7 @@
-"""Digests of batches that logs gave before text files were converted to Parquet.
+"""Batches have the same digests as before text files were converted to Parquet.
 
-Samples of trained models depend on them: which rows a batch holds, their ids, and what stands in
-for a line that can't be read.
+Trained models depend on them: on the rows in a batch, their ids, and the stand-ins for
+unreadable lines.
 """
 
 import gzip
@@ -62,7 +62,7 @@ def rows(seed: int) -> list[list[str]]:
 
 
 def write(folder: Path, name: str, seed: int = 0, *, is_damaged: bool = False) -> Path:
-    """Write a log in the format that its name says."""
+    """Write a log in its name's format."""
     path, table = folder / name, rows(seed)
     if path.suffix == ".parquet":
         text = list(zip(*table, strict=True))
@@ -138,7 +138,7 @@ def interactions(folder: Path) -> Dataset:
 
 
 def digest(data: Dataset, *, world_size: int = 2, start: int = 0) -> str:
-    """Return a digest of both splits' batches, the features and the malformed lines."""
+    """Return a digest over both splits' batches, the features and the malformed lines."""
     total = hashlib.sha256()
     for feature in data.features:
         total.update(f"{feature.name} {feature.num_rows}".encode())

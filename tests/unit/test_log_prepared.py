@@ -1,4 +1,4 @@
-"""Prepared vocabularies, scales and counts: used again, or made anew for another layout."""
+"""Prepared vocabularies, scales and counts are reused, or rebuilt for another layout."""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ COUNTED = {
 
 
 def log_data(folder: Path, prepared: str, columns: tuple[str, ...], **keys: Any) -> TableData:
-    """Open a log of 60 rows without a head, with three users and 20 items."""
+    """Open a log with 60 rows and no header, with three users and 20 items."""
     file = folder / "log.csv"
     if not file.exists():
         file.write_text("".join(f"{n % 2},u{n % 3},'i{n % 20}',{n},{n * n}\n" for n in range(60)))

@@ -1,4 +1,4 @@
-"""Logs of interactions: each user's items in order, the last one held out."""
+"""Interaction logs: each user's items in order, with the last one held out."""
 
 import gc
 import threading
@@ -41,7 +41,7 @@ def interactions(*files: Path, **keys: Any) -> SequenceData:
 
 
 def expected_sequences(log: list[Interaction]) -> list[list[str]]:
-    """Return each user's items in the order of time: the oracle."""
+    """Return each user's items by time: the oracle."""
     by_user = defaultdict(list)
     for user, item, at in log:
         by_user[user].append((at, item))
@@ -53,7 +53,7 @@ def expected_sequences(log: list[Interaction]) -> list[list[str]]:
 
 
 def sequences(data: SequenceData, split: Split, size: int, **keys: int) -> list[list[list[str]]]:
-    """Return the batches of all ranks, with the items as the log names them."""
+    """Return all ranks' batches, with the log's item names."""
     names = [value.decode() for value in data.log.item_values.to_pylist()]
     batches = []
     for parts in global_batches(data, split=split, global_batch_size=size, **keys):  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def test_batches_come_in_order(num_ahead: int) -> None:
 
 
 def endless(made_batches: list[int]) -> Iterator[Batch]:
-    """Yield batches without an end, and note each."""
+    """Yield endless batches, and record each."""
     while True:
         made_batches.append(0)
         yield batch(0)

@@ -1,4 +1,4 @@
-"""Every kind of model is built from its section, the same on every rank; so is a user's own."""
+"""Every model kind is built from its section, the same on all ranks; so are users' models."""
 
 import sys
 from collections import defaultdict
@@ -53,7 +53,7 @@ NO_MODEL = "a text"
 
 
 class SharedTable(nn.Module):
-    """A model whose table isn't named by a feature, and has two."""
+    """A model whose only table has two features, and isn't named after either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_the_kind_says_how_features_interact() -> None:
     model = build_model(CLICKS, DCN).model
     assert type(model) is DLRM_DCN
     cross_layers: Any = model.inter_arch.crossnet
-    # The dense features' vector and one for each of the two sparse features.
+    # The dense features' vector and one per sparse feature.
     assert [weight.shape for weight in cross_layers.W_kernels] == [(24, 5)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Tables with one copy in the world, and frozen ones: what plans and costs say."""
+"""Plans and costs for tables with one copy in the world, and for frozen tables."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +37,7 @@ def plan_of(
 
 
 def shards_of(plan: ShardingPlan, name: str = "t") -> list[tuple[int | None, int, int]]:
-    """Rank, first row and number of rows of each shard."""
+    """Return each shard's rank, first row and number of rows."""
     module = plan.plan["ebc"]
     assert isinstance(module, ModulePlan2D)
     (table,) = [entry for its_name, entry in module.tables() if its_name == name]
@@ -76,7 +76,7 @@ def test_a_module_has_a_plan_for_each_mesh() -> None:
     assert (in_groups.mesh, list(in_groups)) == (MESH, ["other"])
     assert (in_world.mesh, list(in_world)) == (tdsp.Mesh2D(1, 4), ["t"])
     assert [part.mesh for _, module in plan.modules() for part in module.parts()] == [MESH]
-    # Where there is one group, it is the world, in its order of ranks.
+    # A single group is the world, with ranks in the same order.
     alone = plan_of(ShardingType.ROW_WISE, mesh=tdsp.Mesh2D(1, 2))
     (module,) = (module for _, module in tdsp.pin(alone, "t", num_groups=1).modules())
     assert len(module.parts()) == 1
@@ -159,7 +159,7 @@ def test_groups_and_peers_partition_the_world(mesh: Mesh2D) -> None:
     assert sorted(rank for group in peers for rank in group) == world
     assert {len(group) for group in groups} == {mesh.group_size}
     assert {len(group) for group in peers} == {mesh.num_groups}
-    # A group and the peers of one rank share that rank and no other.
+    # A group and one rank's peers share that rank and no other.
     for rank in world:
         assert set(mesh.sharding_group(rank)) & set(mesh.replica_peers(rank)) == {rank}
 
@@ -248,7 +248,7 @@ def test_sizes_are_positive_integers(field: str, size: object) -> None:
         (Mesh2D(1, 8), 4, 4),
         (Mesh2D(8, 1), 4, 1),
         (Mesh2D(1, 4), 8, 4),
-        # Group 0 of 3 + 3 ranks has two ranks on the first host and one on the second.
+        # With 3 + 3 ranks, group 0 has two ranks on the first host and one on the second.
         (Mesh2D(2, 3, CONTIGUOUS), 2, 1),
     ],
 )

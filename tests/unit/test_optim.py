@@ -46,7 +46,7 @@ ROUNDING = 1e-6
 
 
 def gradients(num_steps: int, shape: tuple[int, int] = (9, 4)) -> list[torch.Tensor]:
-    """Random gradients that leave a third of the rows out each time."""
+    """Draw gradients that leave out a third of the rows each time."""
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(shape, generator=generator) for _ in range(num_steps)]
     for step, grad in enumerate(grads):
@@ -78,7 +78,7 @@ def test_the_eager_twin_is_the_reference(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_stock_kernel_runs_it(scale: float) -> None:
-    """Row-wise AdaGrad of FBGEMM with lr and eps in kernel units, against the reference."""
+    """FBGEMM's row-wise AdaGrad with lr and eps in kernel units matches the reference."""
     case = Case(((11, 8),), (0,), eps=to_kernel_units(1e-2, scale))
     tbe = make_tbe(case)
     set_learning_rate(tbe, to_kernel_units(0.1, scale))
@@ -309,7 +309,7 @@ def test_what_an_optimizer_uses_or_what_changes_nothing_is_taken() -> None:
     ):
         check_optimizers(model, {"optimizer": optimizer, **arguments}, AVERAGED, "cuda")
     attach(torch.optim.Adam, model)
-    # The sharder's arguments are for tables without an optimizer of their own.
+    # The sharder's arguments are for tables without their own optimizer.
     check_optimizers(cast(Any, model).ebc, {"momentum": 0.9}, AVERAGED, "cuda")
 
 
@@ -327,7 +327,7 @@ def test_an_attached_optimizer_keeps_its_classs_rates() -> None:
 def plain_updates(
     optimizer: EmbOptimType, grads: list[list[float]], weights: list[float], *, decay: float
 ) -> tuple[list[float], list[float], list[float]]:
-    """FBGEMM's formulas in plain Python: a row's weights and moments after its gradients."""
+    """Return a row's weights and moments after its gradients, by FBGEMM's formulas."""
     (beta1, beta2, rate, eps), dim = FORMULA, len(weights)
     is_row_wise = "PARTIAL" in optimizer.name
     first, second = [0.0] * dim, [0.0] * (1 if is_row_wise else dim)
@@ -378,7 +378,7 @@ def step_of(tbe: Tbe, ids: list[int], grad: torch.Tensor) -> None:
 def test_a_rule_without_a_kernel_follows_fbgemms_formula(
     optimizer: EmbOptimType, decay: float
 ) -> None:
-    """Also for a row that comes twice in a bag: its gradients are one sum."""
+    """This includes a row that is twice in a bag: its gradients are summed."""
     tbe = ruled_tbe(optimizer, weight_decay=decay)
     start = tbe.split_embedding_weights()[0].clone()
     grads = [upstream_gradient(torch.empty(4), seed) for seed in range(5)]
@@ -400,7 +400,7 @@ def test_a_rule_without_a_kernel_follows_fbgemms_formula(
 
 
 def test_a_row_that_rests_has_the_iteration_of_all() -> None:
-    """Moments don't decay meanwhile, and their bias is corrected by the world's count."""
+    """Its moments don't decay meanwhile, and their bias is corrected by the world's count."""
     tbe = ruled_tbe(EmbOptimType.ADAM)
     start = tbe.split_embedding_weights()[0][2].clone()
     for ids in ([2], [0], [0], [2]):

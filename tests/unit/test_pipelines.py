@@ -1,4 +1,4 @@
-"""Pipelines without ranks: cuts into stages, against all cuts, and schedules."""
+"""Pipelines without ranks: cuts into stages, compared with all cuts, and schedules."""
 
 import copy
 from contextlib import suppress
@@ -60,7 +60,7 @@ def test_no_other_cuts_have_a_faster_slowest_stage(
         slowest(other, seconds, sizes, rate)
         for other in combinations(range(1, len(layers)), num_stages - 1)
     )
-    # Sums of the same numbers in another order.
+    # Sums over the same numbers in another order.
     assert slowest(cuts, seconds, sizes, rate) == pytest.approx(best, rel=1e-9, abs=1e-9)
 
 
@@ -79,7 +79,7 @@ class Square(nn.Module):
 
 
 def test_a_wide_layer_is_measured_to_take_longer() -> None:
-    """It has 2,000 times the others' arithmetic."""
+    """It has 2,000 times as much arithmetic as the others."""
     layers = [nn.Linear(16, 16), nn.Linear(16, 1024), nn.Linear(1024, 512), nn.Linear(512, 8)]
     stack = tdsp.LayerStack(layers, Square())
     before = {name: value.clone() for name, value in stack.state_dict().items()}
@@ -145,7 +145,7 @@ def schedules_of(name: str, stages_per_rank: int) -> list[Schedule]:
 
 
 def needs(work: Work, num_stages: int) -> set[tuple[str, int, int]]:
-    """Return everything that a piece of work depends on."""
+    """Return all inputs of a piece of work."""
     stage, number = work.stage, work.micro_batch
     if work.kind is WorkKind.FORWARD:
         return {("activation", stage, number)} if stage else set()
@@ -156,7 +156,7 @@ def needs(work: Work, num_stages: int) -> set[tuple[str, int, int]]:
 
 
 def gives(work: Work) -> set[tuple[str, int, int]]:
-    """Return everything that a piece of work produces."""
+    """Return all outputs of a piece of work."""
     stage, number = work.stage, work.micro_batch
     if work.kind is WorkKind.FORWARD:
         return {("graph", stage, number), ("activation", stage + 1, number)}
@@ -268,7 +268,7 @@ def make(
 
 
 def test_layers_are_measured_on_the_device_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device stands for a GPU; there all numbers that travel are, and all layers."""
+    """With the meta device standing for a GPU, all layers and exchanged numbers are on it."""
     layered = replace(LAYERED, stack=copy.deepcopy(LAYERED.stack))
     summed: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Placements: copies in the world, single changes, and hot rows."""
+"""Placements with copies in the world, single changes, and hot rows."""
 
 import itertools
 from dataclasses import replace
@@ -55,7 +55,7 @@ ROWS = (300, 9_000, 200_000)
 def test_parts_of_tables_stay_on_hosts_where_their_types_say_so(
     link: str, dims: tuple[int, ...]
 ) -> None:
-    """Each column part of a grid is on all ranks of a host, and all of table-column-wise ones."""
+    """Each grid column is on all of a host's ranks; table-column-wise parts share one host."""
     mesh, rows = tdsp.Mesh2D(1, 4), (200_000, 90_000, 3_000)
     types = ("grid_shard", "table_column_wise", "column_wise")
     constraints = {f"t{number}": constrained(kind)["t0"] for number, kind in enumerate(types)}
@@ -99,7 +99,7 @@ def demand(*names: str, num_groups: Any = 1, **more: Any) -> dict[str, Parameter
 
 
 def test_no_set_of_tables_is_much_better_than_what_is_found() -> None:
-    """Against every set of tables, each demanded to have one copy."""
+    """The result is compared with every set of tables that are forced to have one copy."""
     some_types: dict[str, Any] = {
         "sharding_types": ["row_wise", "table_wise"],
         "exchange": ["row", "pooled"],
@@ -121,7 +121,7 @@ def test_no_set_of_tables_is_much_better_than_what_is_found() -> None:
 
 @pytest.mark.slow
 def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
-    """And where the others are looked up so often that one group for all of them is slower."""
+    """The other tables are looked up so often that a single group would be slower for them."""
     model = tables((1_000_000,) * 24 + (3_000_000_000,) * 2)
     workload = Workload.of_model(model, batch_size=4_096)
     often = {
@@ -144,7 +144,7 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
 
 
 def too_little(candidates: list[Candidate], setting: CostSetting) -> Room:
-    """Not much less memory than a group needs for all tables."""
+    """Return a little less room than a group needs for all tables."""
     (roomy,) = search(candidates, [setting], ENOUGH).placements
     rooms = (Room(share * float(roomy.bytes_by_rank.max())) for share in (0.8, 0.7, 0.6, 0.5))
     return next(room for room in rooms if not search(candidates, [setting], room).placements)
@@ -192,7 +192,7 @@ def test_demands_are_met_or_refused_by_name() -> None:
 
 
 def test_one_in_each_group_is_no_demand_on_the_mesh() -> None:
-    """A table that doesn't fit a group could be in the world once, were that not excluded."""
+    """The demand excludes single copies in the world, so tables that don't fit a group fail."""
     asked = demand("t0", "t1", "t2", num_groups="each")
     candidates, setting = copies_problem(asked)
     assert not search_copies(candidates, [setting], too_little(candidates, setting)).placements
@@ -227,7 +227,7 @@ def test_an_explanation_tells_copies_apart() -> None:
 
 
 def space_of(rows: tuple[int, ...], sync: tdsp.WeightSync, dense_s: float = 0.0) -> Space:
-    """Table- or row-wise tables, in two groups of four ranks on hosts of two."""
+    """Return table- or row-wise choices, in two groups of four ranks on two-rank hosts."""
     pooled = tdsp.ParameterConstraints2D(
         sharding_types=["table_wise", "row_wise"], exchange=["pooled"]
     )
@@ -240,7 +240,7 @@ def space_of(rows: tuple[int, ...], sync: tdsp.WeightSync, dense_s: float = 0.0)
 
 @pytest.mark.parametrize("dense_s", [0.0, 5.0])
 def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
-    """Spread all large tables together, as spreading one alone doesn't help.
+    """All large tables are spread together, as spreading one alone doesn't help.
 
     Replica peers average whole shards, so all ranks wait for the largest.
     """
@@ -262,7 +262,7 @@ def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
 
 
 def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
-    """A further type must gain a share of the tables' time."""
+    """Another type must gain a share of the tables' time, not of the whole step's."""
     rows = (10,) * 12 + (200_000,)
     constraints = constrained("table_wise", "data_parallel", num_tables=len(rows))
     outcome = []
@@ -292,13 +292,13 @@ ONE_TABLE = (20_000,)
 
 
 def runs_of(runs: list[tuple[int, int, int]]) -> Runs:
-    """From rows, benefit and bytes of each."""
+    """Build runs from each one's number of rows, benefit and bytes."""
     num_rows, benefits, num_bytes = np.array(runs, dtype=np.float64).T
     return Runs(np.arange(len(runs)), num_rows, benefits, num_bytes)
 
 
 def best_of_runs(runs: Runs, room: float) -> float:
-    """Return the most that rows within the room can save."""
+    """Return the largest benefit from rows that fit the room."""
     every = itertools.product(*(range(int(count) + 1) for count in runs.num_rows))
     return max(
         float(runs.benefits @ np.array(subset))
@@ -386,7 +386,7 @@ def test_a_number_that_is_asked_for_is_kept(asked: int) -> None:
 
 
 def test_a_small_gain_is_none() -> None:
-    """The time of hot rows is predicted too short, so little can't be told from nothing."""
+    """Hot rows' predicted time is too short, so small gains aren't reliable."""
     assert num_hot(searched(calibration=only_the_link())) == 0
 
 
@@ -395,7 +395,7 @@ def used_transports(plan: tdsp.Plan2D) -> set[tdsp.Transport]:
 
 
 def sharded_planner(link: str, **settings: Any) -> tdsp.Planner2D:
-    """Return a planner for one group, in which no table is on every rank."""
+    """Return a planner for one group with no table copied to every rank."""
     demands = constrained("table_wise", "row_wise", num_tables=3)
     mesh = tdsp.Mesh2D(1, 4)
     return planner(link=link, access=skewed(), mesh=mesh, constraints=demands, **settings)

@@ -1,4 +1,4 @@
-"""`Plan2D`: made from stock plans, pinned, checked, remapped as TorchRec remaps; sync policies."""
+"""`Plan2D`: built from stock plans, pinned, checked, remapped like TorchRec's; sync policies."""
 
 import copy
 import os
@@ -314,7 +314,7 @@ def test_the_largest_tables_don_t_overflow(num_rows: int, share: float) -> None:
 def test_neighbours_are_shared_evenly(
     num_rows: int, num_owners: int, run: int, start: float
 ) -> None:
-    """Each owner has its share of any run of rows, up to a few."""
+    """Each owner has its share of any run of rows, with a few more or less."""
     first = int(start * (num_rows - 1))
     rows = torch.arange(first, min(first + run, num_rows))
     rows_per_owner = -(-num_rows // num_owners)

@@ -1,4 +1,4 @@
-"""`plan` and `simulate` take the config of a training run and its log."""
+"""`plan` and `simulate` accept a training run's config and its log."""
 
 import re
 from collections import Counter
@@ -69,7 +69,7 @@ def workload_of(result: RunToPlan) -> Any:
 def test_a_log_is_planned_from_an_empty_folder(tmp_path: Path) -> None:
     code, text = run("plan", "--output", "plan.json")
     assert code == 0, text
-    # The machines are those of the calibration: two hosts with two ranks.
+    # The calibration's machines: two hosts with two ranks.
     assert "The run 'main': 40 samples per step on 4 ranks, 2 per host." in text
     assert "batch 10 per rank" in text
     assert "TorchRec's planner, given the same bandwidths" in text
@@ -80,7 +80,7 @@ def test_a_log_is_planned_from_an_empty_folder(tmp_path: Path) -> None:
     plan = load("plan.json")
     names = {name for _, part in plan.modules() for name, _ in part.tables()}
     assert names == {"t_user", "t_item"}
-    # A vocabulary has the rows of its values, as in training.
+    # A vocabulary has as many rows as values, as in training.
     assert re.search(r"t_user 9 16", text)
 
 

@@ -1,4 +1,4 @@
-"""`Planner2D`: its arguments, which plan it makes, what it says without one; groups' topologies."""
+"""`Planner2D`: its arguments, its plans, its errors without one; groups' topologies."""
 
 import copy
 import inspect
@@ -76,10 +76,10 @@ def test_one_argument_constrains_the_exchange_of_all_tables() -> None:
         "t1": tdsp.ParameterConstraints2D(exchange="nonempty"),
         "t2": ParameterConstraints(pooling_factors=[2.0]),
     }
-    found = ways_in(plan_of(tables(), exchange="row", constraints=demands))
-    assert found["t0"][0] == "2d_table_wise", "it can have no row exchange, and stays free"
-    assert found["t1"][1] == "nonempty"
-    assert found["t2"] == ("2d_row_wise", "row")
+    ways = ways_in(plan_of(tables(), exchange="row", constraints=demands))
+    assert ways["t0"][0] == "2d_table_wise", "it can have no row exchange, and stays free"
+    assert ways["t1"][1] == "nonempty"
+    assert ways["t2"] == ("2d_row_wise", "row")
     for exchange in tdsp.Exchange:
         plan = plan_of(tables(), exchange=[exchange])
         assert {used for _, used in ways_in(plan).values()} == {exchange.value}
@@ -126,7 +126,7 @@ def test_without_a_topology_the_mesh_gives_the_world(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize("kind", [name.removeprefix("2d_") for name in ALL_2D])
 def test_a_group_is_planned_as_torchrec_plans_a_world(kind: str, group_size: int) -> None:
-    """Apart from the sync, one group is a world of its own: same shards on same ranks."""
+    """Apart from the sync, a group is like a separate world: same shards on same ranks."""
     constraints = constrained("table_wise", num_tables=5) | constrained(kind)
     model = bags(num_tables=5)
     stock = torchrecs_planner(world(group_size, 2), constraints=constraints).plan(
@@ -232,7 +232,7 @@ def test_tables_for_other_devices_are_refused(argument: dict[str, Any]) -> None:
 
 
 def test_sequences_of_a_lookup_are_cut_into_equal_columns() -> None:
-    """The fastest number of parts differs from table to table, and TorchRec has one width."""
+    """The fastest number of parts differs between tables, but TorchRec needs equal widths."""
     model = sequences((200_000, 300), dim=128)
     constraints = constrained("column_wise")
     workload = Workload.of_model(model, batch_size=64, constraints=constraints)
@@ -347,7 +347,7 @@ def test_the_error_names_the_table_that_fits_no_rank() -> None:
         planner.plan(bags(num_tables=1, rows=10_000), STOCK_SHARDERS)
 
     text = str(raised.value)
-    # 10,000 rows of 64 floats, and the buffers of the exchange
+    # 10,000 rows with 64 floats, and the exchange's buffers
     assert "Mesh2D(2x2, strided): table 't0' needs 2,5" in text
     assert "more than the 1,000,000 there are" in text
     assert "use a larger group_size, reserve a smaller share of the memory" in text

@@ -1,4 +1,4 @@
-"""The parts for TorchRec's own planner."""
+"""Components for TorchRec's own planner."""
 
 import copy
 import logging
@@ -92,7 +92,7 @@ def test_the_stock_planner_plans_every_2d_type(type_2d: str) -> None:
 
 
 def test_the_stock_partitioner_alone_knows_no_2d_host_types() -> None:
-    """`Partitioner2D` is a part for this reason."""
+    """That is why `Partitioner2D` exists."""
     planner = stock_planner(constrained("2d_table_row_wise"), partitioner=GreedyPerfPartitioner())
 
     with pytest.raises(PlannerError, match="can't find a host"):
@@ -100,7 +100,7 @@ def test_the_stock_partitioner_alone_knows_no_2d_host_types() -> None:
 
 
 def test_the_cost_of_the_sync_decides_between_types() -> None:
-    """Averaging a whole table takes two ranks half the time, if they share it by rows."""
+    """Averaging a whole table takes half the time if two ranks share it by rows."""
     model = nn.ModuleDict({"large": bags(1, rows=100_000), "small": bags(1, rows=10)})
     constraints = {"t0": ParameterConstraints(sharding_types=["table_wise", "row_wise"])}
 
@@ -292,7 +292,7 @@ def sync_ms(
     batch_size: int = 8,
     **constraint: object,
 ) -> list[float]:
-    """Return the time that the enumerator adds to each shard of t0 for several groups."""
+    """Return the time that the enumerator adds to each t0 shard for several groups."""
     model = bags(1, rows=rows) if model is None else model
     sharders = [sharder or AnyTypeSharder()]
     constraints = {
@@ -323,7 +323,7 @@ def test_the_gradients_of_touched_rows() -> None:
     def ms(sharding_type: str, **settings: object) -> list[float]:
         return pytest.approx(sync_ms(sharding_type, sync=tdsp.GradientSync(), **settings))  # pyright: ignore
 
-    # 8 samples on 2 ranks look up 16 rows, all of them on the owner of the table
+    # 8 samples on 2 ranks look up 16 rows, all on the table's owner
     assert ms("table_wise") == [cost(16, 64)]
     assert ms("column_wise") == [cost(16, 32)] * 2
     assert ms("row_wise") == [cost(8, 64)] * 2

@@ -97,7 +97,7 @@ def cost_of(
     ],
 )
 def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mesh2D | None) -> None:
-    """Within a percent: imbalance is rated when ranks are dealt, by shards and not by steps."""
+    """They agree within 1 %: the stock planner rates imbalance by shards, not by steps."""
     known: dict[str, Any] = {"access": skewed()}
     topology = world(4, 2)
     if mesh is None:
@@ -166,7 +166,7 @@ def test_hot_rows_are_those_that_the_search_finds() -> None:
 @pytest.mark.dealt_file
 @pytest.mark.parametrize(("memory", "largest"), [(4.0, 1), (0.6, 2), (0.3, 4)])
 def test_the_first_answer_says_how_much_fits(memory: float, largest: int) -> None:
-    """Groups are as large as they must be: copies that are never synced are best."""
+    """Groups are only as large as memory requires, because never synced copies are best."""
     rows = (200_000,) * 4
     whole_bytes = 4 * 200_000 * (32 * 4 + 4)
     topology = world(4, 2, ddr_cap=int(memory * whole_bytes))
@@ -176,7 +176,7 @@ def test_the_first_answer_says_how_much_fits(memory: float, largest: int) -> Non
 
 
 class RoomsSeen(tdsp.ExchangeProposer):
-    """Notes for how much memory plans are drafted."""
+    """Records the memory limits for which plans are drafted."""
 
     def drafts(self, loaded: Loaded, room: Room) -> Iterator[Draft]:
         self.rooms = [*getattr(self, "rooms", []), room]
@@ -205,7 +205,7 @@ def test_optimizers_need_memory_as_well() -> None:
 
 
 class TopologySeen(Stats):
-    """Notes for how many ranks a plan is reported."""
+    """Records the number of ranks for which a plan is reported."""
 
     world_size = 0
 
@@ -301,7 +301,7 @@ def geometry(option: ShardingOption) -> list[tuple[int | None, list[int], list[i
 
 
 def planned(plan: tdsp.Plan2D, table: str) -> tuple[str, list[tuple[int, list[int], list[int]]]]:
-    """Return the sharding type of a table and its shards, as the plan has them."""
+    """Return a table's sharding type and shards in the plan."""
     sharding = tables_in(plan)[table]
     spec: Any = sharding.sharding_spec
     shards = [

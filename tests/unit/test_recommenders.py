@@ -1,4 +1,4 @@
-"""Sequence and two-tower models on one process, against their definitions."""
+"""Sequence and two-tower models in one process, against their definitions."""
 
 import math
 from itertools import chain
@@ -106,12 +106,12 @@ def test_the_loss_is_that_of_plain_loops(kind: NegativeKind, mean: str) -> None:
 @pytest.mark.parametrize("num_chunks", [2, 5, 7])
 @pytest.mark.parametrize("mean", ["tokens", "samples"])
 def test_chunks_of_equal_lengths_train_the_same(num_chunks: int, mean: str) -> None:
-    """Also with chunks of one sequence, and with empty chunks."""
+    """This includes chunks with a single sequence, and empty chunks."""
     losses, scores, gradients = zip(
         *(trained_once(loss_mean=mean, length_chunks=chunks) for chunks in (1, num_chunks)),
         strict=True,
     )
-    # The same numbers in float32, in products of other shapes.
+    # The same float32 numbers, in products with other shapes.
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     torch.testing.assert_close(scores[1], scores[0], rtol=1e-5, atol=1e-6)
     for whole, chunked in zip(*gradients, strict=True):
@@ -136,7 +136,7 @@ def test_chunks_are_filled_up_no_farther_than_they_need() -> None:
         lambda _, inputs, output: shapes.append(tuple(inputs[0].shape[:2]))
     )
     model(BATCH)
-    # Sequences of 0, 1, 2, 3 and 7 items, of which 5 are used; the last one is predicted.
+    # Sequences with 0, 1, 2, 3 and 7 items, at most 5 used; the last one is predicted.
     assert shapes == [(1, 1), (1, 1), (1, 1), (1, 2), (1, 4)]
 
 
@@ -190,7 +190,7 @@ def test_no_position_sees_what_comes_after_it() -> None:
 
 
 def test_the_order_of_items_matters() -> None:
-    # In the first block alone, what is before the last position would be a set.
+    # In the first block alone, the items before the last position would form a set.
     model = model_of(num_blocks=1)
     with torch.no_grad():
         assert not torch.allclose(
@@ -218,7 +218,7 @@ def test_with_many_negatives_it_is_the_softmax_over_all_items(kind: NegativeKind
     others = logits[torch.arange(NUM_ITEMS) != 6].exp().sum().log() + math.log(num_draws)
     correction = items.log_probability(true).double().item()
     expected = torch.logaddexp(others, logits[6] - correction) - (logits[6] - correction)
-    # Items are drawn to the nearest two of the draws.
+    # Draw counts are exact to the nearest two.
     assert loss.item() == pytest.approx(expected.item(), abs=1e-2)
 
 
@@ -227,7 +227,7 @@ def test_vectors_of_targets_and_negatives_learn() -> None:
     model(BATCH)[0].backward()
     gradient = table_of(model).grad
     assert gradient is not None
-    # Inputs, targets and negatives of samples with something to predict, after the cut.
+    # Inputs, targets and negatives for samples with something to predict, after the cut.
     used = {4, 9, 2, 5} | {3, 4, 5, 6, 7, 19} | {8, 0, 1, 2}
     assert set(gradient.abs().sum(1).nonzero().flatten().tolist()) == used
 

@@ -1,4 +1,4 @@
-"""Charts as SVG files and on pages, and tables in all their forms."""
+"""Charts as SVG files and on pages, and tables in all formats."""
 
 import re
 from io import StringIO
@@ -24,7 +24,7 @@ def texts(path: Path) -> list[str]:
 
 
 def drawn_lines(*charts: LineChart, folder: Path) -> list[str]:
-    """Return the texts of line charts side by side."""
+    """Return the texts in line charts side by side."""
     pytest.importorskip("matplotlib")
     draw_lines(charts, folder / "lines.svg")
     return texts(folder / "lines.svg")

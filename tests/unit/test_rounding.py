@@ -1,4 +1,4 @@
-"""Stochastic rounding, and rows in 8 bits: against plain Python, and as tensors against float32."""
+"""Stochastic rounding and 8-bit rows, against plain Python and against float32 tensors."""
 
 import copy
 import math
@@ -91,7 +91,7 @@ def test_rounding_is_that_of_exact_fractions(dtype: torch.dtype) -> None:
     values *= torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
     bits = torch.randint(0, 2**16, values.shape, generator=generator)
     if dtype is torch.float16:
-        # What is between subnormal numbers counts in steps of 2^-13 of their distance.
+        # Between subnormal numbers, fractions count in steps of 2^-13 of their distance.
         small = values.abs() < 2**-14
         values = torch.where(small, (values * 2.0**37).round() / 2.0**37, values)
     own = rounded(values, bits.to(torch.int16), dtype)
@@ -111,7 +111,7 @@ def test_the_mean_over_all_draws_is_the_value(dtype: torch.dtype, value: float) 
     results = rounded(exact.expand(2**16), all_draws, dtype)
     lower, upper = neighbours(exact.item(), dtype)
     assert set(results.tolist()) == {lower, upper}
-    # Half of the steps into which float32 divides the distance of two subnormal numbers.
+    # Half the steps into which float32 divides the distance between two subnormal numbers.
     bound = abs(upper - lower) * 2**-14 if abs(value) < 2**-14 else 0.0
     assert abs(results.double().mean().item() - exact.item()) <= bound
 
@@ -136,7 +136,7 @@ def test_numbers_of_the_type_stay_and_the_ends_are_as_torchs(dtype: torch.dtype)
 def test_rows_in_bf16_are_summed_in_float32(
     pooling: PoolingMode, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Match FBGEMM's lookup of equal float32 tables, but for the order of additions."""
+    """The lookup matches FBGEMM's on equal float32 tables, except for the order of additions."""
     tables = ((11, 8), (7, 8), (5, 8))
     case = Case(tables, (0, 0, 1, 2), pooling, weighted=weighted, max_length=9)
     plain, in_bf16 = make_tbe(case), make_tbe(replace(case, precision=SparseType.BF16))
@@ -155,7 +155,7 @@ def test_rows_in_bf16_are_summed_in_float32(
         expected = plain(*batch)
         # What isn't made where the ids are doesn't go with them.
         with torch.device("meta"), monkeypatch.context() as patch:
-            # A GPU is waited for by each of these.
+            # Each of these would wait for a GPU.
             patch.setattr(torch.Tensor, "__int__", None, raising=False)
             output = in_bf16(*batch)
         assert output.dtype is torch.float32
@@ -172,7 +172,7 @@ def test_rows_in_bf16_are_summed_in_float32(
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_no_device_looks_up_rows_in_bf16_by_fbgemm(device: str) -> None:
-    """Its kernels for GPUs, which a tensor on the meta device stands for, have no such type."""
+    """FBGEMM's GPU kernels lack that type; a tensor on the meta device stands for a GPU."""
     case, place = Case(precision=SparseType.BF16), torch.device(device)
     tbe = make_tbe(case, place, **params_to_build({}, case.precision, place))
     adopt_lookup(tbe)
@@ -195,7 +195,7 @@ ROWS = arrays("float32", st.tuples(st.integers(1, 4), st.integers(1, 9)), elemen
 
 
 def in_python(row: list[float], draws: list[int] | None) -> list[float]:
-    """Round a row by fractions, which are exact."""
+    """Round a row with exact fractions."""
     low, high = Fraction(min(row)), Fraction(max(row))
     least, exponent = max((high - low) / 254, max(abs(low), abs(high)) / 2**23), -126
     while least > Fraction(2) ** exponent:
@@ -219,7 +219,7 @@ def test_rows_are_rounded_as_in_plain_python(rows: Any, seed: int) -> None:
     nearest, at_random = encoded(values), encoded(values, draws.to(torch.int16))
     assert decoded(nearest).tolist() == [in_python(row, None) for row in values.tolist()]
     wanted = [in_python(*pair) for pair in zip(values.tolist(), draws.tolist(), strict=True)]
-    # The sum of steps and draw is rounded to float32, which may reach the next whole number.
+    # Steps plus draw are rounded to float32, which may reach the next whole number.
     gaps = (decoded(at_random).double() - torch.tensor(wanted).double()).abs()
     steps = (
         at_random[:, -8:-4]

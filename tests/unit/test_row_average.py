@@ -1,4 +1,4 @@
-"""Noted rows, against brute force; packing; and the rules for optimizer states."""
+"""Touched rows, against brute force; packing; and the rules for optimizer states."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ ids = st.lists(st.integers(0, NUM_ROWS - 1), max_size=20)
 @given(st.lists(st.lists(ids, max_size=4), max_size=4))
 @settings(deadline=None)
 def test_noted_rows_have_the_values_of_the_last_sync(intervals: list[list[list[int]]]) -> None:
-    """Several intervals of several backwards, each of which changes the rows that it noted."""
+    """Several backwards per interval each change the rows that they note."""
     weight, moment = torch.rand(NUM_ROWS, 3), torch.rand(NUM_ROWS)
     touched = TouchedRows([weight, moment], max_share=1.0)
     for backwards in intervals:

@@ -1,4 +1,4 @@
-"""Counted batches, exactly and by a sketch, against plain Python."""
+"""Batches counted exactly and by a sketch, against plain Python."""
 
 from collections import Counter
 from random import Random
@@ -30,7 +30,7 @@ SKETCH = 1
 def batch_of(
     bags: list[list[int]], keys: tuple[str, ...] = ("shown", "other", "clicked")
 ) -> KeyedJaggedTensor:
-    """Make a batch of one sample, with one bag per key."""
+    """Make a batch with one sample and one bag per key."""
     lengths = torch.tensor([len(bag) for bag in bags])
     return KeyedJaggedTensor(
         list(keys), torch.tensor([row for bag in bags for row in bag]), lengths=lengths
@@ -38,7 +38,7 @@ def batch_of(
 
 
 def looked_up(rows: np.ndarray) -> KeyedJaggedTensor:
-    """Make a batch of samples that look up one row each, of the feature "f"."""
+    """Make a batch whose samples look up one row each by feature "f"."""
     lengths = torch.ones(len(rows), dtype=torch.int64)
     return KeyedJaggedTensor(["f"], torch.from_numpy(rows), lengths=lengths)
 
@@ -195,7 +195,7 @@ def test_contributions_are_added_by_row(keys: list[int], random: Random, weighte
     st.randoms(use_true_random=False),
 )
 def test_a_key_stands_for_one_row(tables: list[tuple[int, int]], random: Random) -> None:
-    """Numbering through and back, whatever the order of the tables' features."""
+    """Keys map to rows and back, whatever the order of the tables' features."""
     order = random.sample(range(len(tables)), len(tables))
     num_rows, dims = zip(*tables, strict=True)
     blocks = blocks_of(TbeShape(num_rows, dims, tuple(order), False, False))

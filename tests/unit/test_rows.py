@@ -1,4 +1,4 @@
-"""Rows that are captured and applied later, against FBGEMM's own fused backward."""
+"""Captured row updates that are applied later, against FBGEMM's own fused backward."""
 
 import math
 import statistics
@@ -74,7 +74,7 @@ def captured(capture: RowCapture, batch: Batch) -> torch.Tensor:
 
 
 def in_even_bags(tbe: Tbe) -> RowUpdater:
-    """Return an updater that does what it does on a GPU."""
+    """Return an updater that works as on a GPU, in even bags."""
     updater = RowUpdater(tbe)
     updater.in_even_bags = True
     return updater
@@ -83,7 +83,7 @@ def in_even_bags(tbe: Tbe) -> RowUpdater:
 def train_both(
     case: Case, batches: list[Batch], make_updater: MakeUpdater = RowUpdater
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return weights and state after fused steps, and after captured ones."""
+    """Train by fused and by captured steps; return weights and state after each."""
     fused, ours = make_tbe(case), make_tbe(case)
     start = tensors_of(ours)
     capture, updater = row_capture(ours), make_updater(ours)
@@ -109,7 +109,7 @@ def train_both(
 
 
 def check(case: Case, batches: list[Batch], make_updater: MakeUpdater = RowUpdater) -> None:
-    """Compare: bit for bit where both use the same kernel in the same way."""
+    """Compare both, bit for bit where they use the same kernel in the same way."""
     expected, actual = train_both(case, batches, make_updater)
     if case.is_exact and make_updater is RowUpdater:
         assert all(map(torch.equal, actual, expected))
@@ -139,7 +139,7 @@ def test_captured_steps_equal_fused_ones(
 
 @pytest.mark.parametrize("factor", [1.0, 2000.0])
 def test_rows_of_a_kernel_with_half_precision_output(factor: float) -> None:
-    """Only what the kernel itself gets is in fp16; a row's sum may not even fit in there."""
+    """Only the kernel's own input is in fp16; a row's sum may not even fit that type."""
     case = replace(SHAPES["long bags"], optimizer=SGD, output=SparseType.FP16)
     fused, ours = make_tbe(case), make_tbe(case)
     batch = make_ids(case, 0)
@@ -160,7 +160,7 @@ def test_an_empty_batch_changes_nothing(pooling: PoolingMode) -> None:
 
 @pytest.mark.parametrize("pooling", [SUM, SEQUENCE])
 def test_ids_out_of_range_act_as_in_the_kernel(pooling: PoolingMode) -> None:
-    """The bounds check makes them row 0, which then gets their gradient."""
+    """The bounds check turns them into row 0, which then gets their gradient."""
     case = Case(((11, 8), (7, 8)), pooling=pooling)
     ids, offsets, weights = make_ids(case, 0)
     ids[0], ids[-1] = 10**6, -3
@@ -169,7 +169,7 @@ def test_ids_out_of_range_act_as_in_the_kernel(pooling: PoolingMode) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_learning_rate_is_that_of_the_lookup(elsewhere: bool) -> None:
-    """It is the kernel's, or comes from a given function."""
+    """The rate is the kernel's, or comes from a given function."""
     case = Case(optimizer=ADAGRAD)
     fused, ours = make_tbe(case), make_tbe(case)
     rate = 0.0
@@ -208,7 +208,7 @@ def test_the_iteration_is_that_of_the_backward() -> None:
 
 
 def test_the_iteration_is_that_of_the_forward() -> None:
-    """The kernel's backward uses the count of its own forward, also if others came between."""
+    """The kernel's backward uses its own forward's count, even with other forwards in between."""
     case = Case()
     capture = row_capture(make_tbe(case))
     outputs = [captured(capture, make_ids(case, seed)) for seed in range(2)]
@@ -218,7 +218,7 @@ def test_the_iteration_is_that_of_the_forward() -> None:
 
 
 def test_weights_get_the_gradients_of_the_kernels_own_backward() -> None:
-    """With tables of several dimensions, whose features don't follow one another."""
+    """Tables have several dimensions, and their features aren't adjacent."""
     tables, feature_tables = ((11, 8), (7, 16), (5, 8)), (0, 1, 0, 2)
     case = Case(tables, feature_tables, weighted=True, optimizer=SGD)
     ids, offsets, weights = make_ids(case, 0)
@@ -238,7 +238,7 @@ def test_weights_get_the_gradients_of_the_kernels_own_backward() -> None:
 def test_a_gradient_that_is_not_finite_is_named(
     tables: tuple[tuple[int, int], ...], bad: float
 ) -> None:
-    """With the table and the row, however many dimensions the kernel has."""
+    """The error names the table and the row, however many dimensions the kernel has."""
     capture = row_capture(make_tbe(Case(tables)))
     ids, offsets = torch.tensor([3, 5, 2, 6]), torch.arange(5)
     output = capture.lookup(lambda: capture.tbe(ids, offsets), None)
@@ -269,7 +269,7 @@ def test_rows_are_distinct_and_ascending() -> None:
     for block, looked_up in zip(blocks, (ids[:second_table], ids[second_table:]), strict=True):
         rows, counts = looked_up.unique(return_counts=True)
         assert torch.equal(block.keys, rows)
-        # A gradient of ones reaches a row as often as it was looked up.
+        # A gradient with ones reaches a row as often as it was looked up.
         assert torch.equal(block.grads, counts[:, None].expand_as(block.grads).float())
 
 
@@ -281,7 +281,7 @@ def test_equal_numbers_are_sorted_in_their_order(numbers: list[int]) -> None:
 
 
 def test_weighted_means_have_the_gradient_of_their_forward() -> None:
-    """The definition is the oracle: FBGEMM's CPU backward of a weighted mean forgets the mean."""
+    """The definition is the oracle: FBGEMM's CPU backward for weighted means forgets the mean."""
     case = Case(((11, 8),), (0,), pooling=MEAN, weighted=True)
     ids, offsets, weights = batch = make_ids(case, 0)
     tbe = make_tbe(case)

@@ -1,4 +1,4 @@
-"""The folder that training programs share: which of its runs and figures are a config's."""
+"""The folder that training programs share: the runs and figures that belong to a config."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ PLANNED = PlannedRun(PLAN, tables={}, num_steps=30)
 
 
 def begin(folder: Path, config: TrainConfig, name: str) -> RunFolder:
-    """Begin a run, as a program does that is killed then."""
+    """Begin a run, as a program that is then killed does."""
     output = RunFolder(folder, config)
     with patch.object(serialize, "save"):
         output.run_planned(name, PLANNED, config)
@@ -34,7 +34,7 @@ def begin(folder: Path, config: TrainConfig, name: str) -> RunFolder:
 
 @pytest.fixture
 def finished(tmp_path: Path) -> TrainConfig:
-    """Leave what a config's two runs leave when they are over; return the config."""
+    """Write the files of a config's two finished runs; return the config."""
     config = config_with(runs={"first": {}, "second": {}})
     for name in config.runs:
         begin(tmp_path, config, name)
@@ -48,7 +48,7 @@ def finished(tmp_path: Path) -> TrainConfig:
 def test_a_folder_with_relative_paths_goes_on(
     finished: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier versions wrote paths of output as they were given."""
+    """Earlier versions wrote output paths as they were given."""
     path = tmp_path / "config.toml"
     monkeypatch.chdir(tmp_path)
     path.write_text(path.read_text().replace('[output]\nfolder = ""', '[output]\nfolder = "out"'))
@@ -73,7 +73,7 @@ def finish(output: RunFolder, name: str) -> None:
 def test_another_config_takes_no_figures_of_an_earlier_one(
     finished: TrainConfig, tmp_path: Path
 ) -> None:
-    """Start both runs again with more steps, stop in the first one, twice; go on with one."""
+    """Both runs start again with more steps, and stop twice in the first; then each finishes."""
     more = with_more_steps(finished)
     for _ in range(2):
         begin(tmp_path, more, "first")

@@ -1,4 +1,4 @@
-"""The page on a training run: what it shows, for which runs, and what it refuses."""
+"""The page on a training run: its contents for various runs, and refused folders."""
 
 import re
 import shutil
@@ -88,7 +88,7 @@ def test_a_page_says_what_was_trained_and_how_it_went(tmp_path: Path) -> None:
     words = words_of(page_of(everything(tmp_path / "run")))
     assert "A DLRM, trained by 4 ranks on synthetic clicks: 30 steps of 64 samples." in words
     assert "has an NE of 0.6000" in words
-    # 30 steps of 64 samples at 6,400 samples per second.
+    # 30 steps with 64 samples each at 6,400 samples per second.
     assert "0.3 s" in words
     assert "6,400" in words
     assert "0.90000 (step 20)" in words
@@ -102,7 +102,7 @@ def test_a_page_says_what_was_trained_and_how_it_went(tmp_path: Path) -> None:
 
 
 def test_a_page_counts_the_steps_that_were_trained(tmp_path: Path) -> None:
-    """Count one run's 30 steps, and another's 20, which end it by its patience."""
+    """One run has 30 steps; another's patience ends it after 20."""
     runs = [run_record("long"), run_record("short", curve=(point(10), point(20)))]
     words = words_of(page_of(write_run(tmp_path / "run", runs)))
     assert "on synthetic clicks: 20 to 30 steps of 64 samples." in words
@@ -143,7 +143,7 @@ def test_curves_marks_and_bytes_are_those_of_the_record(tmp_path: Path) -> None:
     assert list(loss) == ["plain", "encoded"]
     assert list(loss["plain"].x) == [10, 20, 30]
     assert list(loss["plain"].y) == [1 / 10, 1 / 20, 1 / 30]
-    # The best evaluations are the second ones, of less entropy and of more area.
+    # The best evaluations are the second ones, with less entropy and more area.
     for heading, best in (("Normalized entropy (NE)", 0.9), ("AUC", 0.7)):
         marks = [
             trace
@@ -166,7 +166,7 @@ def test_curves_marks_and_bytes_are_those_of_the_record(tmp_path: Path) -> None:
         "encoded, sent": 1.0,
     }
     assert list(sent["dense gradients"].x) == [4.0, 1.0]
-    # Of 1,000 rows two are hot, which take 90 of 100 lookups.
+    # Two of 1,000 rows are hot, and take 90 % of lookups.
     hot = figure(page, "Rows by use, for encoded")["mark 1"]
     assert (list(hot.x), list(hot.y)) == ([pytest.approx(0.2)], [pytest.approx(90.0)])
 

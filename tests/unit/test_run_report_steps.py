@@ -1,4 +1,4 @@
-"""The page on a training run: what is gained, and where a step goes."""
+"""The page on a training run: speed gains, and the parts of a step."""
 
 import re
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_a_benchmark_s_steps_stand_span_by_span_beside_torchrec_s(tmp_path: Path
 
 def test_traced_steps_are_shown_by_rank_and_span_by_span(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [run_record("traced"), run_record("plain")])
-    # The next batch of rank 2 takes 30 us more.
+    # Rank 2's next batch takes 30 us more.
     write_splits(
         folder / "traced", {rank: step_events(late=30 * (rank == 2)) for rank in (0, 2, 10)}
     )
@@ -106,7 +106,7 @@ def test_traced_steps_are_shown_by_rank_and_span_by_span(tmp_path: Path) -> None
     assert "phase traced next batch 0.02" in words
     assert "rows 0.01 (0.01)" in words
     assert "the step 0.11 (0.03)" in words
-    # Of steps of 110 us ranks compute 83 in the mean, and the slowest 103.
+    # In 110 us steps ranks compute for 83 on average, and the slowest for 103.
     assert "traced 75.5% 18.2% 1.24" in words
     assert "2 0.10 0.03 79.2% 1 of 1" in words
 
@@ -114,7 +114,7 @@ def test_traced_steps_are_shown_by_rank_and_span_by_span(tmp_path: Path) -> None
 def test_a_page_says_what_the_slowest_rank_costs(tmp_path: Path) -> None:
     records = [run_record(name) for name in ("uneven", "even", "untraced")]
     folder = write_run(tmp_path / "run", records)
-    # A rank computes 73 us of 100, and in one of two steps of the uneven run 50 us more.
+    # A rank computes for 73 of 100 us, and 50 us more in one of the uneven run's two steps.
     steps = {
         rank: [event for n in range(2) for event in step_events(n, 200 * n, late=50 * (n == rank))]
         for rank in range(2)
@@ -130,7 +130,7 @@ def test_a_page_says_what_the_slowest_rank_costs(tmp_path: Path) -> None:
 
 
 def split_of(rank: int, *computing_us: float, first: int = 5) -> RankSplit:
-    """Return the split of steps of 100 us each."""
+    """Return the split of steps that take 100 us each."""
     steps = {first + place: StepTimes(time, 100.0) for place, time in enumerate(computing_us)}
     return RankSplit(
         rank=rank,

@@ -1,4 +1,4 @@
-"""Plan files: every plan survives, everything else is refused as `PlanError`."""
+"""Plan files: every plan survives a round trip, and anything else is a `PlanError`."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Requests that a served file refuses by name, as TorchScript raises it."""
+"""Requests that a served file refuses with a named error, raised by TorchScript."""
 
 import math
 from typing import Any
@@ -152,7 +152,7 @@ def test_metrics_are_those_of_the_places() -> None:
     assert 0 < metrics["recall@3"] < metrics["recall@20"] < 1
 
     sampled = ranking_metrics(model, held_out(), RankingConfig(among="sampled", k=(13,)), None)
-    # Among 12 negatives nothing is behind the 13th place, and most is before the 20th of all.
+    # With 12 negatives nothing ranks behind the 13th place, and most are in the first 20 of all.
     assert sampled["recall@13"] == 1
     with torch.no_grad():
         places = torch.cat([model(batch)[1][1] for batch in held_out()])

@@ -1,4 +1,4 @@
-"""The project itself: exact locks, targets, extras that are optional, and slices of slow tests."""
+"""The project itself: exact locks, make targets, optional extras, and slices of slow tests."""
 
 import os
 import re
@@ -106,7 +106,7 @@ def test_makefile_installs_each_set_in_an_environment_of_its_own(tried: VersionS
 
 
 def run_make(*words: str) -> subprocess.CompletedProcess[str]:
-    # The variables of a make that runs these tests must not leak in.
+    # Variables from a make that runs these tests must not leak in.
     leaking = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "TORCHREC", "VARIANT")
     environ = {name: value for name, value in os.environ.items() if name not in leaking}
     return subprocess.run(
@@ -157,7 +157,7 @@ def test_ci_runs_what_every_change_has_to_pass() -> None:
 
 
 def test_no_file_names_a_package_registry() -> None:
-    # Which registry to use is the business of the user's pip: an index in a file overrides it.
+    # The user's pip chooses the registry: an index in a file would override it.
     registry = re.compile(r"https?://[^\s\"']*/(simple|whl|registry|npm)\b")
     option = re.compile(r"--(extra-)?index-url[ =]+\S*//|--find-links[ =]+\S*/")
     if not (ROOT / ".git").exists():
@@ -174,7 +174,7 @@ def test_no_file_names_a_package_registry() -> None:
 
 
 def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
-    """pytest leaves out folders by name unless it is told not to."""
+    """pytest skips some folders by name unless configured otherwise."""
     files = list((ROOT / "tests").rglob("test_*.py"))
     folders = {folder.name for file in files for folder in file.relative_to(ROOT).parents}
     assert {"tests", "unit", "dist"} <= folders
@@ -318,7 +318,7 @@ def test_each_cell_is_in_a_hand(count: int) -> None:
 
 
 def test_a_hand_has_some_of_every_factor() -> None:
-    """Each sixth of the parity matrix has every mesh, kind of bag, and method."""
+    """Each sixth of the parity matrix has every mesh, bag kind and method."""
     cells = [(mesh, bags, method) for mesh in range(4) for bags in range(3) for method in range(3)]
     for number in range(NUM_HANDS):
         assert [len({cell[place] for cell in hand_of(cells, number)}) for place in range(3)] == [

@@ -90,7 +90,7 @@ def test_a_path_stays_a_path() -> None:
     assert find_config("/x/run.toml", beside="/there") == Path("/x/run.toml")
     Path("mine").touch()
     assert find_config("mine") == Path("mine")
-    # What ships wins over a file of the same name, whatever lies in the folder.
+    # A shipped config wins over a file with the same name, whatever is in the folder.
     Path("demo").touch()
     assert find_config("demo").samefile(CONFIGS / "runs" / "demo.toml")
     assert find_config("./demo") == Path("demo")
@@ -127,7 +127,7 @@ def test_a_file_may_refer_to_names() -> None:
     override = "machines.calibration=emulated_1gbit"
     config = load_config(PlanConfig, own, [override])
     assert config.machines.calibration == shipped.machines.calibration
-    # A file of its own is still found beside it.
+    # The user's own file is still found beside it.
     own.write_text(own.read_text().replace("emulated_200mbit", "../known.toml"))
     assert load_config(PlanConfig, own).machines.calibration == "known.toml"
 

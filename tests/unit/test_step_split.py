@@ -1,4 +1,4 @@
-"""A profiled step's phases: of a trace whose split is known, and of any trace."""
+"""A profiled step's phases, in a trace with a known split, and in random traces."""
 
 import ast
 import json
@@ -65,7 +65,7 @@ def test_the_split_is_the_mean_of_steps_and_leaves_out_what_lies_between() -> No
 def test_sleeps_of_slower_time_are_left_out_and_waits_are_shortened() -> None:
     dilation = 4.0
     slow = step_events()
-    # A sleep of 60 us in a span that computes, and in one that waits.
+    # Sleep for 60 us in a span that computes, and in one that waits.
     for at_us in (52, 41):
         for entry in slow:
             end_us = entry["ts"] + entry["dur"]
@@ -93,7 +93,7 @@ def test_moments_of_two_backward_threads_are_counted_once() -> None:
     second = 4
     events = [
         *step_events(backward_thread=BACKWARD),
-        # The first thread's span counts until 78; what is left of the second's is 78 to 85.
+        # The first thread's span counts until 78; the second's rest is 78 to 85.
         backward_operator("All2All_Pooled_ReqBackward", 65, 85, second),
     ]
     split = split_of(events)
@@ -108,7 +108,7 @@ def test_moments_of_two_backward_threads_are_counted_once() -> None:
 
 
 def test_only_a_thread_that_may_wait_waits() -> None:
-    """Exchanges of the next batch are under way while this one is computed."""
+    """The next batch's exchanges are in flight while this batch is computed."""
     events = [*step_events(), event("gloo:all_to_all", 0, 100, thread=OTHER)]
     split = split_of(events)
     for phase in (
@@ -123,7 +123,7 @@ def test_only_a_thread_that_may_wait_waits() -> None:
     # Whatever isn't an operator.
     assert split.waiting_us[StepPhase.IDS] == 9
     assert split.computing_us[StepPhase.IDS] == 1
-    # The operator of the backward computes.
+    # The backward's operator computes.
     assert split.computing_us[StepPhase.DENSE_BACKWARD] == 10
 
 
@@ -144,7 +144,7 @@ def test_a_step_without_data_is_not_a_step() -> None:
 
 @given(st.randoms(use_true_random=False), st.integers(0, 40), st.booleans())
 def test_phases_always_add_up(draw: random.Random, num_spans: int, has_threads: bool) -> None:
-    """Spans and collectives anywhere, also across each other's ends."""
+    """Spans and collectives are placed at random, and may partly overlap."""
     names = [each["name"] for each in step_events()[1:]] + ["## capture rows ##", "c10d::x"]
     events = step_events(backward_thread=BACKWARD if has_threads else TRAINING)
     for _ in range(num_spans):
@@ -157,9 +157,9 @@ def test_phases_always_add_up(draw: random.Random, num_spans: int, has_threads: 
     try:
         split = RankSplit.of_trace(0, trace)
     except ConfigError:
-        # Spans that cross it may hide all of the step's backward.
+        # Overlapping spans may hide the step's whole backward.
         return
-    # Whole numbers of microseconds, which floats add exactly.
+    # Whole microseconds, which floats add exactly.
     assert split.all_computing_us + split.all_waiting_us == split.step_us == 100
     assert min([*split.computing_us.values(), *split.waiting_us.values()]) > 0
     in_flight = sum(end - start for start, end in trace.collectives)

@@ -1,4 +1,4 @@
-"""The synthetic clicks: the same for every world size, worth learning, interactions as asked."""
+"""Synthetic clicks are equal for every world size, learnable, and have the asked interactions."""
 
 import math
 from itertools import combinations
@@ -97,7 +97,7 @@ def test_labels_follow_the_planted_probability(config: SyntheticConfig) -> None:
         tolerance = 5 * math.sqrt(expected * (1 - expected) / int(inside.sum()))
         assert batch.labels[inside].mean().item() == pytest.approx(expected, abs=tolerance)
     planted = binary_cross_entropy(probability, batch.labels.double()).item()
-    # The best that is possible is the mean entropy of the probabilities themselves.
+    # The lowest possible loss is the probabilities' mean entropy.
     entropy = binary_cross_entropy(probability, probability).item()
     assert planted == pytest.approx(entropy, rel=0.02)
     assert batch.labels.mean().item() == pytest.approx(config.base_rate, abs=0.03)
@@ -136,7 +136,7 @@ def logits(config: SyntheticConfig, batch: Batch) -> np.ndarray:
 
 
 def test_streams_without_interactions_stay_what_they_were() -> None:
-    """The numbers are those of the version before there were interactions."""
+    """The numbers are the same as before interactions were introduced."""
     config = CONFIG.model_copy(update={"seed": 3})
     batch = make_batch(config, step=5, global_batch_size=6, split=Split.EVAL)
 
@@ -174,9 +174,9 @@ def test_interactions_change_labels_and_nothing_else() -> None:
 
 
 def test_all_shares_are_near_what_is_asked() -> None:
-    """Row effects are not normalised, so rare rows are needed to see theirs.
+    """Row effects aren't normalised, so their share is only accurate with many rare rows.
 
-    Half of the features have bags; moments are summed over 10,000 rows, and estimated beyond.
+    Half the features have bags; moments are summed over 10,000 rows, and estimated beyond.
     """
     one_hot = {"name": "f", "num_rows": 20_000, "skew": 0.5, "count": 3}
     features = [one_hot, one_hot | {"name": "bag", "min_ids": 0, "max_ids": 4}]

@@ -1,4 +1,4 @@
-"""Draws that are as frequent as told; the sequences and the negatives that are made of them."""
+"""Draws have the given frequencies; so do the sequences and negatives built from them."""
 
 import math
 import tracemalloc
@@ -27,7 +27,7 @@ def test_uniforms_are_uniform_and_independent_of_their_neighbours() -> None:
     assert draws.shape == (1_000, 100)
     assert np.unique(draws).size == draws.size
     counts = np.histogram(draws, bins=50, range=(0, 1))[0]
-    # 49 degrees of freedom: mean 49, standard deviation 9.9.
+    # With 49 degrees of freedom: mean 49, standard deviation 9.9.
     assert ((counts - 2_000) ** 2 / 2_000).sum() < 49 + 5 * 9.9
     for left, right in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1])):
         assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 5 / math.sqrt(left.size)
@@ -57,7 +57,7 @@ def test_zipf_ids_are_as_frequent_as_theory_says(skew: float) -> None:
 
 @pytest.mark.parametrize("skew", [0.0, 0.5, 1.0, 1.05, 3.0])
 def test_probabilities_of_large_tables_add_up(skew: float) -> None:
-    """Rows that aren't added up are integrated."""
+    """Rows that aren't summed are integrated."""
     num_rows = 3_000_000
     every = np.arange(1, num_rows + 1, dtype=np.float64)
     head = np.array([1, 1_000, num_rows])
@@ -155,7 +155,7 @@ def test_short_sequences_are_the_most_frequent() -> None:
     assert counts[:2] == [0, 0]
     assert counts[2] > 2 * counts[4] > 2 * counts[8] > 0
     assert counts[12] > 0
-    # Lengths have a standard deviation of about 3.
+    # Lengths' standard deviation is about 3.
     assert lengths.double().mean().item() == pytest.approx(
         SEQUENCE_CONFIG.mean_length, abs=5 * 3 / 63
     )
@@ -174,7 +174,7 @@ def test_the_next_cluster_follows_from_the_last_two() -> None:
     for sequence in sequences(read(size=500)):
         clusters = data.cluster_of_rank(rank_of_row[sequence])
         follows += (data.next_cluster(clusters[:-2], clusters[1:-1]) == clusters[2:]).tolist()
-    # Of the others, one of six is in the same cluster by chance.
+    # One in six of the others is in the same cluster by chance.
     expected = SEQUENCE_CONFIG.order + (1 - SEQUENCE_CONFIG.order) / SEQUENCE_CONFIG.num_clusters
     deviation = (expected * (1 - expected) / len(follows)) ** 0.5
     assert len(follows) > 500
@@ -261,7 +261,7 @@ def test_items_are_as_frequent_as_their_probability(kind: NegativeKind) -> None:
     drawn = items.draw((np.arange(num_draws) + 0.5) / num_draws)
     share = np.bincount(drawn, minlength=50) / num_draws
     probability = items.log_probability(torch.arange(50)).double().exp().numpy()
-    # Evenly spread numbers hit an interval to the nearest two of them.
+    # Evenly spread numbers hit an interval as often as expected, up to two.
     assert np.abs(share - probability).max() < 2 / num_draws
     assert drawn.max() == 49
     assert drawn.min() == 0

@@ -1,4 +1,4 @@
-"""`Thresholded` keeps the largest elements in both directions, and when it serves."""
+"""`Thresholded` keeps the largest elements in both directions, and in served models."""
 
 import copy
 import math
@@ -43,7 +43,7 @@ def slow_exact(sample: list[float], density: float) -> list[float]:
     seed=st.integers(0, 10_000),
 )
 def test_exact_keeps_the_largest(num_samples: int, dim: int, density: float, seed: int) -> None:
-    # All numbers of a sample differ, so there is one answer.
+    # All numbers in a sample differ, so there is one answer.
     given_numbers = activations(num_samples, dim, seed=seed)
 
     kept = tdsp.Thresholded(density)(given_numbers)
@@ -70,7 +70,7 @@ def test_laplace_keeps_what_is_above_the_quantile(
     lowest = -math.log(density) * sum(flat) / max(1, len(flat))
     results = kept.flatten().tolist()
     for number, result in zip(given_numbers.flatten().tolist(), results, strict=True):
-        # Rounding decides about a number that is the threshold itself, as of a single one.
+        # Rounding decides about a number equal to the threshold, as with a single number.
         if not math.isclose(abs(number), lowest, rel_tol=1e-5):
             assert result == (number if abs(number) > lowest else 0.0)
 
@@ -83,7 +83,7 @@ def test_the_density_is_reached(kind: ThresholdKind, density: float) -> None:
 
     kept = tdsp.Thresholded(density, kind)(laplace)
 
-    # The largest possible error of 100,000 numbers is far below a hundredth.
+    # With 100,000 numbers the error is far below a hundredth.
     assert (kept != 0).float().mean().item() == pytest.approx(density, abs=0.01)
     if kind == "exact":
         assert ((kept != 0).sum(dim=1) == math.ceil(density * 200)).all()
@@ -128,7 +128,7 @@ def test_gradients_go_back_through_the_same_mask(kind: ThresholdKind, training: 
 
 @every_kind
 def test_the_gradient_is_the_one_of_a_fixed_threshold(kind: ThresholdKind) -> None:
-    """To first order, the loss changes as if the network had the threshold built in."""
+    """To first order, the loss changes as if the threshold were a constant."""
     torch.manual_seed(0)
     first = torch.nn.Linear(6, 20).double()
     last = torch.nn.Linear(20, 1).double()
@@ -155,7 +155,7 @@ def test_the_gradient_is_the_one_of_a_fixed_threshold(kind: ThresholdKind) -> No
 def test_ties_never_let_more_through() -> None:
     kept = tdsp.Thresholded(0.25)(torch.ones(5, 8))
     assert (kept != 0).sum(dim=1).tolist() == [2] * 5
-    # All ties are at the threshold of the fit, if they are above.
+    # Ties are all above the fitted threshold, or all below.
     assert tdsp.Thresholded(0.5, "laplace")(torch.ones(5, 8)).all()
     assert not tdsp.Thresholded(0.1, "laplace")(torch.ones(5, 8)).any()
 
@@ -226,7 +226,7 @@ def test_evaluation_uses_the_threshold_of_training() -> None:
 
     module.eval()
     kept = module(0.5 * rows)
-    # By the threshold of training, not by that of a batch half as large.
+    # By training's threshold, not the threshold for a batch half as large.
     assert torch.equal(kept != 0, 0.5 * rows.abs() > running(module))
     assert (kept != 0).sum() < (first != 0).sum() / 2
     assert running(module).item() == pytest.approx(expected)
@@ -251,7 +251,7 @@ def test_numbers_keep_their_type(kind: ThresholdKind, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("density", "dim", "forward", "backward"),
     [
-        # 2 numbers of 4 bytes, and a bit for each of the 32 places, or 16 for each of the 2.
+        # 2 numbers with 4 bytes, and a bit for each of 32 places, or 16 bits for each number.
         (2 / 32, 32, 12, 8),
         # 103 numbers, and 1,024 bits, not 103 times 16.
         (0.1, 1_024, 103 * 4 + 128, 103 * 4),
@@ -345,7 +345,7 @@ def exported(module: torch.nn.Module, rows: torch.Tensor, way: str) -> Any:
 @every_kind
 @pytest.mark.parametrize("density", [0.3, 1.0])
 @pytest.mark.parametrize("way", ["script", "export"])
-# Upstream says so of every script; it is what serving in C++ still takes.
+# Upstream warns about every script, but serving in C++ still needs one.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_an_exported_module_does_the_same(way: str, kind: ThresholdKind, density: float) -> None:
     module = tdsp.Thresholded(density, kind)

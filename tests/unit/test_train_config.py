@@ -1,4 +1,4 @@
-"""Training configs: what is read, what can be overridden, and what an error says."""
+"""Training configs: reading, overrides, and error messages."""
 
 import math
 from collections.abc import Mapping

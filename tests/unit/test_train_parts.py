@@ -77,7 +77,7 @@ def test_the_area_counts_pairs_and_halves_of_equal_ones(num_levels: int) -> None
     for _ in range(20):
         logits = torch.randint(num_levels, (60,), generator=generator) / num_levels - 0.5
         labels = (torch.rand(60, generator=generator) < 0.3).float()
-        # Halves of at most 900 pairs are exact.
+        # Halves from at most 900 pairs are exact.
         assert area_under_roc(logits, labels) == plain_metrics(logits, labels)["auc"]
 
 
@@ -331,7 +331,7 @@ def test_damaged_values_are_refused(content: bytes) -> None:
 
 def test_random_numbers_go_on() -> None:
     def draw() -> tuple[float, float, float, float]:
-        # A normal number is drawn in pairs, of which numpy and Python keep the second one.
+        # Normal numbers are drawn in pairs, and numpy and Python keep the second one.
         return torch.rand(1).item(), np.random.normal(), random.gauss(0, 1), random.random()
 
     draw()
@@ -367,7 +367,7 @@ def seen(counts: tdsp.RowCounter) -> list[object]:
 
 
 def test_a_counter_goes_on() -> None:
-    """Also a sketch, which has dropped rows, and in the middle of a half life."""
+    """This includes a sketch that has dropped rows, in the middle of a half life."""
     through, other = counter(), counter()
     count(through, range(10))
     stored = from_plain(to_plain(through.state_dict(), ""), "")

@@ -1,4 +1,4 @@
-"""Runs with several seeds: gaps by seed, intervals, the page and the plot."""
+"""Studies over several seeds: gaps by seed, intervals, the page and the plot."""
 
 import json
 import math
@@ -52,7 +52,7 @@ RECORDS = [record(seed) for seed in range(3)]
 
 
 def with_runs(whole: TrainRecord, change: Callable[[RunRecord], dict[str, object]]) -> TrainRecord:
-    """Return a record with other fields in each of its runs."""
+    """Return a record with fields replaced in each of its runs."""
     runs = tuple(run.model_copy(update=change(run)) for run in whole.runs)
     return whole.model_copy(update={"runs": runs})
 
@@ -103,7 +103,7 @@ def test_what_does_not_belong_together(
 
 
 def folders(seed: int) -> dict[str, object]:
-    """Return sections with folders of a seed's own."""
+    """Return config sections with separate folders for a seed."""
     return {
         "loop": {"steps": 20, "global_batch_size": 512, "tensorboard_dir": f"boards_{seed}"},
         "checkpoint": {"folder": f"checkpoints_{seed}", "every": 10},
@@ -167,7 +167,7 @@ def test_runs_without_a_normalized_entropy_are_refused() -> None:
         ({"num_groups": 4}, "", "row-wise AdaGrad"),
         ({"sync": "WeightSync", "moment_scale": 2.5}, "", "row-wise AdaGrad, moment / 2.5"),
         ({"sync": "WeightSync", "delayed_moment": True}, "", "row-wise AdaGrad, delayed moment"),
-        # A saved plan's section says nothing, and the record says what the run trained by.
+        # A saved plan's section is silent, but the record has the settings that the run used.
         ({"plan": "plan.json"}, "WeightSync(every(4))", "row-wise AdaGrad, moment / 4"),
     ],
 )
@@ -212,7 +212,7 @@ def test_curves_without_a_common_step_are_refused(tmp_path: Path) -> None:
 
 
 def study(folder: Path, records: list[TrainRecord], *options: str) -> Any:
-    """Write a study of records that lie in a folder as ``seed_<n>.json``."""
+    """Save records in a folder as ``seed_<n>.json``, and run a study on them."""
     sources = [folder / f"seed_{number}.json" for number in range(1, len(records) + 1)]
     for source, entry in zip(sources, records, strict=True):
         entry.save(source.expanduser())
@@ -231,7 +231,7 @@ def test_the_command_writes_page_plot_and_data(tmp_path: Path) -> None:
 
 
 def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell leaves it in ``--output=~/page.md``."""
+    """Shells don't expand it in ``--output=~/page.md``."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path))

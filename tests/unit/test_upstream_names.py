@@ -1,7 +1,7 @@
 """Private attributes that the plugin uses in TorchRec, FBGEMM and torch exist.
 
-An upgrade that renames one of these fails here, in one readable place. Names that are imported from
-there exist if all modules of the plugin can be imported.
+An upgrade that renames an attribute fails here, in one readable place. Names that are imported
+from there exist if all the plugin's modules can be imported.
 """
 
 import ast
@@ -41,9 +41,9 @@ def is_private(name: str) -> bool:
 
 
 def upstream_scope(path: Path) -> dict[str, object]:
-    """Return the upstream modules and classes that a file knows, by its names for them.
+    """Return the upstream modules and classes in a file, by its names for them.
 
-    It may have them from the adapters' list of TorchRec's names.
+    The file may import them through the adapters' list of TorchRec's names.
     """
     scope: dict[str, object] = {}
     for node in ast.walk(parsed(path)):
@@ -60,11 +60,11 @@ def upstream_scope(path: Path) -> dict[str, object]:
 
 
 def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
-    """``(text, owner, attribute)`` of every ``x._attribute`` where ``x`` is upstream's.
+    """Yield ``(text, owner, attribute)`` for every ``x._attribute`` where ``x`` is upstream's.
 
-    ``x`` is an imported module, an object of a class with an upstream base, or an argument
-    annotated with an upstream class, or with a union of such classes, or with a name that the file
-    gives one.
+    ``x`` is an imported module, an instance whose class has an upstream base, or an argument
+    annotated with an upstream class, with a union of such classes, or with the file's alias for
+    such a union.
     """
     scope = upstream_scope(path)
     names = {**vars(importlib.import_module(f"{torchrec_2dsp.__name__}._compat.{path.stem}"))}
@@ -94,7 +94,7 @@ def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
 def held_modules(
     path: Path, function: ast.FunctionDef, scope: dict[str, object]
 ) -> dict[str, object]:
-    """Return what ``self.module`` is by its class's annotation, and names for it or annotated."""
+    """Return the classes of annotated names, ``self.module`` and variables assigned from it."""
     nodes = list(ast.walk(function))
     held: dict[str, object] = {}
     for kind in ast.walk(parsed(path)):
@@ -126,9 +126,9 @@ def resolved(dotted: str, scope: dict[str, object]) -> Any:
 
 
 def has_attribute(owner: object, name: str) -> bool:
-    """Return whether ``owner`` has it; of a class, whether its code sets it on instances.
+    """Tell whether ``owner``, or for a class the instances that its code sets up, has this name.
 
-    All classes of a union must have it.
+    All classes in a union must have it.
     """
     if isinstance(owner, UnionType):
         return all(has_attribute(kind, name) for kind in owner.__args__)
@@ -146,7 +146,7 @@ _SETTERS = ("self.register_buffer", "super().__setattr__")
 
 @cache
 def set_on_self(kind: type) -> set[str]:
-    """Return the attributes and buffers that a class's code gives its instances."""
+    """Return the attributes and buffers that a class's code sets on instances."""
     names = set()
     for node in ast.walk(ast.parse(dedent(inspect.getsource(kind)))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

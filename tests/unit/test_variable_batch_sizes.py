@@ -1,4 +1,4 @@
-"""Bags of samples: what a batch with a batch size for each feature stands for, without ranks."""
+"""Samples' bags in batches with one batch size per feature, without ranks."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ KEYS = [feature for feature, _ in ModelSpec().features]
 
 @given(spec=st.sampled_from(POOLINGS), seed=st.integers(0, 10_000), batch_size=st.integers(1, 7))
 def test_samples_get_the_bags_that_they_share(spec: ModelSpec, seed: int, batch_size: int) -> None:
-    """Bit for bit in the forward; a bag's gradient is added up before it meets the weights."""
+    """Forwards are bitwise equal; a shared bag's gradient is summed before it reaches weights."""
     model = build(spec)
     assert isinstance(model, BagModel)
     batch = make_variable_batch(spec, seed, batch_size, plain_every=0)
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_named(batch: KeyedJaggedTensor, message: str) -> None:
 
 
 def test_a_counter_counts_what_is_looked_up() -> None:
-    """A bag that samples share is looked up once."""
+    """A bag that samples share is counted once."""
     counter = RowCounter.for_model(build(ModelSpec()))
     batch = make_variable_batch(ModelSpec(), 1, 6, plain_every=0)
     counter.update(batch)

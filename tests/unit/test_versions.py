@@ -1,4 +1,4 @@
-"""The version gate: what is tried passes, what isn't tried warns, and what this machine has."""
+"""The version gate: tested versions pass, untested ones warn; and this machine's versions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ LOCKS = {"1.8.x": "requirements/cpu.txt", "1.9.x": "requirements/torchrec-1.9/cp
 
 
 def patched(tried: VersionSet) -> FoundVersions:
-    """Return a machine with later patch releases of a set."""
+    """Return a machine with a set's later patch releases."""
     torch, torchrec, fbgemm = (
         tried.series(package).replace("x", "7") for package in ("torch", "torchrec", "fbgemm")
     )

@@ -1,4 +1,4 @@
-"""`access` counts a log as plain Python does, on any number of ranks; errors are all ranks'."""
+"""`access` counts a log as plain Python does, on any number of ranks, with equal errors."""
 
 import re
 from collections import Counter
@@ -35,7 +35,7 @@ ROWS = make_rows(300)
 
 
 def counted(config: AccessConfig) -> tuple[AccessResult, list[int]]:
-    """Return this rank's counts, and how many rows it had read after each block."""
+    """Return this rank's counts, and its row count after each block."""
     num_rows: list[int] = []
 
     def progress(what: str, completed: int, total: int) -> None:
@@ -67,7 +67,7 @@ def checked_counts(rank: int, world_size: int, config: AccessConfig) -> None:
 
 
 def prepared_by_one_rank(rank: int, world_size: int, config: AccessConfig) -> int:
-    """Return the rows of the vocabulary's table on this rank."""
+    """Return the vocabulary table's number of rows on this rank."""
     result, _ = counted(config)
     assert result.collision_rates["t_user"] is None
     return result.stats["t_user"].num_rows
@@ -86,7 +86,7 @@ def malformed_are_counted(rank: int, world_size: int, config: AccessConfig) -> t
 
 
 def malformed_part(rank: int, world_size: int, config: AccessConfig) -> str:
-    """Count a log that is malformed only in one rank's part; return the error."""
+    """Count a log with one rank's part malformed; return the error."""
     with pytest.raises(InputError) as caught:
         count_access(config, world_group())
     return str(caught.value)
@@ -95,7 +95,7 @@ def malformed_part(rank: int, world_size: int, config: AccessConfig) -> str:
 def differing_files(
     rank: int, world_size: int, configs: list[AccessConfig], are_hosts: bool = False
 ) -> str:
-    """Return the error of ranks with a log each, on one host or as a host each."""
+    """Return the error where each rank has another log, on one host or on separate hosts."""
     with pytest.MonkeyPatch.context() as patch:
         if are_hosts:
             patch.setenv("LOCAL_RANK", "0")
@@ -118,7 +118,7 @@ def test_sequences(ranks2: RankPool, tmp_path: Path) -> None:
     log = [(f"u{user}", f"i{item}", item) for user in range(5) for item in range(4)]
     file = write_interactions(tmp_path / "a.inter", log)
     config = AccessConfig(data=InteractionsConfig(files=(str(file),)))
-    # The last item of each user is held out.
+    # Each user's last item is held out.
     assert ranks2.run(sequences_are_counted, config) == [15.0, 15.0]
     # A sequence model looks up negatives as well.
     model = SequenceModelConfig(num_negatives=6)
@@ -232,7 +232,7 @@ TABLE = EmbeddingBagConfig(100, 8, name="t", feature_names=["f"])
 
 
 def gathered(rank: int, world_size: int, exact_rows: int) -> tuple[dict[int, float], float]:
-    """Each rank looks up its own number, and all of them row 50."""
+    """Count and gather lookups of each rank's own row, and of row 50 on all ranks."""
     counter = tdsp.RowCounter([TABLE], exact_rows=exact_rows)
     for _ in range(rank + 1):
         counter.update(

@@ -1,4 +1,4 @@
-"""`accumulate`: several batches of each rank train what one large batch trains."""
+"""`accumulate`: several batches per rank train the same as one large batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,12 +44,12 @@ CELLS = [
 
 
 def make_model(cell: Cell, model: Any = None) -> DistributedModelParallel:
-    """Shard a model that may accumulate."""
+    """Shard a model that can accumulate."""
     return shard(replace(cell, accumulates=True), model=model)
 
 
 def train(rank: int, world_size: int, cell: Cell, num_batches: int) -> tuple[Gap, list[int]]:
-    """Return the gap to the oracle, and the bytes of the last step's all-reduces."""
+    """Return the gap to the oracle, and the bytes in the last step's all-reduces."""
     parallel = make_model(cell)
     optimizer = make_optimizer(parallel)
     sizes = (6,) * (world_size * num_batches)
@@ -90,13 +90,13 @@ def test_the_weights_are_those_of_one_large_batch(
         dense = 1 + (cell.sharding == "data_parallel")
         assert len(summed) >= dense
         if cell.exchange == "pooled" and cell.sync == tdsp.GradientSync():
-            # Signals have 8 bytes: of each batch's lookup, and at the beginning.
+            # Signals have 8 bytes: one for each batch's lookup, and one at the beginning.
             assert summed.count(8) <= num_batches + 1
             assert len(summed) - summed.count(8) < 2 * dense
 
 
 def without_last(rank: int, world_size: int, cell: Cell, leaves_by: str) -> tuple[Gap, str]:
-    """Train no last batch; return the gap to the oracle, and the error of a step after a break."""
+    """Skip each last batch; return the gap to the oracle, and a sync's error after a break."""
     parallel: Any = make_model(cell)
     oracle = make_oracle(cell)
     optimizer, sizes, error = make_optimizer(parallel), (6,) * world_size, ""
@@ -156,7 +156,7 @@ def test_a_step_after_a_break_is_refused(ranks4: RankPool) -> None:
 
 
 def misuse(rank: int, world_size: int) -> list[str]:
-    """Return the errors of calls that can't be right."""
+    """Return the errors for invalid calls."""
     cell = Cell(ONE, "row_wise")
     batch = batch_of(cell.spec, 0, (6,) * 4, 4, 0, rank=rank)
     fused, model = shard(cell), make_model(cell)
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
 
 
 def summed_by_hand(rank: int, world_size: int, cell: Cell, steps_between: bool) -> list[str]:
-    """Return what is said of two backwards before a step, and of two more."""
+    """Return the warnings about two backwards before each of two steps."""
     parallel = shard(cell)
     optimizer = make_optimizer(parallel)
     with logged() as messages:

@@ -1,4 +1,4 @@
-"""Ids that no row has: told on every rank, dropped, or clamped; and they never train a row."""
+"""Ids without a row raise on every rank, are dropped, or clamped; they never train a row."""
 
 from functools import partial
 from typing import Any, cast
@@ -35,7 +35,7 @@ CELLS = [
     Cell(TWO, "row_wise", hot_rows=HOT_ROWS),
     Cell(tdsp.Mesh2D(1, 4), exchange="row", spec=ModelSpec(weighted=True)),
     Cell(TWO, exchange="row", spec=SEQUENCES),
-    # In two parts, each of which checks the whole batch: t1 has a mesh of its own.
+    # In two parts, each of which checks the whole batch: t1 has its own mesh.
     Cell(TWO, in_world=("t1",)),
 ]
 BAD = [-1, 24, 10**12]
@@ -56,7 +56,7 @@ def with_id(batch: KeyedJaggedTensor, bad: int) -> tuple[KeyedJaggedTensor, int,
 
 
 def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int, Tensors, Tensors]:
-    """Return the error, its count, and the end states with and without a bad step in between."""
+    """Return the error, its count, and the final states with and without a bad step in between."""
     stream, states = make_stream(cell, 3), []
     message, actual, sample = "", 0, -1
     for with_bad in (True, False):
@@ -109,7 +109,7 @@ def raising_in_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[s
 
 @pytest.mark.parametrize("cell", CELLS[1:3], ids=str)
 def test_pipelines_stop_at_the_batch(ranks4: RankPool, cell: Cell) -> None:
-    """Also one that has sent rows of the batch before it looks them up."""
+    """This includes a pipeline that sends a batch's rows before it looks them up."""
     by_rank = ranks4.run(raising_in_pipelines, cell)
     (message,) = {answer for answers, _ in by_rank for answer in answers}
     assert message.startswith("feature 'f1' has the id 24")
@@ -168,7 +168,7 @@ def past_lookups(rank: int, world_size: int, cell: Cell) -> list[str]:
 
 
 def test_a_table_in_a_kernels_buffer_is_watched_too() -> None:
-    """So FBGEMM keeps tables in a GPU's memory: no lookup needs a gradient of the buffer."""
+    """FBGEMM keeps tables like this on GPUs: lookups need no gradient for the buffer."""
     buffer, tables = torch.rand(24), nn.ModuleDict({"t0": nn.Module(), "t1": nn.Module()})
     for number, table in enumerate(tables.values()):
         weight = TableBatchedEmbeddingSlice(buffer, 12 * number, 12 * number + 12, -1, 4)

@@ -44,7 +44,7 @@ def construct(
     change: Callable[[tdsp.Plan2D], Any] = lambda plan: plan,
     **options: Any,
 ) -> Any:
-    """Shard the cell's model, or another, with its sharder, or another, by its changed plan."""
+    """Shard the cell's model, or ``model``, by its or another sharder and a changed plan."""
     return tdsp.ModelParallel2D(
         build(cell.spec) if model is None else model,
         plan=change(planned(cell)),
@@ -83,7 +83,7 @@ def with_config(**fields: Any) -> BagModel:
 
 
 def with_triton_on_some(rank: int) -> None:
-    """Shard where Triton runs on rank 0 alone, such as the host with a compiler."""
+    """Shard where Triton runs only on rank 0, as if only its host had a compiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharders, "runs_triton", lambda device: rank == 0)
         construct()
@@ -124,7 +124,7 @@ def by_torchrec_alone(rank: int) -> None:
 
 
 def tracked(cell: Cell) -> None:
-    """Start TorchRec's tracker of looked up ids."""
+    """Start TorchRec's tracker for looked up ids."""
     shard(cell).init_torchrec_delta_tracker(DeltaTrackerConfig())
 
 
@@ -433,7 +433,7 @@ CASES = {
 
 
 def raised(rank: int, world_size: int, name: str) -> tuple[str, float]:
-    """Return the error of a case on this rank, and its seconds."""
+    """Return a case's error on this rank, and the seconds that it took."""
     start, (_, _, act) = time.monotonic(), CASES[name]
     return error_of(lambda: act(rank)), time.monotonic() - start
 

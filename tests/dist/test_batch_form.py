@@ -1,4 +1,4 @@
-"""Batches that differ from the first one, or between ranks: looked up right, or refused by all."""
+"""Batches that differ from the first, or between ranks, work or are refused on all ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,7 +52,7 @@ def with_short_ids(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def with_strides(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Every tensor is a column of a wider one."""
+    """Return the batch with every tensor a column in a wider one."""
     parts = {"values": batch.values(), "lengths": batch.lengths()}
     if batch.weights_or_none() is not None:
         parts["weights"] = batch.weights()
@@ -69,14 +69,14 @@ def with_long_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def with_needless_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Weights for tables that don't take any."""
+    """Add weights for tables that don't take any."""
     if batch.weights_or_none() is not None:
         return batch
     return with_parts(batch, weights=torch.rand(batch.values().numel()))
 
 
 def in_a_dict(batch: KeyedJaggedTensor) -> Any:
-    """Without weights, a dict of nested tensors in reverse order, with one more."""
+    """Return a batch without weights as a dict of nested tensors in reverse order, plus labels."""
     if batch.weights_or_none() is not None:
         return batch
     features = {name: nested(part) for name, part in in_reverse(batch).to_dict().items()}
@@ -103,7 +103,7 @@ HARMLESS: list[Change] = [
 
 
 def trained(rank: int, cell: Cell, change: Change, first: int) -> tuple[list[float], Any]:
-    """Losses and state after three steps; one rank's batches from ``first`` on are changed."""
+    """Return losses and state after three steps; one rank's batches change from ``first`` on."""
     parallel = shard(cell)
     batches = [step[rank] for step in make_stream(cell, 3)]
     if rank == 1:
@@ -132,7 +132,7 @@ def test_batches_in_another_form_train_the_same(ranks4: RankPool, dealt: Deal) -
 
 
 def empty_losses(rank: int, world_size: int) -> list[list[float]]:
-    """Losses of a weighted module where rank 1 has no samples: with weights, and without any."""
+    """Return losses where rank 1 has no samples, with weights in its batch, and without."""
     cell = replace(CELLS[2], batch_sizes=(6, 0, 6, 6))
     by_form = []
     for has_weights in (True, False):
@@ -151,7 +151,7 @@ def test_ranks_without_samples_need_no_weights(ranks4: RankPool) -> None:
 
 
 def losses_of_short_weights(rank: int, world_size: int, cell: Cell) -> list[list[float]]:
-    """Losses with weights in 16 bits, and with the same numbers in 32."""
+    """Return the losses with 16-bit weights, and with the same numbers in 32 bits."""
     batches = [step[rank] for step in make_stream(cell, 3)]
     short = [with_parts(batch, weights=batch.weights().bfloat16()) for batch in batches]
     long = [with_parts(batch, weights=batch.weights().float()) for batch in short]
@@ -170,7 +170,7 @@ def test_short_weights_are_looked_up_in_fp32(ranks4: RankPool) -> None:
 
 
 class NotedBatches(EmptyBatches):
-    """Notes how many samples the batches have that TorchRec gets."""
+    """Records the number of samples in each batch that TorchRec gets."""
 
     num_samples: ClassVar[list[int]] = []
 
@@ -325,7 +325,7 @@ def gaps_of_single_samples(rank: int, world_size: int, cell: Cell) -> list[float
 
 
 def with_equal_weights(batch: KeyedJaggedTensor, *, copy: bool = False) -> KeyedJaggedTensor:
-    """Return the batch with weights of 0.5: one number in memory unless ``copy``."""
+    """Return the batch with all weights 0.5, as one number in memory unless ``copy``."""
     weights = torch.full((1,), 0.5).expand(batch.values().numel())
     return with_parts(batch, weights=weights.clone() if copy else weights)
 

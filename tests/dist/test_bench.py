@@ -1,4 +1,4 @@
-"""A whole benchmark: who is measured, who fails and how, and what the numbers mean."""
+"""A whole benchmark: measured and failed contestants, and their numbers."""
 
 import statistics
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_steps_are_predicted_from_the_calibration(result: BenchResult) -> None:
     }
     ceilings = {"ceiling", "ceiling_of_one"}
     assert {contestant.name for contestant in result.measured()} - set(costs) == ceilings
-    # The same for all: the rest of the model, of which a ceiling of one copy tells.
+    # The same for all: the rest of the model, as the ceiling of one copy shows.
     assert {cost.dense_s for cost in costs.values()} == {costs["planner"].dense_s}
     assert result.dense_from == ("ceiling_of_one",)
     blocks = named(result, "ceiling_of_one").blocks
@@ -124,7 +124,7 @@ def test_row_gradients_travel_only_where_replicas_merge_them(result: BenchResult
     for name in travelling:
         travel = named(result, name).row_travel
         assert travel is not None
-        # Of one step, not of the time in which others were measured.
+        # For one step, not the time in which others were measured.
         longest_s = 10 * max(block.step_s for block in named(result, name).blocks)
         assert 0 < travel.window_s < longest_s
         assert 0 < travel.waited_s < longest_s
@@ -136,10 +136,10 @@ def test_transports_say_what_they_save(result: BenchResult) -> None:
     encoded = {name: saved for name, saved in encoded.items() if saved}
     assert set(encoded) == {"rounded"}
     rounded = encoded["rounded"]
-    # Rows of 8 numbers become 8 bytes and a scale of two.
+    # Rows with 8 numbers become 8 bytes and a scale with two.
     assert rounded.rows_bytes == pytest.approx(rounded.rows_fp32_bytes * 10 / 32)
     assert rounded.rows_bytes > 0
-    # Numbers of hot rows' gradients are halved, and not the numbers of the rows.
+    # Hot rows' gradients are halved, and their row numbers aren't.
     assert 1 < rounded.replicas_fp32_bytes / rounded.replicas_bytes < 2
 
 
@@ -154,7 +154,7 @@ def test_dense_gradients_are_counted_where_they_are_thresholded(result: BenchRes
 
 @WHOLE
 def test_the_interface_carries_what_the_collectives_send(result: BenchResult) -> None:
-    """And more: the loopback carries what other programs send as well."""
+    """It carries more than that: the loopback also has other programs' traffic."""
     for name in ("planner", "row_wise", "data_parallel", "duplex"):
         contestant = named(result, name)
         counted = sum(traffic.sent_bytes for traffic in contestant.traffic)
@@ -181,7 +181,7 @@ def test_a_ceiling_communicates_nothing_and_waits_for_nobody(result: BenchResult
 
 
 def learning(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]]:
-    """Return all weights after a step, after a second one, and after one without learning."""
+    """Return all weights after one step, after two, and after a step without learning."""
     config = make_config(BenchConfig, CONFIG)
     mesh = config.mesh(name, world_size, world_size)
     trainer = build_trainer(config, config.planned[name], mesh, NO_LINKS)
@@ -285,7 +285,7 @@ DENSE_CONFIG = make_config(
 
 
 def dense_plans(rank: int, world_size: int) -> list[str]:
-    """Return the plan of each contestant's dense part."""
+    """Return each contestant's plan for its dense part."""
     mesh = Mesh2D(1, world_size)
     return [
         build_trainer(DENSE_CONFIG, contestant, mesh, NO_LINKS).dense_plan

@@ -1,4 +1,4 @@
-"""Calibration: on all ranks alike, and by the command."""
+"""Calibration, equal on all ranks, and by the command."""
 
 import math
 from dataclasses import asdict
@@ -37,7 +37,7 @@ TINY = Sampling(
 def measured(
     rank: int, world_size: int, local_world_size: int
 ) -> tuple[tdsp.Calibration, list[str], int]:
-    """With what progress told, and the groups that are left."""
+    """Calibrate; return the result, the progress messages, and the number of groups left."""
     world = dist.group.WORLD
     assert world is not None
     torch.manual_seed(rank)
@@ -63,7 +63,7 @@ def test_every_rank_finds_the_same(ranks4: RankPool) -> None:
     for name, cost in calibration.kernels:
         if name == "host_memory":
             continue
-        # Noise decides which unit of work the time is put down to.
+        # Noise decides to which unit of work the time is attributed.
         units = [getattr(cost, unit) for unit in type(cost).model_fields if unit.endswith("_s")]
         assert 0 < sum(units) < 1, name
     assert 0 <= calibration.turn_s < 1
@@ -113,7 +113,7 @@ def test_the_command_writes_a_calibration(tmp_path: Path) -> None:
 
 
 def measure(rank: int, world_size: int, local_world_size: int) -> tuple[LinkSpeeds, int]:
-    """Return the speeds, and the groups that are left."""
+    """Return the speeds, and the number of groups left."""
     before = set(_world.pg_names.values())
     speeds = measure_link_speeds(local_world_size=local_world_size, num_bytes=2**18, repeats=3)
     return speeds, len(set(_world.pg_names.values()) - before)

@@ -1,4 +1,4 @@
-"""Calibrations that ranks measure when they start, and keep."""
+"""Calibrations that ranks measure at start and cache."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Start(NamedTuple):
-    """A rank's view of one request for the calibration."""
+    """A rank's results from one request for the calibration."""
 
     calibration: tdsp.Calibration
     counts: dict[str, int]
@@ -54,7 +54,7 @@ def start(folder: Path) -> Start:
 
 
 def start_twice(rank: int, world_size: int, folder: Path) -> tuple[Start, Start, bool]:
-    """Return both starts, and whether random numbers are what they would be without."""
+    """Start twice; return both results, and whether the random state is unchanged."""
     before = torch.get_rng_state()
     first = start(folder)
     is_same = torch.equal(torch.get_rng_state(), before)
@@ -87,11 +87,11 @@ def start_without_measuring(
     error: float = 0.0,
     num_bytes: int = 2**33,
 ) -> Start:
-    """Take a shipped calibration for what is measured."""
+    """Use a shipped calibration in place of measuring."""
 
     def shipped(world: dist.ProcessGroup, **options: Any) -> tdsp.Calibration:
         dist.all_to_all_single(torch.zeros(4), torch.zeros(4), group=world)
-        # Fits of other processors differ in their last digits.
+        # Other processors' fits differ in their last digits.
         measured = tdsp.Calibration.load("emulated_1gbit")
         find = measured.kernels.find.model_copy(update={"median_error": error})
         measured = with_part(measured, "kernels", find=find)
@@ -106,7 +106,7 @@ def start_without_measuring(
 
 
 def has_measured(starts: list[Start]) -> bool:
-    """Tell whether ranks measured, after comparing what they have."""
+    """Tell whether ranks measured, after checking that their calibrations are equal."""
     assert all(other.calibration == starts[0].calibration for other in starts)
     (has,) = {"all_to_all_single" in each.counts for each in starts}
     return has
@@ -189,7 +189,7 @@ def test_a_failure_on_one_rank_ends_on_all_alike(
 
 
 def late(rank: int, world_size: int) -> tuple[set[int], set[int], list[float]]:
-    """Return the numbers of samples when it is late, and a clock's times."""
+    """Return the numbers of samples past the deadline, and a clock's times."""
     assert dist.group.WORLD is not None
     clock = Clock(dist.group.WORLD, replace(TINY, deadline_s=0.0))
     times = clock.seconds(lambda: None, 2)

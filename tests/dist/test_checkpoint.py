@@ -1,4 +1,4 @@
-"""Checkpoints between meshes: nothing is lost, and training goes on as if it had never stopped."""
+"""Checkpoints move between meshes without loss, and training continues as if never stopped."""
 
 import itertools
 from contextlib import suppress
@@ -42,7 +42,7 @@ MEAN = ModelSpec(pooling="mean")
 def trip(
     source: tuple[tdsp.Mesh2D, str], target: tuple[tdsp.Mesh2D, str], **options: object
 ) -> Trip:
-    """``options`` apply to both sides, except for ``hot_rows``, which are ``(source, target)``."""
+    """Build a trip; ``options`` apply to both sides, except ``hot_rows``: ``(source, target)``."""
     source_hot, target_hot = options.pop("hot_rows", ((), ()))  # type: ignore[misc]
     return Trip(
         Cell(*source, hot_rows=source_hot, **options),  # type: ignore[arg-type]
@@ -89,14 +89,14 @@ TRIPS = [
     trip((M41, "row_wise"), (M22, "table_wise"), spec=SEQUENCES, optimizer="sgd"),
     trip((M22_CONTIGUOUS, "column_wise"), (M41, "column_wise"), spec=SEQUENCES),
     trip((M22, "data_parallel"), (M14, "row_wise"), spec=SEQUENCES),
-    # one copy in the world of some tables
+    # one copy in the world for some tables
     Trip(Cell(M22, in_world=("t1",)), Cell(M14, "table_wise", hot_rows=HOT)),
     Trip(Cell(M41, "table_wise", hot_rows=HOT), Cell(M22, in_world=("t0", "t2"))),
     Trip(
         Cell(M22, spec=SEQUENCES, in_world=("t0",)),
         Cell(M41, spec=SEQUENCES, in_world=("t1",)),
     ),
-    # the other way of keeping replicas equal; for SGD it is exact
+    # the other way to keep replicas equal; for SGD it is exact
     trip((M22, "row_wise"), (M41, "table_wise"), optimizer="sgd", sync=tdsp.WeightSync()),
 ]
 
@@ -166,7 +166,7 @@ SPLITTING_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
 def test_every_way_to_travel(
     ranks4: RankPool, tmp_path: Path, mesh: tdsp.Mesh2D, shardings: tuple[str, ...]
 ) -> None:
-    """All meshes and sharding types with row-wise moments; hot rows on one side or both."""
+    """Trips connect all meshes and sharding types with row-wise moments, also with hot rows."""
     hot_rows = (((), HOT), (HOT, OTHER_HOT), (OTHER_HOT, ()), (HOT, HOT))
     trips = [
         trip((mesh, source), (target_mesh, target), hot_rows=hot_rows[(number + number // 4) % 4])
@@ -181,7 +181,7 @@ def test_every_way_to_travel(
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_way_to_stock_and_back(ranks4: RankPool, tmp_path: Path, mesh: tdsp.Mesh2D) -> None:
-    """All sharding types that share row-wise moments, to TorchRec and from it."""
+    """Trips to and from TorchRec cover all sharding types with row-wise moments."""
     trips = [
         Trip(*(sides if to_stock else sides[::-1]))
         for shardings in (SPLITTING_ROWS, SPLITTING_COLUMNS)
@@ -195,7 +195,7 @@ def test_every_way_to_stock_and_back(ranks4: RankPool, tmp_path: Path, mesh: tds
 
 
 def differences(rank: int, world_size: int) -> tuple[float, float, str]:
-    """Return distance before and after one moment is changed, and what a changed replica gives."""
+    """Return distances before and after changing a moment, and a changed replica's error."""
     cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
     model, optimizer = make(cell)
     train(model, optimizer, cell, range(1))
@@ -231,7 +231,7 @@ ROLLED_BACK = [
 
 
 def go_back(rank: int, world_size: int, cells: list[Cell], folder: Path) -> list[list[bool]]:
-    """Tell for each cell and kind of failure whether a step after the rollback is as it was."""
+    """Tell by cell and failure whether a step after the rollback equals the earlier one."""
     return [
         [
             is_as_before(cell, folder / f"{number}", until)

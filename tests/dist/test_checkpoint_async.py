@@ -1,4 +1,4 @@
-"""Saves that go on while the model trains: what they store, what they disturb, how they fail."""
+"""Saves that run while the model trains: their contents, side effects and failures."""
 
 import re
 import threading
@@ -44,7 +44,7 @@ ROW_WISE, COPIED = Cell(tdsp.Mesh2D(1, 2)), Cell(tdsp.Mesh2D(2, 1))
 
 
 def writing_after(wait: Callable[[], object]) -> Any:
-    """Return a patch by which checkpoint writes wait."""
+    """Return a patch that makes checkpoint writes wait."""
     write = ChecksumWriter.write_data
 
     def write_later(*args: Any) -> Any:
@@ -76,7 +76,7 @@ class Run:
 
 
 def run(cell: Cell, folder: Path, way: str) -> Run:
-    """Train; ``way`` says how to save after some of the steps."""
+    """Train; ``way`` says how to save after some steps."""
     (model, optimizer), stream = make(cell), make_stream(cell, STEPS)
     losses: list[float] = []
     unfinished = 0
@@ -117,7 +117,7 @@ def test_training_goes_on_undisturbed(ranks4: RankPool, tmp_path: Path) -> None:
         for cell, runs in zip(CELLS, by_cell, strict=True):
             assert runs["asynchronous"].num_unfinished == len(SAVED_STEPS), cell
             assert runs["asynchronous"].losses == runs["synchronous"].losses, cell
-            # A read of the state applies what a delay of one step would have applied later.
+            # Reading the state applies updates that a one-step delay would have applied later.
             is_delayed = isinstance(cell.sync, tdsp.GradientSync) and cell.sync.delay
             assert is_delayed or runs["asynchronous"].losses == runs["none"].losses, cell
     for number, cell in enumerate(CELLS):
@@ -180,7 +180,7 @@ def test_one_save_at_a_time(ranks2: RankPool, tmp_path: Path) -> None:
 
 
 def fails(rank: int, world_size: int, folder: Path) -> list[str]:
-    """Return a failed save's error, from its future, or from the next save if nobody waited."""
+    """Return a failed save's error, from its future or, if nobody waited, from the next save."""
     model, optimizer = make(ROW_WISE)
     texts = []
 
@@ -237,7 +237,7 @@ def test_ranks_must_agree_on_it(ranks2: RankPool, tmp_path: Path) -> None:
 
 
 def leave_while_saving(rank: int, world_size: int, folder: Path, way: str) -> str:
-    """End with a save under way; return what comes of it where that can be seen."""
+    """End with a save in flight; return its outcome where it can be seen."""
     model, optimizer = make(ROW_WISE)
     may_write = threading.Event()
     writing_after(lambda: may_write.wait(60)).start()
@@ -246,7 +246,7 @@ def leave_while_saving(rank: int, world_size: int, folder: Path, way: str) -> st
     if way == "destroy":
         dist.destroy_process_group()
         return error_text(pending.result, CheckpointError).replace(str(folder), "FOLDER")
-    # The worker destroys the world, as many programs do; here the end of the interpreter does it.
+    # The worker destroys the world, as many programs do; here the interpreter's exit does it.
     ways = iter([lambda: None, dist.destroy_process_group])
     patch.object(dist, "destroy_process_group", lambda: next(ways)()).start()
     return ""
@@ -322,7 +322,7 @@ def test_refused_saves(ranks2: RankPool, tmp_path: Path, make_arguments: Argumen
 
 
 def save_twice_at_once(rank: int, world_size: int, path: Place) -> tuple[str, dict[str, Any]]:
-    """Save again while a save is to write; return the first one's error and what can be loaded."""
+    """Save again before a save writes; return the first one's error and the loadable content."""
     model, _ = make(COPIED)
     second_saves = [partial(save_checkpoint, path, model, extra={"save": "second"})]
 
@@ -373,7 +373,7 @@ def test_a_folder_that_cannot_be_made(ranks2: RankPool, tmp_path: Path) -> None:
 
 
 def save_slowly(rank: int, world_size: int, path: Path, go_on: Path) -> None:
-    """Save, but write nothing before the file ``go_on`` exists."""
+    """Save, but write nothing until the file ``go_on`` exists."""
 
     def wait() -> None:
         while not go_on.exists():

@@ -1,4 +1,4 @@
-"""Impossible saves and loads: one text on every rank, and the model is left as it was."""
+"""Impossible saves and loads raise the same text on all ranks, and leave the model unchanged."""
 
 import time
 from collections.abc import Callable
@@ -34,7 +34,7 @@ TABLES = SAVED.spec.tables
 
 @dataclass(frozen=True)
 class Refusal:
-    """A rank's view of a load that failed."""
+    """A rank's results from a failed load."""
 
     text: str
     seconds: float
@@ -57,7 +57,7 @@ def refused(rank: int, world_size: int, path: Path, cells: list[Cell], dense: st
 
 
 def texts_of(pool: RankPool, path: Path, cells: list[Cell], dense: str = "") -> list[str]:
-    """Return the one text of each refusal, with the folder's name shortened."""
+    """Return each refusal's text, equal on all ranks, with the folder's name shortened."""
     by_rank: list[list[Refusal]] = pool.run(refused, path, cells, dense)
     for of_rank in by_rank:
         assert [refusal.text for refusal in of_rank] == [r.text for r in by_rank[0]]
@@ -147,7 +147,7 @@ def test_other_column_shards_are_refused_by_name(ranks4: RankPool, tmp_path: Pat
 
 
 def test_as_many_column_shards_of_other_widths_are_refused() -> None:
-    """No stock plan has them, so the comparison is called alone."""
+    """No stock plan has such shards, so the comparison is called directly."""
     weight, moment = "model.ebc.t0.weight", "fused_optimizer.state.ebc.t0.weight.t0.momentum1"
 
     def entries(*widths: int) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def save_with_adam(rank: int, world_size: int, path: Path) -> None:
 
 
 def given_on_some_ranks(rank: int, world_size: int, folder: Path) -> list[str]:
-    """Return the errors of saves and loads with an optimizer, or a train state, on one rank."""
+    """Return the errors of saves and loads with an optimizer or train state on one rank only."""
     model, _ = make(Cell(tdsp.Mesh2D(2, 1), "row_wise"))
     adam = dense_optimizer("adam", model)
     adam.init_state()
@@ -252,7 +252,7 @@ def test_damaged_contents_are_noticed(ranks4: RankPool, tmp_path: Path) -> None:
 
 
 def error_of_a_folder(rank: int, world_size: int) -> str:
-    """Let the first rank's file system fail."""
+    """Make the first rank's file system fail."""
     error = PermissionError(13, "Permission denied") if rank == 0 else None
     with mock.patch.object(saving, "_numbered", side_effect=error):
         return error_of(lambda: saving.latest_checkpoint("there"))

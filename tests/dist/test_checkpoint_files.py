@@ -1,4 +1,4 @@
-"""Checkpoints hold whole tables, stock names, everything once, nothing more."""
+"""Checkpoints contain whole tables under stock names, each exactly once, and nothing else."""
 
 from pathlib import Path
 from typing import cast
@@ -126,14 +126,14 @@ def test_each_shard_is_written_once_and_by_all_ranks(ranks4: RankPool, tmp_path:
         shards = {"row_wise": cell.mesh.group_size, "table_wise": 1}[cell.sharding]
         tables = [entry for name, entry in entries(tmp_path / str(number)).items() if ".t" in name]
         assert {len(entry.chunks) for entry in tables} == {shards}, cell
-        # DCP adds a header of about 1 kB to each shard.
+        # DCP adds a header with about 1 kB to each shard.
         assert payload_bytes < sum(sizes) < 1.05 * payload_bytes, cell
         assert len(sizes) == 4, cell
         assert max(sizes) < 1.1 * payload_bytes / 4, cell
 
 
 def load_with_dcp_alone(rank: int, world_size: int, path: Path, cell: Cell) -> float:
-    """Load as the guide says, with nothing but torch and TorchRec."""
+    """Load as in the guide, with nothing but torch and TorchRec."""
     model = make_stock(cell)
     weights = {"model": model.state_dict()}
     dcp.load(weights, checkpoint_id=path)
@@ -196,7 +196,7 @@ def test_a_backward_that_waits_for_its_sync_is_saved(ranks4: RankPool, tmp_path:
 def dense_states(
     rank: int, world_size: int, folder: Path, kinds: list[str], combined: bool
 ) -> None:
-    """Dense state comes back, into a fresh optimizer too, and training goes on as before."""
+    """Check that dense state is restored, also into a fresh optimizer, and training continues."""
     for kind in kinds:
         cell = Cell(M22, "row_wise", hot_rows=HOT)
         sides = []
@@ -240,7 +240,7 @@ def test_the_dense_optimizer_is_stored_once(
 
 
 def load_for_evaluation(rank: int, world_size: int, path: Path) -> None:
-    """Without an optimizer everything else is loaded; `extra` is optional."""
+    """Load everything except optimizer states; `extra` is optional."""
     cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
     model, _ = make(cell)
     optimizer = dense_optimizer("adam", model)
@@ -259,13 +259,13 @@ def test_the_dense_state_may_be_left_alone(ranks2: RankPool, tmp_path: Path) -> 
 
 
 def over_a_group_of_its_own(rank: int, world_size: int, path: Path) -> bool:
-    """Save and load as where the world talks NCCL."""
+    """Save and load over a separate group, as with NCCL worlds."""
     backend = dist.get_backend_config
     dist.get_backend_config = lambda group=None: "cuda:nccl"
     try:
         cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
         model, optimizer = make(cell)
-        # Dicts made of sets have an order of each rank's own.
+        # Dicts built from sets have a different order on each rank.
         extra = {"a": [1, "two"], "b": 3}
         ordered = dict(sorted(extra.items(), reverse=bool(rank)))
         save_checkpoint(path, model, optimizer, extra=ordered)
@@ -281,7 +281,7 @@ def test_plans_travel_over_gloo(ranks2: RankPool, tmp_path: Path) -> None:
 
 
 class WithBuffers(BagModel):
-    """Has buffers that ranks may compute apart."""
+    """A model with buffers that ranks may compute differently."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)

@@ -1,4 +1,4 @@
-"""Compiled models train as others do; their tables stay outside the graphs."""
+"""Compiled models train like others; their tables stay outside the graphs."""
 
 import warnings
 from collections.abc import Callable
@@ -34,7 +34,7 @@ SET_BY_PT2 = (
 
 
 class PlainLoop:
-    """A loop with an evaluation of each batch, in a pipeline's form."""
+    """A loop with an evaluation on each batch, in a pipeline's form."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._model, self._optimizer = model, optimizer
@@ -89,7 +89,7 @@ def train(
 
 
 def train_both(rank: int, world_size: int, name: str) -> tuple[float, float, int]:
-    """Return how far scores and weights are from those of a plain loop, and count the graphs."""
+    """Return the gaps in scores and weights to a plain loop, and the number of graphs."""
     cell, kind = PIPELINES[name]
     torch._dynamo.reset()
     counters.clear()
@@ -107,7 +107,7 @@ def train_both(rank: int, world_size: int, name: str) -> tuple[float, float, int
     )
 
 
-# A case takes some seconds of compiling on each rank.
+# A case compiles for some seconds on each rank.
 @pytest.mark.dealt
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_compiled_model_trains_as_others_do(ranks4: RankPool, name: str) -> None:

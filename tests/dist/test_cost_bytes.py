@@ -1,4 +1,4 @@
-"""The bytes that the cost model predicts for a step, against those that it sends."""
+"""The cost model's predicted bytes for a step, against the bytes sent."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -81,7 +81,7 @@ def sent(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[Bytes, Byt
 
 
 def predicted(cell: Cell) -> Loads:
-    """Predict the bytes of the plan that the ranks run."""
+    """Predict the bytes for the plan that the ranks run."""
     model = build(cell.spec)
     plan = group_plan(cell, model, make_sharder(cell))
     workload = Workload.of_model(model, batch_size=BATCH)
@@ -96,7 +96,7 @@ def predicted(cell: Cell) -> Loads:
 
 
 def by_operation(loads: Loads) -> dict[str, float]:
-    """Sum the bytes that all ranks bring to each operation, own parts included."""
+    """Sum all ranks' input bytes per operation, own parts included."""
     to_all = ("ids_to", "pooled_from", "pooled_to", "rows_from", "rows_to")
     to_host = ("host_rows_from", "host_rows_to")
     # Between places there are two ranks in a group, as there are in a host.
@@ -112,7 +112,7 @@ def by_operation(loads: Loads) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def counted(two_hosts: RankPool) -> list[tuple[Bytes, Bytes]]:
-    """Return each cell's bytes, as measured over all ranks and as the cost model predicts."""
+    """Return each cell's bytes, measured over all ranks and predicted by the cost model."""
     ranks = two_hosts.run(sent, CELLS)
     results = []
     for of_ranks in zip(*ranks, strict=True):

@@ -54,7 +54,7 @@ def without_zero_grad(model: Any, optimizer: Any, step: int, rank: int) -> None:
 
 
 def without_backward(model: Any, optimizer: Any, step: int, rank: int) -> None:
-    """Look up a batch and drop it; clip what `parameters()` has."""
+    """Look up a batch and drop it; clip the gradients of `parameters()`."""
     optimizer.zero_grad()
     model(make_batch(ModelSpec(), 77 + rank))
     local_loss(model(make_batch(ModelSpec(), 10 * step + rank))).backward()
@@ -94,7 +94,7 @@ def tables_after(cell: Cell, rank: int, loop: Loop, wrapper: Any) -> dict[str, t
 
 
 def gap_to_sharded(rank: int, world_size: int, loop: Loop, shards_dense: bool) -> float:
-    """Return how far data-parallel tables are from table-wise ones in the same loop."""
+    """Return the gap between data-parallel and table-wise tables in the same loop."""
     wrapper = tdsp.FullyShardedDense() if shards_dense else None
     copied, sharded = (
         tables_after(replace(COPIED, sharding=kind), rank, loop, wrapper)
@@ -113,7 +113,7 @@ def test_any_loop_trains_them_as_sharded_tables(ranks4: RankPool, loop: Loop) ->
 
 
 def test_they_train_as_sharded_tables_beside_sharded_layers(ranks4: RankPool) -> None:
-    # The dense parts of both runs round alike but for their inputs.
+    # Both runs' dense parts round alike, except for their inputs.
     assert max(ranks4.run(gap_to_sharded, plain, True)) < 1e-4
 
 
@@ -123,7 +123,7 @@ def set_rate(optimizer: Any, lr: float) -> None:
 
 
 def gap_with_schedule(rank: int, world_size: int, cell: Cell, way: str) -> float:
-    """Train with a learning rate that changes, and an optimizer given in one way or another."""
+    """Train with a changing learning rate, and an optimizer given by ``way``."""
     model, sharder = build(cell.spec), None
     if way == "in backward":
         options = {"lr": LR, "eps": EPS}
@@ -147,7 +147,7 @@ def gap_with_schedule(rank: int, world_size: int, cell: Cell, way: str) -> float
 @pytest.mark.parametrize("way", ["sharder", "moment-scaled", "in backward"])
 @pytest.mark.parametrize("sync", [tdsp.GradientSync(), tdsp.WeightSync()], ids=lambda s: type(s))
 def test_schedules_reach_them(ranks4: RankPool, way: str, sync: Any) -> None:
-    """Their moments are exact under any sync, so that no moment scale is due."""
+    """Their moments are exact under any sync, so they need no moment scale."""
     cell = replace(COPIED, mesh=tdsp.Mesh2D(4, 1), sync=sync)
     assert max(ranks4.run(gap_with_schedule, cell, way)) < TOLERANCE
 
@@ -157,7 +157,7 @@ EVERY_RANK = -1
 
 
 def sent(rank: int, world_size: int, cell: Cell, idle: int) -> tuple[float, list[str], int]:
-    """Return the gap to the oracle, the last step's collectives, and the bytes of all steps."""
+    """Return the gap to the oracle, the last step's collectives, and all steps' bytes."""
     parallel, oracle = shard(cell), make_oracle(cell)
     optimizer, operations = make_optimizer(parallel), []
     for step in range(2):
@@ -191,7 +191,7 @@ def test_few_rows_travel_by_row_and_many_as_tables(ranks4: RankPool, idle: int) 
 
 
 def error_of(rank: int, world_size: int, what: str) -> str:
-    """Return the error when one rank does something else than the others."""
+    """Return the error when one rank acts differently from the others."""
     sync = tdsp.GradientSync(drift_every=1)
     parallel = shard(replace(COPIED, sync=sync))
     optimizer = make_optimizer(parallel)

@@ -1,4 +1,4 @@
-"""Dense gradients that are one step late: in training, across resumes, and the hook alone."""
+"""Dense gradients applied one step late: in training, across resumes, and the hook alone."""
 
 import math
 from collections import Counter
@@ -41,7 +41,7 @@ NUM_STEPS = 6
 
 
 def flush(rank: int, world_size: int) -> tuple[list[bool], int, float, int]:
-    """Return whether flushes applied gradients, the late steps, and bytes beside parameters."""
+    """Return whether flushes applied gradients, the late steps, and bytes besides parameters."""
     cell, dense = cell_of(world_size), tdsp.DelayedDense(warm_up=2)
     model = model_of(cell, dense)
     params = dense_of(model)
@@ -101,9 +101,9 @@ def test_warm_steps_are_those_of_ddp_bit_for_bit(ranks4: RankPool) -> None:
 
 
 def fail_with_nan(rank: int, world_size: int) -> tuple[str, list[float]]:
-    """Return the error, and the weights' sums after each step, also after those that go on."""
+    """Return the error, and the weights' sums after each step, including steps after the error."""
     cell = cell_of(world_size)
-    # Several buckets, of which the failing one isn't the first.
+    # Several buckets; the failing one isn't the first.
     model = model_of(cell, tdsp.DelayedDense(bucket_cap_mb=cast(int, 0.005)))
     params, sums, message = dense_of(model), list[float](), ""
     optimizer = torch.optim.SGD(params.values(), lr=0.05)
@@ -150,7 +150,7 @@ def misuse(rank: int, world_size: int) -> list[str]:
     assert dense.state_dict() == {}
     model = model_of(cell, dense)
     errors.append(error_text(lambda: model_of(cell, dense), ConfigError))
-    # In the first step DDP adds up in each backward, as the batches of accumulate() do there.
+    # In the first step DDP reduces in each backward, as accumulate() does there.
     for _ in range(2):
         model(batch_of(cell, 0, rank)).backward()
     model.zero_grad()

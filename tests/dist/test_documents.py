@@ -1,4 +1,4 @@
-"""The code in README, migration guide and examples runs as it is printed."""
+"""The code in README, migration guide and examples runs as printed."""
 
 import re
 from pathlib import Path
@@ -61,14 +61,14 @@ def test_the_script_of_the_readme_exchanges_rows_on_a_slow_network(two_hosts: Ra
 
 
 def swapped() -> str:
-    """Return the lines of the migration guide's diff that are there afterwards."""
+    """Return the code after applying the migration guide's diff."""
     (block,) = blocks(MIGRATION, "diff")
     lines = [line for line in block.splitlines() if not line.startswith("- ")]
     return "\n".join(line[2:] for line in lines)
 
 
 def run_swap(rank: int, world_size: int, source: str) -> list[float]:
-    """Return losses of a few steps after the swap."""
+    """Return the losses in a few steps after the swap."""
     calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
     spec = ModelSpec()
     script: dict[str, Any] = {
@@ -81,7 +81,7 @@ def run_swap(rank: int, world_size: int, source: str) -> list[float]:
     }
     before, last = source.rstrip().rsplit("\n", 1)
     exec(before, script)
-    # A user makes the optimizer of the sharded model's parameters.
+    # A user builds the optimizer from the sharded model's parameters.
     script["optimizer"] = make_optimizer(script["model"])
     exec(last, script)
     batches = iter([make_batch(spec, seed=10 * step + rank) for step in range(3)])

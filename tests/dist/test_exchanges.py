@@ -1,4 +1,4 @@
-"""The exchanges of bags and rows train the unsharded model, and send only what is needed."""
+"""Bag and row exchanges train like the unsharded model, and send no more than needed."""
 
 from dataclasses import replace
 from itertools import chain, product
@@ -54,7 +54,7 @@ PER_HOST = Cell(ONE, exchange="row_per_host")
 
 
 def gap_of_even_bags(rank: int, world_size: int, cell: Cell) -> float:
-    """Return the worst gap to the oracle if rows are looked up as a GPU does."""
+    """Return the worst gap to the oracle if rows are looked up as on GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup, "is_on_gpu", lambda tbe: True)
         return run_cell(rank, world_size, cell, 4).worst
@@ -126,7 +126,7 @@ def batch_of(rank: int) -> KeyedJaggedTensor:
 
 
 def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> list[int]:
-    """Return the bytes that each all-to-all of a step sends."""
+    """Return the bytes that each of a step's all-to-alls sends."""
     parallel = shard(replace(cell, spec=ONE_TABLE))
     optimizer = make_optimizer(parallel)
     plain_loop(parallel, optimizer, [batch_of(rank)])
@@ -143,7 +143,7 @@ def test_only_bags_with_ids_travel(ranks4: RankPool) -> None:
 
 
 def test_only_parts_of_bags_with_ids_travel(ranks4: RankPool) -> None:
-    """Send a partial bag from each owner that has any row in the bag."""
+    """Each owner that has any row in a bag sends a partial bag."""
     parts = [
         [sum(any(row // 10 == owner for row in bag) for bag in bags) for owner in range(4)]
         for bags in IDS
@@ -153,7 +153,7 @@ def test_only_parts_of_bags_with_ids_travel(ranks4: RankPool) -> None:
 
 
 def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
-    """Sizes, then distinct ids; rows from their owners, and gradients to them."""
+    """The messages are sizes, then distinct ids, rows from their owners, and their gradients."""
     asked = [[sum(row // 10 == owner for row in rows) for owner in range(4)] for rows in DISTINCT]
     for rank, sent in enumerate(ranks4.run(bytes_of_a_step, ROWS)):
         splits, lengths, ids, rows, gradients = sent
@@ -170,7 +170,7 @@ def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
 )
 @pytest.mark.dealt_file
 def test_a_row_comes_to_a_host_once(two_hosts: RankPool) -> None:
-    """Owners 0 and 2 are asked by ranks 0 and 2, owners 1 and 3 by the others."""
+    """Ranks 0 and 2 ask owners 0 and 2; the other ranks ask owners 1 and 3."""
     asks = [
         [{row for row in own if row // 10 % 2 == place} for place in (0, 1)] for own in DISTINCT
     ]
@@ -210,7 +210,7 @@ def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool, cell: Cell) -> No
 
 
 def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple[float, int, int]:
-    """Return the gap to fp32 after some steps, and the bytes of rows or bags without and with."""
+    """Return the gap to fp32 after some steps, and the row or bag bytes in fp32 and encoded."""
     batches = [step[rank] for step in make_stream(cell, 4)]
     losses, sent = [], []
     for comms in (None, qcomms):
@@ -251,7 +251,7 @@ def test_quantised_communication_halves_the_bytes(
 
 
 def warnings_of(rank: int, world_size: int, cell: Cell) -> list[str]:
-    """Return the log of sharding a cell."""
+    """Shard a cell; return the log messages."""
     with logged("torchrec_2dsp.shard.sharders") as messages:
         shard(cell)
     return messages
@@ -263,7 +263,7 @@ def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
     assert message.startswith("hot rows of t0, t1 save no bytes: TorchRec's output exchange ships")
     assert others == [[]] * 3
     quiet = [replace(ROWS, hot_rows=HOT_ROWS), Cell(TWO), replace(stock_exchange, mesh=FOUR)]
-    # TorchRec's exchange of sequences ships a vector per id.
+    # TorchRec's sequence exchange ships a vector per id.
     quiet.append(Cell(ONE, "table_wise", SEQUENCES, hot_rows=HOT_ROWS))
     for cell in quiet:
         assert ranks4.run(warnings_of, cell) == [[]] * 4, cell

@@ -1,4 +1,4 @@
-"""An exported model scores as TorchRec's quantised tables do, near the trained one, and alone."""
+"""An exported model scores like TorchRec's quantised tables, near the trained one, and alone."""
 
 import json
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
     whole = plain_evaluation(source, num_ranks=1)
     assert record.trained == pytest.approx(whole, rel=1e-5)
     assert record == ExportRecord.load(output / "export.json")
-    # A byte for each of a row's 8 numbers and 4 for its scale and offset, padded to 16.
+    # A byte for each of a row's 8 numbers and 4 for scale and offset, padded to 16.
     assert record.served_table_bytes == 70 * 16
     assert record.table_bytes == 70 * 8 * 4
     assert record.num_samples == 32
@@ -124,9 +124,9 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
 def test_ranks_evaluate_as_the_plain_model_does_on_their_parts(
     cell: str, served: dict[str, Any], trained: tuple[Path, list[dict[str, Trained]]]
 ) -> None:
-    """Explain all differences between a run's metrics and its export's.
+    """All differences between a run's metrics and its export's are explained.
 
-    Ranks rank items within their own smaller batches. Splits by "laplace" have a threshold per
+    Ranks rank items within their own smaller batches. "laplace" splits have a threshold per
     rank in training; a save before the last evaluation gives all ranks the first one's.
     """
     source, _, record = served[cell]
@@ -230,7 +230,7 @@ def test_a_checkpoint_of_another_model_is_refused(
         export("dlrm", dlrm, dim=16)
     with pytest.raises(CheckpointError, match="build the model with the tables"):
         export("dlrm", towers)
-    # Names and shapes are equal, and what the towers give isn't.
+    # Names and shapes are equal, but the towers' outputs aren't.
     with pytest.raises(CheckpointError, match=r"model\.temperature was 0\.5 when .* is 2\.0 now"):
         export("towers_in_a_batch", towers, temperature=2.0)
     with pytest.raises(CheckpointError, match=r"has no \.metadata; give the folder of a finished"):
@@ -288,7 +288,7 @@ class OwnBags(EmbeddingBagCollection):
 
 
 class Asking(OwnModel):
-    """A model that looks at its numbers before it computes."""
+    """A model whose control flow depends on its numbers."""
 
     def forward(self, batch: Batch) -> Any:
         if batch.dense_features.sum() > 0:
@@ -297,7 +297,7 @@ class Asking(OwnModel):
 
 
 class Unscriptable(OwnModel):
-    """A model that calls what no script has."""
+    """A model that calls a function which TorchScript lacks."""
 
     def forward(self, batch: Batch) -> Any:
         loss, (detached, logits, labels) = super().forward(batch)

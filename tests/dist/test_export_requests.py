@@ -1,4 +1,4 @@
-"""Raw values of a log, encoded by what an export has beside its model, get the trained scores."""
+"""A log's raw values, encoded by an export's request encoder, get the trained scores."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def config_in(folder: Path) -> TrainConfig:
 
 
 def check_refusals(encoder: RequestEncoder, columns: dict[str, list[Any]], served: Path) -> None:
-    """Columns that are no request, and folders that are no whole export of a log."""
+    """Check that invalid columns, and folders without a complete export of a log, are refused."""
     for wrong_columns, message in (
         ({"number": [1], "user": ["u"]}, "the column 'tags' is missing; a request has"),
         (columns | {"label": [0]}, "the column 'label' isn't known"),
@@ -87,7 +87,7 @@ def check_refusals(encoder: RequestEncoder, columns: dict[str, list[Any]], serve
 
 
 def expected_ids(row: Row, vocabulary: list[str]) -> tuple[list[int], list[int]]:
-    """Return the rows of a row's values, as the guide says them."""
+    """Return the table rows for a log row's values, as the guide defines them."""
     known = vocabulary.index(row.user) + 2 if row.user in vocabulary else 1
     tags = [hashed_row(tag.encode(), NUM_TAGS) for tag in row.tags]
     return [known if row.user else 0], tags
@@ -138,7 +138,7 @@ def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_pa
     answer = script(dense, ids, lengths)["scores"]
     assert answer.isfinite().all()
     differences = (answer[: len(HELD_OUT)] - exact).abs()
-    # Rows of a tenth, in steps of a 255th of a row's range: what the export itself has measured.
+    # Rows are about a tenth, in steps of a 255th of their range, as the export itself measured.
     assert 0 < differences.max() <= record.largest_difference * (1 + 1e-3) < 0.01
     # Which rows are looked up is seen in the scores.
     wrong = script(dense, ids.flip(0) % 5, lengths)
@@ -174,7 +174,7 @@ def test_an_export_by_another_encoding_or_log_is_refused(ranks2: RankPool, tmp_p
     split = source.config.model_copy(update={"runs": {"main": run}})
     key = "run.splits.over was nothing when it was saved, and is 0.5 now"
     assert key in refused_export(replace(source, config=split), tmp_path)
-    # As many users, the most frequent of which was the least frequent.
+    # As many users; the formerly least frequent one is now the most frequent.
     users = [row.user for row in ROWS[: -len(HELD_OUT)] if row.user]
     ordered = sorted(set(users), key=users.count)
     swapped = {ordered[0]: ordered[-1], ordered[-1]: ordered[0]}

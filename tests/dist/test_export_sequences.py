@@ -1,4 +1,4 @@
-"""An exported sequence model says what comes next as the trained one does, by tables of int8."""
+"""An exported sequence model with int8 tables predicts next items like the trained one."""
 
 import json
 from pathlib import Path
@@ -42,9 +42,9 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """Return a model that has learned something of which item comes next."""
+    """Return a model that has partly learned which item comes next."""
     folder = tmp_path_factory.mktemp("sequences")
-    # A sample of one item has no history, and one of nine is longer than the model looks.
+    # A sample with one item has no history, and one with nine is longer than the model's limit.
     data = {
         "kind": "synthetic_sequences",
         "num_items": NUM_ITEMS,
@@ -77,7 +77,7 @@ def weight_of(model: Any) -> torch.Tensor:
 
 
 def plain_next(model: Any, history: list[int]) -> torch.Tensor:
-    """Return what comes next after one history, which nothing fills up, by the trained layers."""
+    """Return the trained layers' output after one unpadded history."""
     rows = weight_of(model)[history[1 - MAX_LENGTH :]]
     return model.dense(rows.unsqueeze(0))[0, -1]
 
@@ -101,7 +101,7 @@ def held_out(source: ExportSource) -> Histories:
 
 
 def plain_metrics(model: Any, samples: Histories) -> dict[str, float]:
-    """Recall and NDCG of the last items among all that a sample doesn't have already."""
+    """Return recall and NDCG for the last items, ranked among items that a sample lacks."""
     places = []
     for *history, target in samples:
         if history:
@@ -131,7 +131,7 @@ def test_the_file_predicts_as_the_trained_layers_do_over_rounded_rows(served: Se
     weight.copy_(rows)
     expected = torch.stack([plain_next(served.model, history) for history in histories])
     vectors = served.script(*request(histories))["next_vectors"]
-    # The rounding of float32: sequences of other lengths are filled up beside it.
+    # Float32 rounding: sequences with other lengths are padded beside it.
     torch.testing.assert_close(vectors, expected, atol=2e-5, rtol=1e-5)
     differences = [
         float(abs(vector @ exact[item] - next_vector @ rows[item]))
@@ -147,11 +147,11 @@ def test_the_file_predicts_as_the_trained_layers_do_over_rounded_rows(served: Se
     for metrics, plain in ((record.trained, trained_metrics), (record.served, served_metrics)):
         assert set(metrics) == {"loss", "recall@10", "ndcg@10"}
         assert {name: metrics[name] for name in plain} == pytest.approx(plain, rel=1e-6)
-    # A model that knows nothing has 10 of 60 items.
+    # An untrained model finds 10 of 60 items.
     assert record.trained["recall@10"] > 0.25
     assert record.metric == "ndcg@10"
     assert record.worse_by == trained_metrics["ndcg@10"] - served_metrics["ndcg@10"]
-    # A byte for each of a row's 8 numbers and 4 for its scale and offset, padded to 16.
+    # A byte for each of a row's 8 numbers and 4 for scale and offset, padded to 16.
     assert (record.table_bytes, record.served_table_bytes) == (NUM_ITEMS * 32, NUM_ITEMS * 16)
     weight.copy_(exact)
 
@@ -183,7 +183,7 @@ def test_requests_of_any_size_get_the_best_items(
         assert len(given) == len(set(given)) == min(40, len(allowed))
         assert set(given) <= allowed
         plain = (weight @ vector)[plain_best(served.model, history, exclude_seen)[:40]]
-        # Neighbours whose scores are equal but for the rounding of float32 may change places.
+        # Neighbours with scores equal up to float32 rounding may change places.
         torch.testing.assert_close(scores[: len(given)], plain, atol=5e-5, rtol=1e-5)
         torch.testing.assert_close(scores[: len(given)], weight[given] @ vector, atol=5e-5, rtol=0)
         assert (scores[len(given) :] == -torch.inf).all()

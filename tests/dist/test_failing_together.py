@@ -49,7 +49,7 @@ UNEVEN = (
 
 
 def in_context(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int], int, int]:
-    """Return gap to a loop without it, alarms by step, posts meanwhile, and contexts left open."""
+    """Return the gap to a loop without it, alarms by step, posts meanwhile, and open contexts."""
     batches = [step[rank] for step in make_stream(cell, 3)]
     plain = shard(cell)
     plain_loop(plain, make_optimizer(plain), batches)
@@ -62,7 +62,7 @@ def in_context(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int]
         post = NoticeBoard._post
 
         def noted_post(board: NoticeBoard) -> bool:
-            # The board's own thread may still answer what ranks asked in a test before this one.
+            # The board's own thread may still answer requests from an earlier test.
             if threading.current_thread().name != "notice board":
                 posts.append(board)
             return post(board)
@@ -83,7 +83,7 @@ def in_context(rank: int, world_size: int, cell: Cell) -> tuple[float, list[int]
 def test_a_good_loop_trains_the_same_and_posts_nothing(ranks4: RankPool, loop: str) -> None:
     for gap, alarms, num_posts, num_open in ranks4.run(in_context, EXACT):
         assert gap == 0.0
-        # Those of the batch and of the sync, as without the context; the first batch also settles
+        # The batch's and the sync's, as without the context; the first batch also settles
         # the types of numbers, by a gather of objects, which is two collectives.
         assert alarms == [4, 2, 2]
         assert num_posts == 0
@@ -146,7 +146,7 @@ def test_an_error_of_a_loader_is_told_with_its_place(ranks4: RankPool) -> None:
 
 
 def prefetching(rank: int, world_size: int, num_batches: list[int]) -> tuple[str, list[float]]:
-    """Return what `TrainPipelineRowPrefetch` raises, and the losses until then."""
+    """Return the error that `TrainPipelineRowPrefetch` raises, and the losses until then."""
     torch.manual_seed(0)
     model = shard(ROWS, model=LossModel(ROWS.spec))
     pipeline: Any = tdsp.TrainPipelineRowPrefetch(model, make_optimizer(model), rank_device())
@@ -169,7 +169,7 @@ def prefetching(rank: int, world_size: int, num_batches: list[int]) -> tuple[str
 
 
 def test_a_prefetching_pipeline_names_the_rank_without_a_batch(ranks4: RankPool) -> None:
-    """Its ids would meet other messages, and gloo would abort the processes."""
+    """Else its ids would meet other messages, and gloo would abort the processes."""
     for message, losses in ranks4.run(prefetching, [5, 3, 5, 5]):
         assert message == UNEVEN.replace("after 2", "after 3")
         assert len(losses) == 1
@@ -188,7 +188,7 @@ def switching(rank: int, world_size: int) -> tuple[list[float], list[float]]:
         pipeline: Any = tdsp.TrainPipelineRowPrefetch(model, make_optimizer(model), rank_device())
         iterators = [iter(part) for part in parts]
         losses.append([])
-        # After one step, three batches of the first iterator are under way.
+        # After one step, three batches from the first iterator are in flight.
         for iterator in (iterators[0], *[iterators[-1]] * 6):
             with suppress(StopIteration):
                 losses[-1].append(float(pipeline.progress(iterator).sum()))
@@ -202,7 +202,7 @@ def test_batches_taken_ahead_are_trained_though_the_iterator_changes(ranks4: Ran
 
 
 def alike(rank: int, world_size: int) -> tuple[bool, str]:
-    """All ranks raise the same; whether they can go on, and whether anything was posted."""
+    """Raise the same error on all ranks; return whether they can go on, and the posted text."""
     model, (batches,) = shard(EXACT), make_stream(EXACT, 1)
     optimizer = make_optimizer(model)
     bad = replace_ids(batches[rank]) if rank == 1 else batches[rank]
@@ -224,7 +224,7 @@ def test_what_all_ranks_raise_is_no_fault_of_one(ranks4: RankPool) -> None:
 
 
 def after_an_error(rank: int, world_size: int) -> list[str]:
-    """Return what a model raises whose row gradients were bad, again and again."""
+    """Return the errors that a model with bad row gradients raises at each later use."""
     model: Any = shard(replace(EXACT, sync=tdsp.GradientSync()))
     (batches,) = make_stream(EXACT, 1)
     (local_loss(model(batches[rank])) * float("nan" if rank == 1 else 1)).backward()
@@ -284,7 +284,7 @@ def bad_loss(rank: int, world_size: int, cell: Cell, factor: float) -> tuple[str
 
 
 def same_message(answers: list[tuple[str, float]]) -> str:
-    """Return the error that all ranks raised, without having written anything."""
+    """Return the error that all ranks raised; check that no weight changed."""
     (message,) = {message for message, _ in answers}
     assert max(changed for _, changed in answers) == 0.0
     return message
@@ -364,7 +364,7 @@ def crashing(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
 
 @pytest.mark.parametrize("cell", [SMALL, AVERAGED], ids=str)
 def test_an_error_that_nobody_thought_of(cell: Cell) -> None:
-    """In processes of their own: peers still wait for what the faulty rank didn't send."""
+    """Ranks need separate processes: peers still wait for messages from the faulty rank."""
     with RankPool(4) as pool:
         message = same_message(pool.run(crashing, cell))
     assert message.startswith("AttributeError: ")
@@ -379,7 +379,7 @@ def test_an_error_that_nobody_thought_of_on_one_of_two_hosts() -> None:
 
 
 def drifting(rank: int, world_size: int, cell: Cell) -> tuple[int, str]:
-    """After how many steps a changed row is found, and what is said."""
+    """Return the step at which a changed row is detected, and the error."""
     parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
     optimizer = make_optimizer(parallel)
@@ -410,7 +410,7 @@ def test_drift_is_found_at_the_next_check(ranks4: RankPool, sync: Any) -> None:
 
 
 def alone(rank: int, world_size: int) -> str:
-    """Return the error on a rank that reaches a sync which the other one never reaches."""
+    """Return the error on a rank that reaches a sync which the other never reaches."""
     world = dist.group.WORLD
     assert world is not None
     options = world._get_backend(torch.device("cpu")).options

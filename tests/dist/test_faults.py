@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, the others end soon, with an error that names it."""
+"""Whatever happens to a rank, the others end soon with an error that names it."""
 
 from tests.support.fault_cases import chosen_cases
 from tests.support.programs import python
@@ -6,7 +6,7 @@ from tests.support.slices import Deal
 
 
 def test_the_other_ranks_name_the_one_that_failed(dealt: Deal) -> None:
-    """Some of each kind; ``python -m tests.support.faults`` runs all cases."""
+    """This runs some cases of each kind; ``python -m tests.support.faults`` runs all."""
     cases = dealt(chosen_cases())
     names = [f"--case={case}" for case in cases]
     done = python("-m", "tests.support.faults", *names, timeout_s=280)

@@ -121,5 +121,5 @@ def half_outputs(rank: int, world_size: int, cell: Cell) -> float:
 
 @pytest.mark.parametrize("cell", HALF_OUTPUTS, ids=str)
 def test_ranks_without_rows_return_the_type_of_the_others(ranks4: RankPool, cell: Cell) -> None:
-    """Outputs and their gradients are rounded to 11 bits."""
+    """Outputs and their gradients stay within the rounding to 11 bits."""
     assert max(ranks4.run(half_outputs, cell)) < 2e-3

@@ -1,4 +1,4 @@
-"""Frozen tables cost nothing, and are trained later as in a new model; random cases freeze, too."""
+"""Frozen tables cost nothing, and train later as in a new model; random cases freeze, too."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ SGD = Cell(TWO, optimizer="sgd")
 
 
 def of_rule(rule: Cell) -> list[Cell]:
-    """Return a rule's cells of all placements."""
+    """Return a rule's cells for all placements."""
     return [
         rule,
         replace(rule, mesh=ONE, sharding="table_wise"),
@@ -85,7 +85,7 @@ def train(parallel: Any, cell: Cell, steps: range, rank: int) -> list[float]:
 
 
 def output_names(parallel: Any, cell: Cell, rank: int) -> list[str]:
-    """Return the names of a module's output, in its order."""
+    """Return a module's output names, in order."""
     module = parallel.module.ec if cell.spec.sequence else parallel.module.ebc
     with torch.no_grad():
         return list(module(batch(cell, 0, rank)).keys())
@@ -93,7 +93,7 @@ def output_names(parallel: Any, cell: Cell, rank: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Costs:
-    """A model's state, and its communication beside its forward."""
+    """A model's optimizer state, and its communication besides its forward."""
 
     states: list[str]
     """The entries of its optimizer state."""
@@ -104,7 +104,7 @@ class Costs:
 
 
 def costs_by_training(rank: int, world_size: int) -> tuple[Costs, Costs]:
-    """Return the costs of trained tables, and of the same tables frozen."""
+    """Return the costs with trained tables, and with the same tables frozen."""
     cell = replace(SGD, optimizer="rowwise_adagrad", exchange="row")
     costs = []
     for names in ((), ("t0", "t1", "t2")):
@@ -130,7 +130,7 @@ def costs_by_training(rank: int, world_size: int) -> tuple[Costs, Costs]:
 def test_frozen_tables_have_no_state_and_no_backward(ranks4: RankPool) -> None:
     for trained, frozen in ranks4.run(costs_by_training, timeout_s=60):
         assert len(trained.states) == 3
-        assert trained.sent_back == 2  # Gradients of rows with 8 columns, and with 16.
+        assert trained.sent_back == 2  # Gradients for rows with 8 and with 16 columns.
         assert "replica_rows" in trained.groups
         assert (frozen.states, frozen.sent_back) == ([], 0)
         assert "replica_rows" not in frozen.groups
@@ -147,7 +147,7 @@ def test_ranks_agree_on_what_is_frozen(ranks4: RankPool) -> None:
 
 
 def gaps_to_a_new_model(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """Return how far models end from models that were sharded when all their tables joined."""
+    """Return the final gaps to models that were sharded when all their tables joined."""
     gaps = []
     for cell in cells:
         names = tuple(table.name for table in cell.spec.tables)
@@ -186,7 +186,7 @@ def collectives(parallel: Any, cell: Cell, rank: int) -> Counter[tuple[str, str]
 
 
 def collectives_by_past(rank: int, world_size: int) -> list[Counter[tuple[str, str]]]:
-    """Count collectives with two tables frozen, after one has joined, and where one was frozen."""
+    """Count collectives with two tables frozen, after one has joined, and with one frozen."""
     cell = replace(ADAGRAD, exchange="row")
     counts = []
     every = ("t0", "t1", "t2")
@@ -202,7 +202,7 @@ def collectives_by_past(rank: int, world_size: int) -> list[Counter[tuple[str, s
 def test_a_step_has_the_collectives_of_its_parts(ranks4: RankPool) -> None:
     for frozen, joined, trained, all_joined in ranks4.run(collectives_by_past, timeout_s=60):
         assert all_joined == trained  # Both have one part.
-        # One part of t2, and one of t0 and t1 with columns of two widths: t0 alone adds none.
+        # One part for t2, and one for t0 and t1 with two column widths: t0 alone adds none.
         exchange = ("all_to_all_single", "mesh_shard")
         assert joined[exchange] > frozen[exchange] > 0
         for key in trained:
@@ -210,7 +210,7 @@ def test_a_step_has_the_collectives_of_its_parts(ranks4: RankPool) -> None:
 
 
 def with_a_past(rank: int, world_size: int) -> dict[str, Any]:
-    """Return what a table that joins takes over, and what optimizers and schedulers see."""
+    """Return the state that a joining table takes over, and optimizers' and schedulers' views."""
     sync = tdsp.WeightSync(policy=tdsp.every(4))
     cell = Cell(TWO, hot_rows=HOT, sync=sync, optimizer="adam")
     parallel: Any = shard(cell, model=frozen_model(cell, ("t0", "t1")))
@@ -327,7 +327,7 @@ def test_checkpoints_go_on_bit_for_bit(ranks4: RankPool, tmp_path: Path) -> None
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """Return the errors of calls that can't be right; the model trains on after them."""
+    """Return the errors for invalid calls; the model trains on after them."""
     cell = Cell(TWO, exchange="row")
     parallel: Any = shard(cell, model=freeze(LossModel(cell.spec), ("t0", "t1")))
     calls: list[tuple[str, ...]] = [(), ("t2",), ("t0", "t7"), ("t0",) if rank else ("t1",)]

@@ -98,7 +98,7 @@ def test_results_are_those_of_gloo(ranks4: RankPool) -> None:
 
 
 def exchange_lists(rank: int, world_size: int) -> bool:
-    # Rank i sends i + j + 1 rows to rank j; odd ranks send and receive columns of larger tensors.
+    # Rank i sends i + j + 1 rows to rank j; odd ranks send and receive larger tensors' columns.
     def rows(num_rows: int) -> torch.Tensor:
         return torch.zeros(num_rows, 4)[:, ::2] if rank % 2 else torch.zeros(num_rows, 2)
 
@@ -216,7 +216,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent(ranks2: RankPool) -> 
 
 
 def wait_in_vain(rank: int, world_size: int) -> list[float]:
-    """Seconds until rank 0 gives up on rank 1, by several timeouts."""
+    """Return the seconds until rank 0 gives up on rank 1, for several timeouts."""
     seconds = []
     for options, patience in (
         ({"timeout": timedelta(seconds=1)}, None),
@@ -314,7 +314,7 @@ def test_a_world_does_what_gloo_does(tmp_path: Path) -> None:
 
 
 def make_and_destroy_groups(rank: int, world_size: int, folder: Path) -> dict[str, int]:
-    """Count what is left after groups were created, used and destroyed."""
+    """Count resources left after groups were created, used and destroyed."""
     start_world(rank, world_size, folder / "store")
     groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
     assert MeshGroups.for_mesh(Mesh2D(2, 1), "cpu", full_duplex=True) is groups
@@ -409,7 +409,7 @@ def lose_a_rank(rank: int, world_size: int) -> None:
     parts = torch.zeros(world_size * 3_000_000)
     dist.all_to_all_single(torch.zeros(world_size), torch.zeros(world_size), group=group)
     if rank == 2:
-        # Once the others wait for what it never sends.
+        # Once the others wait for rows that it never sends.
         time.sleep(0.5)
         os._exit(7)
     work: Any = dist.all_to_all_single(torch.zeros_like(parts), parts, group=group, async_op=True)
@@ -432,7 +432,7 @@ def test_a_dead_peer_is_named_by_all_others() -> None:
 
 
 def leave_with_work(rank: int, world_size: int, way: str) -> None:
-    """End a program with an exchange that nobody waited for."""
+    """End a program while nobody has waited for an exchange."""
     parts = torch.ones(world_size * 1_000_000)
     group = cast(dist.ProcessGroup, dist.new_group(backend=full_duplex_backend()))
     work: Any = dist.all_to_all_single(torch.zeros_like(parts), parts, group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""The helpers that every distributed test stands on: they must fail loudly, and never hang."""
+"""Helpers on which all distributed tests depend: they must fail loudly and never hang."""
 
 import atexit
 import os
@@ -156,7 +156,7 @@ def test_fresh_processes_for_one_call() -> None:
 
 
 def world_collectives(rank: int, world_size: int) -> tuple[list[Collective], int]:
-    """Run one of each, by Python calls, functional ones and on the process group itself."""
+    """Run each collective by Python calls, functional ones and on the process group itself."""
     four = torch.ones(4)
     world = dist.group.WORLD
     assert world is not None

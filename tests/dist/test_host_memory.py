@@ -1,6 +1,6 @@
-"""Tables in the host's memory train as those in the device's, and their hot rows are in that.
+"""Tables in host memory train like ones in device memory, where their hot rows are.
 
-On a CPU there is one memory, so what is tested there is that plans and kernels say so.
+A CPU has only one memory, so there only the plans' and kernels' settings are tested.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_training_equals_the_unsharded_model(ranks4: RankPool, dealt: Deal) -> N
 
 
 def locations(rank: int, world_size: int) -> list[set[tuple[EmbeddingLocation, bool]]]:
-    """Return where the tables' kernels and those of hot rows are, and if memory is pinned."""
+    """Return the memory of the tables' and the hot rows' kernels, and whether it is pinned."""
     (part,) = sharded_tables(shard(ROWS))
     assert part.hot_rows is not None
     return [

@@ -62,7 +62,7 @@ HOT_CASES = [
     Case(Cell(TWO, spec=BAGS, exchange="nonempty", hot_rows=HOT_IDS), "hash ttl"),
     Case(Cell(TWO, spec=SEQUENCES, exchange="row", hot_rows=HOT_IDS), "hash ttls", loop="prefetch"),
     Case(Cell(tdsp.Mesh2D(1, 4), spec=BAGS, hot_rows=HOT_IDS), "hash reserved", loop="sparse dist"),
-    # Maps that hash ids don't mind that a bag of several samples is seen once.
+    # Maps that hash ids work even if a bag shared by several samples is seen once.
     Case(Cell(TWO, spec=BAGS, variable=True, hot_rows=HOT_IDS), "hash ttl"),
     Case(Cell(TWO, spec=BAGS, exchange="row", variable=True, hot_rows=HOT_IDS), "hash reserved"),
 ]
@@ -82,7 +82,7 @@ def test_hot_ids_move_with_their_rows(ranks4: RankPool, case: Case) -> None:
 
 
 def refresh_between_steps(rank: int, world_size: int, case: Case) -> float:
-    """Make other ids hot after some steps, by hand or by a count; return the gap to the twin."""
+    """Change the hot ids after some steps, by hand or by counts; return the gap to the twin."""
     twin, parallel, gap, num_refreshes = Twin(case), sharded(case), 0.0, 0
     # Of ids, which are more than rows.
     configs = [
@@ -114,7 +114,7 @@ def test_a_refresh_names_ids(ranks4: RankPool, policy: str) -> None:
 
 
 class LooksUpTwice(ManagedModel):
-    """Looks two batches up in one forward, one of them before the other has scores."""
+    """Looks up two batches in one forward, before computing scores for either."""
 
     def forward(self, features: Any) -> Any:
         rows = [self.mc(of_batch)[0] for of_batch in features]
@@ -123,7 +123,7 @@ class LooksUpTwice(ManagedModel):
 
 
 def train_twice_at_once(rank: int, world_size: int, case: Case) -> tuple[float, str]:
-    """Train on two batches in each step; return the gap to the twin, and an error of two forwards.
+    """Train on two batches per step; return the gap to the twin, and the error for two forwards.
 
     Maps give rows to other ids between the two lookups.
     """
@@ -160,7 +160,7 @@ def test_lookups_in_one_forward_have_the_same_hot_rows(
 
 
 def train_between(rank: int, world_size: int, case: Case) -> float:
-    """Train a batch at once while a detached pipeline holds one; return the gap to the twin."""
+    """Train a batch directly while a detached pipeline holds one; return the gap to the twin."""
     twin, parallel = Twin(case), sharded(case)
     optimizer = make_optimizer(parallel)
     pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Hot rows that change while a model trains: nothing is lost, and losses stay the same."""
+"""Changing hot rows while a model trains loses nothing and leaves losses unchanged."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,7 +79,7 @@ def gap_after_refreshes(rank: int, world_size: int, cell: Cell) -> float:
             if "t1" in sharded_table.hot_sets.by_table
         ]
         held = part.hot_sets.held.by_table["t1"]
-        # Those of the step before: what it made hot, this step has looked up.
+        # The previous step's hot rows, which this step has looked up.
         expected = SETS[step // 2 - 1]["t1"] if step > 1 else tdsp.HotSet((0, 2))
         assert held.tolist() == list(expected.row_ids)
     return compare(parallel, oracle).worst
@@ -91,7 +91,7 @@ def test_refreshes_change_nothing(ranks4: RankPool) -> None:
 
 
 class Refreshing(Sequence[KeyedJaggedTensor]):
-    """Batches, between some of which a model gets other hot rows: as a pipeline reads ahead."""
+    """Batches that refresh a model's hot rows on the way, as a pipeline reads ahead."""
 
     def __init__(self, batches: list[KeyedJaggedTensor], parallel: tdsp.ModelParallel2D) -> None:
         self._batches, self._parallel = batches, parallel
@@ -125,7 +125,7 @@ def test_batches_in_flight_keep_their_hot_rows(ranks4: RankPool) -> None:
 
 
 def backwards_after_a_refresh(rank: int, world_size: int, cell: Cell) -> float:
-    """Two forwards, between them a refresh or not, then their backwards: how far they end."""
+    """Return the gap between two forwards and backwards with and without a refresh in between."""
     ends = []
     for refreshes in (True, False):
         parallel = sharded(cell)
@@ -180,7 +180,7 @@ def test_what_has_no_room_is_refused_by_all_ranks(ranks4: RankPool) -> None:
 
 
 def follow_the_log(rank: int, world_size: int, cell: Cell) -> tuple[list[bool], list[Any]]:
-    """Return the hot rows after each step of a log in which each rank looks up its own rows."""
+    """Return the hot rows after each step where each rank looks up its own rows."""
     parallel = sharded(cell)
     optimizer = make_optimizer(parallel)
     tables = [
@@ -228,7 +228,7 @@ def test_a_refresh_says_what_it_needs(ranks4: RankPool) -> None:
 
 
 def sequences(rank: int, world_size: int) -> list[tuple[list[float], list[int], list[int]]]:
-    """Rows that hold their number, looked up with their ids: values, lengths and ids by feature."""
+    """Look up rows that hold their number; return values, lengths and ids by feature."""
     model = cast(Any, torch.nn.Module())
     model.ec = EmbeddingCollection(
         tables=[

@@ -1,4 +1,4 @@
-"""Joint batches: what ranks gather of a split module's inputs, and take back of its outputs."""
+"""Joint batches: ranks gather a split module's inputs, and take back their own outputs."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dealt_file
 
 
 class Sums(nn.Module):
-    """Takes all that a joint batch can gather, and gives the sum for each sample."""
+    """Accepts every input type that a joint batch can gather; returns each sample's sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,21 +74,21 @@ def test_ranks_get_what_they_would_alone(ranks4: RankPool, sizes: list[int]) -> 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a batch, with what isn't one of them."""
+    """A batch's rows, with a number that isn't per row."""
 
     rows: torch.Tensor
     scale: float = 3.0
 
 
 class Output(OrderedDict[str, Any]):
-    """A dict whose values are attributes too, as Hugging Face's."""
+    """A dict whose values are attributes, too, like Hugging Face's."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
 class Contained(nn.Linear):
-    """A layer that takes and gives containers of tensors."""
+    """A layer that takes and returns tensor containers."""
 
     def forward(self, input: Any, *_: Any) -> Any:
         rows = super().forward(input.rows) * input.scale
@@ -96,7 +96,7 @@ class Contained(nn.Linear):
 
 
 class Giving(nn.Linear):
-    """A layer that gives whatever a function makes of its rows."""
+    """A layer that returns a function's result on its rows."""
 
     give: Callable[[torch.Tensor], Any]
 
@@ -105,7 +105,7 @@ class Giving(nn.Linear):
 
 
 def pass_containers(rank: int, world_size: int) -> list[str]:
-    """Compare rows in containers with each rank alone; return what is refused."""
+    """Compare rows in containers with each rank alone; return errors for refused ones."""
     group = torch.distributed.group.WORLD
     assert group is not None
     torch.manual_seed(0)
@@ -150,7 +150,7 @@ def test_containers_are_passed_or_refused(ranks4: RankPool) -> None:
 
 
 class Noting(nn.Linear):
-    """A layer that writes into what it is given."""
+    """A layer that writes into its arguments."""
 
     def forward(self, input: torch.Tensor, *given: Any) -> torch.Tensor:
         outputs, (terms, by_name) = super().forward(input), given
@@ -179,7 +179,7 @@ def test_callers_get_what_a_module_writes_into_containers_without_tensors(
 
 
 class Narrow(nn.Linear):
-    """A layer for the first column of its rows, whatever else it is given."""
+    """A layer that uses its rows' first column, and ignores all else."""
 
     def forward(self, input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return super().forward(input.reshape(len(input), -1)[:, :1].float())
@@ -214,11 +214,11 @@ UNLIKE: list[tuple[tuple[Any, ...], tuple[Any, ...], str]] = [
     ((ROWS,), (), "'narrow' is called without tensors, so it has no batch (found on rank 1)"),
     ((ROWS,), (ROWS, iter(ROWS)), "'narrow' is given a tuple_iterator, which can't be joined"),
 ]
-"""Arguments on rank 0, those on the others, and a part of the error."""
+"""Arguments on rank 0, arguments on the others, and a part of the error."""
 
 
 def call_unlike(rank: int, world_size: int) -> list[str]:
-    """Give ranks what can't be joined; then as many tensors as don't fit into one message."""
+    """Give ranks arguments that can't be joined, then more tensors than fit into one message."""
     torch.manual_seed(0)
     narrow, group = Narrow(1, 1), torch.distributed.group.WORLD
     assert group is not None
@@ -245,7 +245,7 @@ def test_batches_that_do_not_fit_are_refused_on_all_ranks(ranks4: RankPool) -> N
 
 
 def penalize(rank: int, world_size: int) -> list[str]:
-    """Take gradients of gradients, of inputs or weights, through a split layer."""
+    """Take second gradients, for inputs or weights, through a split layer."""
     layer, group = nn.Linear(3, 1), torch.distributed.group.WORLD
     assert group is not None
     JointBatch("layer", layer, group)

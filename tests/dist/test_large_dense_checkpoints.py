@@ -1,4 +1,4 @@
-"""Checkpoints of sharded dense parts move between all wrappers and worlds."""
+"""Sharded dense parts' checkpoints move between all wrappers and worlds."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ ON_TWO_RANKS = ("ddp", "sharded", "split", "pipelined")
 
 
 class Run:
-    """A model with AdaGrad for its dense part, whose moments must move as well."""
+    """A model with AdaGrad for its dense part; the moments must move as well."""
 
     def __init__(self, rank: int, world_size: int, kind: str) -> None:
         self._rank, self._cell, self._wrapper = rank, cell_of(world_size), WRAPPERS[kind]()
@@ -76,7 +76,7 @@ class Run:
 
 
 def together(by_rank: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Merge all ranks' weights; several may hold the same."""
+    """Merge all ranks' weights; several ranks may hold the same ones."""
     weights: dict[str, torch.Tensor] = {}
     for of_rank in by_rank:
         for name, value in of_rank.items():

@@ -1,4 +1,4 @@
-"""Ranks that train their dense parts apart for some steps, against one process."""
+"""Ranks that train their dense parts independently for some steps, against one process."""
 
 from functools import partial
 from pathlib import Path
@@ -181,7 +181,7 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
 
 
 def meet_with_loaded_changes(rank: int, world_size: int) -> tuple[float, float, bool]:
-    """Load unsent changes into a model whose ranks send all; return norms, and if weights moved."""
+    """Load unsent changes into a model that sends all; return norms, and whether weights moved."""
     cell = cell_of(world_size)
     few, every = tdsp.LocalDense(density=0.1), tdsp.LocalDense()
     model = model_of(cell, few)
@@ -209,7 +209,7 @@ def test_unsent_changes_are_sent_where_all_are(ranks2: RankPool) -> None:
 def train_by_layers(
     rank: int, world_size: int, density: float, layers: list[list[str]]
 ) -> dict[str, torch.Tensor]:
-    """Train with a `DiLoCo` for each list of layers, all of which meet in every second step."""
+    """Train with one `DiLoCo` per list of layers; all meet in every second step."""
     cell, dense = cell_of(world_size), tdsp.LocalDense(density=density, values="fp32")
     model = model_of(cell, dense)
     params = dense_of(model)
@@ -230,13 +230,13 @@ def train_by_layers(
 
 @pytest.mark.parametrize("density", [1.0, 0.1])
 def test_layers_may_meet_each_in_a_call_of_their_own(ranks2: RankPool, density: float) -> None:
-    (one, again), (two, _) = (
+    (together, again), (apart, _) = (
         ranks2.run(train_by_layers, density, layers)
         for layers in ([["tower", "last"]], [["tower.2"], ["tower.0", "last"]])
     )
-    for name, value in one.items():
+    for name, value in together.items():
         assert torch.equal(value, again[name]), name
-        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(apart[name], value, rtol=0, atol=1e-6)
 
 
 def meet_in_part(rank: int, world_size: int, folder: Path) -> list[str]:

@@ -37,7 +37,7 @@ Figures = dict[str, tuple[list[float], dict[str, float]]]
 
 
 class Splits(TrainWatcher):
-    """A program's account of its data."""
+    """Records a program's description of its data."""
 
     text = ""
 
@@ -61,9 +61,9 @@ def check_equal(figures: Figures, num_steps: int) -> None:
     assert len(losses) == num_steps
     assert len(set(losses)) == num_steps
     of_exact, metrics_of_exact = figures["exact"]
-    # A few roundings of float32, whose step is 1.2e-7 at 1 and 2.4e-7 at 2.
+    # A few float32 rounding steps, which are 1.2e-7 at 1 and 2.4e-7 at 2.
     assert of_exact == pytest.approx(losses, rel=5e-7)
-    # Ranks of equal or nearly equal scores may change places.
+    # Equal or nearly equal scores may change places.
     assert metrics_of_exact == pytest.approx(metrics, abs=1e-4)
 
 

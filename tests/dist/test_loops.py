@@ -1,4 +1,4 @@
-"""Training loops and TorchRec's pipelines: the same numbers whichever runs the model."""
+"""Training loops and TorchRec's pipelines give the same numbers, whichever runs the model."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ def all_loops(rank: int, world_size: int, cell: Cell) -> list[float]:
 
 
 def test_every_loop_trains_the_same_bit_for_bit(ranks4: RankPool, dealt: Deal) -> None:
-    """And the same again from the same seed, and to the end of the stream."""
+    """This includes a repetition from the same seed, and streams run to their end."""
     cells = [EXACT, AVERAGED, HOT, BOTH, PARTED, replace(SPREAD, hot_rows=HOT_ROWS)]
     cells += [replace(HOT, exchange="nonempty"), replace(HOT, variable=True)]
     for cell in dealt(cells):
@@ -121,7 +121,7 @@ def test_the_plan_chooses_the_pipeline(ranks4: RankPool, kind: Pipeline, name: s
 
 
 def with_fewer_batches(rank: int, world_size: int, kind: Pipeline) -> str:
-    """Train two epochs, of which a rank's first one is a batch shorter; return the error."""
+    """Train two epochs with one rank's first epoch a batch shorter; return the error."""
     parallel = shard_loss_model(replace(EXACT, pipeline=kind))
     assert isinstance(parallel, tdsp.ModelParallel2D)
     pipeline = parallel.pipeline(torch.optim.SGD(parallel.dense_parameters(), lr=LR))
@@ -139,7 +139,7 @@ def test_a_rank_with_fewer_batches_is_named_on_all(ranks4: RankPool, kind: Pipel
 
 
 def trained_after_reset(rank: int, world_size: int, kind: Pipeline) -> int:
-    """Drop what a pipeline holds; return how many batches of another stream it trains."""
+    """Reset a pipeline that holds batches; count the batches it trains from another stream."""
     parallel = shard_loss_model(replace(EXACT, pipeline=kind))
     assert isinstance(parallel, tdsp.ModelParallel2D)
     pipeline = parallel.pipeline(torch.optim.SGD(parallel.dense_parameters(), lr=LR))
@@ -187,14 +187,14 @@ def accumulated(rank: int, world_size: int, cell: Cell, steps: int) -> float:
 
 @pytest.mark.dealt_file
 def test_gradient_accumulation(ranks4: RankPool) -> None:
-    """The fused update runs in every backward, the dense one in every first, or second."""
+    """The fused update runs in every backward, the dense one in every one or every second."""
     for cell in (EXACT, HOT, replace(AVERAGED, optimizer="sgd")):
         for steps in (1, 2):
             assert max(ranks4.run(accumulated, cell, steps)) < ROUNDING
 
 
 def late(rank: int, world_size: int, pause_s: float) -> list[float]:
-    """Return two models' losses; rank 1 comes late to whatever makes ranks wait outside a step."""
+    """Return two models' losses; rank 1 is late whenever ranks wait outside a step."""
     models = [shard(SPREAD), shard(SPREAD)]
     optimizers = [make_optimizer(model) for model in models]
     *batches, other = (step[rank] for step in make_stream(SPREAD, 3))
@@ -223,7 +223,7 @@ def test_a_late_rank_is_waited_for(ranks4: RankPool) -> None:
 
 
 def late_with_another_model(rank: int, world_size: int) -> None:
-    """Be late on rank 1, of which only notices about an earlier model can be read."""
+    """Be late on rank 1, whose only readable notices are about an earlier model."""
     model, batches = shard(SPREAD), [step[rank] for step in make_stream(SPREAD, 3)]
     with tdsp.failing_together(model):
         plain_loop(model, make_optimizer(model), batches)
@@ -266,14 +266,14 @@ def warmed_up(rank: int, world_size: int, cell: Cell) -> float:
 
 @pytest.mark.dealt_file
 def test_wrapped_optimizers(ranks4: RankPool) -> None:
-    """TorchRec's wrappers around the combined optimizer."""
+    """TorchRec's wrappers can be put around the combined optimizer."""
     for cell in (EXACT, HOT, replace(AVERAGED, optimizer="sgd")):
         assert max(ranks4.run(dense_clipped, cell)) < ROUNDING
         assert max(ranks4.run(warmed_up, cell)) < ROUNDING
 
 
 class ScalingModel(BagModel):
-    """Scales the gradient of all bags by a hook."""
+    """Scales all bags' gradients by a hook."""
 
     def joined(self, features: KeyedJaggedTensor) -> torch.Tensor:
         pooled = self.ebc(features)
@@ -282,7 +282,7 @@ class ScalingModel(BagModel):
 
 
 class ClippedModel(BagModel):
-    """Clips every bag's gradient after that, as FBGEMM's kernels clip their output's."""
+    """Then clips every bag's gradient, as FBGEMM's kernels clip their output's gradient."""
 
     bound: float
 
@@ -315,7 +315,7 @@ def fused_clipped(
     torch.manual_seed(0)
     model = ClippedModel(cell.spec)
     clipping, plain = oracle_of(cell, model), oracle_of(cell)
-    # Kernels clip what they get: gradients of the ranks' own losses, if nothing divides them.
+    # Kernels clip their inputs: gradients of the ranks' own losses, if nothing divides them.
     factor = 1 if divides else world_size
     clipping.table_factor = plain.table_factor = float(factor)
     model.bound = MAX_GRADIENT / factor
@@ -345,7 +345,7 @@ MEANS = ModelSpec(pooling="mean")
     ids=str,
 )
 def test_fused_clipping(ranks4: RankPool, cell: Cell) -> None:
-    """The bound is that of one group, whatever the mesh."""
+    """The bound is the same as in one group, whatever the mesh."""
     for clipped, plain in ranks4.run(fused_clipped, cell):
         assert clipped < ROUNDING < plain
 
@@ -358,7 +358,7 @@ def test_fused_clipping_of_gradients_that_are_summed(ranks4: RankPool, cell: Cel
 
 
 def clipped_in_part(rank: int, world_size: int) -> None:
-    """Train a feature alone, where gradients of all of a collection's are clipped."""
+    """Train a single feature where a collection clips all its features' gradients."""
     params = {"gradient_clipping": True, "max_gradient": MAX_GRADIENT}
     cell = replace(ONE_GROUP, spec=SEQUENCES)
     sharder: Any = tdsp.EmbeddingCollectionSharder2D(FUSED["sgd"], fused_params=params)
@@ -377,7 +377,7 @@ def test_clipping_knows_features_without_a_loss(ranks4: RankPool) -> None:
 
 
 def in_two_buffers(batches: Sequence[KeyedJaggedTensor]) -> Iterator[KeyedJaggedTensor]:
-    """Yield batches from two pieces of memory in turn."""
+    """Yield batches in two alternating memory buffers."""
     num_ids, num_lengths = (
         max(part.numel() for part in parts)
         for parts in zip(*((batch.values(), batch.lengths()) for batch in batches), strict=True)
@@ -392,7 +392,7 @@ def in_two_buffers(batches: Sequence[KeyedJaggedTensor]) -> Iterator[KeyedJagged
 
 
 def reuse_memory(rank: int, world_size: int, cell: Cell) -> float:
-    """Return the gap that a loader makes which fills its memory anew."""
+    """Return the gap caused by a loader that reuses its memory."""
     stream = make_stream(cell, STEPS)
     parallel = shard_loss_model(cell)
     pipeline = PIPELINES["sparse dist"](parallel, make_optimizer(parallel), rank_device())

@@ -1,4 +1,4 @@
-"""Managed collisions train as TorchRec's unsharded module on the batches of all ranks."""
+"""Managed collisions train like TorchRec's unsharded module on all ranks' batches."""
 
 from dataclasses import replace
 from functools import partial
@@ -87,8 +87,8 @@ def go_on(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Train, save while a pipeline holds a batch, and go on with another mesh, beside the twin.
 
-    Hot ids are others than before, but not yet for that batch. Returns the largest gap, and what
-    the unsharded module has after it took the checkpoint.
+    Hot ids are changed, but not yet for that batch. Returns the largest gap, and the unsharded
+    module's state after it loaded the checkpoint.
     """
     parallel, twin = sharded(case), Twin(case)
     optimizer = make_optimizer(parallel)
@@ -122,13 +122,13 @@ def go_on(
 
 
 def refresh(parallel: tdsp.ModelParallel2D) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Make other ids hot, and return them."""
+    """Change the hot ids, and return the new ones."""
     parallel.refresh_hot_sets(dict(LATER_HOT_IDS))
     return LATER_HOT_IDS
 
 
 def older_sets(parallel: tdsp.ModelParallel2D) -> list[Any]:
-    """Return the hot ids of batches that are under way, which are the first ones."""
+    """Return the hot ids for batches in flight, which must be the first ones."""
     older = [part.hot_sets.older for part in sharded_tables(parallel) if part.hot_rows]
     first = {table: tdsp.HotSet.of(ids) for table, ids in HOT_IDS}
     assert all(hot_sets and all(sets == first for sets in hot_sets) for hot_sets in older)
@@ -160,7 +160,7 @@ def test_a_checkpoint_goes_on_with_another_mesh(
 
 
 def around_training(rank: int, world_size: int, case: Case) -> list[str]:
-    """Pause a pipeline, evaluate, and pass batches that can't be right; return the errors."""
+    """Pause a pipeline, evaluate, and pass invalid batches; return the errors."""
     errors: list[str] = []
     twin, parallel = Twin(case), sharded(case)
     batches = [batch_of(case, step, rank) for step in range(6)]
@@ -176,7 +176,7 @@ def around_training(rank: int, world_size: int, case: Case) -> list[str]:
         if step in (1, 2):
             pipeline.detach().eval()
             with torch.no_grad():
-                # Of the ids of the batch under way, whose rows aren't theirs yet, too.
+                # This includes ids in the batch in flight, whose rows aren't theirs yet.
                 batch = batches[step + 1]
                 expected = twin.model.eval()(batch)[1]
                 evaluating = EvalPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
@@ -252,7 +252,7 @@ def test_pauses_evaluations_and_wrong_batches(ranks4: RankPool, case: Case) -> N
 def drop_a_batch(
     rank: int, world_size: int, folder: Path, case: Case, reads_state: bool
 ) -> tuple[float, str]:
-    """Drop a pipeline that holds a batch, go back to a checkpoint and on; then let maps differ."""
+    """Drop a pipeline that holds a batch, train on from a checkpoint; then make maps differ."""
     twin, parallel = Twin(case), sharded(case)
     optimizer = make_optimizer(parallel)
     batches = [batch_of(case, step, rank) for step in range(6)]
@@ -305,7 +305,7 @@ def test_a_batch_that_is_never_looked_up_leaves_nothing_behind(
 
 
 class OwnMap(MCHManagedCollisionModule):
-    """A map that nobody here knows."""
+    """A map class that this package doesn't know."""
 
 
 def refused(change: str) -> tuple[Case, Any]:
@@ -391,7 +391,7 @@ def test_parallelize_shards_behind_id_maps(ranks4: RankPool, policy: str) -> Non
 
 @pytest.mark.slow
 def test_a_long_stream_trains_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Through a kill, a resume, another mesh, and TorchRec's unsharded module."""
+    """It survives a kill, a resume, another mesh, and TorchRec's unsharded module."""
     compared = compare(Stream(400, 300, 7), tmp_path, timeout_s=120)
     assert len(compared.gaps) == 3
     assert max(compared.gaps.values()) < 1e-6
@@ -453,6 +453,6 @@ def test_torchrec_merges_ids_of_different_homes(ranks2: RankPool) -> None:
 
 
 def test_torchrec_loses_an_id_that_moves(ranks2: RankPool) -> None:
-    """One id gets the sum of both rows, the other one none: both had one of the two copies."""
+    """One id gets the sum of both rows, the other gets none: each had one of the two copies."""
     first, moved = SAME_HOME
     assert ranks2.run(merged, SAME_HOME) == [{first: float(first + moved), moved: 0.0}] * 2

@@ -1,4 +1,4 @@
-"""`MeshGroups`: the right ranks on each axis, reuse, several meshes, and an orderly exit."""
+"""`MeshGroups`: correct ranks on each axis, reuse, several meshes, and an orderly exit."""
 
 import time
 from datetime import timedelta
@@ -112,9 +112,9 @@ def environments(rank: int, world_size: int) -> list[tuple[object, ...]]:
 
 
 def settle(rank: int, world_size: int) -> list[bool]:
-    """Begin a collective on each of two groups, on rank 1 later; settle; and tell which are over.
+    """Begin collectives on two groups, later on rank 1; settle; return which are completed.
 
-    The second group's collectives belong to another thread, which rank 0 begins one more of.
+    The second group's collectives belong to another thread; rank 0 begins one more of them.
     """
     own, beside = (
         own_group(world_group(), torch.device("cpu"), "settled", backend)
@@ -163,12 +163,12 @@ def node_group_sizes(rank: int, world_size: int) -> list[int]:
 
 
 def test_node_groups_follow_the_hosts(ranks8: RankPool) -> None:
-    """Hosts of two ranks: strided groups have one rank on each, contiguous ones both."""
+    """On two-rank hosts, strided groups have one rank per host, contiguous groups both."""
     assert ranks8.run(node_group_sizes) == [[1, 2]] * 8
 
 
 def peers_by_host(rank: int, world_size: int, mesh: Mesh2D) -> list[list[list[int]]]:
-    """Return the replica peers' and the hot rows' ranks: all, in this host, one per host."""
+    """Return the ranks of replica peers and of hot rows: all, in this host, and one per host."""
     groups = MeshGroups.for_mesh(mesh, "cpu")
     members = [
         [
@@ -253,14 +253,14 @@ def remake_the_world(rank: int, world_size: int, folder: Path) -> dict[str, tupl
 
 
 def test_a_new_world_gets_new_groups(tmp_path: Path) -> None:
-    """Groups of a world that is gone are gone with it."""
+    """An ended world's groups end with it."""
     with RankPool(2) as pool:
         for rank, actual in enumerate(pool.run(remake_the_world, tmp_path)):
             assert actual == expected_ranks_and_sums(rank, Mesh2D(2, 1))
 
 
 def leave(rank: int, world_size: int) -> list[int]:
-    """Threads of gloo's before and after the world is left, though the groups are still known."""
+    """Count gloo's threads before and after leaving the world, though groups are referenced."""
     groups = MeshGroups.for_mesh(Mesh2D(1, 2), "cpu", full_duplex=True)
     actual = ranks_and_sums(rank, groups)
     assert len(actual) == len(AXES)
@@ -271,7 +271,7 @@ def leave(rank: int, world_size: int) -> list[int]:
 
 
 def test_no_thread_of_a_group_outlives_the_world() -> None:
-    """One that does may abort the process when the interpreter ends."""
+    """Such a thread might abort the process when the interpreter ends."""
     with RankPool(2) as pool:
         for before, after in pool.run(leave):
             assert before > 0

@@ -1,4 +1,4 @@
-"""`ModelParallel2D` without a plan, and in uses that it must refuse or name."""
+"""`ModelParallel2D` without a plan, and uses that it must refuse or report."""
 
 import copy
 import io
@@ -43,10 +43,10 @@ STEPS = 3
 
 
 def losses_of(parallel: DistributedModelParallel, spec: ModelSpec, rank: int) -> list[float]:
-    """Return losses of a few steps from the same weights, all by SGD at the fused default rate."""
+    """Return a few steps' losses from the same weights, with SGD at the fused default rate."""
     weights = build(spec, seed=0).state_dict()
     parallel.load_state_dict(cast(Any, weights))
-    # Of TorchRec's model it trains data-parallel tables, too.
+    # In TorchRec's model it trains data-parallel tables, too.
     dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
     optimizer = torch.optim.SGD(dense.values(), lr=0.01)
     batches = [make_batch(spec, seed=10 * step + rank) for step in range(STEPS)]
@@ -55,7 +55,7 @@ def losses_of(parallel: DistributedModelParallel, spec: ModelSpec, rank: int) ->
 
 @contextmanager
 def known_machines() -> Iterator[None]:
-    """Spare the ranks from being measured."""
+    """Yield a context in which ranks needn't be measured."""
     known = tdsp.Calibration.load("emulated_200mbit")
     with mock.patch.object(planning, "calibration_of_world", return_value=known):
         yield
@@ -121,7 +121,7 @@ def evaluate(rank: int, world_size: int, cell: Cell) -> None:
 
 
 def read_gradients(rank: int, world_size: int, cell: Cell) -> list[float]:
-    """Return losses of steps in which gradients are read before the backward, or aren't."""
+    """Return the losses with and without reading gradients before the backward."""
     losses = []
     for reads in (False, True):
         model, seen = shard(cell), list[Any]()
@@ -166,7 +166,7 @@ class Scores:
 
 
 class ReturnsScores(BagModel):
-    """Returns scores in a class of its own."""
+    """Returns scores in a custom class."""
 
     def forward(self, features: Any) -> Any:
         return Scores(super().forward(features))
@@ -251,7 +251,7 @@ def test_unsupported_uses_are_named(ranks2: RankPool, cell: Cell, use: Callable[
 
 
 def look_up_in_float16(rank: int, world_size: int) -> list[str]:
-    """Return what is logged in two training forwards, after an evaluation."""
+    """Return the messages logged in two training forwards after an evaluation."""
     model = shard(ROWS)
     batch = make_batch(ROWS.spec, seed=rank)
     with logged() as messages, torch.autocast(rank_device().type, torch.float16):
@@ -296,14 +296,14 @@ def averaged(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, l
 
 
 def test_an_average_counts_each_row_once(ranks4: RankPool) -> None:
-    """Rows count once, whatever their state: element-wise AdaGrad's is as large as weights."""
+    """Rows count once, whatever their state; element-wise AdaGrad's is as large as the weights."""
     cell = Cell(tdsp.Mesh2D(2, 2), "row_wise", optimizer="adagrad", sync=WHOLE)
     for report, rows in ranks4.run(averaged, cell):
         assert report.num_rows == sum(rows) > 0
         assert report.num_tensors == 2 * len(rows)
         dims = torch.tensor([table.dim for table in cell.spec.tables])
         values = int((torch.tensor(rows) * dims).sum())
-        # A ring of two peers sends every value of weights and state once.
+        # A ring of two peers sends every weight and state value once.
         assert report.num_bytes == 2 * 4 * values
         assert report.seconds > 0
 
@@ -312,7 +312,7 @@ PAUSE_S = 0.2
 
 
 def travelling(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, tdsp.SyncReport]:
-    """Return reports of merges with gradients sent long before their rows were needed."""
+    """Return reports on merges whose gradients were sent long before their rows were needed."""
     parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
     local_loss(parallel(make_batch(cell.spec, rank))).backward()
@@ -363,7 +363,7 @@ def test_the_first_group_wins(ranks4: RankPool, sharding: str, equal: bool) -> N
 
 
 def refused_subgroups(rank: int, world_size: int) -> list[str]:
-    """Return the errors of half of the ranks; the others make no such calls."""
+    """Return the errors on half the ranks; the others make no such calls."""
     half: Any = dist.new_subgroups(2)[0]
     envs = [ShardingEnv.from_process_group(group) for group in (half, world_group())]
     model, sharder = build(ModelSpec()), make_sharder(ROWS)
@@ -390,7 +390,7 @@ Rows = set[tuple[str, int]]
 
 
 def tracked_rows(rank: int, world_size: int, cell: Cell) -> tuple[Rows, Rows]:
-    """Return the rows that TorchRec's tracker saw on this rank, and those of its batch."""
+    """Return the rows that TorchRec's tracker saw on this rank, and the rows in its batch."""
     model = shard(cell)
     tracker = model.init_torchrec_delta_tracker(DeltaTrackerConfig())
     batch = make_batch(cell.spec, seed=rank)

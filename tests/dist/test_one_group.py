@@ -1,7 +1,7 @@
 """One sharding group is stock TorchRec, bit for bit; on GPUs up to rounding.
 
-Averages of row-wise bags aren't among these: TorchRec divides them by their length + 1e-6, this
-package by their length, as the unsharded model does.
+Row-wise mean pooling is left out: TorchRec divides bags by their length + 1e-6, this package by
+their length, as the unsharded model does.
 """
 
 from torchrec.distributed.types import ShardingPlan
@@ -42,7 +42,7 @@ CELLS = [
 
 
 def differing_entries(rank: int, world_size: int, cell: Cell) -> list[str]:
-    """Return which losses or weights of three steps differ from stock TorchRec's."""
+    """List the losses and weights that differ from stock TorchRec's in three steps."""
     # By TorchRec alone, with the same placement.
     plan = group_plan(cell, build(cell.spec), make_sharder(cell))
     of_rank = plan_for_rank(plan, rank, local_world_size=local_world_size())

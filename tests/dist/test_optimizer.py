@@ -1,4 +1,4 @@
-"""Fused optimizers under the sharders: every way to give one, and what schedulers see of it."""
+"""Fused optimizers under the sharders: every way to set one, and schedulers' view of it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,7 +68,7 @@ def moment_scaled(**options: Any) -> tdsp.MomentScaledRowWiseAdaGrad:
 
 
 def train_scaled(rank: int, world_size: int, cell: Cell, scale: float) -> float:
-    """`MomentScaledRowWiseAdaGrad` on the sharder, against the emulation."""
+    """Train with `MomentScaledRowWiseAdaGrad` on the sharder; return the gap to the emulation."""
     parallel = shard(cell, sharder_of(cell, moment_scaled(moment_scale=scale)))
     emulation = emulate(cell, scale)
     stream = make_stream(cell, STEPS)
@@ -87,7 +87,7 @@ def emulate(cell: Cell, scale: Any = None) -> Emulation:
 
 @pytest.mark.dealt_file
 def test_any_moment_scale_is_the_algorithms(ranks4: RankPool) -> None:
-    """Random cases have the number of groups, hot rows and exact moments."""
+    """Random cases cover the number of groups as the scale, hot rows and exact moments."""
     assert max(ranks4.run(train_scaled, AVERAGED, 3.7)) < ROUNDING
 
 
@@ -156,7 +156,7 @@ def train_way(rank: int, cell: Cell, way: Way, stream: Stream) -> Tensors:
 
 
 def attributes(params: list[nn.Parameter]) -> list[tuple[Any, Any]]:
-    """Copy what apply_optimizer_in_backward left on the parameters."""
+    """Copy the attributes that apply_optimizer_in_backward left on the parameters."""
     return [
         (
             list(getattr(param, "_optimizer_classes", [])),
@@ -200,7 +200,7 @@ def scheduled(rank: int, world_size: int, cell: Cell) -> tuple[list[float], floa
         AVERAGED,
         EXACT,
         replace(EXACT, hot_rows=HOT_ROWS),
-        # Table-wise: a rank without a shard of a hot table learns the rate from the others.
+        # Table-wise: a rank without a hot table's shard learns the rate from the others.
         replace(AVERAGED, hot_rows=HOT_ROWS, sharding="table_wise"),
         SEQUENCE,
     ],
@@ -208,7 +208,7 @@ def scheduled(rank: int, world_size: int, cell: Cell) -> tuple[list[float], floa
 )
 def test_schedulers_see_and_set_the_users_units(ranks4: RankPool, cell: Cell) -> None:
     for seen, gap in ranks4.run(scheduled, cell):
-        # Without a scale the kernel itself says what the rate is, in float32.
+        # Without a scale the kernel itself has the rate, in float32.
         if seen:  # A rank may hold no table.
             assert seen == pytest.approx([LR, LR, LR / 2, LR / 3], rel=1e-7)
         assert gap < ROUNDING
@@ -232,7 +232,7 @@ def test_a_running_kernel_takes_the_users_eps(ranks4: RankPool) -> None:
 
 
 def with_a_set_step(rank: int, world_size: int, cell: Cell, folder: Path) -> tuple[float, str]:
-    """Go on from a checkpoint without a train state; return the gap, and a refusal's text."""
+    """Resume from a checkpoint without a train state; return the gap, and a refusal's text."""
     batches = [step[rank] for step in make_stream(cell, 4)]
     parallel, resumed = shard(cell), shard(cell)
     optimizer = make_optimizer(parallel)
@@ -289,7 +289,7 @@ def into_stock(rank: int, world_size: int, cell: Cell, folder: str) -> list[floa
         emulation.step(batches)
     alone = make_stock(stock("table_wise", spec=cell.spec))
     ours, theirs = entries(parallel), entries(alone)
-    # Table-wise, a rank of stock TorchRec shows the state of its own tables only.
+    # Table-wise, a stock TorchRec rank shows only its own tables' state.
     assert {name: ours[name].size() for name in theirs} == {
         name: value.size() for name, value in theirs.items()
     }
@@ -315,7 +315,7 @@ def test_stock_row_wise_adagrad_loads_the_state(
 
 
 def hooked(rank: int, world_size: int, kind: str) -> tuple[list[bool], list[bool], int]:
-    """Return gradients of a DDP that resumes at step 4, in its own and the other's order."""
+    """Compare a DDP's gradients after a resume at step 4, in default and in the earlier order."""
     calls: list[int] = []
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -364,14 +364,14 @@ def hooked(rank: int, world_size: int, kind: str) -> tuple[list[bool], list[bool
 def test_ddp_goes_on_in_its_order_and_keeps_its_hook(ranks4: RankPool, kind: str) -> None:
     for plain, ordered, num_calls in ranks4.run(hooked, kind):
         assert ordered == [True] * 4
-        # A tree of NCCL adds up all elements of a bucket in one order, wherever they are.
+        # NCCL's tree adds up all of a bucket's elements in one order, wherever they are.
         assert on_gpus() or not all(plain)
         # Two buckets in each step.
         assert num_calls == (8 if kind == "hook" else 0)
 
 
 def with_rates_of_their_own(rank: int, world_size: int, cell: Cell) -> float:
-    """Train tables with different rates, which a schedule halves on the way."""
+    """Train tables with different rates, which a schedule halves midway."""
     model, oracle = build(cell.spec), make_oracle(cell)
     for number, (name, table) in enumerate(tables_of(model).items(), 1):
         oracle.rates[name] = LR * number

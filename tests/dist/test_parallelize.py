@@ -1,4 +1,4 @@
-"""`parallelize` says what it chose, and takes what fits; random cases train what it chooses."""
+"""`parallelize` reports its choices and takes what fits; random cases train its plans."""
 
 import re
 from functools import partial
@@ -50,7 +50,7 @@ def parallelized(model: nn.Module, **known: Any) -> tdsp.ModelParallel2D:
 
 
 def train_by_pipeline_and_by_hand(rank: int, world_size: int) -> tuple[list[str], list[float], str]:
-    """Return what was chosen, the losses, and the explanation."""
+    """Return the choices, the losses, and the explanation."""
     losses: list[list[float]] = []
     chosen: list[str] = []
     reasons = ""
@@ -100,7 +100,7 @@ class DeepModel(LossModel):
 
 
 def count_buckets(rank: int, world_size: int) -> tuple[list[int], list[list[float]]]:
-    """Return in how many buckets dense gradients travel by default and as in TorchRec."""
+    """Count dense gradients' buckets by default and as in TorchRec; return losses, too."""
     numbers, losses, spec = [], [], ModelSpec()
     for wrapper in (None, DefaultDataParallelWrapper()):
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_between_hosts_dense_gradients_set_out_before_the_backward_ends(
 def keep_weights_and_take_plans(
     rank: int, world_size: int, spec: ModelSpec, folder: str
 ) -> list[Any]:
-    """Return whether weights were kept, and the errors of what contradicts itself."""
+    """Return whether weights were kept, and the errors for contradictory arguments."""
     model = build(spec, seed=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     first = parallelized(model, optimizer=ADAGRAD)
@@ -158,7 +158,7 @@ def keep_weights_and_take_plans(
 
 
 def demands_of_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
-    """Return the errors for demands that only the last rank makes, or that contradict a plan."""
+    """Return the errors for demands on only the last rank, or that contradict a plan."""
     plan = tdsp.Plan2D({}, mesh=ONE, sync=tdsp.GradientSync())
     is_last = rank == world_size - 1
     wrong: list[dict[str, Any]] = [
@@ -179,7 +179,7 @@ def demands_of_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def allow_in_any_order(rank: int, world_size: int) -> bool:
-    """Give sets and dicts in an order of each rank's own, as string hashes do."""
+    """Pass sets and dicts in another order on each rank, as string hashes do."""
     turn = 1 if rank else -1
     constraint = tdsp.ParameterConstraints2D(
         sharding_types=["row_wise", "table_wise"][::turn], exchange=["row", "nonempty"][::turn]
@@ -202,7 +202,7 @@ def test_what_is_allowed_has_no_order(two_hosts: RankPool) -> None:
 
 
 def shown_batches(rank: int, samples: int) -> list[KeyedJaggedTensor]:
-    """Draw two batches: rows used nearly alike, several ids of unevenly used rows, a lonely id."""
+    """Draw two batches with features for almost evenly used rows, uneven rows, and one lone id."""
     generator = np.random.default_rng(rank)
     batches: list[KeyedJaggedTensor] = []
     for seed in (2 * rank, 2 * rank + 1):
@@ -224,7 +224,7 @@ def shown_batches(rank: int, samples: int) -> list[KeyedJaggedTensor]:
 
 
 def learn_from_a_sample(rank: int, world_size: int) -> tuple[Any, list[str]]:
-    """Return what a sample tells, what is chosen with it, and errors."""
+    """Return the constraints from a sample, the explanation of a plan with it, and errors."""
     constraints: dict[str, ParameterConstraints] = {
         "t0": ParameterConstraints(sharding_types=["row_wise"], pooling_factors=[4.0]),
         "t1": tdsp.ParameterConstraints2D(exchange="row"),
@@ -234,7 +234,7 @@ def learn_from_a_sample(rank: int, world_size: int) -> tuple[Any, list[str]]:
     alone = tdsp.sampled_constraints(module, batches[0], constraints)
     split = [batch.split([1, 1, 1]) for batch in batches]
     lacking = [split[0][0], split[1][1]]
-    told = {
+    learned = {
         "pooling": [known[f"t{number}"].pooling_factors[0] for number in range(3)],
         "skew": [known[f"t{number}"].skew for number in range(3)],
         "differs": known["t0"].skew != cast(Any, alone["t0"]).skew,
@@ -254,18 +254,18 @@ def learn_from_a_sample(rank: int, world_size: int) -> tuple[Any, list[str]]:
         partial(tdsp.sampled_constraints, module, make_batch(ModelSpec(OTHERS), seed=0)),
         partial(parallelized, module, optimizer=ADAGRAD, sample=on_some),
     ]
-    return told, [reasons, *(error_text(call, tdsp.TwoDError) for call in calls)]
+    return learned, [reasons, *(error_text(call, tdsp.TwoDError) for call in calls)]
 
 
 def test_a_sample_tells_ids_per_bag_and_how_unevenly_rows_are_used(two_hosts: RankPool) -> None:
     answers = two_hosts.run(learn_from_a_sample)
-    told, (reasons, empty, no_tensor, others, on_some) = answers[0]
-    assert all(answer == told for answer, _ in answers)
-    assert told["pooling"] == [4.0, pytest.approx(4.0, abs=0.2), pytest.approx(1 / 512)]
-    assert told["skew"] == [pytest.approx(0.3, abs=0.15), pytest.approx(1.2, abs=0.05), 1.05]
-    assert told["differs"]
-    assert told["kept"] == (["row_wise"], [tdsp.Exchange.ROW], [4.0])
-    assert told["lacking"] == ["t0", "t1"]
+    learned, (reasons, empty, no_tensor, others, on_some) = answers[0]
+    assert all(answer == learned for answer, _ in answers)
+    assert learned["pooling"] == [4.0, pytest.approx(4.0, abs=0.2), pytest.approx(1 / 512)]
+    assert learned["skew"] == [pytest.approx(0.3, abs=0.15), pytest.approx(1.2, abs=0.05), 1.05]
+    assert learned["differs"]
+    assert learned["kept"] == (["row_wise"], [tdsp.Exchange.ROW], [4.0])
+    assert learned["lacking"] == ["t0", "t1"]
     assert re.search(r"Zipf exponents of 0\.\d\d to 1\.\d\d and", reasons)
     for _, (_, *errors) in answers:
         assert errors == [empty, no_tensor, others, on_some]
@@ -276,7 +276,7 @@ def test_a_sample_tells_ids_per_bag_and_how_unevenly_rows_are_used(two_hosts: Ra
 
 
 def plan_by_a_calibration_of_gpus(rank: int, world_size: int) -> tuple[list[str], float]:
-    """Return what is warned of, and a loss."""
+    """Return the warnings, and a loss."""
     warnings = BufferingHandler(capacity=100)
     cost_search.logger.addHandler(warnings)
     try:
@@ -334,7 +334,7 @@ def test_weights_stay_plans_can_be_given_and_contradictions_are_refused(
 
 
 def train_by_stock_sharders(rank: int, world_size: int, spec: ModelSpec) -> list[list[float]]:
-    """Return the sums of scores by this package's optimizer and by TorchRec's own sharders."""
+    """Return the score sums with this package's optimizer and with TorchRec's own sharders."""
     params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
     bags = EmbeddingBagCollectionSharder(params)
     behind_weights = FeatureProcessedEmbeddingBagCollectionSharder(bags)

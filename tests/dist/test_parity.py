@@ -1,6 +1,6 @@
 """Training in 2D equals training one unsharded model on the global batch: the matrix.
 
-Ten steps, or four; the loss of every step, every weight and every moment at the end.
+Cells train ten or four steps; each step's loss, and all final weights and moments must match.
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ METHODS = (
 
 
 def matrix(sharding: str, meshes: tuple[Mesh2D, ...]) -> list[Cell]:
-    """Return all cells of one sharding type that apply."""
+    """Return all cells that apply to a sharding type."""
     cells = [
         Cell(mesh, sharding, spec, optimizer, sync, hot_rows)
         for mesh, spec, (optimizer, sync), hot_rows in product(
@@ -55,7 +55,7 @@ def matrix(sharding: str, meshes: tuple[Mesh2D, ...]) -> list[Cell]:
         )
     ]
     if sharding == "table_column_wise":
-        # Runs as column-wise; what differs is the planning.
+        # Runs as column-wise; only the planning differs.
         return [cell for cell in cells if cell.spec == ModelSpec()]
     if sharding == "data_parallel":
         # All rows are on every rank already, so that none can be hot.
@@ -66,7 +66,7 @@ def matrix(sharding: str, meshes: tuple[Mesh2D, ...]) -> list[Cell]:
 def every_triple(cells: list[Cell]) -> list[Cell]:
     """Keep half the cells, with all triples from mesh, bags, method and hot rows."""
     if len(cells) < len(MESHES) * len(BAGS) * len(METHODS) * 2:
-        # Where some of them don't vary, half would be too few.
+        # If some don't vary, half would be too few.
         return cells
     return [
         cell
@@ -84,7 +84,7 @@ def every_triple(cells: list[Cell]) -> list[Cell]:
 @pytest.mark.parametrize("sharding", BAG_TYPES)
 def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: Deal) -> None:
     cells = dealt(every_triple(matrix(sharding, MESHES)))
-    # The other types repeat what happens in this one; fewer steps show that they do.
+    # The other types behave like this one; fewer steps show that they do.
     steps = STEPS if sharding == "row_wise" else 4
     check_cells(cells, ranks4, steps, must_sync=True)
 
@@ -98,7 +98,7 @@ def test_bags_in_all_cells(ranks4: RankPool, sharding: str, mesh: Mesh2D) -> Non
 
 
 def test_a_features_name_may_have_an_at_sign(ranks4: RankPool) -> None:
-    """TorchRec writes outputs of a feature that looks up several tables as ``feature@table``."""
+    """If a feature looks up several tables, TorchRec names its outputs ``feature@table``."""
     tables = (TableSpec("t0", 40, 8, ("user@7d",)), TableSpec("t1", 24, 8, ("user", "item@1")))
     hot = (("t0", (0, 1, 5)), ("t1", (0, 2)))
     cells = [
@@ -123,7 +123,7 @@ def test_sequences_equal_the_unsharded_model(ranks4: RankPool, sharding: str, de
 @pytest.mark.parametrize("optimizer", WITH_AVERAGE)
 @pytest.mark.dealt
 def test_adam_and_lamb_are_exact_too(ranks4: RankPool, optimizer: str, dealt: Deal) -> None:
-    """With every way in which tables are looked up, and with hot rows that some ranks don't hit."""
+    """This includes every way to look up tables, and hot rows that some ranks don't use."""
     ways = [
         *((sharding, "pooled", ()) for sharding in BAG_TYPES),
         *((sharding, "pooled", HOT_ROWS) for sharding in ("table_wise", "column_wise", "row_wise")),
@@ -153,7 +153,7 @@ def test_eight_ranks(ranks8: RankPool, sharding: str, mesh: Mesh2D) -> None:
 
 
 def test_the_matrix_notices_a_method_that_is_not_exact(ranks4: RankPool) -> None:
-    """Averaging row-wise AdaGrad is a different algorithm: the check must see it."""
+    """Averaging row-wise AdaGrad is a different algorithm, which the check must notice."""
     cell = Cell(Mesh2D(2, 2), optimizer="rowwise_adagrad", sync=WeightSync())
     assert max(gap.weight for gap in ranks4.run(run_cell, cell)) > 1e-3
 
@@ -176,7 +176,7 @@ IN_PARTS = (
 
 
 def load_by_torch(rank: int, world_size: int, cell: Cell) -> None:
-    """Compare what the wrapper knows of a model's tables with what torch finds in its module."""
+    """Compare the wrapper's view of a model's tables with torch's view of its module."""
     parallel, other = shard(cell), shard(cell)
     names = [name for name, _ in parallel.named_parameters()]
     assert [name for name, _ in parallel.module.named_parameters()] == names
@@ -196,7 +196,7 @@ def test_torch_sees_the_tables_of_all_parts(ranks4: RankPool, cell: Cell) -> Non
 
 
 def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
-    """Return the errors for a bad id in either kind of table, and train a good batch after each."""
+    """Return the errors for a bad id in each kind of table; train a good batch after each."""
     parallel = shard(cell)
     messages = []
     for feature in ("f0", "f1"):

@@ -1,4 +1,4 @@
-"""Pipelined layers against the unsharded model, and what their steps send, measure and clip."""
+"""Pipelined layers against the unsharded model, and their traffic, measurements and clipping."""
 
 import gc
 import weakref
@@ -136,7 +136,7 @@ def test_without_gradients_ranks_get_their_own_outputs(ranks4: RankPool) -> None
 
 
 def under_autocast(rank: int, world_size: int, options: dict[str, Any]) -> list[float]:
-    """Return gaps to the uncut layers with and without autocast in turn, for equal inputs."""
+    """Return gaps to the uncut layers, alternately with and without autocast, for equal inputs."""
     cell, gaps = PipelineCell(options), []
     whole = stack_model(cell.cell.spec).stack
     given = torch.rand(7, WIDTH), torch.rand(7), torch.rand(7, 8)
@@ -165,7 +165,7 @@ def test_autocast_may_change_between_calls(ranks4: RankPool, options: dict[str, 
 
 
 def freed(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
-    """Name what a step leaves behind without Python's search for cycles."""
+    """Name the objects that a step leaves alive without Python's cycle collection."""
     cell = PipelineCell(options)
     alive = []
     with pipelined(cell.cell, cell.wrapper()) as (model, _):
@@ -191,7 +191,7 @@ def test_a_step_leaves_nothing_behind(ranks4: RankPool, options: dict[str, Any])
 
 
 def step_collectives(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, int]:
-    """List what this rank issues in groups of pipelines and of copies in the second step."""
+    """Count this rank's collectives in pipeline and copy groups in the second step."""
     cell = PipelineCell(options)
     with pipelined(cell.cell, cell.wrapper()) as (model, _):
         model(batch_for(cell, 0, 0, rank)).mean().backward()
@@ -209,7 +209,7 @@ def test_collectives_of_a_step(ranks4: RankPool) -> None:
     first, last, *_ = ranks4.run(step_collectives, TWO_RANKS[0])
     # A rank's objects travel as their size and their bytes.
     alike = {"agreements all_gather": 2, "copies all_reduce": 1}
-    # The targets and the activations one way; of the gradients of the inputs the other rank's.
+    # Targets and activations travel one way, the other rank's input gradients back.
     assert first == alike | {
         "forward send": 2 + 5,
         "forward recv": 1,
@@ -234,7 +234,7 @@ def test_shares_are_gathered_once_for_all_micro_batches(ranks4: RankPool) -> Non
 
 
 def by_dense_norm(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the norm of all dense gradients and the weight gap after a clipped step."""
+    """Return the relative gap in the dense gradients' norm, and the weight gap after clipping."""
     cell = PipelineCell(options)
     wrapper = cell.wrapper()
     oracle = StackOracle(cell.cell)
@@ -278,7 +278,7 @@ class Filter(nn.Module):
 
 
 def by_complex_norm(rank: int, world_size: int) -> tuple[float, float]:
-    """Return the norm of gradients of complex layers in and beside a stack, and one process's."""
+    """Return the gradient norm with complex layers in and beside a stack, in parallel and not."""
     cell = PipelineCell(TWO_RANKS[0])
     models: Any = [stack_model(cell.cell.spec) for _ in range(2)]
     for model in models:
@@ -329,7 +329,7 @@ THRESHOLDED = [
 def thresholded(
     rank: int, world_size: int, options: dict[str, Any], values: str
 ) -> tuple[Gap, list[int], list[int]]:
-    """Return the gap to one process where a layer keeps 3 of 12, and the bytes of messages."""
+    """Return the gap to one process where a layer keeps 3 of 12, and the messages' bytes."""
     cell = PipelineCell(options | {"values": values})
     oracle, model = StackOracle(cell.cell), stack_model(cell.cell.spec)
     for whole in (cast(Any, oracle.model), model):
@@ -359,7 +359,7 @@ def test_only_what_a_thresholded_layer_keeps_travels(
         if values == "fp32":
             check_gaps([gap for gap, _, _ in answers], PipelineCell(options))
         if options["num_stages"] == 2:
-            # Of each sample 3 numbers go on, with a bit for each of 12 places; 3 come back.
+            # Each sample sends 3 numbers, with a bit for each of 12 places; 3 come back.
             sizes = [3, 3, 3, 3, 2]
             (_, forward, _), (_, _, backward), *_ = answers
             assert forward[-5:] == [size * (3 * num_bytes + 2) for size in sizes]
@@ -434,7 +434,7 @@ def test_each_pipeline_keeps_a_share(ranks4: RankPool, options: dict[str, Any]) 
 
 def test_split_layers_are_shared_as_well(ranks4: RankPool) -> None:
     for kept, whole in ranks4.run(held, SPLIT):
-        # What isn't split is on both ranks of a tensor-parallel group.
+        # Parameters that aren't split are on both ranks in a tensor-parallel group.
         assert whole / 4 < kept < whole / 2
 
 
@@ -470,7 +470,7 @@ def test_stages_may_begin_with_a_layer_in_place(ranks4: RankPool, options: dict[
 
 
 def running_statistics(rank: int, world_size: int) -> list[list[float]]:
-    """Return what this rank's batch norms have seen in two steps."""
+    """Return this rank's batch norm statistics after two steps."""
     cell, unsharded = PipelineCell(TWO_RANKS[0]), stack_model(TABLES["row-wise"].spec)
     layers = [nn.BatchNorm1d(WIDTH), *unsharded.stack.layers, nn.BatchNorm1d(8)]
     unsharded.stack = tdsp.LayerStack(layers, unsharded.stack.loss)

@@ -1,4 +1,4 @@
-"""Errors of pipelines: wrong settings, wrong calls, and failing ranks."""
+"""Pipelines' errors: wrong settings, wrong calls, and failing ranks."""
 
 import os
 import time
@@ -203,7 +203,7 @@ def called_wrongly(rank: int, world_size: int) -> list[str]:
 def test_calls_that_do_not_fit_are_errors_on_all_ranks(ranks4: RankPool) -> None:
     answers = ranks4.run(called_wrongly)
     assert answers[0] == answers[1]
-    # The other pipeline names its own ranks; what is about gradients all ranks say alike.
+    # The other pipeline names its own ranks; errors about gradients are the same on all ranks.
     assert answers[0][2:6] == answers[2][2:6] == answers[3][2:6]
     assert answers[0][0] == (
         "target 1 of a LayerStack has the shape (2, 4), for 3 samples; give tensors whose first "
@@ -241,7 +241,7 @@ def fail(rank: int, world_size: int, fault: str, schedule: str) -> tuple[str, st
     with pytest.raises((OSError, TwoDError)) as raised:
         stack(inputs, targets)
     seconds = time.monotonic() - started
-    # Nothing is left of the schedule, so the ranks go on saying so.
+    # The schedule is gone, so the ranks keep raising that error.
     with pytest.raises(TwoDError):
         stack(inputs, targets)
     dist.barrier()
@@ -294,7 +294,7 @@ def test_a_rank_that_dies_in_a_schedule_is_named() -> None:
 
 
 class Scale(nn.Module):
-    """A layer with a parameter of any shape and type."""
+    """A layer with a given parameter, of any shape and type."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ def model_with(spec: ModelSpec, parameter: torch.Tensor) -> StackModel:
 
 
 def refused(rank: int, world_size: int) -> list[str]:
-    """Return all refusals; the parameter sits in the first stage alone."""
+    """Return all refusals; the parameter is in the first stage alone."""
     options: dict[str, Any] = TWO_RANKS[0] | {"fully_shard": True}
 
     def wrap(cell: Cell, model: StackModel | None = None, **more: Any) -> None:

@@ -1,6 +1,6 @@
-"""Plans chosen by predicted cost train as the unsharded model does.
+"""Plans chosen by predicted cost train like the unsharded model.
 
-Tables of one model have different types and exchanges; `Planner2D` plans it, or TorchRec's planner
+A model's tables have different types and exchanges; `Planner2D` plans it, or TorchRec's planner
 with this package's proposers, and `ModelParallel2D` runs it, or TorchRec's own wrapper.
 """
 

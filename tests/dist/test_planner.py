@@ -48,7 +48,7 @@ def plan_by_cost(rank: int, world_size: int) -> str:
 
 
 def test_every_rank_gets_the_plan_of_a_search_by_cost(ranks4: RankPool) -> None:
-    """The process group alone knows the world."""
+    """Only the process group determines the world."""
     plans = ranks4.run(plan_by_cost)
     assert len(set(plans)) == 1
     plan = from_json(plans[0])
@@ -69,7 +69,7 @@ def plan_of_proposals(rank: int, world_size: int) -> str:
 
 
 def test_what_was_proposed_on_rank_0_reaches_every_rank(ranks4: RankPool) -> None:
-    """TorchRec sends the plan; what was chosen travels in the name of the type."""
+    """TorchRec sends the plan; our choices travel in the type's name."""
     plans = ranks4.run(plan_of_proposals)
     assert len(set(plans)) == 1
     exchanges = {table.exchange for table in tables_in(from_json(plans[0])).values()}

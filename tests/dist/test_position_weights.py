@@ -1,4 +1,4 @@
-"""Position weights move with checkpoints, in pipelines and in models that random cases lack."""
+"""Position weights work in checkpoints, in pipelines and in models that random cases lack."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,12 +50,12 @@ TRIPS = [
 
 
 def test_checkpoints(ranks4: RankPool, tmp_path: Path) -> None:
-    """Copies are equal bit for bit, and TorchRec goes on from a checkpoint."""
+    """Copies are bitwise equal, and TorchRec resumes from a checkpoint."""
     check_arrivals(ranks4, TRIPS, tmp_path)
 
 
 def gap_of_case(rank: int, world_size: int, case: str) -> float:
-    """Train what `CASES` has; return the largest gap of losses and weights to the unsharded one."""
+    """Train a model from `CASES`; return the largest loss or weight gap to the unsharded one."""
     make, exchange = CASES[case]
     alone, model = make(), make()
     parallel: Any = shard_tables(
@@ -75,7 +75,7 @@ def gap_of_case(rank: int, world_size: int, case: str) -> float:
 
 
 class TwoBatches(BagModel):
-    """Looks up two batches before one backward; the second one is weighed by other positions."""
+    """Looks up two batches before one backward; the second has other position weights."""
 
     def joined(self, features: KeyedJaggedTensor) -> torch.Tensor:
         keys = features.keys()
@@ -85,7 +85,7 @@ class TwoBatches(BagModel):
 
 
 class Halved(FeatureProcessor):
-    """A processor of a user's own."""
+    """A user's own processor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_models(ranks4: RankPool, case: str) -> None:
 
 
 def frozen_weights(rank: int, world_size: int) -> list[float]:
-    """Return a sharded model's frozen weights, which ranks have drawn each by itself."""
+    """Return a sharded model's frozen weights, which each rank has drawn by itself."""
     model = frozen()
     for weight in model.ebc._feature_processors.parameters():
         weight.fill_(float(rank + 1))
@@ -171,7 +171,7 @@ def test_the_first_ranks_frozen_weights_count(ranks4: RankPool) -> None:
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """Return the errors of models that can't be trained, and of a batch on one rank."""
+    """Return the errors for models that can't be trained, and for one rank's bad batch."""
     too_many: Any = model_of(BagModel, COLLECTION)
     weights: Any = too_many.ebc._feature_processors.position_weights
     weights["f0"] = nn.Parameter(torch.empty(2**24, device="meta"))
@@ -228,7 +228,7 @@ def test_dropped_ids_keep_the_others_places(ranks2: RankPool) -> None:
 
 
 def with_bad_ids(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """Return the scores without a bag's first id, and those where its row is zeros."""
+    """Return the scores with a bag's first id dropped, and with its row set to zeros."""
     model = model_of(BagModel, COLLECTION)
     tables = tdsp.EmbeddingBagCollectionSharder2D(EmbOptimType.EXACT_SGD, bad_ids="drop")
     by_drop = [tdsp.FeatureProcessedEmbeddingBagCollectionSharder2D(tables)]

@@ -1,4 +1,4 @@
-"""Pipelines that are detached and go on, and what they refuse meanwhile."""
+"""Pipelines that are detached and resume, and calls that they refuse meanwhile."""
 
 import gc
 from dataclasses import dataclass, replace
@@ -67,13 +67,13 @@ SEQUENCE_CELLS = [
 
 @dataclass
 class BuiltAnew(Pipelineable):
-    """A batch that builds its features at each access."""
+    """A batch that rebuilds its features at each access."""
 
     parts: tuple[list[str], torch.Tensor, torch.Tensor]
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        """The features, of tensors of their own."""
+        """The features, with newly copied tensors."""
         keys, ids, lengths = self.parts
         return KeyedJaggedTensor(keys, ids.clone(), lengths=lengths.clone())
 
@@ -88,14 +88,14 @@ class BuiltAnew(Pipelineable):
 
 
 class BehindMaps(ManagedModel):
-    """Looks ids up that are an attribute of the batch."""
+    """Looks up ids in the batch's ``features`` attribute."""
 
     def forward(self, features: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(features.features)
 
 
 def pause_behind_maps(rank: int, world_size: int, case: Case) -> float:
-    """Detach a pipeline that holds a batch whose features aren't one object; return the gap."""
+    """Detach a pipeline that holds a batch with rebuilt features; return the gap."""
     twin, parallel, gap = Twin(case), sharded_behind_maps(case, BehindMaps), 0.0
     pipeline = TrainPipelineSparseDist(
         parallel, make_optimizer(parallel), torch.device("cpu"), pipeline_postproc=True
@@ -119,10 +119,10 @@ def test_id_maps_see_a_batch_once_whose_features_are_built_anew(
 
 
 def begin_anew(rank: int, world_size: int, case: Case, evaluates: bool) -> list[bytes]:
-    """Drop a pipeline whose batch comes first in the next one on one rank alone; return the maps.
+    """Drop a pipeline; its batch comes first in the next one on a single rank. Return the maps.
 
-    Elsewhere it is another batch, so that ranks don't agree whether it comes again. That rank
-    doesn't free what is gone by itself, and others do so at once.
+    Elsewhere another batch comes first, so ranks disagree whether the batch is repeated. That
+    rank has garbage collection off, while others collect at once.
     """
     parallel, seen = sharded_behind_maps(case), []
     try:
@@ -161,13 +161,13 @@ def likened(batch: KeyedJaggedTensor, kind: type[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Anew:
-    """Drops a pipeline that holds the batches of steps 1 and 2, or of 1, and begins another."""
+    """Drops a pipeline that holds batches 1 and 2, or only 1, and begins another."""
 
     kind: type[Any]
     given: str = "same"
-    """The form in which the other pipeline gets these batches: one object, built anew, or moved."""
+    """The other pipeline's form of these batches: the same object, rebuilt, or moved."""
     steps: tuple[int, ...] = (1, 2, 3, 4)
-    """The numbers of the batches that the other one trains."""
+    """The batch numbers that the other pipeline trains."""
     frees_on: tuple[int, ...] = ()
     """The ranks on which Python has freed the first one."""
     is_kept: bool = False
@@ -175,14 +175,14 @@ class Anew:
 
     @property
     def left_out(self) -> range:
-        """The steps whose batches the maps see, and nobody looks up."""
+        """Steps whose batches the maps see, but that are never looked up."""
         ahead = range(1, 2 if self.kind is TrainPipelineSparseDist else 3)
         come_again = self.steps[0] in ahead and not self.meanwhile
         return range(1, self.steps[0]) if come_again else ahead
 
 
 def gap_anew(rank: int, world_size: int, case: Case, anew: Anew) -> float:
-    """Return the largest gap between an unsharded model, and one trained in two pipelines."""
+    """Return the largest gap between an unsharded model and one trained in two pipelines."""
     twin, parallel = Twin(case), sharded_behind_maps(case)
     optimizer, cpu = make_optimizer(parallel), torch.device("cpu")
     batches = [batch_of(case, step, rank) for step in range(STEPS)]
@@ -249,7 +249,7 @@ def test_what_came_between_two_pipelines_is_not_undone(
 
 
 def even_batch(case: Case, step: int, rank: int, kind: type[Any]) -> Any:
-    """Draw a batch of as many ids as all others, in bags of other sizes."""
+    """Draw a batch with a fixed number of ids, in bags with varying sizes."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     keys = [feature for feature, _ in case.cell.spec.features]
     lengths = torch.randperm(4 * len(keys), generator=generator) % 3
@@ -262,7 +262,7 @@ def train_two_epochs(
 ) -> list[float]:
     """Train in a pipeline that is dropped, then other batches in another; return the losses.
 
-    The second loader may fill the first one's batches again, each one with another step.
+    The second loader may refill the first one's batches, each with another step.
     """
     kind, batch_kind = kinds
     parallel = sharded_behind_maps(case)
@@ -292,7 +292,7 @@ def test_a_loader_fills_the_memory_of_a_dropped_pipeline(ranks2: RankPool, steps
 
 
 def train_what_was_evaluated(rank: int, world_size: int, case: Case, kind: type[Any]) -> float:
-    """Evaluate in a pipeline that is dropped, and train the batches that it had mapped."""
+    """Evaluate in a pipeline, drop it, and train the batches that it had mapped."""
     twin, parallel = Twin(case), sharded_behind_maps(case)
     optimizer = make_optimizer(parallel)
     batches = [batch_of(case, step, rank) for step in range(STEPS)]
@@ -311,7 +311,7 @@ def test_maps_see_batches_that_were_evaluated(ranks2: RankPool, kind: type[Any])
 
 
 def pause_at_equal_batches(rank: int, world_size: int, case: Case, kind: type[Any]) -> float:
-    """Detach a pipeline that holds one batch several times, and end with evaluations."""
+    """Detach a pipeline that holds equal batches several times, and end with evaluations."""
     twin, parallel = Twin(case), sharded_behind_maps(case)
     pipeline = kind(parallel, make_optimizer(parallel), torch.device("cpu"))
     batches = [batch_of(case, step, rank) for step in range(4)]
@@ -345,7 +345,7 @@ class LookedUpTwice(LossModel):
 
 
 class Branching(LossModel):
-    """Has a forward that depends on a batch's values."""
+    """A model whose forward depends on a batch's values."""
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss, output = super().forward(features)
@@ -353,7 +353,7 @@ class Branching(LossModel):
 
 
 def errors_of_pipelines(rank: int, world_size: int, cell: Cell) -> list[str]:
-    """Train models that can't run in a pipeline which distributes ids ahead."""
+    """Return the errors for models that can't run in a pipeline which distributes ids ahead."""
     errors: list[str] = []
     for kind, pipeline_of in product((LookedUpTwice, Branching), PIPELINES_OF_PLANS):
         parallel = shard(cell, model=kind(cell.spec))

@@ -1,4 +1,4 @@
-"""The examples with other people's tools: what they read and log is what was trained."""
+"""Examples with third-party tools read and log the right data."""
 
 import json
 import runpy
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 def train_in_lightning(rank: int, world_size: int) -> list[list[float]]:
-    """Return the losses in Lightning's loop, and those of the same pipeline without it."""
+    """Return the losses in Lightning's loop, and in the same pipeline without it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own.
         example = runpy.run_path(str(EXAMPLES / "lightning_loop.py"))
@@ -44,7 +44,7 @@ Sample = tuple[float, int, tuple[int, ...], int]
 
 
 def read_by_datasets(rank: int, world_size: int) -> tuple[list[list[Sample]], list[Sample]]:
-    """Return this rank's samples in two epochs, and those of the whole log."""
+    """Return this rank's samples in two epochs, and the whole log's samples."""
     example = runpy.run_path(str(EXAMPLES / "hugging_face.py"))
     log: Any = example["clicks"]()
     every = [(round(row["age"], 6), row["user"], tuple(row["tags"]), row["clicked"]) for row in log]
@@ -74,7 +74,7 @@ def test_each_epoch_has_every_sample_of_a_hugging_face_dataset_once(ranks2: Rank
 
 
 def logged_by_trackers(rank: int, world_size: int, folder: Path) -> TrainResult:
-    """Train two runs with both watchers, and leave what they log in a folder."""
+    """Train two runs with both watchers, which log into a folder."""
     config = config_with(
         runs={"one_group": {}, "rows": {"sharding_types": ["row_wise"], "exchange": "row"}},
         output={"watchers": [f"experiment_trackers:{name}Watcher" for name in ("MLflow", "Wandb")]},

@@ -1,4 +1,4 @@
-"""Sequence and two-tower models, and a user's own, train every way as one process does."""
+"""Sequence, two-tower and user-defined models train the same in every way as in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 }
 """Ways for layers that ranks can compute together."""
 
-# Some sequences are longer than what the model uses, and some have nothing to predict.
+# Some sequences are longer than the model's limit, and some have nothing to predict.
 SEQUENCES = {
     "kind": "synthetic_sequences",
     "num_items": 50,

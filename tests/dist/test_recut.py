@@ -1,4 +1,4 @@
-"""Layers of a pipeline that change ranks between two steps: training goes on as if they had not."""
+"""A pipeline's layers may change ranks between two steps without affecting training."""
 
 import time
 from collections.abc import Callable
@@ -43,7 +43,7 @@ NUM_STEPS = 3
 
 
 def make_optimizer(name: str, params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Two groups, whose parameters must not be mixed up."""
+    """Build an optimizer with two groups, whose parameters must not be mixed up."""
     biases = [param for key, param in params.items() if key.endswith("bias")]
     others = [param for key, param in params.items() if not key.endswith("bias")]
     groups: list[dict[str, Any]] = [{"params": others, "lr": LR}, {"params": biases, "lr": 2 * LR}]
@@ -85,7 +85,7 @@ def train(
 def with_and_without(
     rank: int, world_size: int, options: dict[str, Any], optimizer_name: str
 ) -> int:
-    """Count the parameters compared after a run that is cut anew twice."""
+    """Compare runs with and without two recuts; count the compared parameters."""
     before, between, after = [1, 2, 6], [2, 5, 7], [1, 3, 6]
     recuts = {1: between, 2: after}
     losses, ours, cuts = train(rank, options | {"cuts": before}, optimizer_name, recuts)
@@ -108,7 +108,7 @@ def test_training_goes_on_with_the_bits_of_the_new_cuts(
 
 
 class Slow(nn.Module):
-    """A layer that takes its time."""
+    """A slow layer."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
@@ -165,7 +165,7 @@ def cut_by_given_times(rank: int, world_size: int) -> tuple[list[bool], list[tup
 
 
 def test_layers_move_once_and_only_for_enough(ranks4: RankPool) -> None:
-    """The slowest stage goes from 0.8 to 0.4 seconds: enough for 30 %, not for 60 %."""
+    """The slowest stage shrinks from 0.8 to 0.4 seconds: enough for 30 %, not for 60 %."""
     for moved, cuts in ranks4.run(cut_by_given_times):
         assert moved == [False, True, False]
         assert cuts[0] == (2, 4, 6)
@@ -190,7 +190,7 @@ def loaded_elsewhere(rank: int, world_size: int, folder: str) -> None:
         step_of(model, optimizer, cell, 0, rank)
         optimizer.zero_grad()
         wrapper.recut(optimizer, cuts=[2, 5, 7])
-        # It was made before, and learns of the move.
+        # It was created before, and learns about the move.
         tdsp.save_checkpoint(folder, model, whole)
         losses.append(step_of(model, optimizer, cell, 1, rank))
     with pipelined(cell.cell, PipelineCell(ONE_PIPELINE).wrapper()) as (model, params):
@@ -206,7 +206,7 @@ def test_checkpoints_do_not_depend_on_cuts(ranks4: RankPool, tmp_path: Path) -> 
 
 
 class Local(nn.Linear):
-    """A layer that holds what can't be sent."""
+    """A layer with an attribute that can't be sent."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -214,7 +214,7 @@ class Local(nn.Linear):
 
 
 class TwoStacks(StackModel):
-    """A second stack, of which a layer can't be sent."""
+    """A model with a second stack, in which one layer can't be sent."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -255,13 +255,13 @@ def refused(rank: int, world_size: int) -> list[str]:
             optimizer.zero_grad()
             assert wrapper.cuts == dict.fromkeys(("stack", "second"), (1, 2, 6))
             step_of(parallel_model, optimizer, cell, 1, rank)
-            # Gradients of zeros are lost without harm, so they stop nobody.
+            # Zero gradients can be lost without harm, so they don't prevent a recut.
             optimizer.zero_grad(set_to_none=False)
     return messages
 
 
 def by_times_of_launches(rank: int, world_size: int) -> tuple[str, bool]:
-    """Return the error for cuts by times on the meta device, and whether given cuts are taken."""
+    """Return the error for cuts by time on the meta device, and whether given cuts work."""
     cell = PipelineCell(ONE_PIPELINE)
     wrapper = cell.wrapper()
     with pipelined(cell.cell, wrapper) as (model, params):

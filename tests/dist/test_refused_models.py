@@ -1,4 +1,4 @@
-"""Models that the sharders can't take over completely are refused by name, on all ranks."""
+"""Models that the sharders can't fully handle are refused by name, on all ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -227,7 +227,7 @@ class Holder(nn.Module):
 
 
 def sharders(*, more: bool = False) -> list[Any]:
-    """Return those of plain collections, or also of collections behind maps or positions."""
+    """Return sharders for plain collections and, if ``more``, ones behind maps or positions."""
     fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
     bags = tdsp.EmbeddingBagCollectionSharder2D(fused_params)
     behind = [
@@ -238,7 +238,7 @@ def sharders(*, more: bool = False) -> list[Any]:
 
 
 def plan_of(model: nn.Module, known: list[Any]) -> tdsp.Plan2D:
-    """Make a plan by TorchRec's planner, which checks none of this."""
+    """Make a plan by TorchRec's planner, which doesn't check models."""
     topology = Topology(world_size=TWO.group_size, compute_device="cpu")
     stock = EmbeddingShardingPlanner(topology).plan(model, known)
     return tdsp.Plan2D.from_stock(stock, TWO)
@@ -265,7 +265,7 @@ def refusals(rank: int, world_size: int, case: str) -> list[str]:
     if case in ONLY_OF_A_WHOLE_MODEL:
         del ways[-1]
     if case == "fused_bags":
-        # No planner plans them, and so nothing of a plan names them.
+        # No planner plans them, so no plan names them.
         ways[0] = lambda: tdsp.ModelParallel2D(
             Holder(make()),
             plan=tdsp.Plan2D({}, mesh=TWO, sync=tdsp.GradientSync()),
@@ -294,11 +294,11 @@ LEFT_WHOLE = {
 
 
 def left_whole(rank: int, world_size: int, case: str) -> list[str]:
-    """Return the planned paths, the type of what was left, and errors: other ranks, other plans."""
+    """Return the planned paths, the left-out module's type, and errors: other ranks and plans."""
     make, _ = CASES[case]
 
     def model(*, is_left: bool = True) -> nn.Module:
-        # Their tables have other names.
+        # Its tables have other names.
         whole = Holder(nn.ModuleDict({"beside": SequenceModel(renamed()), "case": make()}))
         if is_left:
             tdsp.leave_whole(cast(Any, whole.sparse)["case"].get_submodule(LEFT_WHOLE[case]))

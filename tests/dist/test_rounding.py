@@ -1,7 +1,7 @@
-"""Tables in 16 and 8 bits, rounded at random: the unsharded model's bits, wherever rows are.
+"""Stochastically rounded 16- and 8-bit tables equal the unsharded model's, wherever rows are.
 
-The gradients here are small integers, whose sums are exact in any order. So nothing but an update
-rounds, and every shard, copy and hot row must have the bits of a plain oracle.
+The gradients here are small integers, whose sums are exact in any order. So only updates round,
+and every shard, copy and hot row must be bitwise equal to a plain oracle.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def integer_model(spec: ModelSpec) -> BagModel:
 
 
 def gradients(rank: int, step: int) -> dict[str, dict[int, torch.Tensor]]:
-    """Return the gradient that a rank's sum of scores has, by table and row."""
+    """Return the gradients of a rank's score sum, by table and row."""
     model = integer_model(SPEC)
     batch = batch_of(SPEC, 0, SIZES, MAX_LENGTH, step, rank=rank)
     sums: dict[str, dict[int, torch.Tensor]] = {table.name: {} for table in SPEC.tables}
@@ -86,7 +86,7 @@ class Twin:
         spec: ModelSpec = SPEC,
         hot_rows: tuple[tuple[str, tuple[int, ...]], ...] = (),
     ) -> None:
-        """Keep tables of float32 in 8 bits, but for their hot rows."""
+        """Keep float32 tables in 8 bits, except for their hot rows."""
         kind = FUSED[optimizer]
         self._rule, self._seed = (RULES | RULES_WITHOUT_KERNEL)[kind], seed
         self._eps, self._num_steps = float32(eps), 0
@@ -110,7 +110,7 @@ class Twin:
         }
 
     def step(self, ranks: Sequence[int]) -> None:
-        """Update once by the mean of some ranks' gradients."""
+        """Update once by these ranks' mean gradient."""
         self._num_steps += 1
         for name, weight in self.weights.items():
             total: dict[int, torch.Tensor] = {}
@@ -144,7 +144,7 @@ class Twin:
                 weight[rows] = rounded_rows(new, self.dtype, **key)
 
     def make_hot(self, hot_rows: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-        """Round the rows that were hot, and keep others exactly."""
+        """Round formerly hot rows, and keep the new hot rows exact."""
         self._hot_rows = {name: torch.tensor(rows) for name, rows in hot_rows}
         for name, rows in self.weights.items():
             rows.copy_(self._in_8_bits(name, list(range(len(rows))), rows, seed=None))
@@ -190,7 +190,7 @@ def train(parallel: Any, rank: int, steps: range) -> None:
 
 
 def check(parallel: Any, twin: Twin) -> int:
-    """Compare this rank's shards and moments; return how many numbers differ from the start."""
+    """Compare this rank's shards and moments; count the numbers that differ from the start."""
     spec = next(spec for spec, dtype in DTYPES.items() if dtype is twin.dtype)
     start, num_moved = Twin("sgd", 0.0, None, spec).weights, 0
     for name, value in parallel.state_dict().items():
@@ -293,7 +293,7 @@ def bits_after_averages(rank: int, world_size: int, cell: Cell) -> int:
 def test_groups_round_alike_between_averages_to_the_nearest(
     ranks4: RankPool, rows: tdsp.SyncedRows
 ) -> None:
-    """With two groups: averages of more add numbers or changes up in fp16, and round there."""
+    """This needs two groups: averages over more sum numbers or changes in fp16, and round there."""
     sync = tdsp.WeightSync(rows=rows)
     for exchange in ("pooled", "row"):
         cell = replace(ROUNDED, mesh=TWO, optimizer="sgd", sync=sync, exchange=exchange)

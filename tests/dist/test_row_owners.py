@@ -1,4 +1,4 @@
-"""Rows that are spread over their owners: nothing changes but who does the work."""
+"""Rows spread over their owners train the same; only the work is distributed differently."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -66,7 +66,7 @@ def read_at_every_moment(rank: int, world_size: int, cell: Cell) -> float:
 
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
 def test_the_state_may_be_read_at_any_moment(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
-    """Also between a forward and its backward, which update the rows where they are then."""
+    """This includes reads between a forward and its backward, which updates moved rows."""
     cell = replace(HASH, mesh=mesh, hot_rows=HOT_ROWS)
     assert max(ranks4.run(read_at_every_moment, cell)) <= TOLERANCE
 
@@ -75,7 +75,7 @@ def write_by_hand(rank: int, world_size: int, cell: Cell) -> tuple[float, torch.
     """Read shards directly after some training steps, then overwrite them in the first group only.
 
     Returns:
-        The gap between read weights and the oracle's, and a lookup's result after each row was set
+        The gap between read and oracle weights, and a lookup's result after each row was set
         to its number.
     """
     parallel = shard(cell)
@@ -112,7 +112,7 @@ def test_tables_may_be_written_by_hand(ranks4: RankPool) -> None:
 
 
 def write_on_the_first_rank(rank: int, world_size: int, cell: Cell) -> tuple[float, ...]:
-    """Write a row of a table-wise table, whose shard two ranks have, on rank 0 alone."""
+    """Write a row in a table-wise shard that two ranks hold, on rank 0 only."""
     types = {"t0": "row_wise", "t1": "table_wise"}
     pins = {"t0": {"exchange": "row", "owners": "hash"}}
     model = build(cell.spec, device="meta")
@@ -145,7 +145,7 @@ def drawn(
 
 
 def whole_state(parallel: tdsp.ModelParallel2D) -> dict[str, torch.Tensor]:
-    """Gather the state dict; copies of a row have to be equal."""
+    """Gather the state dict; all copies of a row must be equal."""
     return {
         name.removeprefix("model."): value
         for name, value in full_state(parallel).items()
@@ -154,17 +154,17 @@ def whole_state(parallel: tdsp.ModelParallel2D) -> dict[str, torch.Tensor]:
 
 
 def bytes_of_lookup(parallel: tdsp.ModelParallel2D, batch: KeyedJaggedTensor) -> int:
-    """Return the bytes of a lookup's all-to-alls; nothing is trained."""
+    """Return the bytes in a lookup's all-to-alls; nothing is trained."""
     with count_collectives() as seen, torch.no_grad():
         parallel(batch)
     return sum(all_to_all_bytes(seen))
 
 
 def train_drawn(rank: int, world_size: int, cell: Cell, reads: bool) -> tuple[float, list[int]]:
-    """Train drawn tables beside an unsharded model with the state of a twin that is read at once.
+    """Train drawn tables beside an unsharded model that has a twin's initial state.
 
     Returns:
-        The gap, and the bytes of the twin's first lookup and of the model's first two.
+        The gap, and the bytes in the twin's first lookup and the model's first two.
     """
     twin, parallel = drawn(cell), drawn(cell)
     oracle, start = make_oracle(cell), whole_state(twin)
@@ -188,7 +188,7 @@ def test_drawn_rows_stay_where_they_are(ranks4: RankPool, mesh: tdsp.Mesh2D, rea
 
 
 def test_drawn_rows_move_where_some_are_hot(ranks4: RankPool) -> None:
-    """Replicas of hot rows are filled by number."""
+    """Hot rows' replicas are filled by row number."""
     for gap, (moving, first, second) in ranks4.run(
         train_drawn, replace(HASH, hot_rows=HOT_ROWS), False
     ):
@@ -204,13 +204,13 @@ def number_rows(weight: torch.Tensor) -> None:
 def known_rows(
     cell: Cell, folder: str
 ) -> Iterator[tuple[str, tdsp.ModelParallel2D, dict[str, torch.Tensor]]]:
-    """Yield models with rows that are known by number, and their tables."""
+    """Yield models whose rows are known by number, and their tables."""
     model, by_seed = build(cell.spec, seed=3), build(cell.spec)
     draw_whole_tables_(by_seed, seed=5)
     given: Any = model.state_dict()
     tables, seeded = (
-        {name: value for name, value in made.state_dict().items() if name.startswith("ebc")}
-        for made in (model, by_seed)
+        {name: value for name, value in source.state_dict().items() if name.startswith("ebc")}
+        for source in (model, by_seed)
     )
     loaded = drawn(cell)
     loaded.load_state_dict(given)

@@ -1,4 +1,4 @@
-"""Rows that come early: weights and losses stay those of the plain loop, bit for bit."""
+"""Prefetched rows: weights and losses stay bitwise equal to the plain loop's."""
 
 import itertools
 from collections import Counter
@@ -116,7 +116,7 @@ def refresh_after_two_steps(step: int, parallel: Any, pipeline: Any) -> None:
 
 
 def train_otherwise_after_two_steps(step: int, parallel: Any, pipeline: Any) -> None:
-    """On the rows of the next batch."""
+    """Detach the pipeline after two steps, and train on the next batch's rows."""
     if step == 2:
         model = pipeline.detach()
         loss, _ = model(make_stream(ROWS, STEPS)[3][torch.distributed.get_rank()])
@@ -125,7 +125,7 @@ def train_otherwise_after_two_steps(step: int, parallel: Any, pipeline: Any) -> 
 
 
 def look_up_otherwise_after_two_steps(step: int, parallel: Any, pipeline: Any) -> None:
-    """Another pipeline trains on the rows of the next batch, and nobody tells this one."""
+    """Train on the next batch's rows in another pipeline, without informing this one."""
     if step == 2:
         batch = make_stream(ROWS, STEPS)[3][torch.distributed.get_rank()]
         other = TrainPipelineSparseDist(parallel, make_optimizer(parallel), rank_device())
@@ -155,7 +155,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("owners", ["block", "hash"])
 def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str, dealt: Deal) -> None:
-    """Match the plain pipeline where the model is loaded, refreshed, trained or read between steps.
+    """Results match the plain pipeline if models are loaded, refreshed, trained or read in between.
 
     With hashed owners, a read moves the rows, and the next batch's late rows leave before its
     lookup.
@@ -181,7 +181,7 @@ def test_rows_in_half_precision_train_as_without(ranks4: RankPool) -> None:
 
 
 def bytes_of_exchanges(rank: int, world_size: int, cell: Cell) -> tuple[int, int, int]:
-    """Return the all-to-all bytes with TorchRec's pipeline and with ours, and our reported rows."""
+    """Return the all-to-all bytes in TorchRec's pipeline and in ours, and our reported rows."""
     batches = [step[rank] for step in make_stream(cell, STEPS)]
     sent, reported = [], 0
     for kind in (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch):
@@ -214,7 +214,7 @@ def lookups_of_owners(rank: int, world_size: int) -> Counter[int]:
 
 def test_rows_that_travel_early_are_read_once(ranks4: RankPool) -> None:
     for calls in ranks4.run(lookups_of_owners):
-        assert set(calls.values()) == {1}  # No rows of the first batch come early.
+        assert set(calls.values()) == {1}  # None of the first batch's rows come early.
 
 
 def updating_by_fbgemm(rank: int, world_size: int, cell: Cell) -> tuple[float, Counts]:
@@ -225,7 +225,7 @@ def updating_by_fbgemm(rank: int, world_size: int, cell: Cell) -> tuple[float, C
 
 
 def test_kernels_without_a_rule_apply_lagging_gradients_by_fused_updates(ranks4: RankPool) -> None:
-    """Such as those on a GPU."""
+    """Kernels on GPUs are like this."""
     for cell in (ROWS, replace(ROWS, hot_rows=HOT_ROWS), replace(ROWS, optimizer="sgd")):
         for gap, counts in ranks4.run(updating_by_fbgemm, cell):
             assert gap <= KERNEL_ROUNDING, f"{cell}: {gap}"
@@ -234,7 +234,7 @@ def test_kernels_without_a_rule_apply_lagging_gradients_by_fused_updates(ranks4:
 
 @contextmanager
 def counting_updates() -> Iterator[list[int]]:
-    """Record the number of rows per update."""
+    """Record the rows per update."""
     apply, calls = DirectUpdater.apply, []
 
     def count(self: DirectUpdater, gradients: RowGradients) -> None:
@@ -277,7 +277,7 @@ def test_each_row_is_updated_once_in_all_epochs(ranks4: RankPool) -> None:
 
 
 def heard(rank: int, world_size: int, cell: Cell) -> list[str]:
-    """Return the beginnings of what the pipeline logs."""
+    """Return the beginnings of the pipeline's log messages."""
     with logged("torchrec_2dsp.parallel.pipelines") as messages:
         run(sharded(cell), [step[rank] for step in make_stream(cell, 3)])
     return [message[:38] for message in messages]
@@ -300,7 +300,7 @@ SEEN = {
 
 
 class ScaledModel(LossModel):
-    """Computes before the lookup something that has its gradient after it, like a bottom MLP."""
+    """Computes a value before the lookup whose gradient comes after it, like a bottom MLP."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)

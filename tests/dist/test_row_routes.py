@@ -1,4 +1,4 @@
-"""Row gradients travel by routes over hosts and owners, and every rank gets the same sums."""
+"""Row gradients are routed over hosts and owners, and every rank gets the same sums."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ Sent = Counter[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Shape:
-    """The rows that ranks touch."""
+    """The pattern of rows that ranks touch."""
 
     name: str
     share_in_common: float
@@ -50,7 +50,7 @@ SHAPES = [ALIKE, APART, Shape("one idle", 0.5, (1,)), Shape("all idle", 0.0, tup
 
 
 def rows_of(rank: int, step: int, shape: Shape) -> Rows:
-    """Whole numbers, which any order adds up to the same."""
+    """Draw whole numbers, whose sums are exact in any order."""
     actual = []
     for block in BLOCKS:
         common = torch.Generator().manual_seed(step)
@@ -78,7 +78,7 @@ def dense(rows: Rows) -> list[torch.Tensor]:
 def exchange_rows(
     rank: int, world_size: int, shape: Shape, transport: str = "fp32"
 ) -> list[tuple[bool, Sent]]:
-    """Return for three steps whether the sums are over all ranks, and which bytes were sent."""
+    """Return for three steps whether sums are over all ranks, and the bytes sent."""
     groups = MeshGroups.for_mesh(tdsp.Mesh2D(world_size, 1), "cpu")
     codec = tdsp.Transport(transport).codec
     exchange = GradientExchange(BLOCKS, rank_device(), groups.replica_rows, codec)
@@ -123,7 +123,7 @@ def test_all_ranks_get_the_sum(
 
 
 def bytes_of(num_rows: int) -> int:
-    """Count the bytes of both blocks' rows: 4 for a key, 4 for each number."""
+    """Count the bytes in both blocks' rows: 4 per key, and 4 per number."""
     return sum(min(num_rows, block.num_rows) * (4 + 4 * block.dim) for block in BLOCKS)
 
 
@@ -136,7 +136,7 @@ def test_a_row_leaves_its_host_once(two_hosts: RankPool) -> None:
         for host in (by_rank[:2], by_rank[2:]):
             sent = sum((answers[step][1] for answers in host), Counter())
             assert sent["replica_rows_across", A2A] == bytes_of(NUM_ROWS)
-            # One half is added up by each rank; then each tells the other of its half.
+            # Each rank sums one half; then they exchange the halves.
             assert sent["replica_rows_in_host", A2A] == 2 * bytes_of(NUM_ROWS)
             assert sent["replica_rows", A2A] == 0
 
@@ -145,7 +145,7 @@ def test_a_row_leaves_its_host_once(two_hosts: RankPool) -> None:
 def test_rows_that_all_ranks_have_go_to_owners(
     request: pytest.FixtureRequest, pool: str, group: str
 ) -> None:
-    """Owners sum from the second step on: before, nobody knows the overlap."""
+    """Owners sum from the second step on; before, the overlap is unknown."""
     ranks: RankPool = request.getfixturevalue(pool)
     by_rank = ranks.run(exchange_rows, ALIKE)
     sent = [

@@ -1,4 +1,4 @@
-"""Dense layers that ranks share: what trains as in DDP, and what is refused."""
+"""Sharded dense layers: layers that train as in DDP, and layers that are refused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +42,7 @@ class WithParameter(BagModel):
 
 
 class Tied(BagModel):
-    """A model of which two parts share a parameter, beside a stack of layers."""
+    """A model in which two layers share a parameter, beside a layer stack."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)
@@ -78,11 +78,11 @@ def halved(param: nn.Parameter) -> None:
 
 
 class Block(nn.Linear):
-    """A layer that a unit is made of."""
+    """A layer that forms a unit."""
 
 
 def tower(change: str, width: int) -> Any:
-    """Return layers with something in them that can't be sharded, or split, as DDP trains it."""
+    """Return layers with a part that can't be sharded or split and still train as in DDP."""
     up, down = nn.Linear(width, 4), Block(4, 4)
     layers: Any = nn.Sequential(up, down, Block(4, 4))
     if change == "a gradient hook":
@@ -180,7 +180,7 @@ def test_parts_that_would_train_otherwise_are_refused(ranks4: RankPool) -> None:
 
 
 class Lists(TowerModel):
-    """A tower whose layers are called one by one, and units in units."""
+    """A tower whose layers are called one by one, with nested units."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)
@@ -227,7 +227,7 @@ def test_modules_in_a_list_are_parts_of_their_own(ranks4: RankPool) -> None:
 
 
 class Recomputed(nn.Sequential):
-    """Layers that an activation checkpoint computes again in the backward."""
+    """Layers under an activation checkpoint, which recomputes them in the backward."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, checkpoint(super().forward, input, use_reentrant=False))
@@ -343,7 +343,7 @@ PLAN = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
 
 
 class Flat(nn.Linear):
-    """A layer that loses the batch."""
+    """A layer that drops the batch dimension."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).sum()
@@ -394,7 +394,7 @@ def test_impossible_splits_are_refused(ranks4: RankPool) -> None:
 
 
 class KeptDropout(nn.Module):
-    """Dropout that keeps its masks."""
+    """Dropout that records its masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ class KeptDropout(nn.Module):
 def train_with_dropout(
     rank: int, world_size: int, form: str
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], float]:
-    """Return a rank's masks, what it holds of layers that aren't split, and its next number."""
+    """Return a rank's masks, its parameters that aren't split, and its next random number."""
     cell, dropout = PipelineCell({}, TABLES["row-wise"]), KeptDropout()
     unsharded = stack_model(cell.cell.spec)
     unsharded.stack.layers[1] = dropout

@@ -23,7 +23,7 @@ HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", 
 def one_hot_batch(cell: Cell, rank: int) -> KeyedJaggedTensor:
     """Return four samples with one id per feature: each table's first and last row, twice.
 
-    A table with hot rows has a hot row instead of the first, which differs between ranks.
+    Tables with hot rows use a hot row instead of the first; it differs between ranks.
     """
     features, hot_rows = cell.spec.features, dict(cell.hot_rows)
     ids = []
@@ -209,7 +209,7 @@ SHARDED, REPLICATED = tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1)
 
 @dataclass(frozen=True)
 class Counted:
-    """One rank's counts in a step."""
+    """One rank's counts from a step."""
 
     before: int
     """Row bytes in fp32."""
@@ -222,7 +222,7 @@ class Counted:
 
 
 def trained(rank: int, world_size: int, cell: Cell) -> Counted:
-    """Count one step, after another that isn't counted."""
+    """Count one step, after an uncounted first one."""
     parallel = shard(replace(cell, spec=ONE_TABLE))
     assert isinstance(parallel, tdsp.ModelParallel2D)
     batch = KeyedJaggedTensor.from_lengths_sync(
@@ -247,7 +247,7 @@ def trained(rank: int, world_size: int, cell: Cell) -> Counted:
             Cell(SHARDED, "table_wise", exchange="nonempty", transport="bf16"),
             5 + 5,
         ),
-        # Both ranks have parts of all six bags.
+        # Both ranks have parts in all six bags.
         (Cell(SHARDED, "row_wise", transport="int8"), 6 + 6 + 3 + 3),
         (
             Cell(SHARDED, "row_wise", exchange="row", transport="int4"),
@@ -285,7 +285,7 @@ def averaging(transport: tdsp.Transport) -> SyncConfig:
         (merging, "bf16", (2 * 16, 4 * 16)),
         (merging, "int8", (2 * 10, 4 * 10)),
         (averaging, "bf16", (2 * 16, 4 * 16)),
-        # In one message with row ids, tensors begin at multiples of eight bytes.
+        # Row ids share the message, so tensors begin at multiples of eight bytes.
         (averaging, "int8", (2 * 10 + 4, 4 * 10)),
     ],
 )
@@ -295,7 +295,7 @@ def test_replicas_say_what_they_save(
     transport: str,
     encoded_bytes: tuple[int, int],
 ) -> None:
-    """Rows are sent with a transport and without; the saved bytes are the difference."""
+    """Rows are sent with and without a transport; the saved bytes are the difference."""
     rounded, exact = (
         ranks2.run(
             trained,

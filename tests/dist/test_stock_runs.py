@@ -1,4 +1,4 @@
-"""Runs by TorchRec alone train what runs of this package do, step by step."""
+"""Runs by TorchRec alone train the same as this package's runs, step by step."""
 
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def train_all(rank: int, world_size: int, folder: Path) -> tuple[list[Figures], 
 
 
 def resume_stock(rank: int, world_size: int, folder: Path) -> list[float]:
-    """Return the losses of a run that goes on from the middle, by TorchRec alone."""
+    """Return the losses of a run that resumes midway, by TorchRec alone."""
     config = clicks_in(folder).only(["stock"])
     resume = folder / "checkpoints" / "stock" / "last" / "3"
     checkpoint = config.checkpoint.model_copy(update={"folder": ""})
@@ -86,7 +86,7 @@ def test_a_stock_run_trains_what_the_others_do(ranks4: RankPool, tmp_path: Path)
         assert len(stock[0]) in (8 + 3, 5 + 2)
         assert len(set(stock[0])) > 5
         for losses, metrics, name in others:
-            # The rounding of float32; sums are added in another order.
+            # Float32 rounding: sums are added in another order.
             assert losses == pytest.approx(stock[0], abs=1e-5), name
             assert metrics == pytest.approx(stock[1], abs=1e-5, nan_ok=True), name
     config = clicks_in(tmp_path)
@@ -94,7 +94,7 @@ def test_a_stock_run_trains_what_the_others_do(ranks4: RankPool, tmp_path: Path)
         OPTIMIZER["schedule"], OPTIMIZER["schedule"], OPTIMIZER["dense_clip_norm"]
     )
     assert figures[0][0][:8] == pytest.approx(plain, abs=1e-5)
-    # Nothing of this package is in the model: neither its wrapper nor a sharded module.
+    # The model contains none of this package's classes: neither wrapper nor sharded modules.
     of_stock = [kinds for kinds in types if DistributedModelParallel in kinds]
     assert len(of_stock) == 2 + 2
     for kinds in of_stock:

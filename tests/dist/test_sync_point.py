@@ -1,4 +1,4 @@
-"""One sync per training backward, whoever asks for it first, and replicas that are equal."""
+"""There is one sync per training backward, whoever asks first, and replicas are equal."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,7 +79,7 @@ ENDS_OF_A_STEP = ("sync", "step", "zero_grad")
 def each_trigger_first(
     rank: int, world_size: int, cell: Cell
 ) -> tuple[list[int], list[int], float]:
-    """Per trigger, how many syncs it caused, and all of them; each step another comes first."""
+    """Use another trigger first in each step; return its syncs and the total by step, and a gap."""
     parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
     optimizer, oracle = make_optimizer(parallel), make_oracle(cell)
@@ -109,7 +109,7 @@ def each_trigger_first(
 def test_one_sync_whoever_is_first(
     ranks4: RankPool, cell: Cell, num_averages: int, num_merges: int
 ) -> None:
-    """Hot rows are merged besides what keeps the replicas equal; a rank may hold no table.
+    """Hot rows are merged besides the replicas' sync; a rank may hold no table.
 
     Merges go on until the rows are needed, so the end of a step doesn't run them.
     """
@@ -124,7 +124,7 @@ def test_one_sync_whoever_is_first(
 
 
 def read_in_inference_mode(rank: int, world_size: int, cell: Cell) -> float:
-    """FBGEMM's training kernel can't look up in this mode on the CPU, but states are read in it."""
+    """Read the state in inference mode, in which FBGEMM's CPU kernel can't look up."""
     parallel, oracle, (batches,) = shard(cell), make_oracle(cell), make_stream(cell, 1)
     local_loss(parallel(batches[rank])).backward()
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def test_sync_now_does_not_ask_the_policy(ranks4: RankPool) -> None:
 
 
 def train_from_scratch(rank: int, world_size: int, cell: Cell, device: str) -> tuple[Tensors, ...]:
-    """Snapshots at the start and after two steps; each rank seeds as it likes."""
+    """Return snapshots at the start and after two steps; ranks use different seeds."""
     torch.manual_seed(rank)
     parallel = shard(cell, model=build(cell.spec, seed=rank, device=device), load=False)
     start = snapshot(parallel)
@@ -180,7 +180,7 @@ def test_replicas_are_equal_from_start_to_end(ranks4: RankPool, cell: Cell, devi
 
 
 def weights_kept(rank: int, world_size: int, cell: Cell, keep: bool) -> float:
-    """Return the tables' distance from those of the first group."""
+    """Return the tables' distance from the first group's tables."""
     model, alone = build(cell.spec, seed=7), build(cell.spec, seed=7)
     sharder: Any = make_sharder(cell)
     if keep:
@@ -193,7 +193,7 @@ def weights_kept(rank: int, world_size: int, cell: Cell, keep: bool) -> float:
 def test_weights_of_the_cpu_module_are_kept(ranks4: RankPool) -> None:
     assert ranks4.run(weights_kept, HOT, True) == [0.0] * 4
     assert ranks4.run(weights_kept, SEQUENCE, False) == [0.0] * 4
-    # TorchRec drops those of bags, so that the first assertion says something.
+    # TorchRec drops the bags' ones, so that the first assertion is meaningful.
     assert min(ranks4.run(weights_kept, EXACT, False)) > 0.0
 
 
@@ -282,7 +282,7 @@ def test_two_backwards_between_syncs(ranks4: RankPool) -> None:
 
 
 def synced_between(rank: int, world_size: int, cell: Cell) -> str:
-    """Return the error of two backwards with a sync between them; empty without one."""
+    """Return the error from two backwards with a sync in between; empty if there is none."""
     parallel, stream = shard(cell), make_stream(cell, 2)
     first, second = (local_loss(parallel(batches[rank])) for batches in stream)
     first.backward()
@@ -327,7 +327,7 @@ def undivided(rank: int, world_size: int, cell: Cell, late: bool) -> float:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_gradients_that_are_summed_over_ranks(ranks4: RankPool, late: bool) -> None:
-    """TorchRec reads the switch in every backward, so it may come after the construction."""
+    """TorchRec reads the switch in every backward, so it may be set after construction."""
     for cell in (EXACT, HOT):
         # Gradients, and so their roundings, are four times as large as elsewhere.
         assert max(ranks4.run(undivided, cell, late)) < 4 * ROUNDING

@@ -1,4 +1,4 @@
-"""Dense layers that are thawed, frozen or left out after some steps, checkpointed, or sparse."""
+"""Dense layers that are unfrozen, frozen or left out midway, checkpointed, or sparse."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +51,7 @@ def set_trained(model: torch.nn.Module, *, are_trained: bool) -> None:
 
 
 def thaw(rank: int, world_size: int, form: str) -> Gap:
-    """Train beside the oracle, from a step on also what was frozen."""
+    """Train beside the oracle; from some step on, train frozen layers, too."""
     oracle, unsharded = StackOracle(CELL.cell), stack_model(CELL.cell.spec)
     set_trained(oracle.model, are_trained=False)
     set_trained(unsharded, are_trained=False)
@@ -130,7 +130,7 @@ LATER: dict[str, Callable[[], Any]] = {**DATA_PARALLEL, "any graph": ANY_GRAPH, 
 
 
 def change_later(rank: int, world_size: int, form: str, stock: bool) -> dict[str, str]:
-    """Train, then change a layer of the sharded model, and train again, for each change."""
+    """Train, change one of the sharded model's layers, and train again, for each change."""
     texts, cell = dict[str, str](), replace(CELL.cell, stock_wrapper=stock)
     for change in (*CHANGES, replace_by_frozen, hook) if form in SHARED else CHANGES:
         with pipelined(cell, LATER[form]()) as (model, params):
@@ -159,7 +159,7 @@ def test_what_is_put_into_a_sharded_model_is_refused(
 
 
 def train_on(rank: int, world_size: int, form: str) -> Gap:
-    """Train past an evaluation, an assignment of new shares, and weights gathered by hand."""
+    """Train through an evaluation, newly assigned shards, and manually gathered weights."""
     oracle = StackOracle(CELL.cell)
     loss_gap = 0.0
     with pipelined(CELL.cell, FORMS[form]()) as (model, params):
@@ -191,7 +191,7 @@ def freeze(model: torch.nn.Module, rank: int) -> torch.Tensor:
 
 
 def leave_out(model: torch.nn.Module, rank: int) -> torch.Tensor:
-    """Return a loss in which one dense layer has no part."""
+    """Return a loss that doesn't depend on one dense layer."""
     (bottom,) = (part for name, part in model.named_modules() if name.endswith("bottom"))
     weight, bias = (param.detach() for param in bottom.parameters())
     bottom.forward = lambda inputs: torch.nn.functional.linear(inputs, weight, bias)
@@ -203,7 +203,7 @@ def loss_of(model: torch.nn.Module, rank: int) -> torch.Tensor:
 
 
 def change_in_ddp(rank: int, world_size: int, form: str, change: Any) -> str:
-    """Train two steps with all dense layers, and one without some of them."""
+    """Train two steps with all dense layers, then one without some; return the error."""
     with pipelined(CELL.cell, DATA_PARALLEL[form]()) as (model, params):
         optimizer = dense_sgd(params.values())
         for step in range(2):
@@ -250,7 +250,7 @@ def test_embeddings_that_ranks_would_train_apart_are_refused(
 
 
 class Spare(nn.Linear):
-    """A layer with parameters that it leaves out, and a bias that one pipeline alone uses."""
+    """A layer with unused parameters, and a bias that only one pipeline uses."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -262,7 +262,7 @@ class Spare(nn.Linear):
 
 
 def gradients_of_spare(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of a layer in the first stage, as lists, or `None`."""
+    """Return the gradients in one of the first stage's layers, as lists, or `None`."""
     cell, unsharded = PipelineCell(TWO_RANKS[0] | options), stack_model(CELL.cell.spec)
     unsharded.stack.layers[1] = nn.Sequential(nn.Tanh(), Spare())
     with pipelined(cell.cell, cell.wrapper(), unsharded) as (model, params):
@@ -281,13 +281,13 @@ def test_a_parameter_that_no_pipeline_uses_has_no_gradient(
     first, _, second, _ = ranks4.run(gradients_of_spare, options)
     assert first == second
     assert first["unused.weight"] is first["unused.bias"] is None
-    # The mean over two pipelines, one of which has none.
+    # The mean over two pipelines; one has none.
     assert any(first["at_times"])
     assert first["at_times"] != first["bias"]
 
 
 class Choice(nn.Module):
-    """Layers of which each batch takes some: one of two shapes, and one that none takes."""
+    """Layers from which each batch uses one branch, and a layer that no batch uses."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class Choice(nn.Module):
 
 
 class Choosing(BagModel):
-    """A model with a part that uses other layers for each rank, under a stack."""
+    """A model with a part that uses other layers on each rank, under a stack."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)
@@ -355,7 +355,7 @@ def test_batches_of_ranks_may_use_other_layers(ranks4: RankPool, form: str) -> N
 
 
 def checkpointed(rank: int, world_size: int, form: str) -> Gap:
-    """Train a layer that is computed anew in a backward of its own, inside the loss's."""
+    """Train a layer that is recomputed with a nested backward inside the loss's backward."""
     oracle, unsharded = StackOracle(CELL.cell), stack_model(CELL.cell.spec)
     bottom: Any = unsharded.bottom
     bottom.forward = partial(checkpoint, bottom.forward, use_reentrant=True)

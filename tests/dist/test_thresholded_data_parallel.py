@@ -1,4 +1,4 @@
-"""Dense gradients of which the largest elements are sent: against sorting, DDP and themselves."""
+"""Sending dense gradients' largest elements, against sorting, DDP and itself."""
 
 import math
 from collections import Counter
@@ -45,7 +45,7 @@ def expected_weights(
     oracle: ThresholdOracle,
     flush_at: int = -1,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the weights by the reference, trained on one process."""
+    """Return the reference's weights, trained in one process."""
     model, dense = unsharded(cell)
     weights = []
     for step in range(NUM_STEPS):
@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def thresholded(**options: Any) -> Callable[[], tdsp.ThresholdedDataParallel]:
-    """Return a maker of wrappers, which can be sent to ranks."""
+    """Return a factory for wrappers, which can be sent to ranks."""
     return partial(tdsp.ThresholdedDataParallel, **options)
 
 
@@ -181,7 +181,7 @@ def test_a_step_has_the_collectives_that_are_documented(ranks4: RankPool) -> Non
         wrapper = thresholded(density=0.05, route=route)
         counts = ranks4.run(train, cell_of(4), wrapper)[0].counts[-1]
         extra[route] = Counter(counts) - Counter(stock)
-    # DDP's own all-reduce is left to what is sent as a whole.
+    # DDP's own all-reduce handles only gradients that are sent whole.
     assert extra["gather"] == {"all_reduce": 1, "all_gather_into_tensor": 1}
     assert extra["owners"] == {**extra["gather"], "all_to_all_single": 1}
 
@@ -198,7 +198,7 @@ def test_reports_count_bytes(ranks4: RankPool) -> None:
 
 
 def accumulate(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """Count the steps after each of three, and those that were thresholded."""
+    """Count all steps and thresholded ones, after each of three steps."""
     cell = cell_of(world_size, groups=world_size)
     dense = tdsp.ThresholdedDataParallel(0.1, warm_up=1, route="gather")
     model = model_of(cell, dense)
@@ -233,7 +233,7 @@ def test_the_batches_of_a_step_are_one_step_of_the_warm_up(ranks2: RankPool) -> 
 
 
 def fail_with_nan(rank: int, world_size: int, num_before: int) -> tuple[str, list[float]]:
-    """Return the error after some steps, and the weights' sums in steps that go on."""
+    """Return the error after some steps, and the weights' sums in later steps."""
     wrapper = tdsp.ThresholdedDataParallel(0.05)
     cell = cell_of(world_size)
     model = model_of(cell, wrapper)
@@ -344,7 +344,7 @@ def test_stock_hooks_train_nearly_as_ddp(ranks4: RankPool, hook: str, bound: flo
     for name, gap in gaps.items():
         moved = (stock[-1][name] - stock[0][name]).norm()
         assert gap <= bound * 4 * (moved + LR)
-    # PowerSGD leaves what it can't make smaller as it is.
+    # PowerSGD leaves gradients that it can't compress unchanged.
     assert any(gaps.values())
 
 

@@ -1,4 +1,4 @@
-"""Thresholded gradients: nothing is lost, across resumes; and touched rows of tables."""
+"""Thresholded gradients lose nothing, even across resumes; and tables' touched rows."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -86,7 +86,7 @@ class Case:
 
 
 class Linear(nn.Module):
-    """Sums its parameters times its input, which is so their gradient."""
+    """Sums its parameters times its input, so the input is their gradient."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_nothing_is_lost_whatever_is_sent(
         of_ranks = pool.run(run_case, Case(seed))
         assert len({str(outcome.applied) for outcome in of_ranks}) == 1, seed
         for outcome in of_ranks:
-            # Sums of four ranks over four steps, of numbers of about the largest one's size.
+            # Sums over four ranks and four steps, with numbers about as large as the largest.
             assert max(outcome.gaps) < 64, (seed, outcome.gaps)
             assert outcome.left_after_flush == 0.0, seed
             assert outcome.entries <= outcome.most_entries, seed
@@ -189,7 +189,7 @@ NUM_RESUMED_STEPS = 3
 
 
 def run_on(world_size: int, name: str = "thresholded owners") -> Run:
-    """Build a variant's run, of as many ranks as there are."""
+    """Build a variant's run on ``world_size`` ranks."""
     return Run(replace(VARIANTS[name], cell=Cell(tdsp.Mesh2D(1, world_size))))
 
 
@@ -240,13 +240,13 @@ def test_other_ranks_take_over_the_sum(
     for sums, loss in after.run(load, tmp_path / str(NUM_RESUMED_STEPS)):
         assert sums.keys() == saved.keys()
         for name, residual in saved.items():
-            # Each of two ranks' gradients counts for a half, and each of four's for a quarter.
+            # With two ranks each gradient counts for a half, with four for a quarter.
             torch.testing.assert_close(sums[name], residual * (2 if grows else 0.5))
         assert loss > 0
 
 
 def resume_moments(rank: int, world_size: int, path: Path) -> tuple[list[bytes], list[bytes], int]:
-    """Return the dense weights after two more steps, the whole parameters' moments, and steps."""
+    """Return the dense weights after two more steps, the full parameters' moments, and steps."""
     run = run_on(world_size, "preconditioned")
     run.load(path)
     run.step()
@@ -318,9 +318,9 @@ WRAPPERS = {name: VARIANTS[name].dense for name in ("thresholded", "delayed", "p
 def resume_otherwise(
     rank: int, world_size: int, before: str, after: str, folder: Path, release: str
 ) -> str:
-    """Save a run, and load it under another wrapper; return the error of that.
+    """Save a run, and load it under another wrapper; return the error.
 
-    Saves of old releases don't name the wrapper; "flushed" ones hold no gradients.
+    Old releases' saves don't name the wrapper; "flushed" ones hold no gradients.
     """
     cell = Cell(tdsp.Mesh2D(1, world_size))
     run = Run(Variant(cell, dense=WRAPPERS[before]))

@@ -1,4 +1,4 @@
-"""Pipelines that send each other their gradients' largest elements, against sorting."""
+"""Pipelines that exchange their gradients' largest elements, against sorting."""
 
 from collections.abc import Callable
 from functools import partial
@@ -53,14 +53,14 @@ def thresholded(**options: Any) -> tdsp.ThresholdedDataParallel:
 
 
 def pipelines_of(cell: PipelineCell) -> list[list[int]]:
-    """Return the ranks of each of two pipelines."""
+    """Return two pipelines' ranks."""
     if cell.options.get("layout") is tdsp.RankLayout.STRIDED:
         return [[0, 2], [1, 3]]
     return [[0, 1], [2, 3]]
 
 
 def expected(cell: PipelineCell) -> tuple[StackOracle, list[list[float]], ThresholdOracle]:
-    """Train one process, in which each pipeline's gradients of layers are thresholded."""
+    """Train one process that thresholds each pipeline's layer gradients."""
     oracle = StackOracle(cell.cell, reduction=cell.reduction)
     layers = {key: value for key, value in oracle.dense.items() if key.startswith("stack.")}
     thresholds = ThresholdOracle(0.1, Transport.FP32, OPTIONS["dense_below"], OPTIONS["warm_up"])
@@ -119,7 +119,7 @@ def test_weights_are_those_of_sorting(ranks4: RankPool, cell: PipelineCell) -> N
 
 
 def batches_of_a_step(rank: int, world_size: int, preconditioner: str) -> tuple[str, Any]:
-    """Train steps of two batches each; return the error, and how many steps were counted."""
+    """Train steps with two batches each; return the error, and the number of counted steps."""
     cell = PipelineCell(TWO_RANKS[0], num_batches=2)
     optimizer_rule = {"preconditioner": preconditioner}
     gradients = thresholded(warm_up=2, **optimizer_rule)
@@ -160,7 +160,7 @@ def test_a_nan_in_one_stage_stops_all(ranks4: RankPool) -> None:
 
 
 def saved_or_resumed(rank: int, world_size: int, folder: str, is_resumed: bool) -> list[float]:
-    """Train four steps, with a save after the second one, or the last two of a loaded run."""
+    """Train four steps with a save after the second, or load it and train the last two."""
     cell = PipelineCell(TWO_RANKS[0])
     wrapper = tdsp.PipelinedDense(**cell.options, gradients=thresholded())
     with pipelined(cell.cell, wrapper) as (model, params):
@@ -175,7 +175,7 @@ def saved_or_resumed(rank: int, world_size: int, folder: str, is_resumed: bool) 
 
 
 def load_elsewhere(rank: int, world_size: int, folder: str) -> str:
-    """Load into pipelines of another layout, in which ranks have other layers."""
+    """Load into pipelines with another layout, in which ranks have other layers."""
     cell = PipelineCell(TWO_RANKS[0] | {"layout": tdsp.RankLayout.STRIDED})
     wrapper = tdsp.PipelinedDense(**cell.options, gradients=thresholded())
     with pipelined(cell.cell, wrapper) as (model, params):
@@ -193,7 +193,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks4: RankPool, tmp_path: Path) -> 
 
 
 def devices_of_nothing(rank: int, world_size: int) -> list[str]:
-    """Return the device of what a stage without trained layers reduces, by its groups' device."""
+    """Return the reduced buffer's device in a stage without trained layers, by group device."""
     group, devices = dist.group.WORLD, []
     assert group is not None
 

@@ -1,4 +1,4 @@
-"""TorchRec's modules are all on the guide's list, and those that work equal the unsharded ones."""
+"""The guide lists all TorchRec modules, and supported ones equal their unsharded versions."""
 
 import importlib
 import inspect
@@ -65,7 +65,7 @@ def test_every_module_is_on_the_page() -> None:
 
 
 class Scored(nn.Module):
-    """Scores by what ``sparse`` gives: pooled bags, sequences, or a tensor of some columns."""
+    """Scores ``sparse``'s output: pooled bags, sequences, or a tensor."""
 
     def __init__(self, sparse: nn.Module, width: int = 0) -> None:
         super().__init__()
@@ -81,13 +81,13 @@ class Scored(nn.Module):
 
 
 def bags_of(rows: Any) -> torch.Tensor:
-    """Add up a sequence's rows; bags are returned as they are."""
+    """Sum a sequence's rows; return bags unchanged."""
     rows = rows.wait() if isinstance(rows, LazyAwaitable) else rows
     return rows if isinstance(rows, torch.Tensor) else summed(rows)
 
 
 class Interaction(nn.Module):
-    """Four columns of some bags or sequences."""
+    """Maps some bags or sequences to four columns."""
 
     def __init__(self, features: Sequence[str], width: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def bags() -> Any:
 
 
 def sequences() -> Any:
-    """Return a collection whose tables are called otherwise than those of `bags`."""
+    """Return a collection whose tables have other names than `bags`' tables."""
     renamed = [
         type(table)(f"s_{table.name}", table.num_rows, table.dim, table.features)
         for table in SEQUENCES.tables
@@ -115,7 +115,7 @@ def bags_tower() -> EmbeddingTower:
 
 
 def towers() -> nn.Module:
-    """Return a tower of bags beside one of sequences, which share features."""
+    """Return a bag tower beside a sequence tower, with shared features."""
     of_sequences = EmbeddingTower(sequences(), Interaction(FEATURES[:3], 24))
     return Scored(EmbeddingTowerCollection([bags_tower(), of_sequences]), 8)
 
@@ -143,7 +143,7 @@ def debugged_sequences() -> nn.Module:
 
 
 class TwoHolders(nn.Module):
-    """One collection in two holders."""
+    """A collection held by two modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class TwoHolders(nn.Module):
 
 
 class TwoBatches(nn.Module):
-    """One collection that looks up two batches in a forward."""
+    """A collection that looks up two batches in a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class BesideQuantized(nn.Module):
 
 
 class MappedByHand(nn.Module):
-    """Bags behind id maps that have learned before, and stay as they are."""
+    """Bags behind id maps that were trained before, and stay fixed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,12 +236,12 @@ class MappedByHand(nn.Module):
 
 
 def raw_ids(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return a batch whose ids are far above the numbers of rows."""
+    """Return a batch whose ids are far above the row counts."""
     return KeyedJaggedTensor(batch.keys(), 7_919 * batch.values() + 2**40, lengths=batch.lengths())
 
 
 class Halving(FeatureProcessor):
-    """A trained feature processor of a user's own."""
+    """A user's own trained feature processor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Halving(FeatureProcessor):
 
 
 class BesideProcessed(nn.Module):
-    """Sequences beside bags that are trained on each rank, with processors of a user's own."""
+    """Sequences beside bags that are trained on each rank, with a user's own processors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,13 +297,13 @@ def sharders() -> list[Any]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to shard all tables of a model, in exact copies."""
+    """A way to shard all a model's tables, in exact copies."""
 
     sharding_type: str
     exchange: str = "pooled"
 
     def plan(self, model: nn.Module) -> tdsp.Plan2D:
-        """Make a plan by TorchRec's planner, which checks no model."""
+        """Make a plan by TorchRec's planner, which doesn't check models."""
         topology = Topology(world_size=TWO.group_size, compute_device="cpu")
         constraint = ParameterConstraints(sharding_types=[self.sharding_type])
         names = [
@@ -329,7 +329,7 @@ WAYS = (Way("table_wise"), Way("row_wise", "row"))
 
 
 def largest_loss_gaps(rank: int, world_size: int, case: str) -> list[float]:
-    """Return the losses' gap to the unsharded model's on the batches of all ranks, each way."""
+    """Return each way's loss gap to the unsharded model on all ranks' batches."""
     return [loss_gap(case, way) for way in WAYS]
 
 
@@ -352,7 +352,7 @@ def test_models_train_as_unsharded_ones(ranks4: RankPool, case: str) -> None:
 
 
 class RowsOnly(nn.Module):
-    """The first of the two things that a collection behind id maps gives."""
+    """Returns only the first output of a collection behind id maps."""
 
     def __init__(self, sparse: nn.Module) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class RowsOnly(nn.Module):
 
 
 def adapted_losses(rank: int, world_size: int, *, is_bags: bool) -> list[list[float]]:
-    """Return the losses behind TorchRec's adapter, and behind the module that it makes."""
+    """Return the losses behind TorchRec's adapter, and behind the module that it builds."""
     kind = McEmbeddingBagCollectionAdapter if is_bags else McEmbeddingCollectionAdapter
     losses: list[list[float]] = []
     for is_adapted in (True, False):

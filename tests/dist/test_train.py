@@ -1,4 +1,4 @@
-"""The training program: exact 2D trains as one group does, and the command shows it."""
+"""The training program: exact 2D trains like one group, and the command shows it."""
 
 import functools
 import io
@@ -53,7 +53,7 @@ TINY = TREE | {
 
 
 class Recorder(TrainWatcher):
-    """A watcher that remembers what it was told."""
+    """A watcher that records its notifications."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -84,7 +84,7 @@ def train_tiny(rank: int, world_size: int) -> tuple[TrainResult, list[str], str]
 
 @pytest.fixture(scope="module")
 def trained(ranks4: RankPool) -> list[tuple[TrainResult, list[str], str]]:
-    """Return the tiny program, run once for all tests of this module."""
+    """Run the tiny program once for all tests in this module; return each rank's results."""
     return ranks4.run(train_tiny)
 
 
@@ -166,7 +166,7 @@ def test_plans_progress_and_figures_are_shown_in_80_columns(trained: Trained) ->
         assert text in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["t_user", "100", "8"] in [line[:3] for line in lines]
-    # Of the run that isn't as in TorchRec, and of no other.
+    # For the run that isn't as in TorchRec, and no other.
     ends = [" ".join(line[-6:]) for line in lines if line[:1] == ["t_user"]]
     assert [end.endswith("3 row, hash owners, 4 hot") for end in ends] == [False] * 3 + [True]
     assert shown.count("exchange") == 1
@@ -267,7 +267,7 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    # Nothing but what the program says: no warnings, and nothing said four times.
+    # Only the program's own output: no warnings, and nothing printed four times.
     assert done.stderr == ""
     assert done.stdout.count("step 3/3") == 3
     table = done.stdout.partition("sync MB")[2]
@@ -336,9 +336,9 @@ def train_rounded(rank: int, world_size: int, folder: str) -> RunResult:
 def test_scalars_tell_what_transports_save(ranks4: RankPool, tmp_path: Path) -> None:
     run = ranks4.run(train_rounded, str(tmp_path))[0]
 
-    # Rows of 8 numbers become 8 bytes and a scale of two.
+    # Rows with 8 numbers become 8 bytes and a scale with two.
     assert run.rows_bytes_per_step == pytest.approx(run.rows_fp32_bytes_per_step * 10 / 32)
-    # Of a row gradient the numbers are halved, and not the number of its row.
+    # A row gradient's numbers are halved, and its row number isn't.
     assert run.sync_bytes_per_step < run.sync_fp32_bytes_per_step < 2 * run.sync_bytes_per_step
     scalars, of_plain = (scalars_in(tmp_path / name) for name in ("rounded", "plain"))
     for tag, value in {

@@ -1,4 +1,4 @@
-"""Training programs plan their dense part, and move the layers of a pipeline while they train."""
+"""Training programs plan their dense part, and move a pipeline's layers while they train."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ TREE: dict[str, Any] = {
 
 @contextmanager
 def layers_that_move() -> Iterator[None]:
-    """Yield a context in which other cuts seem better each time that they are looked for."""
+    """Yield a context in which each search for cuts finds better ones."""
     numbers = count(1)
 
     def others(seconds: Sequence[float], cuts: Sequence[int], least_gain: float) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def results_of(run: RunResult) -> tuple[Any, ...]:
 
 
 def fixed_and_moving(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[Any]]:
-    """Train with DDP, layers that stay, and layers that move, resume and move again."""
+    """Train with DDP, with fixed layers, and with layers that move, resume and move again."""
     moving = PIPELINED | {"recut_every": 2}
     runs = {"plain": {}, "fixed": {"dense": PIPELINED}, "moving": {"dense": moving}}
     watcher = Mock(TrainWatcher)
@@ -125,7 +125,7 @@ TINY_RUNS = {
 
 
 def losses(rank: int, world_size: int) -> dict[str, tuple[tuple[float, ...], float]]:
-    """Return the losses of each run, and its largest distance from DDP's."""
+    """Return each run's losses, and its largest gap to DDP's."""
     runs = {run.name: run for run in train(config_with(TINY_RUNS)).runs}
     return {name: (run.losses, largest_loss_gap(run, runs["ddp"])) for name, run in runs.items()}
 
@@ -134,7 +134,7 @@ def test_runs_send_dense_gradients_as_they_say(ranks2: RankPool) -> None:
     by_run = ranks2.run(losses)[0]
     assert by_run["whole"][0] == by_run["ddp"][0]
     assert by_run["sharded"][1] < 1e-6
-    # Weights that are averaged after each step of SGD are those of averaged gradients.
+    # Averaging weights after each SGD step equals averaging gradients.
     assert by_run["averaged"][1] < 1e-6
     assert 0 < by_run["meeting"][1] < 0.1
     for name, bound in (
@@ -144,7 +144,7 @@ def test_runs_send_dense_gradients_as_they_say(ranks2: RankPool) -> None:
         ("fp16", 1e-3),
     ):
         assert 0 < by_run[name][1] < bound
-    # A warm-up is DDP's arithmetic. The loss of the step after it doesn't know of it yet.
+    # A warm-up is DDP's arithmetic. The next step's loss doesn't reflect the delay yet.
     for name in ("thresholded", "delayed", "powersgd"):
         for step, (loss, expected) in enumerate(
             zip(by_run[name][0], by_run["ddp"][0], strict=True)
@@ -153,7 +153,7 @@ def test_runs_send_dense_gradients_as_they_say(ranks2: RankPool) -> None:
 
 
 def ends_of_delayed_runs(rank: int, world_size: int, folder: Path) -> list[tuple[Any, ...]]:
-    """Return runs' last evaluations and saved weights, without and with a stop at the last step."""
+    """Return final evaluations and saved weights, without and with a stop at the last step."""
     ends = []
     for every in (5, 4):
         saved = folder / str(every)

@@ -54,7 +54,7 @@ def group_names() -> set[str]:
 
 
 def what_runs_leave(rank: int, world_size: int, folder: Path, names: list[str]) -> list[str]:
-    """Describe what each run leaves; the first runs twice, with equal losses."""
+    """List what each run leaves behind; the first runs twice, with equal losses."""
     left: list[str] = []
     of_first: list[tuple[float, ...]] = []
     for number, name in enumerate([names[0], *names]):
@@ -79,7 +79,7 @@ def test_runs_leave_no_groups_and_threads(ranks4: RankPool, tmp_path: Path, deal
 def test_a_second_split_model_sends_nothing_to_the_groups_of_the_first(
     ranks4: RankPool, tmp_path: Path
 ) -> None:
-    """DTensor keeps results by meshes, and those of both runs are equal."""
+    """DTensor caches results by mesh, and both runs' meshes are equal."""
     assert ranks4.run(what_runs_leave, tmp_path, ["split"]) == [[]] * 4
 
 

@@ -1,4 +1,4 @@
-"""The training loop: schedules, clipping and accumulation train as torch does; how runs end."""
+"""The training loop: schedules, clipping and accumulation as in torch; and how runs end."""
 
 import io
 import re
@@ -122,7 +122,7 @@ def test_progress_tells_rates_speed_and_memory(trained: list[dict[str, Any]]) ->
     (run, *_) = trained[0]["pipelined"]
     assert [progress.step for progress in run.curve] == [3, 4, 6, 8]
     last = run.curve[-1]
-    # The cosine's end is that of a step that doesn't come any more.
+    # The cosine's end belongs to a step after the last one.
     assert 0.1 * 0.1 < last.table_lr < 0.02
     assert last.dense_lr == pytest.approx(0.02 * 0.25)
     assert last.samples_per_s == pytest.approx(2 * 32 / last.seconds)
@@ -131,7 +131,7 @@ def test_progress_tells_rates_speed_and_memory(trained: list[dict[str, Any]]) ->
 
 
 def gathered(rank: int, world_size: int) -> tuple[int, dict[str, float], dict[str, float]]:
-    """Return how many bytes this rank received, the gathered metrics, and the expected ones."""
+    """Return this rank's received bytes, the gathered metrics, and the expected ones."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(world_size, 500, generator=generator)
     labels = (torch.rand(world_size, 500, generator=generator) < 0.3).float()
@@ -171,7 +171,7 @@ def test_a_difference_between_ranks_is_named_without_the_commas_around_it(
 
 
 class Short(SyntheticDataset):
-    """Data that ends: a few batches to train on, and a few that are held out."""
+    """Data with only a few training batches and a few held-out ones."""
 
     def num_train_batches(self, global_batch_size: int) -> Any:
         return 160 // global_batch_size
@@ -185,7 +185,7 @@ class Short(SyntheticDataset):
 
 
 def ends(rank: int, world_size: int) -> dict[str, Any]:
-    """Run trainings that end before their last step."""
+    """Train runs that end before their last step."""
     # A rate of 0 learns nothing, so no evaluation is better than the first.
     idle = {"lr": 0.0, "dense_lr": 0.0}
     loop = {"steps": 40, "eval_every": 2, "patience": 3, "report_every": 5, "metric": "auc"}
@@ -218,14 +218,14 @@ def test_runs_end_by_patience_or_with_their_data(ranks2: RankPool) -> None:
     assert seen["steps"] == [2, 4, 5, 6, 8]
     assert (seen["data"].ending, len(seen["data"].losses)) == (Ending.DATA, 5)
     assert len(seen["data"].evaluated.losses) == 2
-    # Five batches with 32 samples make two steps of two; what is left makes none.
+    # Five batches with 32 samples make two steps with two batches; the rest makes none.
     assert (seen["cut"].ending, len(seen["cut"].losses)) == (Ending.DATA, 2)
     assert seen["empty"] == "the data has too few samples for a single step"
     assert "ends after 5 steps, and its ranks meet after every 4; set loop.steps=4" in seen["apart"]
 
 
 def late_and_impatient(rank: int, world_size: int) -> tuple[RunResult, list[Evaluation]]:
-    """Train until no evaluation is better, with gradients that are a step late."""
+    """Train until no evaluation is better, with gradients one step late."""
     delayed = {"dense": {"kind": "delayed", "warm_up": 2}}
     config = config_with(loop={"eval_every": 2, "patience": 1}, runs={"main": delayed})
     watcher = Mock(TrainWatcher)
@@ -251,7 +251,7 @@ def test_a_batch_is_cut_over_ranks_and_parts() -> None:
 
 
 def shown(rank: int, world_size: int, config: TrainConfig) -> tuple[str, RunResult]:
-    """Return what a display shows, and the run's result."""
+    """Return a display's output, and the run's result."""
     console = Console(file=io.StringIO(), width=200)
     (run,) = train(config, [TrainDisplay(console)]).runs
     assert isinstance(console.file, io.StringIO)
@@ -278,7 +278,7 @@ def on_a_log(folder: Path, *, epochs: int, loop: dict[str, Any], **sections: Any
 def test_progress_counts_the_steps_that_there_are_data_for(
     epochs: int, accumulate: int, steps: int, expected: int, ranks2: RankPool, tmp_path: Path
 ) -> None:
-    """Count an epoch with 29 training rows as three steps with 8 rows."""
+    """An epoch with 29 training rows counts as three steps with 8 rows."""
     loop = {"steps": steps, "accumulate": accumulate}
     text, run = ranks2.run(shown, on_a_log(tmp_path, epochs=epochs, loop=loop))[0]
     assert len(run.losses) == expected
@@ -287,7 +287,7 @@ def test_progress_counts_the_steps_that_there_are_data_for(
         (step, expected) for step in range(1, expected + 1)
     ]
     assert reports[-1][2] == "0:00"
-    # Less than was asked for is said.
+    # Fewer steps than requested are reported.
     assert (f"ended after step {expected}: {run.ending}" in text) == (expected < steps)
     # The schedule spans these steps.
     rates = [0.02 * share_of_rate(LINEAR, step, expected) for step in range(expected)]
@@ -314,7 +314,7 @@ def test_a_cut_batch_trains_and_evaluates_as_the_whole_one_beyond_an_epoch(
 
 
 def resumed_schedules(rank: int, world_size: int, config: TrainConfig, version: str) -> Any:
-    """Return losses and rates of a run that ends with its data, and those after a resume."""
+    """Return the losses and rates of a run that ends with its data, and after a resume."""
     folder, runs = Path(config.checkpoint.folder) / "main" / "last", []
     with patch.object(program, "RunSettings", wraps=RunSettings) as settings:
         if version == "older":
@@ -341,7 +341,7 @@ def test_a_resumed_run_goes_on_with_its_schedule(
 
 
 def beyond(rank: int, world_size: int, config: TrainConfig) -> str:
-    """Return the error of a run whose checkpoint is beyond its last step."""
+    """Return the error for a run whose checkpoint is beyond its last step."""
     train(config)
     loop = config.loop.model_copy(update={"steps": 3})
     shorter = config.model_copy(update={"loop": loop})

@@ -1,4 +1,4 @@
-"""A training program's plan and what it leaves: the run's folder, traces and scalars."""
+"""A training program's plan and output: the run's folder, traces and scalars."""
 
 import json
 import re
@@ -113,7 +113,7 @@ def test_runs_that_are_trained_one_by_one_share_a_folder(ranks2: RankPool, tmp_p
     with pytest.raises(ConfigError, match=message):
         RunFolder(tmp_path, first).run_planned("first", elsewhere, first)
     assert load_config(TrainConfig, tmp_path / "config.toml") == config
-    # No run is lost where all are trained anew.
+    # No run is lost if all are retrained.
     whole = config.model_copy(update={"loop": other.loop})
     anew = RunFolder(tmp_path, whole)
     assert load_config(TrainConfig, tmp_path / "config.toml") == config
@@ -192,7 +192,7 @@ def test_the_folder_has_the_config_and_a_record_of_everything(
     assert run.explanation == planned.explanation
     assert len(run.memory_bytes) == 2
     assert record.environment["torch"].startswith("2.")
-    # What was trained can be trained again.
+    # A trained run can be retrained.
     again = load_config(TrainConfig, folder / "planned" / "config.toml")
     assert again.model_dump(mode="json") == record.config
     assert Path(again.runs["planned"].access).is_absolute()
@@ -350,7 +350,7 @@ def test_traced_steps_are_in_the_middle_of_what_is_left() -> None:
 
 
 def slow_while_traced(rank: int, world_size: int) -> tuple[float, float, float]:
-    """Return what four steps count for, of which two are traced and take 0.2 s more each."""
+    """Return the reported times for four steps; two are traced and take 0.2 s more each."""
     began = time.perf_counter()
     profiler = StepProfiler(range(2, 4), torch.device("cpu"))
     for step in (1, 2, 3, 4):
@@ -368,7 +368,7 @@ def test_time_of_traced_steps_is_not_counted(ranks2: RankPool) -> None:
     for counted, only_traced, later in ranks2.run(slow_while_traced):
         # The profiler's own start and end are part of the traced steps.
         assert counted < 0.1
-        # Where all steps are traced, they count as those before.
+        # If all steps are traced, they count like the steps before.
         assert (only_traced, later) == (0.1, 0.3)
 
 
@@ -444,7 +444,7 @@ def test_files_that_do_not_fit_are_refused_on_all_ranks(
 
 
 def profiled_too_late(rank: int, world_size: int, folder: Path) -> list[tuple[Any, ...]]:
-    """Go on from step 4 and profile earlier steps; return the warnings."""
+    """Resume from step 4 and profile earlier steps; return the warnings."""
     checkpoint, output = {"folder": str(folder / "saved")}, {"folder": str(folder / "output")}
     for steps in (4, 6):
         loop = {"steps": steps, "global_batch_size": 32, "eval_steps": 1}

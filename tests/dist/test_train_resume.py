@@ -1,4 +1,4 @@
-"""Stopped training programs go on with the same bits, also after a kill in the middle of a save."""
+"""Stopped training programs resume with bitwise equal results, even after a kill during a save."""
 
 import os
 import resource
@@ -67,7 +67,7 @@ def through(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
 
 
 def through_without_fingerprint(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
-    """Train as before checkpoints said what the log was."""
+    """Train as before checkpoints described the log."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "RunSettings", lambda config, run, *_: RunSettings(config, run))
         return train(config)
@@ -78,7 +78,7 @@ def refusal_to_go_on(rank: int, world_size: int, config: TrainConfig) -> str:
 
 
 def on_from(rank: int, world_size: int, config: TrainConfig) -> tuple[TrainResult, dict[str, int]]:
-    """Return the result of a program that goes on, and the steps at which its runs did."""
+    """Return a resumed program's result, and the steps from which its runs resumed."""
     watcher = Mock(TrainWatcher)
     result = train(config, [watcher], resume="auto")
     calls = [call.args for call in watcher.run_resumed.call_args_list]
@@ -94,7 +94,7 @@ def forget(folder: Path, *, after: int) -> int:
 
 
 def what_counts(run: RunResult) -> tuple[Any, ...]:
-    """Everything of a run that a stop must not change."""
+    """Return all of a run's results that a stop must not change."""
     curve = [(point.step, (point.losses, point.click_rate), point.table_lr) for point in run.curve]
     return run.losses, run.evaluations, curve, run.train_loss, run.ending
 
@@ -102,7 +102,7 @@ def what_counts(run: RunResult) -> tuple[Any, ...]:
 def check_same(first: TrainResult, other: TrainResult) -> None:
     for run, expected in zip(other.runs, first.runs, strict=True):
         assert what_counts(run) == what_counts(expected), run.name
-        # A best checkpoint has those of the save before it.
+        # A best checkpoint has the previous save's ones.
         assert bytes_of(run) == pytest.approx(bytes_of(expected), rel=0.01), run.name
         assert len(run.losses) == LOOP["steps"]
 
@@ -111,7 +111,7 @@ def check_same(first: TrainResult, other: TrainResult) -> None:
 def test_stopped_runs_go_on_with_the_same_bits(
     ranks2: RankPool, tmp_path: Path, is_cut: bool
 ) -> None:
-    """Evaluations at the end are those of the weights at the end, in float64."""
+    """Final evaluations also match the final weights, in float64."""
     whole = config_in(tmp_path)
     if is_cut:
         chosen = {name: RUNS[name] for name in RUNS if name not in ("prefetch", "averaged")}
@@ -197,7 +197,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(ranks2: RankPool, tmp_path: Pat
     assert not (folder / "8" / ".metadata").exists()
 
     for (result, resumed), first in zip(ranks2.run(on_from, config), expected, strict=True):
-        # The evaluation of step 5 was the best so far, and saved.
+        # Step 5's evaluation was the best so far, and saved.
         assert resumed == {"plain": 5}
         check_same(first, result)
 
@@ -220,7 +220,7 @@ def test_other_meshes_and_worlds_go_on_within_rounding(
 
 
 def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    """Return what is said of runs that can't go on from a folder."""
+    """Return the errors for runs that can't resume from a folder."""
     runs, older = {"plain": {}}, folder / "plain/last/4"
     cases: dict[str, tuple[TrainConfig, Resume]] = {
         "never": (config_in(folder, runs=runs), None),
@@ -290,7 +290,7 @@ def test_a_checkpoint_that_another_run_has_saved_is_not_taken_for_this_ones(
 def without_evaluation(
     rank: int, world_size: int, config: TrainConfig, log: TrainConfig
 ) -> tuple[str, str, Path | None]:
-    """Return the errors of runs whose last evaluation can't be, and what the first run leaves."""
+    """Return the errors for runs without a last evaluation, and the first one's checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "evaluated", Mock(side_effect=InputError("no such row")))
         failed = refusal(rank, world_size, config)
@@ -388,7 +388,7 @@ def fill(file: Path) -> None:
 def saved(
     rank: int, world_size: int, config: TrainConfig
 ) -> tuple[str, tuple[float, ...], Path | None]:
-    """Return error of a run that goes on if it can, its losses, and what there is to go on from."""
+    """Return the error and losses of a run that resumes if it can, and its newest checkpoint."""
     text, losses = "", ()
     try:
         losses = train(config, resume="auto").runs[0].losses
@@ -435,7 +435,7 @@ def writing_out(folder: Path) -> TrainConfig:
 
 
 class FillsUp(TrainWatcher):
-    """Lets no file of this process grow after a step."""
+    """Prevents this process's files from growing after a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint gives the losses of one that never stopped, bit for bit."""
+"""A run resumed from a checkpoint has bitwise the losses of one that never stopped."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -56,9 +56,9 @@ def test_runs_go_on_with_the_same_bits(ranks4: RankPool, tmp_path: Path, dealt: 
 def test_runs_go_on_from_their_first_steps(ranks4: RankPool, tmp_path: Path) -> None:
     """In which DDP adds gradients in another order than later."""
     check_variants(ranks4, tmp_path, [1, 2, 3], 5, ["gradient"])
-    # DDP's buckets change once more three steps after the last save, and PowerSGD draws anew.
+    # DDP's buckets change once more three steps after the last save, and PowerSGD draws again.
     check_variants(ranks4, tmp_path, [1, 2, 3, 4, 5], 9, ["powersgd"])
-    # PowerSGD keeps residuals of buckets that DDP has only just arranged.
+    # PowerSGD keeps residuals for buckets that DDP has only just arranged.
     check_variants(ranks4, tmp_path, [3], 6, ["powersgd at once"])
     # A resumed run's first step has several buckets, each of which torch calls the first.
     check_variants(ranks4, tmp_path / "arranged", [5], 7, ["thresholded", "delayed", "powersgd"])
@@ -70,7 +70,7 @@ def test_runs_go_on_from_any_step(ranks4: RankPool, tmp_path: Path) -> None:
 
 
 def differences_without(rank: int, world_size: int, folder: Path) -> list[str]:
-    """Return what a run differs in that loads no train state, and one without saves."""
+    """Compare runs without a train state and without saves; return the first one's differences."""
     variant = replace(VARIANTS["every 3"], draws=False)
     through, alone, other = Run(variant), Run(variant), Run(variant)
     for step in range(1, 5):
@@ -91,7 +91,7 @@ def differences_without(rank: int, world_size: int, folder: Path) -> list[str]:
 
 @pytest.mark.dealt_file
 def test_the_comparison_sees_what_a_train_state_restores(ranks4: RankPool, tmp_path: Path) -> None:
-    """And that a save averages replicas, which a run without saves doesn't do."""
+    """It also sees that a save averages replicas, which a run without saves doesn't do."""
     for different in ranks4.run(differences_without, tmp_path):
         for part in ("ebc.", "tower.", "counter ", "sum of losses", "learning rates", "sync step"):
             assert any(key.startswith(part) for key in different), (part, different)
@@ -108,7 +108,7 @@ def shared_state(run: Run) -> dict[str, Any]:
 
 
 def save_four(rank: int, world_size: int, folder: Path, is_losses_equal: bool) -> dict[str, Any]:
-    """Return a checkpoint of four ranks, and what they had counted together."""
+    """Save four ranks' run; return the state that they share."""
     run = Run(Variant(Cell(TWO, hot_rows=HOT_ROWS, sync=tdsp.WeightSync(policy=tdsp.every(3))), 2))
     for _ in range(4):
         run.step()
@@ -157,7 +157,7 @@ def test_what_was_another_on_each_rank_is_refused_elsewhere(
 
 
 def synced_steps(rank: int, world_size: int, start: int) -> list[int]:
-    """Return the steps at which a model syncs whose policy goes on at one."""
+    """Return the sync steps of a model whose policy resumes at ``start``."""
     cell = Cell(tdsp.Mesh2D(2, 1), sync=tdsp.WeightSync(policy=tdsp.every(3)))
     model: Any = shard(cell)
     optimizer = make_optimizer(model)
@@ -231,7 +231,7 @@ def test_iterations_learning_rates_and_random_numbers_come_back(
 
 
 def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    """Return the errors of saves and loads that can't be done."""
+    """Return the errors for impossible saves and loads."""
     cell = Cell(ONE)
     model = shard(cell)
     optimizer = make_optimizer(model)
@@ -324,7 +324,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_changes(
 
 
 def optimizer_of(model: Any, kind: str) -> Any:
-    """Join the tables' optimizer with one of a kind for the dense part."""
+    """Combine the tables' optimizer with a dense one of this kind."""
     params = dict(in_backward_optimizer_filter(model.named_parameters()))
 
     def keyed(make: Callable[[Any], torch.optim.Optimizer]) -> KeyedOptimizerWrapper:
@@ -349,7 +349,7 @@ def optimizer_of(model: Any, kind: str) -> Any:
 def rates_after_a_load(
     rank: int, world_size: int, folder: Path, saved: str, loaded: str
 ) -> list[float]:
-    """Save with changed learning rates, and return those of another model after a load."""
+    """Save changed learning rates; return another model's rates after a load."""
     states = []
     for kind in (saved, loaded):
         wrapper = tdsp.LocalDense() if kind == "local" else None
@@ -373,7 +373,7 @@ def test_an_optimizer_with_two_groups_of_a_parameter_gets_back_both(
 
 
 def travel(rank: int, world_size: int, folder: Path, cells: tuple[Cell, Cell]) -> list[float]:
-    """Save other hyper-parameters in one cell, and return those in another after a load."""
+    """Save changed hyper-parameters in one cell; return another cell's after a load."""
     saved, loaded = (cast(tdsp.ModelParallel2D, shard(cell)) for cell in cells)
     saved.fused_optimizer.update_hyper_parameters({"lr": 0.0625, "eps": 0.125})
     tdsp.save_checkpoint(folder, saved, train_state=tdsp.TrainState(saved))
@@ -384,7 +384,7 @@ def travel(rank: int, world_size: int, folder: Path, cells: tuple[Cell, Cell]) -
 
 
 def test_tables_may_have_another_class_of_fused_optimizer(ranks2: RankPool, tmp_path: Path) -> None:
-    """Use data-parallel tables, which have one."""
+    """Data-parallel tables have another class."""
     mesh = tdsp.Mesh2D(1, 2)
     cells = (Cell(mesh, "row_wise"), Cell(mesh, "data_parallel"))
     for rates in ranks2.run(travel, tmp_path, cells):

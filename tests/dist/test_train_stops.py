@@ -1,4 +1,4 @@
-"""A rank that is stopped by SIGSTOP is named by all others, soon after the deadline is over."""
+"""All other ranks name a rank that SIGSTOP has stopped, soon after the deadline."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training with tables in 16 bits, and with the dense part in bf16, as the plain model does."""
+"""Training with 16-bit tables, and with a bf16 dense part, matches the plain model."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ Tables = list[torch.Tensor]
 
 
 class RoundedRun(PlainRun):
-    """The plain model, whose tables have only numbers of a 16-bit type after each step."""
+    """The plain model, whose tables are rounded to a 16-bit type after each step."""
 
     def __init__(self, config: TrainConfig, seed: int | None) -> None:
         # TorchRec's unsharded collections would draw tables in bf16 as fp16.
@@ -105,7 +105,7 @@ def with_tables(table_dtype: str, seed: int | None, folder: Path) -> TrainConfig
 
 
 def saved_tables(config: TrainConfig, run: str) -> list[torch.Tensor]:
-    """Return a run's tables as an export of its checkpoint has them."""
+    """Return a run's tables as exported from its checkpoint."""
     path = Path(config.checkpoint.folder) / run / "last" / str(config.loop.steps)
     model = trained_model(ExportSource(config, run, path), config.data.dataset())
     return [weight for name, weight in model.named_parameters() if "embedding_bags" in name]
@@ -114,7 +114,7 @@ def saved_tables(config: TrainConfig, run: str) -> list[torch.Tensor]:
 def trained_beside_rounded(
     rank: int, world_size: int, config: TrainConfig, seed: int | None
 ) -> tuple[dict[str, tuple[Losses, Tables]], tuple[Losses, Tables]]:
-    """Return the losses and tables of the program's runs, and those of the plain model."""
+    """Return the losses and tables of the program's runs, and the plain model's."""
     plain = RoundedRun(config, seed)
     expected = (plain.train(), plain.held_out()[0]), plain.rounded_tables()
     runs = {run.name: losses_of(run) for run in train(config).runs}
@@ -135,7 +135,7 @@ def test_tables_in_16_bits_train_as_the_plain_model(
         for losses, run_tables in trained.values():
             assert_close(losses, expected, ROUNDING)
             assert {table.dtype for table in run_tables} == {EXPORTED[table_dtype]}
-            # The last digit of a gradient's sum may choose another neighbour.
+            # A gradient sum's last digit may choose another neighbour.
             equal = torch.cat(run_tables).float() == ends[-1]
             assert equal.float().mean() > 0.998
     # Roundings differ, so that the comparison can fail.
@@ -144,7 +144,7 @@ def test_tables_in_16_bits_train_as_the_plain_model(
 
 
 def in_8_bits(rank: int, world_size: int) -> list[tuple[float, ...]]:
-    """Return the losses with rows in 8 bits that are rounded to the nearest, and at random."""
+    """Return the losses with 8-bit rows, rounded to nearest and stochastically."""
     runs, losses = {"rows": ROWS | {"stored_as": "int8"}}, []
     for at_random in (False, True):
         optimizer = {"lr": 0.05, "stochastic_rounding": at_random}
@@ -159,7 +159,7 @@ def test_rows_in_8_bits_round_at_random_where_the_config_says_so(ranks2: RankPoo
 
 
 def autocast_beside_plain(rank: int, world_size: int) -> tuple[dict[str, Losses], Losses]:
-    """Return the losses of the program's runs, and those of the plain model."""
+    """Return the losses of the program's runs, and the plain model's."""
     kinds = {
         "sharded": {"kind": "fully_sharded"},
         "whole": {"kind": "thresholded", "density": 1.0, "values": "fp32"},
@@ -178,7 +178,7 @@ def test_the_dense_part_trains_in_bf16_as_the_plain_model_with_autocast(ranks2: 
     in_fp32 = runs.pop("fp32")
     assert len(runs) == 5
     for losses in runs.values():
-        # A difference in a float32's last bit may change the nearest bf16, by 2^-9 of a number.
+        # A difference in a float32's last bit may change the nearest bf16 by 2^-9, relatively.
         assert_close(losses, expected, 2e-5)
     assert gap(in_fp32, expected) > 2e-4
 

@@ -1,4 +1,4 @@
-"""Replicas whose gradients or changes travel in fewer bits."""
+"""Replicas that exchange gradients or changes in fewer bits."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def weights_of(state: Tensors) -> Tensors:
 
 
 def check(ranks4: RankPool, cell: Cell, exact: Cell, transport: tdsp.Transport) -> None:
-    """Replicas are equal bit for bit, near the exact ones, and less was sent."""
+    """Check that replicas are bitwise equal, near the exact ones, and that less was sent."""
     short, full = ranks4.run(train, cell), ranks4.run(train, exact)
     for rank, (states, _) in enumerate(short):
         first = cell.mesh.replica_peers(rank)[0]

@@ -32,7 +32,7 @@ STEPS = 3
 
 
 def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
-    """Return the bytes of a step with such a batch, and with the same batch written out."""
+    """Return a step's bytes with a variable batch, and with the same batch written out."""
     batch = make_variable_batch(cell.spec, 1 + rank, 40, plain_every=0)
     sent = []
     for features in (batch, written_out(batch)):
@@ -75,12 +75,12 @@ def trained_twice(rank: int, world_size: int) -> float:
 
 
 def test_the_order_of_inverse_indices_may_change(ranks4: RankPool) -> None:
-    """TorchRec remembers that of the first batch."""
+    """TorchRec remembers the first batch's order."""
     assert max(ranks4.run(trained_twice)) <= KERNEL_ROUNDING
 
 
 def shared_in_one_size(rank: int, world_size: int, cell: Cell) -> float:
-    """Return the gap to the unsharded module of a batch with inverse_indices and one batch size."""
+    """Return the gap to the unsharded module for a batch with shared bags and one batch size."""
     parallel, model = shard(cell), build(cell.spec, seed=0)
     batch = make_batch(cell.spec, rank)
     names = batch.keys()[::-1]
@@ -103,12 +103,12 @@ def shared_in_one_size(rank: int, world_size: int, cell: Cell) -> float:
     ids=str,
 )
 def test_bags_of_one_size_are_shared_as_unsharded(ranks4: RankPool, cell: Cell) -> None:
-    """Sequences and bags with position weights aren't, in TorchRec."""
+    """In TorchRec, sequences and bags with position weights aren't shared."""
     assert max(ranks4.run(shared_in_one_size, cell)) <= KERNEL_ROUNDING
 
 
 def with_a_bad_id(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the batch with an id that no row has appended to each bag for f1."""
+    """Return the batch with an out-of-range id appended to each bag for f1."""
     sizes = batch.stride_per_key()
     start = sum(sizes[: batch.keys().index("f1")])
     in_f1 = torch.zeros(sum(sizes), dtype=torch.int64)
@@ -148,7 +148,7 @@ def without_a_feature(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def refused(rank: int, world_size: int, cell: Cell, spoil: Spoil) -> tuple[str, float]:
-    """Return this rank's error for a batch that only rank 2 has wrong, and the model's change."""
+    """Return this rank's error for a batch that is wrong only on rank 2, and the model's change."""
     parallel = shard_loss_model(cell)
     start = snapshot(parallel)
     good = make_variable_batch(cell.spec, 1 + rank, plain_every=0)

@@ -1,4 +1,4 @@
-"""A step waits for a GPU a few times, and gives it as many operators for any number of tables."""
+"""A step waits for a GPU a few times, with a fixed operator count for any number of tables."""
 
 import sys
 from collections import Counter
@@ -35,9 +35,9 @@ BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 @contextmanager
 def count_waits() -> Iterator[Counter[str]]:
-    """Count by file and line where the package asks for numbers or sizes that a device knows.
+    """Count by file and line where the package reads numbers or sizes from a device.
 
-    Copies from Python lists count, too. Numbers that are on the CPU anyway aren't told apart.
+    Copies from Python lists count, too. Numbers that are on the CPU anyway also count.
     """
     mode, to_list, to_cpu = _Operations(), torch.Tensor.tolist, torch.Tensor.cpu
 
@@ -55,9 +55,9 @@ def count_waits() -> Iterator[Counter[str]]:
 
 @contextmanager
 def count_operators() -> Iterator[Counter[str]]:
-    """Count by file and line the operators that the package calls; views compute nothing.
+    """Count the package's operator calls by file and line; views compute nothing.
 
-    Those of FBGEMM, TorchRec and autograd aren't counted.
+    Calls in FBGEMM, TorchRec and autograd aren't counted.
     """
     mode = _Operators()
     with mode:
@@ -76,7 +76,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _place(*, but: tuple[str, ...]) -> list[str]:
-    """Return the package's line that runs, in a list; none if it runs what isn't ours."""
+    """Return the package's running line in a list, or an empty list if other code runs."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not any(part in frame.f_code.co_filename for part in but):
         path = Path(frame.f_code.co_filename)

@@ -1,4 +1,4 @@
-"""Ranks whose collectives wait forever, as NCCL's do, end with the error that names the rank."""
+"""Ranks whose collectives wait forever, as with NCCL, end with an error that names the rank."""
 
 import os
 import re
@@ -31,7 +31,7 @@ Answer = tuple[str, tuple[int, ...], bool]
 
 
 def in_context(rank: int, world_size: int, work: Callable[..., None], silent_s: float) -> Answer:
-    """Do work that waits as for NCCL, until collectives are aborted."""
+    """Run work that waits as with NCCL, until collectives are aborted."""
     aborted = threading.Event()
     error: BaseException | None = None
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,7 @@ def answers_of(work: Callable[..., None], silent_s: float = 2.0) -> list[Answer]
 
 
 def wait_as_nccl(aborted: threading.Event) -> None:
-    """Wait until a kernel is aborted; the next call says so."""
+    """Wait until a kernel is aborted; the next call raises."""
     assert aborted.wait(patient(60))
     raise RuntimeError("NCCL communicator was aborted on rank 0.")
 
@@ -69,7 +69,7 @@ def one_raises(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
 
 
 def one_raises_and_nobody_looks(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
-    """Let no further call fail: an aborted kernel only leaves any numbers behind."""
+    """Make no further call that could fail: an aborted kernel only leaves arbitrary numbers."""
     with suppress(RuntimeError):
         one_raises(rank, board, aborted)
 
@@ -150,7 +150,7 @@ def test_the_end_of_a_process_is_seen_unless_it_has_left() -> None:
 
 
 def ask_at_once(rank: int, world_size: int) -> list[Standing]:
-    """Ask the others, with no thread that answers; rank 1 doesn't even ask."""
+    """Ask the others, without a thread that answers; rank 1 doesn't even ask."""
     board = NoticeBoard(world_group())
     dist.barrier()
     board._is_closing.set()
@@ -172,7 +172,7 @@ def all_compute(rank: int, board: NoticeBoard, aborted: threading.Event) -> None
 
 
 def one_leaves(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
-    """Nobody waits for others outside of the contexts, so nobody is missed there."""
+    """Leave on rank 1: outside the contexts nobody waits for others or misses them."""
     board.wait_for_others(-1)
     if rank == 1:
         board._is_closing.set()
@@ -181,7 +181,7 @@ def one_leaves(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
 
 
 def all_have_left(rank: int, board: NoticeBoard, aborted: threading.Event) -> None:
-    """Ranks that answer are well, though one is missed."""
+    """Leave on all ranks, pretend that one is missing, and check that nothing is aborted."""
     board.leave_loop()
     dist.barrier()
     cast(Any, board._watch).misses_a_rank = lambda: True
@@ -205,7 +205,7 @@ def has_watch(rank: int, world_size: int) -> bool:
 
 
 class FakeBackend:
-    """Ends its abort when all groups' have begun, as NCCL's does; then says so."""
+    """Finishes its abort once all groups' aborts have begun, like NCCL; then records it."""
 
     def __init__(self, all_begun: threading.Barrier, aborted: list[str], name: str) -> None:
         self._all_begun, self._aborted, self._name = all_begun, aborted, name

@@ -1,4 +1,4 @@
-"""Averaging what changed: the same as averaging everything, and nothing else is written."""
+"""Averaging only changed rows equals averaging everything, and writes nothing else."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ LARGE = ModelSpec(
         TableSpec("t2", 1320, 8, ("f3",)),
     )
 )
-"""Few of its rows are in a batch. Of the default model most are, so that whole shards travel."""
+"""A batch has few of its rows. It has most of the default model's, so whole shards travel."""
 
 WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
 TOUCHED = tdsp.WeightSync(dense_above=0.5)
@@ -50,7 +50,7 @@ def ranks3() -> Iterator[RankPool]:
 
 
 def touched_and_whole(rank: int, world_size: int, cell: Cell) -> float:
-    """Return the distance between the two ways after some steps."""
+    """Return the distance between averaging touched rows and whole shards after some steps."""
     stream = make_stream(cell, 4)
     assert isinstance(cell.sync, tdsp.WeightSync)
     whole = replace(cell, sync=replace(cell.sync, rows=tdsp.SyncedRows.ALL, dense_above=None))
@@ -98,7 +98,7 @@ def test_more_replicas_get_it_up_to_the_order_of_additions(ranks4: RankPool) -> 
 
 @dataclass(frozen=True)
 class Apart:
-    """One replica's view."""
+    """One replica's results."""
 
     start: Tensors
     end: Tensors
@@ -153,7 +153,7 @@ def test_nor_are_they_when_whole_shards_are_averaged(ranks3: RankPool) -> None:
 
 
 def raw(parallel: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return all values of a kind on this rank, read behind the sync point's back."""
+    """Return all values with this name on this rank, without triggering a sync."""
     return torch.cat([shard.tensors[name].reshape(-1) for shard in shards_of(parallel)]).clone()
 
 
@@ -258,7 +258,7 @@ def test_the_share_decides_what_is_written(
 
 
 def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str, float]:
-    """Step after rank 1 got a bad weight; return its error and the rows that the sync wrote."""
+    """Step after rank 1 got a bad weight; return the error and the rows that the sync wrote."""
     parallel, (batches,) = shard(cell), make_stream(cell, 1)
     local_loss(parallel(batches[rank])).backward()
     (tensor,) = [shard.tensors["weight"] for shard in shards_of(parallel) if shard.table == "t1"]
@@ -287,13 +287,13 @@ def test_a_bad_value_stops_all_peers_before_anything_is_written(
 
 
 def whole_in_chunks(rank: int, world_size: int, chunk_bytes: int) -> tuple[Tensors, set[str]]:
-    """Average whole shards; return the result, and the collectives behind it."""
+    """Average whole shards; return the result, and the collectives used."""
     cell = Cell(tdsp.Mesh2D(2, 2), spec=LARGE, sync=WHOLE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_shard, "_CHUNK_BYTES", chunk_bytes)
         with count_collectives() as seen:
             trained = train(cell, rank, make_stream(cell, 2))
-    # Each rank has half of the rows of each table, and their moments.
+    # Each rank has half of each table's rows, and their moments.
     large = {4 * 800 * 8, 4 * 480 * 16, 4 * 660 * 8}
     reduced = [entry for entry in seen.records if entry.op.startswith("all_reduce")]
     return trained, {

@@ -37,7 +37,7 @@ BY_OWNER = ("row_wise", *_BY_HOST)
 
 @dataclass(frozen=True)
 class TableWire:
-    """How a table's numbers travel: transport, exchange width and number of hops."""
+    """A table's transport settings: encoding, exchange width and number of hops."""
 
     table: TableCase
     is_bags: bool

@@ -54,7 +54,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class RankReport:
-    """How a rank ended, and its results if it returned."""
+    """A rank's ending, and its results if it returned."""
 
     outcome: str
     """``"returned"``, ``"raised"``, ``"died"`` or ``"hung"``."""

@@ -45,7 +45,7 @@ _LIMIT_S = 120.0 if on_gpus() else 45.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """A rank's ending."""
 
     rank: int
     exit_code: int | None
@@ -59,7 +59,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How all ranks ended in a case."""
+    """All ranks' endings in a case."""
 
     case: Case
     ends: list[Ended]

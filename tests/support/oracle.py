@@ -17,7 +17,7 @@ from tests.support.models import Model, ModelSpec, build, make_batch, tables_of
 
 @torch.no_grad()
 def sgd_(weight: torch.Tensor, grad: torch.Tensor, *, lr: float) -> None:
-    """``w <- w - lr * g``."""
+    """Apply ``w <- w - lr * g``."""
     weight -= lr * grad
 
 
@@ -31,7 +31,7 @@ def row_wise_adagrad_(
     eps: float = 1e-8,
     moment_scale: float = 1.0,
 ) -> None:
-    """``v <- v + mean(g^2)``, ``w <- w - lr * g / (sqrt(v / c) + eps)``, one v per row."""
+    """Apply ``v <- v + mean(g^2)``, ``w <- w - lr * g / (sqrt(v / c) + eps)``, one v per row."""
     moment += grad.pow(2).mean(dim=1)
     weight -= lr * grad / ((moment / moment_scale).sqrt() + eps)[:, None]
 
@@ -45,7 +45,7 @@ def adagrad_(
     lr: float,
     eps: float = 1e-8,
 ) -> None:
-    """``v <- v + g^2``, ``w <- w - lr * g / (sqrt(v) + eps)``, one v per element."""
+    """Apply ``v <- v + g^2``, ``w <- w - lr * g / (sqrt(v) + eps)``, one v per element."""
     moment += grad.pow(2)
     weight -= lr * grad / (moment.sqrt() + eps)
 

@@ -43,7 +43,7 @@ class Counts(NamedTuple):
     lagging: int = 0
     """Gradients that left after the next batch's rows had come."""
     told: int = 0
-    """Rows of which this rank told as an owner in which half they are."""
+    """Rows for which this rank, as their owner, reported in which half they are."""
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def test_memory_rules_ways_out_and_says_so() -> None:
 
 
 def test_shares_are_proposed_where_copies_do_not_fit() -> None:
-    """Where few activations are kept for the backward, the weights decide."""
+    """The weights decide where few activations are kept for the backward."""
     work = replace(WORK, layers=(replace(BLOCK, kept_bytes=1.0),) * 8)
 
     def fitting(kind: DenseKind, memory_bytes: float) -> list[DensePlan]:

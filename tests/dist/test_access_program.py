@@ -176,7 +176,7 @@ TWO_HOSTS = {
     "scale": (ANN, ANN, ANN.replace("3", "9"), r"scale of number: mean 2.25, std "),
     "sequences": (LONG, LONG.replace("i1", "i9", 1), "", "sequences of users: "),
 }
-"""Each host's log, the log from which the second one kept what it had prepared, and the error."""
+"""Each host's log, the log whose prepared files the second host kept, and the error."""
 
 
 @pytest.mark.parametrize("case", TWO_HOSTS)

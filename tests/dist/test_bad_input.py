@@ -141,7 +141,7 @@ FP16 = ModelSpec(data_type=DataType.FP16)
 AT_RANDOM = {"stochastic_rounding": True}
 WITH_HOT_ROWS = Cell(ONE, hot_rows=(("t0", (0, 1)),))
 Case = tuple[str, Callable[[int], object]]
-"""A part of the error's text, and what a rank does."""
+"""A part of the error's text, and the rank's action."""
 
 CONFIG_ERRORS: dict[str, Case] = {
     "a stock plan": (

@@ -6,7 +6,7 @@ from tests.support.memory import CASES, measured
 
 FEW = ("exact, few samples", "rows prefetched")
 TOLERANCE = 0.15
-"""A tenth is what it was when it was measured; the allocator has moods."""
+"""The gap was a tenth when it was measured; the allocator's overhead varies."""
 
 
 def check(name: str) -> None:

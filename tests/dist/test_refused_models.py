@@ -147,7 +147,7 @@ CARRIED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "parametrized": (lambda _, bag: spectral_norm(bag), "table 't0' has a parametrization, wh"),
 }
-"""Changes of a collection and its first table, and who has what by the error."""
+"""Changes to a collection and its first table, and the owner and setting that the error names."""
 
 
 def carrying(change: Callable[[Any, Any], Any]) -> nn.Module:

@@ -22,7 +22,7 @@ STEP_ROUNDING = {
     tdsp.Transport.INT8: 0.51 / 127,
     tdsp.Transport.INT4: 0.51 / 7,
 }
-"""Of a rounding to nearest, relative to the number, or of integers to a row's largest one."""
+"""Errors from rounding to nearest, relative to the number, or for integers to the row's largest."""
 NUM_STEPS = 4
 
 

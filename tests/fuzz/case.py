@@ -113,7 +113,7 @@ class TableCase(Strict):
     """The field before that is a constraint where the plan is searched: ``"sharding"``,
     ``"exchange"``, ``"transport"``, ``"hot"`` or ``"once"``."""
     chosen_hot: tuple[int, ...] = ()
-    """The hot rows of a searched plan, or those of ``"some"`` that must be these."""
+    """A searched plan's hot rows, or the ones that ``"some"`` must have."""
     chosen_blocks: int = 0
     """The column shards of a searched plan."""
 
@@ -227,7 +227,7 @@ class SearchCase(Strict):
     has_mesh: bool = False
     """True if the case's mesh is demanded."""
     access: str = "none"
-    """The lookups that were counted: ``"none"``, those of the ``"first"`` module, or ``"all"``."""
+    """The counted lookups: ``"none"``, the ``"first"`` module's, or ``"all"``."""
     batch_size: int = 8
     """Samples per rank and step, as the search is told."""
     keeps_weights: bool = False
@@ -264,7 +264,7 @@ class Case(Strict):
     form: str = "plain"
     """The form of the batch's tensors in memory, one of `tests.fuzz.model.FORMS`."""
     built_anew: bool = False
-    """True if a batch builds its features anew at each access."""
+    """True if a batch rebuilds its features at each access."""
     stray_weights: bool = False
     """True if batches carry weights for modules that aren't weighted, which must ignore them."""
     zero_grad: str = "before"

@@ -24,7 +24,7 @@ class NetPass:
     """A forward's inputs and outputs."""
 
     inputs: list[torch.Tensor]
-    """Each layer's input; the first is what was looked up."""
+    """Each layer's input; the first has the looked up vectors."""
     scores: torch.Tensor
     uses_shortcut: bool
 

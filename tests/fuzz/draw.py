@@ -24,7 +24,7 @@ from tests.fuzz.state import ADAMS
 from tests.support.devices import on_gpus
 
 MESHES = ((1, 2), (2, 1), (1, 4), (1, 4), (2, 2), (2, 2), (4, 1))
-"""Groups and ranks of a group; what stands twice is drawn twice as often."""
+"""Groups and ranks per group; repeated entries are drawn more often."""
 
 CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "layout": ("strided", "contiguous"),
@@ -316,7 +316,7 @@ def _settled_sync(case: Case) -> SyncCase:
 
 
 _ONLY_OVER_TABLES = ("fully_sharded", "tensor_parallel", "pipelined", "local")
-"""Kinds of dense parts that refuse what a sharded module trains beside its tables."""
+"""Dense kinds that refuse parameters which a sharded module trains beside its tables."""
 
 
 def _settled_dense(dense: DenseCase, case: Case) -> DenseCase:

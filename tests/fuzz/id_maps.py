@@ -42,8 +42,8 @@ class IdMaps:
         self._distributed = distributions(case, self._actions)
         self._maps = self._fresh()
         self._waiting: dict[int, tuple[Maps, list[Evicted]]] = {}
-        """Training batches that were distributed and not looked up, by action: the maps before, and
-        what they evict."""
+        """Training batches distributed but not looked up, by action: the maps before, and the rows
+        that they evict."""
         self._mapped: dict[int, list[LocalBatch]] = {}
         self._hot: dict[int, HotRows] = {}
         """The hot rows of each action's batch: of hot ids, when it was distributed."""

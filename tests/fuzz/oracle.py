@@ -43,13 +43,13 @@ class TableWire:
     is_bags: bool
     transport: tdsp.Transport
     width: int
-    """How many numbers share a scale."""
+    """The number of numbers that share a scale."""
     num_ranks: int
-    """Among how many ranks numbers travel."""
+    """The number of ranks among which numbers travel."""
     num_owners: int
-    """Among how many ranks a column's rows are dealt."""
+    """The number of ranks to which a column's rows are dealt."""
     num_hosts: int
-    """Between how many hosts bags travel once more."""
+    """The number of hosts between which bags travel once more."""
     noise: Noise
 
     @classmethod

@@ -66,4 +66,4 @@ class RankReport:
     message: str = ""
     """The error's message, or the way the process ended."""
     trace: str = ""
-    """A traceback, or the end of what the process wrote."""
+    """A traceback, or the end of the process's output."""

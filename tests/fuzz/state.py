@@ -145,7 +145,7 @@ class Noise:
 
 
 SIGNS = ((1, 1), (-1, 1), (1, -1))
-"""Those that are tried."""
+"""The sign patterns that are tried."""
 
 
 ROW_WISE = ("rowwise_adagrad", "moment_scaled")

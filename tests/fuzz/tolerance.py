@@ -26,8 +26,8 @@ worst, everywhere, which no run is."""
 BLURRED = {"fp32": 2e-4, "half": 0.02, "integers": 0.2}
 """Tolerances from which on a case says little: its rounding errors grow too fast."""
 _NUDGE = 1e-6
-"""The share of its row's largest number by which one may be off before it is rounded: what is half
-way between two may become either."""
+"""The share of its row's largest number by which a number may be off before it is rounded: halfway
+between two values it may become either."""
 _KINDS = ("scores", "losses", "weights", "moments", "dense", "left_out")
 Applied = Mapping[int, torch.Tensor]
 

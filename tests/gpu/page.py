@@ -22,7 +22,7 @@ The queue hasn't run on a GPU yet. What follows was tried by hand.
 """
 
 _BY_HAND = "## Tried by hand"
-"""The heading of what was written by hand, which is kept."""
+"""The heading of the handwritten part, which is kept."""
 
 
 def page(results: Sequence[Result], by_hand: str) -> str:

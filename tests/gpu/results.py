@@ -12,7 +12,7 @@ TESTED = ("torchrec_2dsp", "configs", "tests/dist", "tests/fuzz", "tests/support
 """The folders of which results speak."""
 
 NUMBERS_FILE = "GPU_QUEUE_NUMBERS"
-"""The variable with the name of the file for what a job measures, a dict as JSON."""
+"""The variable that names the file for a job's measurements, a dict as JSON."""
 
 PASSED, FAILED, TIMED_OUT, CRASHED, STOPPED = (
     "passed",

@@ -44,7 +44,7 @@ class Outcome:
 
     damage: str
     result: str
-    """``refused``, ``right``, ``unknown`` where nothing could tell, or what went wrong."""
+    """``refused``, ``right``, ``unknown`` where damage is undetectable, or the kind of failure."""
     text: str
     """The error's."""
 

@@ -140,7 +140,7 @@ class Compared:
     maps_are_equal: bool
     """True if the unsharded module's map ends as the twin's."""
     num_evicted: int
-    """How many rows the map has given to other ids."""
+    """The number of rows that the map has given to other ids."""
 
 
 def compare(stream: Stream, folder: Path, timeout_s: float) -> Compared:

@@ -61,7 +61,7 @@ class Fault:
     """`RAISES`, `KILLED`, `STOPPED`, `ENDS` (out of batches), `DIFFERS` (another config), `NAN`,
     `SKIPS` (no backward comes to the tables), `ALONE` (a call that all ranks should make)."""
     moment: str
-    """When, or what the rank does alone, or next: out of batches, or without a backward."""
+    """The moment, or the rank's action alone, or next: out of batches, or without a backward."""
     in_context: bool = True
     """True if the loop stands in `failing_together`."""
 

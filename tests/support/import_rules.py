@@ -19,7 +19,7 @@ def _parsed_text(text: str) -> ast.Module:
 
 
 PROGRAMS = "programs"
-"""The wing of what is run from the command line; the rest of the package is the library."""
+"""The package of command line programs; the rest is the library."""
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_version", "errors"}),
@@ -62,7 +62,7 @@ PUBLIC_FBGEMM = (
 )
 DRAWING = ("matplotlib", "plotly", "rich")
 DRAWING_ROOMS = ("report", f"{PROGRAMS}.cli")
-"""The rooms that draw, on files and pages and on a terminal; others say what there is to see."""
+"""The rooms that draw, to files, pages and terminals; others only provide the content."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,6 @@ from tests.support import loops as loops, models as models, oracle as oracle, pa
 from torchrec_2dsp.programs.cli import app as app
 
 LOADED = (checkpoint, model_parallel, train_pipeline)
-"""Modules that are needed, but not named by those of this project."""
+"""Modules that are needed, but not imported by name in this project."""
 PUBLIC = [getattr(tdsp, name) for name in tdsp.__all__]
 """Public names are loaded when they are first used: now."""

@@ -73,7 +73,7 @@ class Arrival:
     different: tuple[str, ...]
     """Tensors that differ in any bit after the load."""
     equal_before: tuple[str, ...]
-    """Those that were equal before the load already, so that it proves nothing."""
+    """Tensors that were equal even before the load, so that it proves nothing."""
     source_gap: float
     """Distance of the saving side's tables and moments from the oracle, after more steps."""
     target_gap: float

@@ -32,9 +32,9 @@ FALLING = 0.45 + 0.25 * np.exp(-np.arange(NUM_STEPS) / 20)
 """The losses of a reference that learns."""
 SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], NUM_STEPS)
 ROUNDING = SIGNS * np.minimum(1e-8 * 1.4 ** np.arange(NUM_STEPS), 2e-3)
-"""Differences of the eighth digit, which grow in each step until they are those of other weights
-that are as good; measured on a model of ten multi-hot features: 2e-4 after 40 steps, 1.4e-3 after
-130, and 3e-5 of the entropy."""
+"""Differences in the eighth digit, which grow in each step until weights are different but as good;
+measured on a model with ten multi-hot features: 2e-4 after 40 steps, 1.4e-3 after 130, and 3e-5 of
+the entropy."""
 TWO_D = {"plain": {"kind": "stock"}, "other": {"kind": "two_d"}}
 STOCK = {name: {"kind": "stock"} for name in ("plain", "repeated", "again")}
 

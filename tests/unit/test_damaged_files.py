@@ -59,7 +59,7 @@ class Reader:
     write: Callable[[Path], object]
     read: Callable[[Path], Any]
     is_intact: Callable[[Any, Any], bool]
-    """True if what was read after the damage, given first, is as good as what was written."""
+    """True if the first argument, read after the damage, is as good as the written second."""
 
 
 def _plan() -> tdsp.Plan2D:

@@ -312,7 +312,7 @@ OF_FACTOR = {
 }
 """The coefficients that each factor changes, by the end of their names."""
 IN_GROUPS = {256: 1.0, 512: 1.01, 1_024: 0.96, 2_048: 0.95, 4_096: 0.90}
-"""Samples per second and GPU in groups of 256, by those of 256 GPUs (arXiv 2508.03854)."""
+"""Samples per second and GPU in groups of 256, relative to 256 GPUs (arXiv 2508.03854)."""
 IN_ONE_GROUP = {512: 0.957, 1_024: 0.797}
 """Reported efficiencies in one group; 2,048 GPUs lack the memory."""
 

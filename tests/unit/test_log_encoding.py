@@ -214,7 +214,7 @@ NO_TIMES = {
         for digits in (1413849600, 14130100, 14003100, 14023000, 14102124, 14100000, -14102100, 0)
     },
 }
-"""Formats, numbers that are no times in them, and what is said of them."""
+"""Formats, numbers that aren't times in them, and the errors about them."""
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])

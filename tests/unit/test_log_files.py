@@ -46,7 +46,7 @@ BAD_LINES = {
     19: ("\n", "label is nan, which isn't a label from 0 to 1"),
     30: ("7,29,ann,t1\n", "label is 7.0, which isn't a label from 0 to 1"),
 }
-"""Lines by their number, and what is wrong with them."""
+"""Lines by their number, and their errors."""
 HEAD = b"label,number,user,tags\n"
 
 

@@ -108,7 +108,7 @@ def test_three_axes_on_eight_ranks(ranks8: RankPool) -> None:
 
 
 def evaluate(rank: int, world_size: int) -> tuple[float, ...]:
-    """Return gaps to the uncut model without gradients, and after a step."""
+    """Return gaps to the uncut model in evaluations, without and with targets."""
     cell = PipelineCell(TWO_RANKS[1], sizes=(5, 0, 2, 7))
     oracle, gaps = StackOracle(cell.cell), []
     batch = batch_for(cell, 0, 0, rank)

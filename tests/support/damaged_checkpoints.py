@@ -144,7 +144,7 @@ def _mixed(folder: Path, damaged: Path, random: Random) -> str:
 
 
 def _without_checksums(folder: Path, damaged: Path, random: Random) -> str:
-    """Rewrite and damage it as without our checksums, so that wrong numbers can't be detected."""
+    """Damage a checkpoint without our checksums, so that wrong numbers can't be detected."""
     metadata: Any = dcp.FileSystemReader(damaged).read_metadata()
     metadata.storage_meta = None
     (damaged / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -2,10 +2,12 @@
 
 import copy
 import io
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -35,7 +37,7 @@ from tests.support.parity import (
     shards_of,
 )
 from tests.support.planning import planner_for
-from tests.support.ranks import RankPool, error_text
+from tests.support.ranks import RankPool, error_of, error_text
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.parallel import planning
 
@@ -51,6 +53,32 @@ def losses_of(parallel: DistributedModelParallel, spec: ModelSpec, rank: int) ->
     optimizer = torch.optim.SGD(dense.values(), lr=0.01)
     batches = [make_batch(spec, seed=10 * step + rank) for step in range(STEPS)]
     return plain_loop(parallel, optimizer, batches)
+
+
+def load_wrong(rank: int, world_size: int, cell: Cell) -> list[str]:
+    """Return errors from loads of a table in other shapes, and in place of the table."""
+    parallel = shard(cell)
+    (name,) = (name for name in parallel.state_dict() if name.endswith(".t0.weight"))
+    rows, dim = parallel.state_dict()[name].size()
+    shapes = [(rows + 9, dim), (rows, dim + 4), (rows - 1, dim)]
+    loads: list[Any] = [
+        partial(parallel.load_state_dict, {name: torch.ones(shape)}, strict=False)
+        for shape in shapes
+    ]
+    whole = {name: torch.ones(rows, dim)}
+    loads.append(partial(parallel.module.load_state_dict, whole, strict=False, assign=True))
+    return [error_of(load) for load in loads]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(TWO), Cell(TWO, "column_wise", spec=SEQUENCES), Cell(TWO, in_world=("t0",))],
+    ids=str,
+)
+def test_tables_that_would_be_loaded_in_part_are_refused(ranks4: RankPool, cell: Cell) -> None:
+    for *of_shapes, of_assign in ranks4.run(load_wrong, cell):
+        assert all(re.match(r"CheckpointError: '.*\.weight' has the shape", e) for e in of_shapes)
+        assert of_assign.startswith("UnsupportedError: load_state_dict(assign=True) can't replace")
 
 
 @contextmanager

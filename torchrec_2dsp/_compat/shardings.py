@@ -211,6 +211,13 @@ def load_as(module: nn.Module, parts: Callable[[], Iterable[nn.Module]]) -> None
     module.register_load_state_dict_post_hook(after)
 
 
+def before_loads(module: nn.Module, check: Callable[..., None]) -> None:
+    """Show ``check`` a state, its prefix and metadata before TorchRec's hook cuts it."""
+    handle = module.register_load_state_dict_pre_hook(lambda _, *load: check(*load[:3]))
+    hooks: Any = module._load_state_dict_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
+
+
 def _before_load(module: nn.Module, load: tuple[Any, ...]) -> None:
     for hook in module._load_state_dict_pre_hooks.values():
         hook(*load)

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import and_, or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.id_maps import IdMap, hour_now
 from torchrec_2dsp.codecs.ids import pack_ids, unpack_ids
@@ -20,6 +21,29 @@ MAX_IN_FLIGHT = 62
 """The number of batches in flight that ranks can name, each by a bit of an int64."""
 Mark = tuple[bool, bool]
 """A rank's facts on a batch in flight: a new one is equal to it; and it is gone."""
+
+
+class Contents(NamedTuple):
+    """A copy of a batch; of bytes, as a weight that isn't a number is unequal to itself."""
+
+    form: tuple[Any, ...]
+    as_bytes: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, features: KeyedJaggedTensor) -> "Contents":
+        """Copy a batch."""
+        names, indices = features.inverse_indices_or_none() or (None, None)
+        optional = features.values(), features.lengths(), features.weights_or_none(), indices
+        parts = [part.detach() for part in optional if part is not None]
+        kinds = [(part.dtype, part.shape) for part in parts]
+        form = features.keys(), features.stride_per_key_per_rank(), names, kinds
+        copies = [part.flatten().clone(memory_format=torch.contiguous_format) for part in parts]
+        return cls(form, [part.view(torch.uint8) for part in copies])
+
+    def equals(self, other: "Contents | None") -> bool:
+        """Tell whether another batch holds the same."""
+        others = other.as_bytes if other and other.form == self.form else []
+        return bool(others) and all(map(torch.equal, self.as_bytes, others))
 
 
 class Gathered(NamedTuple):

@@ -42,7 +42,7 @@ from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.fits_module import has_weights
 from torchrec_2dsp.shard.batch import BatchForm, distinct_bags, with_parts
-from torchrec_2dsp.shard.ids_of_world import MAX_IN_FLIGHT, IdsOfWorld, Mark
+from torchrec_2dsp.shard.ids_of_world import MAX_IN_FLIGHT, Contents, IdsOfWorld, Mark
 from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, TablesAndMore, parts_of
 from torchrec_2dsp.shard.stages import BatchNotes, Eviction, ids_per_feature
 
@@ -73,7 +73,7 @@ class MappedBatch:
     """The context that it was mapped for."""
     forward: "weakref.ref[Any]"
     """The forward that an attached pipeline had given the module: one object for its batches."""
-    contents: "_Contents | None"
+    contents: Contents | None
     """A copy of what the batch held, if it's a pipeline's: then it may come again."""
     eviction: Eviction | None = None
     """The rows that the maps have given to other ids."""
@@ -217,7 +217,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
             bounds = [0, *ids_per_feature(bags.features).cumsum(0).tolist()]
             places = {key: slice(*bounds[n : n + 2]) for n, key in enumerate(features.keys())}
             own = self._hashed(features, places)
-            contents = None if ctx.is_at_once else _Contents.of(features)
+            contents = None if ctx.is_at_once else Contents.of(features)
         gathered = self._world.gathered(
             own,
             self._map_of,
@@ -256,7 +256,7 @@ class ShardedManagedCollisions2D(TablesAndMore):
         self._attached, self._has_gone_on = now, False
         self._free_pipelines()
 
-    def _marks(self, ctx: MappedContext, contents: "_Contents | None") -> list[Mark]:
+    def _marks(self, ctx: MappedContext, contents: Contents | None) -> list[Mark]:
         """Return what this rank knows of the batches in flight, beside a new one.
 
         Those of a detached, dropped or reset pipeline may come again before others do, in other
@@ -398,20 +398,23 @@ class ShardedManagedCollisions2D(TablesAndMore):
 
     def _before_load(self, state: dict[str, Any], prefix: str) -> None:
         """Refuse other maps under mapped batches; keep the maps if a state has none."""
+        self._loads_maps = any(name.startswith(f"{prefix}{_MAPS}.") for name in state)
+        if not self._loads_maps:
+            state |= self._managed_collision_collection.state_dict(prefix=f"{prefix}{_MAPS}.")
+            return
         self._free_dropped()
         if any(batch.is_in_flight for batch in self._in_flight):
             raise UnsupportedError(
                 "a pipeline has batches whose ids were mapped already; train them, or drop the "
                 "pipeline, before you load other id maps"
             )
-        if not any(name.startswith(f"{prefix}{_MAPS}.") for name in state):
-            state |= self._managed_collision_collection.state_dict(prefix=f"{prefix}{_MAPS}.")
 
     def _after_load(self) -> None:
         """Let loaded maps go on as TorchRec's do after a load."""
-        self._waiting, self._in_flight = [], []
-        self.set_histories(dict.fromkeys(self._maps, NO_HISTORY))
-        self._note_new_rows()
+        if self._loads_maps:
+            self._waiting, self._in_flight = [], []
+            self.set_histories(dict.fromkeys(self._maps, NO_HISTORY))
+            self._note_new_rows()
 
     def histories(self) -> dict[str, History]:
         """Return what maps remember beside their buffers, by table, as far as was trained."""
@@ -452,29 +455,6 @@ class ShardedManagedCollisions2D(TablesAndMore):
 def managed_collisions(model: nn.Module) -> list[ShardedManagedCollisions2D]:
     """Return a model's sharded modules with id maps."""
     return [part for part in model.modules() if isinstance(part, ShardedManagedCollisions2D)]
-
-
-class _Contents(NamedTuple):
-    """A copy of a batch; of bytes, as a weight that isn't a number is unequal to itself."""
-
-    form: tuple[Any, ...]
-    as_bytes: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, features: KeyedJaggedTensor) -> "_Contents":
-        """Copy a batch."""
-        names, indices = features.inverse_indices_or_none() or (None, None)
-        optional = features.values(), features.lengths(), features.weights_or_none(), indices
-        parts = [part.detach() for part in optional if part is not None]
-        kinds = [(part.dtype, part.shape) for part in parts]
-        form = features.keys(), features.stride_per_key_per_rank(), names, kinds
-        copies = [part.flatten().clone(memory_format=torch.contiguous_format) for part in parts]
-        return cls(form, [part.view(torch.uint8) for part in copies])
-
-    def equals(self, other: "_Contents | None") -> bool:
-        """Tell whether another batch holds the same."""
-        others = other.as_bytes if other and other.form == self.form else []
-        return bool(others) and all(map(torch.equal, self.as_bytes, others))
 
 
 def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:

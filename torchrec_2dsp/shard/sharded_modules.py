@@ -7,6 +7,7 @@ averaged where TorchRec can't; the rows of sequences return to their ids' positi
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,10 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from torchrec_2dsp._compat.shardings import before_loads
 from torchrec_2dsp._compat.torchrec import ColumnWiseSequences, CwPooledEmbeddingSharding
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.errors import CheckpointError, UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
     Exchange,
@@ -149,6 +151,7 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
         super().__init__(shown, plan, **stock)
         device = stock["device"] or torch.device("cpu")
         watch_calls(self)
+        before_loads(self, partial(_check_load, _shapes("embedding_bags", configs)))
         outputs = JoinBags(features_by_output(configs, averaged))
         self.tables = Tables2D(self, module, configs, plan, replication, device, outputs)
         if device.type == "cuda":
@@ -178,6 +181,32 @@ class ShardedEmbeddingBagCollection2D(RunsPlan2D, ShardedEmbeddingBagCollection)
     def create_context(self) -> BagContext:
         """Make a batch's context."""
         return BagContext()
+
+
+def _shapes(of_tables: str, configs: Iterable[BaseEmbeddingConfig]) -> dict[str, list[int]]:
+    """Return the shape of each table by its name in a state dict."""
+    return {
+        f"{of_tables}.{config.name}.weight": [config.num_embeddings, config.embedding_dim]
+        for config in configs
+    }
+
+
+def _check_load(
+    shapes: Mapping[str, list[int]], state: Mapping[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Refuse tables that wouldn't be loaded, or only in part, without an error."""
+    for name, shape in shapes.items():
+        loaded = state.get(f"{prefix}{name}")
+        if loaded is not None and metadata.get("assign_to_params_buffers"):
+            raise UnsupportedError(
+                f"load_state_dict(assign=True) can't replace {name!r}, whose rows are in FBGEMM's "
+                "memory; load without assign"
+            )
+        if loaded is not None and list(loaded.size()) != shape:
+            raise CheckpointError(
+                f"{name!r} has the shape {list(loaded.size())} in the state dict, and {shape} in "
+                "the model; load a table of this shape, or leave it out with strict=False"
+            )
 
 
 def _store_as_planned(sharding_infos: Iterable[Any]) -> None:
@@ -275,6 +304,7 @@ class ShardedEmbeddingCollection2D(RunsPlan2D, ColumnWiseSequences):  # pyright:
         super().__init__(module, plan, **stock)
         watch_calls(self)
         configs = module.embedding_configs()
+        before_loads(self, partial(_check_load, _shapes("embeddings", configs)))
         device = stock["device"] or torch.device("cpu")
         self.order_column_shards(configs, self.module_sharding_plan)
         self.tables = Tables2D(self, module, configs, plan, replication, device, JoinSequences())

@@ -1,5 +1,6 @@
 """Pipelines' errors: wrong settings, wrong calls, and failing ranks."""
 
+import copy
 import os
 import time
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import torchrec_2dsp as tdsp
@@ -28,7 +30,7 @@ from tests.support.pipelining import (
     pipelined,
     stack_model,
 )
-from tests.support.ranks import RankPool, RanksFailed, error_text
+from tests.support.ranks import RankPool, RanksFailed, error_of, error_text
 from torchrec_2dsp.dense.pipelined.layer_stack import LayerElsewhere
 from torchrec_2dsp.errors import ConfigError, InputError, MeshError, TwoDError, UnsupportedError
 
@@ -344,3 +346,15 @@ def test_what_cannot_be_shared_is_refused_by_all(ranks4: RankPool) -> None:
         "layers of which 2 pipelines keep a share each can't be moved; save a checkpoint, choose "
         "other cuts, and load it"
     )
+
+
+def copied(rank: int, world_size: int) -> list[str]:
+    """Return the errors of copying a stack that ranks have cut, and of averaging it."""
+    model = wrapped(cell_of(world_size))
+    (stack,) = (part for part in model.modules() if isinstance(part, tdsp.LayerStack))
+    return [error_of(lambda: copy.deepcopy(stack)), error_of(lambda: AveragedModel(stack))]
+
+
+def test_a_stack_that_is_cut_cannot_be_copied(ranks2: RankPool) -> None:
+    for texts in ranks2.run(copied):
+        assert all(text.startswith("UnsupportedError: a LayerStack that") for text in texts)

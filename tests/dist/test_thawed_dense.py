@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import cell_of, dense_of, whole
@@ -372,3 +373,45 @@ def test_layers_with_a_backward_of_their_own_train_as_without(ranks4: RankPool) 
     for gap in ranks4.run(checkpointed, "DDP"):
         assert gap.num_values > 0
         assert gap.worst < ROUNDING, gap
+
+
+def train_among_evaluations(
+    rank: int, world_size: int, form: str, *, evaluates: bool
+) -> dict[str, torch.Tensor]:
+    """Return weights that a loop changes after its evaluations, which change nothing themselves."""
+    with pipelined(CELL.cell, FORMS[form]()) as (model, params):
+        start = {name: whole(param) for name, param in params.items()}
+
+        def evaluate(*, in_training: bool = False) -> None:
+            with torch.set_grad_enabled(in_training):
+                model.train(in_training)(batch_for(CELL, 9, 0, rank))
+            model.train()
+
+        if evaluates:
+            evaluate()
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        optimizer = dense_sgd(dense.values())
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch_for(CELL, step, 0, rank)).mean().backward()
+            if evaluates:
+                evaluate(in_training=step == 1)
+            optimizer.step()
+            if evaluates:
+                evaluate()
+            with torch.no_grad():
+                for param in dense.values():
+                    param.mul_(0.9)
+        weights = {name: whole(param) for name, param in dense.items()}
+    assert not any(torch.equal(start[name] * 0.9**3, weights[name]) for name in weights)
+    return weights
+
+
+@pytest.mark.dealt
+@pytest.mark.parametrize("form", FORMS)
+def test_what_changes_weights_after_an_evaluation_is_not_lost(ranks4: RankPool, form: str) -> None:
+    expected = ranks4.run(partial(train_among_evaluations, form=form, evaluates=False))
+    evaluated = ranks4.run(partial(train_among_evaluations, form=form, evaluates=True))
+    for weights, plain in zip(evaluated, expected, strict=True):
+        assert weights.keys() == plain.keys() != set()
+        assert all(torch.equal(weights[name], value) for name, value in plain.items())

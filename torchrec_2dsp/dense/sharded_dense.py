@@ -6,7 +6,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchrec.distributed.types import ShardingEnv
 
@@ -35,7 +35,7 @@ from torchrec_2dsp.dense.sharded_parts import (
     check_callable,
     check_splittable,
     check_units,
-    reduce_unused,
+    shard_module,
     shard_units,
     units_of,
 )
@@ -188,7 +188,7 @@ class TensorParallelDense(DataParallelWrapper):
                 continue
             parallelize_module(part, grid["tp"], plans[name])
             if mesh.dp > 1:
-                reduce_unused(fully_shard(part, mesh=grid[axes_of_shares]))
+                shard_module(part, grid[axes_of_shares])
             JointBatch(name, part, grid["tp"].get_group())
             (unit,) = units[name]
             OwnCalls(unit, "TensorParallelDense joins the ranks' batches")

@@ -196,16 +196,33 @@ class OwnCalls:
 def shard_units(units: Sequence[Unit], mesh: DeviceMesh, wrapper: str, **options: Any) -> None:
     """Shard units by FSDP2, and refuse calls past them; ``options`` are FSDP2's."""
     for unit in units:
-        reduce_unused(fully_shard(unit.module, mesh=mesh, **options))
+        shard_module(unit.module, mesh, **options)
         OwnCalls(unit, f"{wrapper} gathers its weights")
 
 
-def reduce_unused(unit: FSDPModule) -> None:
-    """Let a rank send zeros for parameters that its batch doesn't use.
+def shard_module(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Shard a module by FSDP2; ``options`` are FSDP2's.
 
-    Ranks that use other layers of a unit would send other gradients, which FSDP2 would add up.
+    FSDP2 keeps an outermost module's weights gathered from a forward to its backward. Without a
+    backward, the next forward would miss all changes, and an optimizer would get gathered copies.
     """
+    unit = fully_shard(module, mesh=mesh, **options)
+    # Ranks that use other layers of a unit would send other gradients, which FSDP2 would add up.
     unit.set_reduce_scatter_unused_params(True, recurse=False)
+    uncompiled = cast(Any, torch.compiler.disable)
+    module.register_forward_pre_hook(uncompiled(_gather_anew), prepend=True)
+    module.register_forward_hook(uncompiled(_free_after_evaluation))
+
+
+def _gather_anew(unit: FSDPModule, *_: Any) -> None:
+    """Free weights from a forward without a backward, unless a backward recomputes this one."""
+    if running_backward() < 0:
+        unit.reshard()
+
+
+def _free_after_evaluation(unit: Any, *_: Any) -> None:
+    if not (unit.training and torch.is_grad_enabled()):
+        unit.reshard()
 
 
 class JointBatch:

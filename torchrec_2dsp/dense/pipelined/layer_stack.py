@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers, even_cuts
 
 
@@ -59,6 +59,16 @@ class LayerStack(nn.Module):
         for layer in self.layers:
             outputs = layer(outputs)
         return self.loss(outputs, *targets) if targets else outputs
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles of a stack that is cut: they would run the stack itself."""
+        if self._run is not None:
+            raise UnsupportedError(
+                "a LayerStack that ranks have cut can't be copied or pickled, as by AveragedModel; "
+                "average or save weights by their names in named_parameters(), or copy the stack "
+                "before the model is sharded"
+            )
+        return super().__reduce_ex__(protocol)
 
     def keep_layers(
         self, numbers: Iterable[int], *, keeps_loss: bool, run: Callable[..., torch.Tensor]

@@ -202,7 +202,8 @@ def _check_load(
                 f"load_state_dict(assign=True) can't replace {name!r}, whose rows are in FBGEMM's "
                 "memory; load without assign"
             )
-        if loaded is not None and list(loaded.size()) != shape:
+        # A rank without a shard may have nothing to load.
+        if loaded is not None and list(loaded.size()) not in (shape, [0]):
             raise CheckpointError(
                 f"{name!r} has the shape {list(loaded.size())} in the state dict, and {shape} in "
                 "the model; load a table of this shape, or leave it out with strict=False"

@@ -223,14 +223,14 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "# How training ends when a rank fails",
         "",
         f"Rank {FAULTY_RANK} of four fails at step {FAULTY_STEP} of {NUM_STEPS}, in "
-        f"{len(PROGRAMS)} programs: {', '.join(PROGRAMS)}. The timeout of the process groups is "
+        f"{len(PROGRAMS)} programs: {', '.join(PROGRAMS)}. The process groups' timeout is "
         f"{TIMEOUT_S:g} s. A case went *well* if all other ranks ended by themselves, each with an "
-        "error of this package that names the rank, no process was aborted, and the last one ended "
-        f"within {DEADLINE_S:g} s of the fault. After a SIGSTOP, or where the rank waits at a "
-        f"barrier, {TIMEOUT_S:g} s more: nobody can tell such a rank from a slow one before the "
-        "timeout. Without the context `failing_together` nobody has to be named, but all have to "
-        f"end. {num_well} of {len(outcomes)} did. What the errors mean, and what to do about them: "
-        "[guide](guides/faults.md).",
+        "error of this package that names the rank, no process was aborted, and the last rank "
+        f"ended within {DEADLINE_S:g} s of the fault. After a SIGSTOP, or if the rank waits at a "
+        f"barrier, {TIMEOUT_S:g} s more are allowed: before the timeout such a rank looks like a "
+        "slow one. Without the context `failing_together` errors needn't name the rank, but all "
+        f"ranks must end. {num_well} of {len(outcomes)} cases went well. The "
+        "[guide](guides/faults.md) explains the errors and their remedies.",
         "",
         "```sh",
         "python -m tests.support.faults --page docs/faults.md",

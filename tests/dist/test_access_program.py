@@ -225,7 +225,7 @@ def test_the_command(tmp_path: Path) -> None:
         ranks=2,
     )
     assert process.returncode == 2
-    assert "has no column 'click'; it has label, number, user, tags" in process.stderr
+    assert "has no column 'click'; it has 'label', 'number', 'user', 'tags'" in process.stderr
 
 
 TABLE = EmbeddingBagConfig(100, 8, name="t", feature_names=["f"])

@@ -392,6 +392,8 @@ def local_shards(value: object) -> list[tuple[torch.Tensor, tuple[int, int]]]:
         ]
     if hasattr(value, "to_local"):
         local = value.to_local()  # type: ignore[attr-defined]
+        if type(local) is torch.Tensor:
+            return [(local, (0, 0))]  # A dense parameter's share.
         return [
             (shard, tuple(offset))  # type: ignore[misc]
             for shard, offset in zip(local.local_shards(), local.local_offsets(), strict=False)

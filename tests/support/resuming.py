@@ -86,6 +86,7 @@ VARIANTS = {
     "delayed": Variant(
         Cell(ONE), dense=lambda: tdsp.DelayedDense(warm_up=2, bucket_cap_mb=_SMALL_MB)
     ),
+    "fully sharded": Variant(Cell(ONE), dense=tdsp.FullyShardedDense),
     "powersgd": Variant(
         Cell(ONE),
         dense=lambda: tdsp.HookedDataParallel(

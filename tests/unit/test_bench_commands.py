@@ -172,6 +172,7 @@ def test_a_report_is_made_again_from_its_copies_in_another_order(tmp_path: Path)
         (["nowhere.json"], "x.md", "error: nowhere.json can't be read"),
         (["x.txt"], "x.md", "x.txt is not the JSON of a benchmark"),
         (["result_0.json"], "result_0.json", "no Markdown page; use a name that ends in .md"),
+        (["result_0.json"], "folder.md", "error: folder.md is a folder; name a file in it"),
         (["result_0.json"], "x.txt/x.md", "x.txt/x.md can't be written: x.txt is no folder"),
     ],
 )
@@ -185,6 +186,7 @@ def test_a_report_that_can_not_be_written_fails(
     monkeypatch.chdir(tmp_path)
     save(tmp_path, bench_result())
     Path("x.txt").touch()
+    Path("folder.md").mkdir()
     before = Path("result_0.json").read_bytes()
 
     result = CliRunner().invoke(app, ["bench-report", *sources, "--output", output])

@@ -226,7 +226,7 @@ def test_a_calibration_of_other_machines_is_named() -> None:
     config = config_of(PLAIN, calibration=path)
     assert calibration_warning(config, local_world_size=2) == ""
     assert calibration_warning(config, local_world_size=4) == (
-        f"{path} is of other machines: hosts have 4 ranks, and had 2"
+        f"{path} is of other machines: ranks per host: 4, and 2 when measured"
     )
     assert calibration_warning(config_of(PLAIN), 4) == ""
 

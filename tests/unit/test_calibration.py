@@ -154,7 +154,7 @@ def test_other_hardware_is_told_apart() -> None:
     calibration = tdsp.Calibration.load("emulated_1gbit")
     assert calibration.differences(local_world_size=2, device="cpu") == []
     assert calibration.differences(local_world_size=8, device="cuda") == [
-        "hosts have 8 ranks, and had 2",
+        "ranks per host: 8, and 2 when measured",
         "tables are on cuda, and were on cpu",
     ]
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.errors import ConfigError, RankError
+from torchrec_2dsp.errors import ConfigError, OutputError, RankError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.cli.console import show_written, shown_errors
 from torchrec_2dsp.programs.cli.train import saying_how_to_go_on
@@ -55,6 +55,9 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
         raise OSError(errno.ENOSPC, "No space left on device", str(page))
     assert stop.value.exit_code == 2
     assert capsys.readouterr().err == f"error: [Errno 28] No space left on device: '{page}'\n"
+    with pytest.raises(typer.Exit), shown_errors():
+        raise OutputError("page.md can't be written: No space left on device; make room there")
+    assert capsys.readouterr().err.startswith("error: page.md can't be written: No space")
     with pytest.raises(OSError, match="Connection reset"), shown_errors():
         raise OSError(errno.ECONNRESET, "Connection reset by peer")
     show_written(Console(), page, None, "")

@@ -329,8 +329,8 @@ def test_other_machines_than_the_calibrated_ones_are_named(
     ]
     planner(topology=world(4, 4)).plan(model, SHARDERS)
     assert (
-        "calibration two_hosts_1gbit is of other machines than those that are planned for: hosts "
-        "have 4 ranks, and had 2" in caplog.text
+        "calibration two_hosts_1gbit is of other machines than those that are planned for: ranks "
+        "per host: 4, and 2 when measured" in caplog.text
     )
 
 

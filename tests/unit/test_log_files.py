@@ -204,7 +204,7 @@ def other_schema(tmp_path: Path) -> list[Path]:
                 write_log(folder / "a.csv", ROWS),
                 written(folder / "other.csv", b"label,user\n1,ann\n"),
             ],
-            "other.csv has no column 'number'; it has label, user",
+            "other.csv has no column 'number'; it has 'label', 'user'",
         ),
         (
             lambda folder: [written(folder / "a.csv", b"a,a\n1,1\n")],
@@ -455,7 +455,7 @@ def test_other_formats_give_the_batches_of_parquet(tmp_path: Path, ending: str) 
     features = [{"name": "user", "num_rows": 50}, {"name": "tags", "num_rows": 30}]
     data = table_config(file, features=features, block_rows=7).dataset()
     assert contents(data, 8) == contents(expected, 8)
-    with pytest.raises(ConfigError, match=r"has no column 'none'; it has label, number, user"):
+    with pytest.raises(ConfigError, match=r"has no column 'none'; it has 'label', 'number', 'user"):
         table_config(file, features=[{"name": "none", "num_rows": 9}]).dataset()
     damaged = written(tmp_path / f"c.{ending}", b"{nothing of the kind")
     with pytest.raises((ConfigError, InputError), match=rf"c.{ending} "):

@@ -36,6 +36,17 @@ def log_data(folder: Path, prepared: str, columns: tuple[str, ...], **keys: Any)
     return make_config(TableConfig, {"prepared": str(folder / prepared), **tree}).dataset()
 
 
+@pytest.mark.parametrize("last", ["1,u1", "1,u1\n", "1,u1,'i2',3,4"])
+def test_a_last_line_may_be_cut_off(tmp_path: Path, last: str) -> None:
+    log_data(tmp_path, "whole", RIGHT, **HASHED)
+    log = tmp_path / "log.csv"
+    log.write_text(log.read_text() + last)
+    data = log_data(tmp_path, "cut", RIGHT, malformed_limit=1, **HASHED)
+    batches = data.batches(Split.TRAIN, rank=0, world_size=1, global_batch_size=1)
+    assert len(list(batches)) == data.num_rows(Split.TRAIN)
+    assert len(data.malformed) == last.startswith("1,u1") - last.endswith("4")
+
+
 @pytest.mark.parametrize("keys", [HASHED, COUNTED], ids=["counts", "vocabularies and scales"])
 def test_another_layout_of_the_same_files_prepares_anew(
     tmp_path: Path, keys: dict[str, Any]

@@ -360,7 +360,7 @@ class Calibration(CalibrationPart):
         texts = []
         if local_world_size != self.hardware.ranks_per_host:
             texts.append(
-                f"hosts have {local_world_size} ranks, and had {self.hardware.ranks_per_host}"
+                f"ranks per host: {local_world_size}, and {self.hardware.ranks_per_host} when measured"
             )
         if device != self.hardware.device:
             texts.append(f"tables are on {device}, and were on {self.hardware.device}")

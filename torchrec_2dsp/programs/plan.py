@@ -243,7 +243,7 @@ def to_plan(
     title, runs = f"The run {chosen!r}", _searched(config)
     if chosen not in runs:
         hint = f" (--only {next(iter(runs))} plans that run)" if runs else ""
-        title = f"Every choice is the planner's{hint}"
+        title = f"Nothing is pinned: the planner chooses everything{hint}"
     config = config.model_copy(update={"runs": {chosen: section}})
     config.check_world(machines.num_ranks)
     dataset = dataset_for(config.model, config.data.dataset(progress))

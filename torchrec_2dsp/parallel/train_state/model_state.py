@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.utils import append_prefix
 
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp._compat.fbgemm import (
@@ -20,6 +22,7 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp._compat.id_maps import History
 from torchrec_2dsp.access.table_access import HotSet
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import CheckpointError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
@@ -211,26 +214,38 @@ def settle(model: nn.Module) -> None:
 
     DDP starts anew if it hasn't settled on an order: in its first steps it uses one and records
     another, which can't be read from outside. Buffers that ranks compute apart, such as batch
-    norm's statistics, become the first rank's, which a checkpoint keeps.
+    norm's statistics, become those of the first rank that has them, which a checkpoint keeps.
 
     Collectives:
-        A broadcast of each buffer of a DDP module.
+        An all-gather of the dense buffers' names, and a broadcast of each buffer.
     """
     for _, ddp in _ddps(model):
         if gradient_order(ddp) is None:
             start_in_order(ddp, None)
-        for buffer in _dense_buffers(ddp.module):
-            data = buffer.detach().contiguous().reshape(-1).view(torch.uint8)
-            dist.broadcast(data, group_src=0, group=ddp.process_group)
-            buffer.detach().copy_(data.view(buffer.dtype).view(buffer.shape))
+    own, world = dict(_dense_buffers(model)), world_group()
+    of_ranks: list[dict[str, int]] = [{}] * dist.get_world_size(world)
+    dist.all_gather_object(of_ranks, {name: own[name].nbytes for name in own}, group=world)
+    device = torch.device("cpu") if dist.get_backend(world) == "gloo" else torch.device("cuda")
+    for name in sorted(set().union(*of_ranks)):
+        first = next(rank for rank, sizes in enumerate(of_ranks) if name in sizes)
+        data = torch.empty(of_ranks[first][name], dtype=torch.uint8, device=device)
+        buffer = own.get(name)
+        if buffer is not None:
+            data = buffer.contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(data, group_src=first, group=world)
+        if buffer is not None:
+            buffer.copy_(data.view(buffer.dtype).view(buffer.shape))
 
 
-def _dense_buffers(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the buffers outside sharded modules."""
+def _dense_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers outside sharded modules by name."""
     if not isinstance(module, ShardedModule):
-        yield from (buffer for buffer in module.buffers(recurse=False) if buffer.numel())
-        for child in module.children():
-            yield from _dense_buffers(child)
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            if local.numel():
+                yield name, local.detach()
+        for name, child in module.named_children():
+            yield from _dense_buffers(child, append_prefix(prefix, name))
 
 
 def _ddps(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:

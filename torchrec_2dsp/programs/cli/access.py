@@ -32,7 +32,7 @@ def access(
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Write the statistics here, as access.parquet.")
     ],
-    overrides: Annotated[list[str] | None, set_option("data.num_rows=100000")] = None,
+    overrides: Annotated[list[str] | None, set_option("data.malformed_limit=10")] = None,
 ) -> None:
     """Count how often a log's training samples use each row of the tables, in one pass.
 

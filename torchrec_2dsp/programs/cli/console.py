@@ -46,7 +46,7 @@ def shown_errors() -> Iterator[None]:
     try:
         yield
     except (TwoDError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _OF_THE_DISK:
+        if not isinstance(error, TwoDError) and error.errno not in _OF_THE_DISK:
             raise
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f" on rank {rank}"
@@ -96,6 +96,8 @@ def check_writable(output: Path | None) -> None:
     """Raise `ConfigError` if ``output`` can't be written: before the work, not after it."""
     if output is None:
         return
+    if output.is_dir():
+        raise ConfigError(f"{output} is a folder; name a file in it")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         is_new = not output.exists()
@@ -106,7 +108,7 @@ def check_writable(output: Path | None) -> None:
     except OSError as error:
         is_file = isinstance(error, FileExistsError | NotADirectoryError)
         why = f"{error.filename} is no folder" if is_file else error.strerror
-        raise ConfigError(f"--output {output} can't be written: {why}") from error
+        raise ConfigError(f"{output} can't be written: {why}") from error
 
 
 def check_page(output: Path) -> None:

@@ -74,8 +74,8 @@ def show_export(record: "ExportRecord", console: Console) -> None:
     console.print(
         Text(
             f"{record.num_samples:,} held-out samples; the largest difference between scores is "
-            f"{record.largest_difference:.2e}. {record.metric} is worse by {record.worse_by:.2e}, "
-            f"and may be by {record.max_loss:g}. Tables: {megabytes[0]:,.2f} MB trained, "
+            f"{record.largest_difference:.2e}. {record.metric} is worse by {record.worse_by:.2e}; "
+            f"up to {record.max_loss:g} is allowed. Tables: {megabytes[0]:,.2f} MB trained, "
             f"{megabytes[1]:,.2f} MB served."
         )
     )

@@ -223,7 +223,7 @@ def _check_command(kind: type[BaseModel], tree: Mapping[str, Any], source: str) 
 
 def _read(path: Path) -> dict[str, Any]:
     with reading(path, "TOML"):
-        return _with_folder(tomllib.loads(path.read_text()), path.parent)
+        return _with_folder(tomllib.loads(path.read_text(encoding="utf-8-sig")), path.parent)
 
 
 def with_absolute_paths(config: BaseModel) -> dict[str, Any]:

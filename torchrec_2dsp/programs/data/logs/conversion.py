@@ -217,13 +217,16 @@ class ConvertedFile:
                 )
                 if is_last and len(head.names) > 1:
                     blocks = without_blank_end(blocks)
-                begin, first_row = raw.tell(), 0
+                begin, first_row, table = raw.tell(), 0, None
                 for data in blocks:
-                    yield self._parsed(parser, data, start, first_row)
+                    table = self._parsed(parser, data, start, first_row, table)
+                    yield table
                     first_row += data.count(b"\n")
                     advance(raw.tell() - begin)
 
-    def _parsed(self, parser: TextParser, data: bytes, start: int, first_row: int) -> pa.Table:
+    def _parsed(
+        self, parser: TextParser, data: bytes, start: int, first_row: int, before: pa.Table | None
+    ) -> pa.Table:
         """Parse a block; replace malformed lines by the readable one before, or the first."""
         try:
             parsed = parser.parse(data)
@@ -233,6 +236,10 @@ class ConvertedFile:
                 "its quotes, or set quote = ''"
             ) from error
         num_lines = len(parsed.readable) + len(parsed.reasons)
+        if not len(parsed.readable) and num_lines == 1 and before is not None:
+            # A last line may be cut off.
+            table = before.drop_columns([MALFORMED]).slice(before.num_rows - 1)
+            return table.append_column(MALFORMED, _malformed(parsed, data, num_lines))
         if not len(parsed.readable):
             raise InputError(
                 f"none of the {self._lines(data, start, first_row)} can be read; check the columns "
@@ -295,7 +302,8 @@ def check_names(file: str, names: Sequence[str], columns: Columns, remedy: str =
         if names.count(name) > 1:
             raise ConfigError(f"{file} has two columns {name!r}; rename one")
         if name not in names:
-            raise ConfigError(f"{file} has no column {name!r}; it has {', '.join(names)}{remedy}")
+            found = ", ".join(map(repr, names))
+            raise ConfigError(f"{file} has no column {name!r}; it has {found}{remedy}")
 
 
 def _malformed(parsed: ParsedLines, data: bytes, num_lines: int) -> pa.Array:

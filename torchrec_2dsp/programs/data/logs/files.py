@@ -78,7 +78,8 @@ def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
             info = system.get_file_info(path)
             if info.type == fs.FileType.Directory:
                 raise ConfigError(
-                    f"files: {pattern} is a folder; name its files, such as {pattern}/*.csv"
+                    f"files: {pattern} is a folder; name its files, such as "
+                    f"{pattern.rstrip('/')}/*.csv, or .parquet"
                 )
             # A path may itself contain brackets.
             is_file = info.type != fs.FileType.NotFound

@@ -167,7 +167,7 @@ __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name. Rooms that need TorchRec refuse versions that can't work."""
+    """Load a public name. Rooms that need TorchRec refuse incompatible versions."""
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,8 @@ _NEEDED = ("rich", "typer")
 
 
 def main() -> None:
-    """Run the command line, or say what to install for it."""
-    # FBGEMM's import asks whether there is a GPU. Asked in another way, processes forked later, as
+    """Run the command line, or tell the user what to install for it."""
+    # FBGEMM's import asks whether there is a GPU. Asked otherwise, processes forked later, such as
     # those of `bench`, couldn't use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:

@@ -1,4 +1,4 @@
-"""Every error that the plugin raises on purpose.
+"""All errors that this package raises on purpose.
 
 Each one is a `TwoDError` and also the built-in error that a caller would expect
 (`ValueError` for a bad argument, `RuntimeError` for a failed sync), so that both
@@ -13,15 +13,15 @@ class TwoDError(Exception):
     """Base of all errors of this package."""
 
     is_on_all_ranks = False
-    """Whether the ranks have agreed on it, so that none of them needs to hear of it."""
+    """True if the ranks have agreed on the error, so that none needs to be told."""
 
 
 class VersionError(TwoDError, ImportError):
-    """The installed torch, torchrec and fbgemm don't belong together."""
+    """The installed torch, torchrec and fbgemm versions don't belong together."""
 
 
 class UntriedVersionWarning(UserWarning):
-    """The installed torch, torchrec or fbgemm are not among those that the tests run with."""
+    """The installed torch, torchrec or fbgemm version isn't among the tested ones."""
 
 
 class MeshError(TwoDError, ValueError):
@@ -37,7 +37,7 @@ class ConfigError(TwoDError, ValueError):
 
 
 class CalibrationError(TwoDError, ValueError):
-    """A calibration that can't be made, read or used: what it lacks, or where it doesn't fit."""
+    """A calibration that can't be made, read or used, because it lacks something or doesn't fit."""
 
 
 class UnsupportedError(TwoDError, NotImplementedError):
@@ -49,7 +49,7 @@ class CheckpointError(TwoDError, RuntimeError):
 
 
 class OutputError(TwoDError, OSError):
-    """A file of a program's output that can't be written, such as on a full disk."""
+    """A program's output file that can't be written, such as on a full disk."""
 
 
 class ExportError(TwoDError, RuntimeError):
@@ -61,21 +61,21 @@ class InputError(TwoDError, IndexError):
 
 
 class SyncError(TwoDError, RuntimeError):
-    """Replicas could not be made equal."""
+    """Replicas couldn't be made equal."""
 
 
 class NotFiniteError(SyncError):
     """A gradient, a weight or optimizer state that is NaN or infinite.
 
-    No rank has applied the update or average. A load leaves it out, and training goes on.
+    No rank has applied the update or average. A checkpoint load drops it, and training goes on.
     """
 
 
 class RankError(SyncError):
-    """A rank failed, doesn't answer, or does something else than the others.
+    """A rank failed, doesn't respond, or calls something else than the other ranks.
 
-    The other ranks raise it, each in the call in which it noticed. What is left of the exchanges of
-    the step can't be used, so every later use of the model raises it again.
+    The other ranks raise it, each in the call where it noticed. What the step has exchanged so far
+    can't be used, so every later use of the model raises it again.
 
     Example:
         >>> from torchrec_2dsp.errors import RankError
@@ -86,7 +86,7 @@ class RankError(SyncError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-        """The ranks that are to blame, as far as that can be told; none if all do the same."""
+        """The ranks at fault, as far as they are known; empty if all ranks do the same."""
 
 
 def check_choice(
@@ -97,7 +97,7 @@ def check_choice(
     owner: str = "",
     error: type[TwoDError] = ConfigError,
 ) -> None:
-    """Raise an error unless a value is one of some choices: values, or an enum.
+    """Raise an error unless a value is among the choices, which are values or an enum.
 
     Example:
         >>> from torchrec_2dsp.errors import check_choice
@@ -113,7 +113,7 @@ def check_choice(
 
 
 def check_count(name: str, value: object, least: int = 1, *, owner: str = "") -> None:
-    """Raise an error unless a value is an integer, and large enough."""
+    """Raise an error unless a value is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{_argument(owner, name, value)} is no count; use {least} or more")
 

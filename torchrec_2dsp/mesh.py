@@ -1,4 +1,4 @@
-"""`Mesh2D`: which rank belongs to which sharding group. Pure arithmetic, no process group."""
+"""`Mesh2D`: the sharding groups of a world's ranks. Pure arithmetic, no process group."""
 
 import enum
 from collections import Counter
@@ -15,7 +15,7 @@ class RankLayout(enum.Enum):
     ranks, so that the replica sync stays inside a host (TorchRec's default)."""
 
     CONTIGUOUS = "contiguous"
-    """Group ``g`` is one run of ``group_size`` ranks, so that the group's all-to-alls stay
+    """Group ``g`` is ``group_size`` consecutive ranks, so that the group's all-to-alls stay
     inside a host (TorchRec's ``use_inter_host_allreduce=True``)."""
 
 
@@ -84,7 +84,7 @@ class Mesh2D:
         return self._place_of(rank)[0]
 
     def shard_index(self, rank: int) -> int:
-        """Return the rank's position in its sharding group, by which a group's plan names it."""
+        """Return the rank's position in its sharding group, the number that plans use."""
         return self._place_of(rank)[1]
 
     def rank_at(self, group: int, shard_index: int) -> int:
@@ -109,14 +109,14 @@ class Mesh2D:
         return tuple(self.rank_at(group, index) for group in range(self.num_groups))
 
     def rank_matrix(self) -> list[list[int]]:
-        """Return groups as rows, shard indices as columns: a ``DeviceMesh``'s argument."""
+        """Return groups as rows and shard indices as columns: a ``DeviceMesh``'s argument."""
         return [
             [self.rank_at(group, index) for index in range(self.group_size)]
             for group in range(self.num_groups)
         ]
 
     def node_group_size(self, local_world_size: int) -> int:
-        """Count the ranks of a sharding group that share a host; 1 if hosts differ.
+        """Count the ranks of a sharding group on one host; 1 if hosts differ.
 
         Table-row-wise and grid sharding spread a table over that many ranks.
 
@@ -159,11 +159,11 @@ _LAYOUTS = ", ".join(str(layout) for layout in RankLayout)
 class DenseMesh:
     """``dp`` pipelines of ``pp`` tensor-parallel groups of ``tp`` ranks each.
 
-    The ranks of a *tensor-parallel group* compute the layers of the dense part together, on the
-    batches of all of them. They are neighbours, because they exchange activations in every layer.
+    The ranks of a *tensor-parallel group* compute the dense part's layers together, on all their
+    batches. They are neighbours, because they exchange activations in every layer.
     The groups of a *pipeline* compute one stage of the layers each, on the batches of the whole
-    pipeline. Ranks with one place in their pipelines hold the same part of the same layers, and
-    exchange its gradients. The `layout` says which of the two are neighbours.
+    pipeline. Ranks at the same place in their pipelines hold the same part of the same layers, and
+    exchange its gradients. The `layout` says which of these two sets of ranks are neighbours.
 
     Example:
         >>> from torchrec_2dsp.mesh import DenseMesh
@@ -198,11 +198,11 @@ class DenseMesh:
     """The number of ranks that compute a layer together."""
 
     pp: int = 1
-    """The number of groups that run the layers one after the other."""
+    """The number of groups that run the layers one after another."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
     """Contiguous: a pipeline's ranks are neighbours, so that activations stay inside hosts.
-    Strided: ranks with the same layers are, so that gradients do."""
+    Strided: ranks with the same layers are neighbours, so that gradients stay inside hosts."""
 
     def __post_init__(self) -> None:
         _check_positive(dp=self.dp, tp=self.tp, pp=self.pp)
@@ -218,7 +218,7 @@ class DenseMesh:
         layout: RankLayout = RankLayout.CONTIGUOUS,
         local_world_size: int | None = None,
     ) -> "DenseMesh":
-        """Return the mesh of a world."""
+        """Return the mesh for ``world_size`` ranks."""
         inside = world_size if local_world_size is None else local_world_size
         sizes = divisors(world_size)
         if tp not in sizes:
@@ -268,7 +268,7 @@ class DenseMesh:
         return tuple(zip(*self.pipelines(), strict=True))
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Return the rank's pipeline, and its place there."""
+        """Return the rank's pipeline and its place in it."""
         for number, ranks in enumerate(self.pipelines()):
             if rank in ranks:
                 return number, ranks.index(rank)
@@ -290,7 +290,7 @@ def _check_positive(**numbers: object) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the numbers that divide a number, in ascending order."""
+    """Return all divisors of a number, in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

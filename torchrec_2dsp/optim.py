@@ -1,7 +1,7 @@
-"""The maths of update rules, apart from where they run.
+"""The arithmetic of update rules, independent of where they run.
 
 With M sharding groups each group divides its gradient by its own size only, so the averaged second
-moment of a rarely hit row is up to M times that of one group. `MomentScaledRowWiseAdaGrad` divides
+moment of a rarely hit row is up to M times one group's. `MomentScaledRowWiseAdaGrad` divides
 it back:
 
     v <- v + mean(g^2)
@@ -38,7 +38,7 @@ FROM_MESH = FromMesh.FROM_MESH
 
 @dataclass(frozen=True)
 class MomentScaledRowWiseAdaGrad:
-    """The optimizer of a sharder: ``EmbeddingBagCollectionSharder2D(optimizer=...)``.
+    """The optimizer to give a sharder: ``EmbeddingBagCollectionSharder2D(optimizer=...)``.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -49,7 +49,7 @@ class MomentScaledRowWiseAdaGrad:
     """
 
     lr: float
-    """Learning rate, in the units of plain row-wise AdaGrad; schedulers see and set it so."""
+    """Learning rate, in plain row-wise AdaGrad's units; schedulers see and set it in them."""
 
     eps: float = 1e-8
     """Added to the root of the scaled moment."""
@@ -64,7 +64,7 @@ class MomentScaledRowWiseAdaGrad:
 class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):
     """Moment-scaled row-wise AdaGrad as an optimizer class, for ``apply_optimizer_in_backward``.
 
-    The sharders recognise it and run it fused. Stepped by itself it is the eager twin, which
+    The sharders recognise it and run it fused. Stepped directly it is the eager twin, which
     needs a number as ``moment_scale``.
 
     Example:
@@ -121,7 +121,7 @@ class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):
 
 
 def check_hyperparameters(lr: float, eps: float, moment_scale: float | FromMesh) -> None:
-    """Raise `ConfigError` for values that make no sense in training."""
+    """Raise `ConfigError` for hyper-parameters that make no sense in training."""
     if not (math.isfinite(lr) and lr >= 0):
         raise ConfigError(f"lr={lr} must be a finite number >= 0")
     if not (math.isfinite(eps) and eps >= 0):
@@ -133,7 +133,7 @@ def check_hyperparameters(lr: float, eps: float, moment_scale: float | FromMesh)
 
 
 def to_kernel_units(value: float, moment_scale: float) -> float:
-    """Convert a learning rate or eps for stock row-wise AdaGrad to run the scaled rule.
+    """Convert a learning rate or eps so that stock row-wise AdaGrad runs the scaled rule.
 
     Example:
         >>> from torchrec_2dsp.optim import to_kernel_units
@@ -145,7 +145,7 @@ def to_kernel_units(value: float, moment_scale: float) -> float:
 
 @dataclass(frozen=True)
 class RuleArguments:
-    """The numbers in a rule's formula, as float32 arithmetic reads them."""
+    """The numbers in a rule's formula, rounded as float32 kernels read them."""
 
     lr: float
     eps: float
@@ -205,7 +205,7 @@ def lamb_step(
 ) -> torch.Tensor:
     """Update Adam's moments in place; return Adam's step times ``|w| / |step|``, row by row.
 
-    A row of zeros stays what it is. So does one with a step of zeros, which FBGEMM makes NaN.
+    A row of zeros keeps its value. So does a row with a zero step, which FBGEMM turns into NaN.
     """
     direction = _adam_direction(grad, moments, weights, args)
     lengths = direction.norm(dim=1)

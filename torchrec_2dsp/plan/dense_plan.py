@@ -13,7 +13,7 @@ class DenseKind(enum.Enum):
     """The wrappers that can run a dense part exactly."""
 
     DDP = "ddp"
-    """A copy on each rank: torch's and TorchRec's own."""
+    """A copy on each rank: torch's and TorchRec's own way."""
 
     FULLY_SHARDED = "fully_sharded"
     """`FullyShardedDense`: each rank keeps a share of a copy."""
@@ -22,7 +22,7 @@ class DenseKind(enum.Enum):
     """`TensorParallelDense`: ranks compute layers together."""
 
     PIPELINED = "pipelined"
-    """`PipelinedDense`: ranks compute some of the layers each."""
+    """`PipelinedDense`: each rank computes some of the layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class DensePlan:
     """The wrapper."""
 
     mesh: DenseMesh
-    """The way in which the ranks share the layers."""
+    """The mesh by which the ranks share the layers."""
 
     num_copies: int = 1
     """The number of copies under full sharding, or of groups that compute layers together."""
@@ -68,7 +68,7 @@ class DensePlan:
             )
 
     def __str__(self) -> str:
-        """Return the plan in words."""
+        """Describe the plan in words."""
         mesh = self.mesh
         if self.kind is DenseKind.DDP:
             return "DDP"
@@ -94,14 +94,14 @@ def cut_layers(
     num_stages: int,
     seconds_per_byte: float = 0.0,
 ) -> tuple[int, ...]:
-    """Cut layers into stages of which the slowest takes the least time.
+    """Cut layers into stages so that the slowest stage takes as little time as possible.
 
-    A stage takes the time of its layers, and that of what it sends: its output forward and, with
-    as many bytes, the gradient of its input backward. Of equal cuts, those that come first are
+    A stage's time is that of its layers plus that of its sends: its output forward and, with
+    as many bytes, its input's gradient backward. Among equal cuts, the earliest are
     chosen. Cuts are the first layers of all stages but the first.
 
     Raises:
-        ConfigError: there are fewer layers than stages, or a time is negative or no number.
+        ConfigError: there are fewer layers than stages, or a time is negative or not a number.
 
     Example:
         >>> from torchrec_2dsp.plan.dense_plan import cut_layers
@@ -123,12 +123,12 @@ def cut_layers(
     sums = list(accumulate(seconds, initial=0.0))
 
     def stage_seconds(first: int, last: int) -> float:
-        """Return the seconds of a stage with the layers from ``first`` to before ``last``."""
+        """Return the seconds of the stage with layers ``first`` to ``last - 1``."""
         forward = activation_bytes[last - 1] if last < num_layers else 0.0
         backward = activation_bytes[first - 1] if first > 0 else 0.0
         return sums[last] - sums[first] + seconds_per_byte * (forward + backward)
 
-    # The slowest stage of the best cuts of the first layers, and those cuts, by number of layers.
+    # By number of layers: the slowest stage under the best cuts of the first layers, and the cuts.
     best: list[tuple[float, tuple[int, ...]]] = [
         (stage_seconds(0, last), ()) for last in range(1, num_layers + 1)
     ]
@@ -146,7 +146,7 @@ def cut_layers(
 
 
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return cuts into stages of equal length, the first ones a layer longer if need be."""
+    """Return cuts into stages of equal length; the first stages get one more layer if needed."""
     check_layers(num_layers, num_stages)
     size, rest = divmod(num_layers, num_stages)
     return tuple(stage * size + min(stage, rest) for stage in range(1, num_stages))

@@ -1,4 +1,4 @@
-"""Checks that a plan's shards cover each table once, cut as its sharding type says."""
+"""Checks that a plan's shards cover each table once, cut as its sharding type requires."""
 
 import math
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ _REMEDY = "plan the table again, or write its shards as its sharding type cuts t
 def check_shards(
     where: str, kind: ShardingType, shards: Sequence[ShardMetadata], group_size: int
 ) -> None:
-    """Raise `PlanError` unless the shards cover a table once, in the way of its sharding type.
+    """Raise `PlanError` unless the shards cover a table once, cut as its sharding type requires.
 
-    ``where`` is the table, for messages; its type isn't data parallel.
+    ``where`` names the table in messages; its type isn't data parallel.
     """
     _check_numbers(where, shards)
     num_rows = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)
@@ -47,7 +47,7 @@ def check_shards(
         raise PlanError(f"table {where} is {kind.value}, but a shard lacks columns; {_REMEDY}")
     if kind in _WHOLE_COLUMNS and any(shard.shard_sizes[0] != num_rows for shard in shards):
         raise PlanError(f"table {where} is {kind.value}, but a shard lacks rows; {_REMEDY}")
-    # TorchRec takes the n-th shard of a row-wise table for that of rank n.
+    # TorchRec gives the n-th shard of a row-wise table to rank n.
     ranks = _ranks(shards)
     if kind is ShardingType.ROW_WISE and not _names_each_rank(ranks, group_size):
         raise PlanError(
@@ -57,7 +57,7 @@ def check_shards(
 
 
 def _check_blocks(where: str, kind: ShardingType, shards: Sequence[ShardMetadata]) -> None:
-    """Raise unless rows are in equal blocks, on ranks in order, as TorchRec looks them up."""
+    """Raise unless rows are in equal blocks, on ranks in order, as TorchRec's lookup assumes."""
     by_column: dict[int, list[ShardMetadata]] = {}
     for shard in shards:
         by_column.setdefault(shard.shard_offsets[1], []).append(shard)
@@ -81,7 +81,7 @@ def _check_blocks(where: str, kind: ShardingType, shards: Sequence[ShardMetadata
 
 
 def _names_each_rank(ranks: Sequence[int], group_size: int) -> bool:
-    """Return whether these are a group's ranks in order."""
+    """Return whether ``ranks`` are a group's ranks in order."""
     return len(ranks) == group_size and list(ranks) == list(range(group_size))
 
 
@@ -93,7 +93,7 @@ def _check_numbers(where: str, shards: Sequence[ShardMetadata]) -> None:
     places = [numbers for shard in shards for numbers in (shard.shard_offsets, shard.shard_sizes)]
     flat = list(chain.from_iterable(places))
     if set(map(len, places)) == {2} and set(map(type, flat)) == {int} and min(flat) >= 0:
-        return  # A million shards are looked at in a tenth of the time.
+        return  # This check takes a tenth of the loop's time for a million shards.
     for index, shard in enumerate(shards):
         for name, values in (
             ("shard_offsets", shard.shard_offsets),
@@ -109,7 +109,7 @@ def _check_numbers(where: str, shards: Sequence[ShardMetadata]) -> None:
 def _check_cover(
     where: str, shards: Sequence[ShardMetadata], num_rows: int, num_columns: int
 ) -> None:
-    """Raise unless blocks of columns, cut into runs of rows, cover the table once."""
+    """Raise unless blocks of columns, cut into runs of rows, cover the table exactly once."""
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for shard in shards:
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
@@ -122,7 +122,7 @@ def _check_cover(
 
 
 def _check_runs(what: str, runs: list[tuple[int, int]], total: int) -> None:
-    """Raise unless runs, each a start and a size, follow one another from 0 to ``total``."""
+    """Raise unless the runs, pairs of start and size, follow one another from 0 to ``total``."""
     ordered = [(0, 0), *sorted(runs), (total, 0)]
     for (start, size), (next_start, _) in pairwise(ordered):
         if start + size < next_start:
@@ -134,7 +134,7 @@ def _check_runs(what: str, runs: list[tuple[int, int]], total: int) -> None:
 
 
 def check_size(table: ParameterSharding, config: Any) -> None:
-    """Raise `PlanError` if a table's shards have another size than its config."""
+    """Raise `PlanError` if a table's shards add up to another size than its config's."""
     shards = getattr(table.sharding_spec, "shards", None) or []
     size, planned = (config.num_embeddings, config.embedding_dim), (0, 0)
     for shard in shards:
@@ -148,7 +148,7 @@ def check_size(table: ParameterSharding, config: Any) -> None:
 
 
 def check_fits_mesh(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:
-    """Raise `PlanError` if the groups of ``mesh`` can't run a table as its sharding says."""
+    """Raise `PlanError` if ``mesh``'s groups can't run a table as its sharding says."""
     kind = ShardingType2D(table.sharding_type)
     allowed = kinds_of(table.exchange)
     if kind.base.value not in allowed:
@@ -175,7 +175,7 @@ def check_fits_mesh(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> Non
 
 
 def _check_storage(where: str, table: ParameterSharding2D, kind: ShardingType2D) -> None:
-    """Raise if rows can't be kept in 8 bits."""
+    """Raise if the table's rows can't be kept in 8 bits."""
     if table.stored_as is RowStorage.PLAIN:
         return
     for is_there, what in (
@@ -233,7 +233,7 @@ def _check_sharded(
     if table.hot_set is not None:
         rows = num_rows(table)
         assert rows is not None
-        # Only the model tells if these ids are rows, or if an id map gives them rows.
+        # Only the model knows whether these ids are rows, or whether an id map gives them rows.
         if len(table.hot_set) > rows:
             raise PlanError(
                 f"table {where} has {rows} rows, and {len(table.hot_set)} of them can't be hot; "

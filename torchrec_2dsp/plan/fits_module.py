@@ -1,8 +1,8 @@
-"""Checks that the sharders can take over a model's embedding collections completely.
+"""Checks that the sharders can fully take over a model's embedding collections.
 
-The sharders replace collections and leave the rest of a model on every rank. That goes wrong where
-TorchRec wraps a collection in a module that learns something about ids, where a table is tied or
-frozen or has hooks, and where one collection has two names.
+The sharders replace collections and leave the rest of a model on every rank. That fails where
+TorchRec wraps a collection in a module that learns from ids, where a table is tied or frozen or
+has hooks, and where one collection has two names.
 """
 
 from collections import Counter
@@ -79,7 +79,7 @@ _REASONS |= dict.fromkeys(
     "ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection of the plan",
 )
 _LEARNING = (GenericITEPModule, ManagedCollisionCollection, ManagedCollisionModule)
-"""Modules that learn from ids, and needn't hold a collection."""
+"""Modules that learn from ids, and may hold no collection."""
 _REASONS |= {
     BaseManagedCollisionEmbeddingCollection: (
         "maps raw ids to rows by what each rank has seen where its collection alone is sharded; "
@@ -96,9 +96,9 @@ _LEAVABLE = tuple(kind for kind in _REASONS if kind not in FUSED)
 
 
 def leave_whole(*modules: nn.Module) -> None:
-    """Leave modules on each rank as they are, which are refused for what they learn from ids.
+    """Leave modules on each rank as they are, though they would be refused for learning from ids.
 
-    Call it on all ranks, before a plan is made. Nothing but parameters is kept equal from then on::
+    Call it on all ranks, before planning. From then on only parameters are kept equal::
 
         tdsp.leave_whole(model.id_maps.eval())
     """
@@ -119,7 +119,7 @@ def is_left_whole(module: nn.Module) -> bool:
 def check_model(model: nn.Module, paths: Iterable[str] | None = None) -> None:
     """Raise `UnsupportedError` for the first module that can't be sharded as a whole.
 
-    The modules at ``paths`` are sharded, by default all.
+    The modules at ``paths`` are sharded, all of them by default.
     """
     chosen = None if paths is None else set(paths)
     unsharded = {part for top in filter(is_left_whole, model.modules()) for part in top.modules()}
@@ -182,7 +182,7 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
 
 
 def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] = _NO_PLAN) -> None:
-    """Raise `UnsupportedError` unless id maps stay equal on all ranks, and the plan suits them."""
+    """Raise `UnsupportedError` unless id maps stay equal on all ranks and the plan suits them."""
     _check_carried(module, collection_inside(module))
     configs = {config.name: config for config in table_configs(module)}
     users = Counter(feature for config in configs.values() for feature in config.feature_names)
@@ -220,11 +220,11 @@ def check_managed(module: Any, path: str, plan: Mapping[str, ParameterSharding] 
 
 
 _MAX_SLOTS = 2**24
-"""Position weights travel by their numbers, as float32."""
+"""Position weights travel by slot number, as float32."""
 
 
 def check_processed(module: Any, path: str) -> None:
-    """Raise `UnsupportedError` unless feature processors can be trained, or are frozen."""
+    """Raise `UnsupportedError` unless feature processors can be trained or are frozen."""
     _check_carried(module, collection_inside(module))
     weights = position_weights(processors_in(module))
     if weights is None and not trains_processors(module):
@@ -251,7 +251,7 @@ def check_processed(module: Any, path: str) -> None:
 
 
 def frozen_tables(collection: nn.Module) -> list[str]:
-    """Return the names of a collection's tables that aren't trained."""
+    """Return the names of a collection's frozen tables."""
     return [name for name, table in _tables_of(collection) if not table.weight.requires_grad]
 
 
@@ -261,9 +261,9 @@ def sharded_parts(
     path: str = "",
     visited: set[nn.Module] | None = None,
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[nn.Module]]]:
-    """Yield modules with a sharder, which takes all that is below them, but none left whole.
+    """Yield modules that have a sharder, without looking inside them or inside those left whole.
 
-    One that several parents share has the first one's path, as in TorchRec.
+    A module that several parents share has its first parent's path, as in TorchRec.
     """
     visited = set() if visited is None else visited
     if module in visited or is_left_whole(module):
@@ -278,7 +278,7 @@ def sharded_parts(
 
 
 def check_alone(collection: nn.Module) -> None:
-    """Raise `UnsupportedError` if a collection carries hooks, or its tables share a parameter."""
+    """Raise `UnsupportedError` if a collection has hooks, or its tables share a parameter."""
     _check_carried(collection)
     _check_tied(collection, [collection])
 
@@ -320,7 +320,7 @@ def _tables_of(collection: Any) -> Iterator[tuple[str, Any]]:
 
 
 _COLUMNS_AT_A_TIME = 4
-"""FBGEMM's kernels work on so many columns."""
+"""The number of columns that FBGEMM's kernels work on at a time."""
 
 
 def check_tables(model: nn.Module) -> None:
@@ -337,12 +337,12 @@ def configs_of(module: Any) -> list[Any]:
 
 
 def has_weights(module: Any) -> bool:
-    """Return whether an embedding module looks ids up with weights; sequences have none."""
+    """Return whether an embedding module's lookups are weighted; sequences have no weights."""
     return bool(getattr(module, "is_weighted", bool)())
 
 
 def check_table_configs(path: str, configs: Iterable[Any], *, is_weighted: bool = False) -> None:
-    """Raise an error for the first table that no kernel can hold, or that nobody can pool."""
+    """Raise an error for the first table that no kernel can hold or that can't be pooled."""
     for config in configs:
         if is_weighted and getattr(config, "pooling", None) is PoolingType.MEAN:
             raise UnsupportedError(
@@ -377,7 +377,7 @@ def check_table_configs(path: str, configs: Iterable[Any], *, is_weighted: bool 
 
 
 def table_text(config: Any) -> str:
-    """Return the part of a table's config that must be equal on all ranks, as text.
+    """Return, as text, the part of a table's config that must be equal on all ranks.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingConfig
@@ -402,7 +402,7 @@ def check_module_plan(
     is_weighted: bool,
     local_world_size: int,
 ) -> ModulePlan2D:
-    """Return ``plan`` as a `ModulePlan2D`, or raise an error that says what is wrong."""
+    """Return ``plan`` as a `ModulePlan2D`, or raise an error that names the mismatch."""
     check_table_configs(path, configs, is_weighted=is_weighted)
     plan = _as_2d(path, plan)
     names = {config.name for config in configs}

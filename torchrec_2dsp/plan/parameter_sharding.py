@@ -22,18 +22,18 @@ from torchrec_2dsp.plan.sync import SyncConfig, SyncedRows, WeightSync
 from torchrec_2dsp.rows.eight_bits import NUM_EXTRA_BYTES
 
 MAX_ROWS = math.isqrt(2**63 - 1)
-"""More rows would overflow 64-bit products."""
+"""The largest row count whose 64-bit products don't overflow."""
 
 
 class RowOwners(enum.Enum):
-    """Ways to assign a table's rows to ranks in the group, for row exchange."""
+    """Ways to assign a table's rows to the ranks of a group, for row exchange."""
 
     BLOCK = "block"
-    """Blocks of consecutive rows, as TorchRec's row-wise sharding deals them."""
+    """Blocks of consecutive rows, as in TorchRec's row-wise sharding."""
 
     HASH = "hash"
-    """Neighbours have different owners, so that the rows that are used most are spread evenly
-    wherever in the table they are. Checkpoints don't show it."""
+    """Neighbours have different owners, so that the most used rows are spread evenly
+    wherever they are in the table. Checkpoints don't depend on it."""
 
 
 class RowStorage(enum.Enum):
@@ -43,18 +43,18 @@ class RowStorage(enum.Enum):
     """The table's own data type."""
 
     INT8 = "int8"
-    """Eight bits for each number and eight bytes for each row: a third of float32's memory. Hot
+    """Eight bits per number and eight bytes per row: a third of float32's memory. Hot
     rows stay in float32. Training rounds every row that it changes."""
 
     def bytes_per_number(self, dim: int, of_type: float) -> float:
-        """Return a number's bytes in a row of ``dim``, ``of_type`` in the table's own type."""
+        """Return the bytes per number in a row of ``dim``; ``of_type`` is the table type's."""
         return of_type if self is RowStorage.PLAIN else 1 + NUM_EXTRA_BYTES / dim
 
 
 def golden_step(num_rows: int) -> int:
     """Return a step near the table's golden section that visits every row once.
 
-    Of any run of consecutive steps, every part of the table gets its share, up to a few rows.
+    Any run of consecutive steps visits every part of the table in proportion, up to a few rows.
 
     Example:
         >>> from torchrec_2dsp.plan.parameter_sharding import golden_step
@@ -98,26 +98,26 @@ class RowSpread:
         return golden_step(self.num_rows)
 
     def positions(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows' positions, int64."""
+        """Return the rows' positions as int64."""
         return rows.long() * self.step % self.num_rows
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the rows at positions, int64."""
+        """Return the rows at these positions as int64."""
         return positions.long() * pow(self.step, -1, self.num_rows) % self.num_rows
 
 
 _AND = ", "
-"""The text between a sharding type and each other choice."""
+"""The separator between a sharding type and each other choice."""
 
 
 class ShardingType2D(enum.Enum):
     """The 2D form of each TorchRec sharding type: sharded in a group, replicated over groups.
 
-    TorchRec's planner and plans carry sharding types as strings, so these live beside its own.
+    TorchRec's planner and plans carry sharding types as strings, so these exist beside its own.
     A stock sharder refuses them by name, instead of training one group's plan as if it were
     the world's.
 
-    A further type is named here first. `shard.shardings` then runs it, `plan.fits_mesh` checks its
+    To add a type, name it here. `shard.shardings` then runs it, `plan.fits_mesh` checks its
     shards, `cost.table_loads` prices it, and `planner.search.candidates` offers it.
     """
 
@@ -131,12 +131,12 @@ class ShardingType2D(enum.Enum):
 
     @property
     def base(self) -> ShardingType:
-        """TorchRec's type inside a sharding group."""
+        """TorchRec's sharding type inside a group."""
         return ShardingType[self.name]
 
 
 def type_2d(sharding_type: str) -> str:
-    """Return a sharding type's 2D form, or the type itself if it is one."""
+    """Return a sharding type's 2D form; a 2D type is returned as it is."""
     type_2d_of = {member.base.value: member.value for member in ShardingType2D}
     if sharding_type in type_2d_of:
         return type_2d_of[sharding_type]
@@ -154,32 +154,32 @@ def base_type(sharding_type: str) -> str:
 
 
 class Exchange(enum.Enum):
-    """The way in which a table's rows reach the samples that need them."""
+    """How a table's rows reach the samples that need them."""
 
     POOLED = "pooled"
-    """TorchRec's own output exchange of the sharding type: a vector for each bag, or for each id
+    """TorchRec's own output exchange for the sharding type: a vector per bag, or per id
     of a sequence."""
 
     NONEMPTY = "nonempty"
-    """TorchRec's exchange without bags that have no ids, for bags of tables that are sharded
+    """TorchRec's exchange without empty bags, for pooled tables that are sharded
     table-wise, column-wise or row-wise."""
 
     ROW = "row"
-    """Each distinct row of a rank's batch travels once, for tables that are sharded row-wise."""
+    """Each distinct row of a rank's batch travels once, for row-wise sharded tables."""
 
     ROW_PER_HOST = "row_per_host"
-    """Row exchange in which ranks of a host ask together, so that a row that several of them need
-    comes from another host once. Inside one host it is `ROW`."""
+    """Row exchange in which a host's ranks ask together, so that a row that several of them need
+    comes from another host only once. Inside one host it is `ROW`."""
 
 
 class Pipeline(enum.Enum):
     """The train pipeline, which decides what travels while a step computes."""
 
     BASE = "base"
-    """None: each step waits for its own ids, as in a loop of one's own or `TrainPipelineBase`."""
+    """None: each step waits for its own ids, as in a hand-written loop or `TrainPipelineBase`."""
 
     SPARSE_DIST = "sparse_dist"
-    """TorchRec's `TrainPipelineSparseDist`: the next batch's ids travel meanwhile."""
+    """TorchRec's `TrainPipelineSparseDist`: the next batch's ids travel during a step."""
 
     ROW_PREFETCH = "row_prefetch"
     """`TrainPipelineRowPrefetch`: the next batch's rows travel as well."""
@@ -189,10 +189,10 @@ class Pipeline(enum.Enum):
 
 
 IN_8_BITS = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
-"""The sharding types of tables in 8 bits: a part of a row would have a scale of its own."""
+"""The sharding types for tables in 8 bits: a part of a row would need a scale of its own."""
 
 ROW_EXCHANGES = (Exchange.ROW, Exchange.ROW_PER_HOST)
-"""The exchanges in which each distinct row travels once."""
+"""The exchanges that send each distinct row once."""
 
 _KINDS = {
     Exchange.ROW: (ShardingType2D.ROW_WISE,),
@@ -207,7 +207,7 @@ _KINDS = {
 
 
 def kinds_of(exchange: Exchange) -> tuple[str, ...]:
-    """Return TorchRec's names of the sharding types that support an exchange.
+    """Return TorchRec's names for the sharding types that support an exchange.
 
     Example:
         >>> from torchrec_2dsp import Exchange
@@ -220,9 +220,9 @@ def kinds_of(exchange: Exchange) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TableType:
-    """A table's sharding and exchange, by which a sharded module sorts its tables.
+    """A table's sharding and exchange, the key by which a sharded module sorts its tables.
 
-    TorchRec knows one string for both, which `name` makes and `of_name` reads; nothing else does.
+    TorchRec has one string for both, which only `name` makes and only `of_name` reads.
 
     Example:
         >>> from torchrec.distributed.types import ShardingType
@@ -234,7 +234,7 @@ class TableType:
     """
 
     base: ShardingType
-    """TorchRec's type inside a sharding group."""
+    """TorchRec's sharding type inside a group."""
     exchange: Exchange = Exchange.POOLED
     """The exchange inside the group."""
     transport: Transport = Transport.FP32
@@ -242,7 +242,7 @@ class TableType:
 
     @property
     def name(self) -> str:
-        """The string that TorchRec is given; its own name where all the rest is its own."""
+        """The string given to TorchRec: its own name if the exchange and transport are its own."""
         if self == TableType(self.base):
             return self.base.value
         return f"{self.base.value}{_AND}{self.exchange.value} exchange{_AND}{self.transport.value}"
@@ -260,22 +260,22 @@ class TableType:
 
 
 class ProposedType(str):
-    """A sharding type with all else that a proposer chose for its table.
+    """A sharding type with everything else that a proposer chose for its table.
 
-    TorchRec's planner carries types from proposals to plans as they are, and nothing else that is
-    ours; so this is a string to it, and tells `ParameterSharding2D.of` the rest.
+    TorchRec's planner carries types from proposals to plans unchanged, and nothing else of ours.
+    So this is a string to TorchRec, and tells `ParameterSharding2D.of` the rest.
     """
 
     mesh: Mesh2D
     sync: SyncConfig
     additions: Mapping[str, Any]
-    """The fields that a `ParameterSharding2D` has beside TorchRec's, as far as they are chosen."""
+    """The chosen values for the fields that `ParameterSharding2D` adds to TorchRec's."""
 
     @classmethod
     def of(
         cls, kind: ShardingType, mesh: Mesh2D, sync: SyncConfig, **additions: Any
     ) -> "ProposedType":
-        """Choose a type inside a mesh's groups, and what goes with it."""
+        """Choose a type inside a mesh's groups, together with its other settings."""
         table = ParameterSharding2D(kind.value, "", **additions)
         choices = [
             type_2d(kind.value),
@@ -286,7 +286,7 @@ class ProposedType(str):
             "" if table.stored_as is RowStorage.PLAIN else f"stored as {table.stored_as.value}",
             f"{mesh.num_groups} groups of {mesh.group_size} {mesh.layout.value}",
         ]
-        # TorchRec accepts a dense kernel for its own name of data parallel alone.
+        # TorchRec accepts a dense kernel only for its own data-parallel name.
         is_dense = kind is ShardingType.DATA_PARALLEL
         proposed = cls(
             kind.value if is_dense else _AND.join(choice for choice in choices if choice)
@@ -306,25 +306,25 @@ class ParameterSharding2D(ParameterSharding):
     """The assignment of rows to the group's ranks."""
 
     hot_set: HotSet | None = None
-    """Rows that every rank of the world keeps a replica of."""
+    """Rows that every rank of the world replicates."""
 
     transport: Transport = Transport.FP32
     """The wire format of rows or pooled vectors, and of their gradients."""
 
     stored_as: RowStorage = RowStorage.PLAIN
-    """The format of the rows in memory."""
+    """The rows' format in memory."""
 
     num_groups: int | None = None
     """The number of copies: `None` for one in each sharding group, or 1, whose
-    shards lie on the ranks of the whole world."""
+    shards lie on all ranks of the world."""
 
     def mesh_in(self, mesh: Mesh2D) -> Mesh2D:
         """Return the mesh that repeats this table, in a plan for ``mesh``.
 
-        Its ranks are positions in a group of that mesh.
+        Ranks are positions in a group of the returned mesh.
 
         Args:
-            mesh: of the tables that every sharding group has.
+            mesh: the mesh of the tables that every sharding group has.
         """
         if self.num_groups == 1 and mesh.num_groups > 1:
             return Mesh2D(1, mesh.world_size)
@@ -363,16 +363,16 @@ FROM_ROW_GRADIENTS = frozenset(
         EmbOptimType.PARTIAL_ROWWISE_LAMB,
     }
 )
-"""Updates that see nothing but a row's summed gradient and the schedule."""
+"""Optimizers whose updates depend only on a row's summed gradient and the schedule."""
 
 WITH_ROW_WISE_MOMENT = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
-"""Updates with a second moment for each row, which TorchRec can't save in shards of one row."""
+"""Optimizers with a second moment per row, which TorchRec can't save in shards of one row."""
 
 CHANGES_ALL_ROWS = (
     EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
     EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD,
 )
-"""Updates of rows that no batch touched, too."""
+"""Optimizers that also update rows no batch touched."""
 
 
 def can_have_copies(
@@ -388,7 +388,7 @@ def can_have_copies(
 
 
 def fused_kind(optimizer: EmbOptimType | type[Optimizer]) -> EmbOptimType | None:
-    """Return the fused kernel's name for an optimizer; `None` if TorchRec has no kernel for it."""
+    """Return the fused kernel's name for an optimizer; `None` if TorchRec has no such kernel."""
     try:
         return fused_type_of(optimizer) if isinstance(optimizer, type) else optimizer
     except ValueError:
@@ -396,7 +396,7 @@ def fused_kind(optimizer: EmbOptimType | type[Optimizer]) -> EmbOptimType | None
 
 
 def fused_type_of(optimizer: type[Optimizer]) -> EmbOptimType | None:
-    """Return the fused kernel's name for an optimizer's class."""
+    """Return the fused kernel's name for an optimizer class."""
     if issubclass(optimizer, MomentScaledRowWiseAdaGradOptimizer):
         return EmbOptimType.EXACT_ROWWISE_ADAGRAD
     return optimizer_type_to_emb_opt_type(optimizer)

@@ -37,9 +37,9 @@ from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 
 
 class ModulePlan2D(EmbeddingModuleShardingPlan):
-    """One module's tables, with the mesh and the sync config that a sharder needs.
+    """One module's tables, with the mesh and sync config that a sharder needs.
 
-    TorchRec hands this object to the sharder untouched, also under a stock
+    TorchRec passes this object to the sharder untouched, also under a stock
     `DistributedModelParallel`.
     """
 
@@ -53,28 +53,28 @@ class ModulePlan2D(EmbeddingModuleShardingPlan):
     ) -> None:
         super().__init__(tables)
         self.mesh = mesh
-        """The mesh, whose every group runs this plan."""
+        """The mesh; each of its groups runs this plan."""
         self.sync = sync
         """The config that keeps replicas equal."""
         self.full_duplex = full_duplex
-        """As in `Plan2D`."""
+        """See `Plan2D.full_duplex`."""
 
     def with_tables(self, tables: Mapping[str, ParameterSharding]) -> "ModulePlan2D":
         """Return the same plan for other tables."""
         return ModulePlan2D(tables, mesh=self.mesh, sync=self.sync, full_duplex=self.full_duplex)
 
     def run_as(self, mesh: Mesh2D, sync: SyncConfig, *, full_duplex: bool) -> "ModulePlan2D":
-        """Return this plan if it runs so already, else a copy that does."""
+        """Return this plan if it has these settings already, else a copy that has them."""
         if (self.mesh, self.sync, self.full_duplex) == (mesh, sync, full_duplex):
             return self
         return ModulePlan2D(self, mesh=mesh, sync=sync, full_duplex=full_duplex)
 
     def tables(self) -> Iterable[tuple[str, ParameterSharding2D]]:
-        """Return table names with their shardings, typed."""
+        """Return table names with their typed shardings."""
         return ((name, cast(ParameterSharding2D, sharding)) for name, sharding in self.items())
 
     def parts(self) -> "list[ModulePlan2D]":
-        """Split the plan by the mesh that repeats a table, the one with most groups first."""
+        """Split the plan by the meshes that repeat its tables, most groups first."""
         by_mesh: dict[Mesh2D, dict[str, ParameterSharding]] = {}
         for name, table in self.tables():
             by_mesh.setdefault(table.mesh_in(self.mesh), {})[name] = table
@@ -92,11 +92,11 @@ class Plan2D(ShardingPlan):
     """A `ShardingPlan` for one sharding group, run by every group of ``mesh``.
 
     Ranks and placements are positions inside a group (``0..group_size - 1``) and sharding types
-    are the 2D forms; `torchrec_2dsp.plan.plan2d.plan_for_rank` gives what a world rank runs.
+    are the 2D forms; `torchrec_2dsp.plan.plan2d.plan_for_rank` returns a world rank's plan.
     """
 
     mesh: Mesh2D
-    """The mesh, whose every group runs the plan."""
+    """The mesh; each of its groups runs the plan."""
 
     sync: SyncConfig
     """The config that keeps replicas equal."""
@@ -105,11 +105,11 @@ class Plan2D(ShardingPlan):
     """The train pipeline that `ModelParallel2D.pipeline` builds."""
 
     full_duplex: bool = False
-    """True if all-to-alls in sharding groups send and receive at the same time, by
+    """True if all-to-alls in sharding groups send and receive at the same time, through
     `torchrec_2dsp.comms.full_duplex`. It changes no number, and nothing on NCCL."""
 
     def get_plan_for_module(self, module_path: str) -> ModuleShardingPlan | None:
-        """Return a module's plan, with the plan's mesh and sync config as they are now."""
+        """Return a module's plan, with the plan's current mesh and sync config."""
         module = self.plan.get(module_path)
         if not isinstance(module, ModulePlan2D):
             return module
@@ -122,11 +122,11 @@ class Plan2D(ShardingPlan):
         """Convert a stock plan that was made for ``mesh.group_size`` ranks.
 
         Args:
-            plan: a plan for one sharding group, left as it is; a `Plan2D` keeps its pipeline and
-                whether it is full duplex.
-            mesh: the mesh that repeats it; a `Plan2D` or a plan of this package's proposers knows
-                it.
-            sync: how replicas stay equal: as in a `Plan2D`, as the proposers were told, or else
+            plan: a plan for one sharding group, left unchanged; a `Plan2D` keeps its pipeline and
+                its ``full_duplex``.
+            mesh: the mesh that repeats it; a `Plan2D` or a plan of this package's proposers has
+                one.
+            sync: how replicas stay equal; by default as in a `Plan2D`, as in the proposers, or
                 `GradientSync` (exact).
         """
         mesh, sync = _repeated(plan, mesh, sync)
@@ -148,7 +148,7 @@ class Plan2D(ShardingPlan):
     def with_tables(self, modules: Mapping[str, Mapping[str, ParameterSharding2D]]) -> "Plan2D":
         """Return the same plan for other tables, by module path and name.
 
-        Every plan that this package makes is made, and checked, here.
+        All of this package's plans are built and checked here.
 
         Raises:
             PlanError: the mesh can't run a table.
@@ -162,11 +162,11 @@ class Plan2D(ShardingPlan):
         return plan
 
     def modules(self) -> Iterable[tuple[str, ModulePlan2D]]:
-        """Return module paths with their plans, typed."""
+        """Return module paths with their typed plans."""
         return ((path, cast(ModulePlan2D, self.get_plan_for_module(path))) for path in self.plan)
 
     def validate(self) -> None:
-        """Raise `PlanError` at the first table that this mesh can't run."""
+        """Raise `PlanError` for the first table that this mesh can't run."""
         for path, module_plan in self.modules():
             for name, table in module_plan.tables():
                 where = f"{path}.{name}" if path else name
@@ -180,7 +180,7 @@ class Plan2D(ShardingPlan):
 def _repeated(
     plan: ShardingPlan, mesh: Mesh2D | None, sync: SyncConfig | None
 ) -> tuple[Mesh2D, SyncConfig]:
-    """Return the plan's mesh and sync config, as given or else as the plan has them."""
+    """Return the given mesh and sync config, or the plan's own where not given."""
     if isinstance(plan, Plan2D):
         return mesh or plan.mesh, sync or plan.sync
     proposed = _proposed_types(plan)
@@ -213,7 +213,7 @@ def is_proposed(plan: ShardingPlan) -> bool:
 
 
 def as_plan_2d(plan: ShardingPlan | None) -> Plan2D:
-    """Return the plan to run, or raise a `ConfigError` for a stock one."""
+    """Return the plan to run, or raise a `ConfigError` for a stock plan."""
     if isinstance(plan, Plan2D):
         return plan
     if isinstance(plan, ShardingPlan) and is_proposed(plan):
@@ -236,27 +236,27 @@ def pin(
     num_groups: int | None = None,
     compute_kernel: EmbeddingComputeKernel | str | None = None,
 ) -> Plan2D:
-    """Copy ``plan`` with another choice for ``table``.
+    """Return a copy of ``plan`` with other choices for ``table``.
 
     Args:
-        plan: left as it is.
+        plan: the plan, which isn't changed.
         table: a table's name, as in its config.
         hot_rows: ids of the rows that every rank holds, in any order; behind an id map, the ids
-            that it gives rows to. An empty one removes the table's hot set. By default it stays.
+            to which it gives rows. An empty one removes the table's hot set. By default unchanged.
         exchange: how the table's rows reach their samples, as a member of `Exchange` or its value.
-            By default it stays.
-        owners: which rank has which rows, as a member of `RowOwners` or its value; for row exchange
-            only. By default they stay.
-        transport: how the table's rows or pooled vectors, and their gradients, look on the wire, as
-            a member of `Transport` or its value: fewer bytes, for numbers that are rounded. By
-            default it stays.
+            By default unchanged.
+        owners: the assignment of rows to ranks, as a member of `RowOwners` or its value; for row
+            exchange only. By default unchanged.
+        transport: the wire format of the table's rows or pooled vectors and of their gradients, as
+            a member of `Transport` or its value: fewer bytes, for rounded numbers. By
+            default unchanged.
         stored_as: the format of the table's rows in memory, as a member of `RowStorage` or its
-            value. By default it stays.
-        num_groups: 1 for one copy of a row-wise table, which lies on all ranks of the world, or as
-            many as the plan's mesh has for one copy in each. By default they stay.
-        compute_kernel: where the table's shards lie, as a member of TorchRec's
-            `EmbeddingComputeKernel` or its value: "fused" for the memory of the device, "fused_uvm"
-            for the host's, which a GPU reads and updates over its bus. By default it stays.
+            value. By default unchanged.
+        num_groups: 1 for one copy of a row-wise table, sharded over all ranks of the world, or
+            the mesh's number of groups for a copy in each group. By default unchanged.
+        compute_kernel: where the table's shards are stored, as a member of TorchRec's
+            `EmbeddingComputeKernel` or its value: "fused" for device memory, "fused_uvm" for
+            host memory, which a GPU reads and updates over its bus. By default unchanged.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -310,7 +310,7 @@ def _hot_set_of(rows: "Iterable[int] | torch.Tensor | HotSet") -> HotSet | None:
 def _copied(
     name: str, table: ParameterSharding2D, mesh: Mesh2D, num_groups: int
 ) -> ParameterSharding2D:
-    """Return a row-wise table with so many copies."""
+    """Return a row-wise table with ``num_groups`` copies."""
     if num_groups not in (1, mesh.num_groups):
         raise PlanError(
             f"num_groups={num_groups} for table {name!r} in a plan for {mesh}: use 1, or "
@@ -392,10 +392,10 @@ def module_plan_for_rank(
 
 
 def _runtime_type(table: ParameterSharding2D) -> str:
-    """Return the type name that TorchRec's sharded module gets for a table."""
+    """Return the type name that TorchRec's sharded module sees for a table."""
     base = ShardingType2D(table.sharding_type).base
     if base is ShardingType.TABLE_COLUMN_WISE:
-        # Column-wise on the ranks of one host: the same shards and code at run time, but
-        # TorchRec's 2D state dict only knows the plain name.
+        # At run time, table-column-wise is column-wise on one host's ranks: the same shards and
+        # code, but TorchRec's 2D state dict only knows the plain name.
         base = ShardingType.COLUMN_WISE
     return TableType(base, table.exchange, table.transport).name

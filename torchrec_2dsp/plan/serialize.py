@@ -1,4 +1,4 @@
-"""`Plan2D` as JSON, for plan files, for comparing ranks' plans, and for people."""
+"""`Plan2D` as JSON, for plan files, for comparing plans between ranks, and for people."""
 
 import enum
 import hashlib
@@ -36,7 +36,7 @@ _Named = TypeVar("_Named", BoundsCheckMode, DataType)
 
 
 def _by_name(kind: type[_Named]) -> BeforeValidator:
-    """Accept a member's name for one of TorchRec's enums."""
+    """Accept member names for one of TorchRec's enums."""
 
     def member(name: Any) -> _Named | None:
         if name is not None and name not in kind.__members__:
@@ -50,7 +50,7 @@ _Rank = Annotated[int, Field(ge=0, lt=_MAX_RANKS)]
 _Pair = Annotated[
     list[Annotated[int, Field(ge=0, le=_MAX_ROWS)]], Field(min_length=2, max_length=2)
 ]
-# A `Literal` would take True and 1.0 for 1.
+# A `Literal` would accept True and 1.0 as 1.
 _One = Annotated[int, Field(ge=1, le=1)]
 _ByValue = Field(strict=False)
 
@@ -80,7 +80,7 @@ class TableRecord(_Record):
     compute_kernel: Annotated[EmbeddingComputeKernel, _ByValue]
     ranks: Annotated[list[_Rank], Field(min_length=1)]
     shards: list[ShardRecord] | None
-    # TorchRec's and FBGEMM's own fields, by their names.
+    # Fields of TorchRec and FBGEMM, under their own names.
     enforce_hbm: bool | None = None
     stochastic_rounding: bool | None = None
     bounds_check_mode: Annotated[BoundsCheckMode | None, _by_name(BoundsCheckMode)]
@@ -94,7 +94,7 @@ class TableRecord(_Record):
 
 
 _SAME_FIELDS = [name for name in TableRecord.model_fields if name not in ("shards", "hot_rows")]
-"""The fields that a `ParameterSharding2D` has as well."""
+"""The fields that `ParameterSharding2D` has, too."""
 
 
 class MeshRecord(_Record):
@@ -133,7 +133,7 @@ class PlanRecord(_Record):
     checksum: str | None = None
     mesh: MeshRecord
     sync: Annotated[GradientSyncRecord | WeightSyncRecord, Field(discriminator="kind")]
-    # Files of earlier releases have neither.
+    # Files of earlier releases have neither field.
     pipeline: Annotated[Pipeline, _ByValue] = Pipeline.SPARSE_DIST
     full_duplex: bool = False
     modules: Annotated[
@@ -142,7 +142,7 @@ class PlanRecord(_Record):
 
 
 SCHEMA_VERSION = 1
-# What the constructors below raise for values of a wrong type or range.
+# The errors that the constructors below raise for values of a wrong type or range.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError)
 _UNSERIALIZED = ("cache_params", "key_value_params")
 
@@ -170,8 +170,8 @@ def from_json(text: str) -> Plan2D:
     """Decode a plan that `to_json`, `save` or a person wrote.
 
     Raises:
-        PlanError: it is anything else; the message names the place. A ``checksum``, which `save`
-            writes, has to be right where there is one.
+        PlanError: the text is anything else; the message names the place. A ``checksum``, which
+            `save` writes, must be right if there is one.
     """
     try:
         data = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
@@ -188,7 +188,7 @@ def from_json(text: str) -> Plan2D:
 def save(plan: Plan2D, path: str | Path) -> None:
     """Write `to_json` and a checksum to a file.
 
-    Who edits the file by hand removes the checksum.
+    Remove the checksum when you edit the file by hand.
     """
     data = json.loads(to_json(plan))
     _record_of(data)
@@ -238,13 +238,13 @@ def _record_of(data: Any) -> PlanRecord:
 
 
 def _checksum(data: dict[str, Any]) -> str:
-    """Return the checksum over a plan's JSON, whatever its layout."""
+    """Return the checksum of a plan's JSON, independent of its layout."""
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object, or raise if a key is there twice."""
+    """Build a JSON object, or raise if a key occurs twice."""
     keys = Counter(key for key, _ in pairs)
     if len(keys) < len(pairs):
         key = next(key for key, count in keys.items() if count > 1)
@@ -310,7 +310,7 @@ def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:
 
 def _table_of(where: str, record: TableRecord) -> ParameterSharding2D:
     values = {name: getattr(record, name) for name in _SAME_FIELDS}
-    # TorchRec has these two as strings.
+    # TorchRec stores these two as strings.
     values |= {name: values[name].value for name in ("sharding_type", "compute_kernel")}
     try:
         return ParameterSharding2D(
@@ -325,7 +325,7 @@ def _table_of(where: str, record: TableRecord) -> ParameterSharding2D:
 
 
 def _plain(value: Any) -> Any:
-    """Return an enum's member as text: TorchRec's and FBGEMM's by name."""
+    """Return an enum member as text: those of TorchRec and FBGEMM by name."""
     if isinstance(value, BoundsCheckMode | DataType):
         return value.name
     return value.value if isinstance(value, enum.Enum) else value

@@ -1,4 +1,4 @@
-"""Keep replica peers equal: which way (the config's class), and when (its policy)."""
+"""Keep replica peers equal: how (the config's class), and when (its policy)."""
 
 import enum
 import math
@@ -21,7 +21,7 @@ class every:
     """
 
     n: int
-    """Steps from one sync to the next; 1 for every step."""
+    """The number of steps from one sync to the next; 1 for every step."""
 
     def __post_init__(self) -> None:
         if not is_count(self.n) or self.n < 1:
@@ -33,7 +33,7 @@ class every:
 
     @property
     def steps_per_sync(self) -> float:
-        """The mean steps per sync."""
+        """The mean number of steps per sync."""
         return self.n
 
     def __repr__(self) -> str:
@@ -42,7 +42,7 @@ class every:
 
 @dataclass(frozen=True, repr=False)
 class after:
-    """No sync in the first steps, and then another policy, which counts from there.
+    """No sync in the first steps, then another policy, which counts from there.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -71,7 +71,7 @@ class after:
 
     @property
     def steps_per_sync(self) -> float:
-        """The mean steps per sync."""
+        """The mean number of steps per sync."""
         return self.policy.steps_per_sync
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class after:
 
 @dataclass(frozen=True, repr=False)
 class never:
-    """A sync only where replicas must be equal: before they are saved, and before an evaluation.
+    """A sync only where replicas must be equal: before a save or an evaluation.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -102,7 +102,7 @@ class never:
 
 
 SyncPolicy = every | after | never
-"""A rule that says which training steps end with a sync."""
+"""A rule for which training steps end with a sync."""
 
 
 def parse_policy(text: str) -> SyncPolicy:
@@ -118,7 +118,7 @@ def parse_policy(text: str) -> SyncPolicy:
 
 
 def is_count(value: object) -> bool:
-    """Return whether ``value`` is a number of steps that a counter holds."""
+    """Return whether ``value`` is a step count that fits a 64-bit counter."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
@@ -132,7 +132,7 @@ class SyncedRows(enum.StrEnum):
     """Rows that have changed since the last sync."""
 
     ALL = "all"
-    """Whole shards, as TorchRec does."""
+    """Whole shards, as in TorchRec."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class GradientSync:
     """Exact: merge the peers' row gradients, then every peer applies one fused update.
 
     Training equals one sharding group on the global batch, for any fused optimizer, up to the
-    order in which floats are added. The fields give that up for speed; replicas stay equal bit for
+    order of float additions. The fields trade that for speed; replicas stay equal bit for
     bit in any case.
 
     Example:
@@ -150,15 +150,15 @@ class GradientSync:
     """
 
     transport: Transport = Transport.FP32
-    """The wire format of row gradients. Other formats than fp32 round each rank's gradients before
-    they are added, and sums before they travel on: the same numbers on all ranks."""
+    """The wire format of row gradients. Formats other than fp32 round each rank's gradients before
+    they are added, and sums before they are sent on: the same numbers on all ranks."""
 
     delay: int = 0
     """The number of steps that an update may lag: with 1, step t's update is applied before the
-    lookup of step t + 2, and travels behind a whole step."""
+    lookup of step t + 2, so its exchange overlaps with a whole step."""
 
     drift_every: int = 0
-    """Compare the copies after every n-th sync, and raise where they differ; 0 for never."""
+    """Compare the copies after every n-th sync, and raise if they differ; 0 for never."""
 
     def __post_init__(self) -> None:
         _check_interval(self)
@@ -174,8 +174,8 @@ class GradientSync:
 class WeightSync:
     """Local updates, then the average of weights and optimizer state over the peers.
 
-    The way of the 2D sparse parallelism paper, and of TorchRec. Equals one sharding group for
-    plain SGD. For row-wise AdaGrad it doesn't: the second moment grows faster than on one
+    This is the 2D sparse parallelism paper's way, and TorchRec's. It equals one sharding group
+    for plain SGD, but not for row-wise AdaGrad: the second moment grows faster than on one
     group, which `MomentScaledRowWiseAdaGrad` corrects on average.
 
     Example:
@@ -186,26 +186,26 @@ class WeightSync:
     """
 
     policy: SyncPolicy = _EVERY_STEP
-    """The steps at which weights are averaged. Replicas are synced, too, before they are saved or
+    """The steps at which weights are averaged. Replicas are also synced before they are saved or
     evaluated."""
 
     moments_policy: SyncPolicy | None = None
     """The steps at which the optimizer state is averaged; `None` for together with the weights."""
 
     rows: SyncedRows = SyncedRows.TOUCHED
-    """The rows that are sent. Both give the same weights, as only looked up rows change; touched
-    rows cost what has changed."""
+    """The rows that are sent. Both choices give the same weights, as only looked up rows change;
+    the cost of touched rows depends on how many have changed."""
 
     transport: Transport = Transport.FP32
-    """The wire format of touched rows. Other formats than fp32 send the change since the last sync,
-    so that weights keep their precision; replicas are equal bit for bit all the same."""
+    """The wire format of touched rows. Formats other than fp32 send the change since the last sync,
+    so that weights keep their precision; replicas are still equal bit for bit."""
 
     drift_every: int = 0
-    """Compare the copies after every n-th sync, and raise where they differ; 0 for never."""
+    """Compare the copies after every n-th sync, and raise if they differ; 0 for never."""
 
     dense_above: float | None = None
-    """The share of a shard's rows from which on the whole shard is averaged, 0 to 1; `None` for
-    one that is not too high on the fastest of links."""
+    """The share of a shard's rows above which the whole shard is averaged, 0 to 1; `None` for
+    a share that isn't too high even on the fastest links."""
 
     def __post_init__(self) -> None:
         _check_interval(self)
@@ -245,7 +245,7 @@ def _check_interval(config: "GradientSync | WeightSync") -> None:
 
 
 def _set_choice(config: object, name: str, kind: type[enum.StrEnum]) -> None:
-    """Turn a text into the choice that it names, in place."""
+    """Replace a text by the enum member that it names, in place."""
     value = getattr(config, name)
     check_choice(name, value, kind, owner=type(config).__name__)
     object.__setattr__(config, name, kind(value))
